@@ -1,0 +1,53 @@
+# `make` alone lists the targets. PYTHON chooses the interpreter of the environment, ARGS goes to the tool that runs.
+
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+PACKAGES := ckpt_core lightning_ckpt accelerate_ckpt
+READY := .venv/.ready
+
+.PHONY: help venv demo test lint bench acceptance clean
+
+help:
+	@echo "make venv        set up .venv with the pinned versions (the others do it when it is missing or out of date)"
+	@echo "make demo        train, kill and resume a small GPT; the picture and the page go to demo_output/"
+	@echo "make test        run the tests; ARGS='-k name' picks some"
+	@echo "make lint        check format, style, types, and run the examples of README.md and docs/"
+	@echo "make bench       measure stalls, time to durable and memory"
+	@echo "make acceptance  run Lightning's own checkpoint tests: LIGHTNING_TESTS=/path/to/a/checkout/of/Lightning"
+	@echo "make clean       remove .venv and everything that the targets write"
+
+venv: $(READY)
+
+# torch comes first and alone: where it cannot be had, that is the error to see.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt --editable '.[test,lint]'
+	@touch $@
+
+demo: $(READY)
+	$(BIN)/python examples/crash_demo/run.py --output demo_output $(ARGS)
+
+# The tests start several processes at a time: one thread each keeps them from fighting over the cores.
+test: export OMP_NUM_THREADS = 1
+test: $(READY)
+	$(BIN)/python -m pytest --quiet --durations=15 $(ARGS)
+
+lint: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/python tools/run_docs.py README.md $(sort $(wildcard docs/*.md))
+
+bench: $(READY)
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+acceptance: $(READY)
+	@test -n "$(LIGHTNING_TESTS)" || { echo "LIGHTNING_TESTS is not set: give the path of a checkout of Lightning" >&2; exit 2; }
+	$(BIN)/python tools/acceptance.py "$(LIGHTNING_TESTS)" $(ARGS)
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf demo_output benchmark_output lightning_logs .acceptance
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,109 @@
+"""The checkpoints under one directory: which exist, and which is the newest that verifies."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_core.events import CheckpointSkipped, Listener
+from ckpt_core.reader import verify
+from ckpt_core.storage import is_remote, local_path, storage_for
+from ckpt_core.writer import notify
+
+__all__ = ["Catalog", "CheckpointInfo"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint in a catalog.
+
+    Attributes:
+        path: Local path or URL.
+        size: Length in bytes.
+        modified: Unix time at which it was committed, in seconds.
+    """
+
+    path: str
+    size: int
+    modified: float
+
+
+class Catalog:
+    """The committed checkpoints directly in one directory.
+
+    Args:
+        root: Local directory or URL.
+        suffix: Ending of the file names that count.
+        storage_options: For fsspec.
+        listeners: Told about checkpoints that are passed over.
+
+    Example:
+        >>> from ckpt_core import Catalog
+        >>> Catalog("no/such/directory").checkpoints()
+        []
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        *,
+        suffix: str = ".ckpt",
+        storage_options: dict[str, Any] | None = None,
+        listeners: Sequence[Listener] = (),
+    ) -> None:
+        self.root = local_path(root)
+        self._suffix = suffix
+        self._storage_options = storage_options if is_remote(root) else None
+        self._storage = storage_for(self.root, self._storage_options)
+        self._listeners = listeners
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """Return all committed checkpoints, the newest first."""
+        found = [
+            CheckpointInfo(file.path, file.size, file.modified)
+            for file in self._storage.list(self.root)
+            if file.path.endswith(self._suffix)
+        ]
+        return sorted(found, key=lambda info: (info.modified, info.path), reverse=True)
+
+    def newest_verified(self, candidates: Sequence[str] | None = None) -> CheckpointInfo | None:
+        """Return the newest checkpoint whose bytes all match their digests, or None if there is none.
+
+        Each one passed over is named in a warning. A file without digests (another program's) counts as it is.
+
+        Args:
+            candidates: Paths to consider, the preferred first; all checkpoints of the directory, if not given.
+        """
+        infos = {info.path: info for info in self.checkpoints()}
+        for path in candidates if candidates is not None else list(infos):
+            try:
+                verify(path, storage_options=self._storage_options)
+            except CheckpointNotFoundError:
+                continue
+            except CheckpointError as error:
+                logger.warning("passed over the checkpoint %s: %s", path, error.message)
+                notify(self._listeners, CheckpointSkipped(path=path, reason=error.message))
+                continue
+            return infos.get(path, CheckpointInfo(path, 0, 0.0))
+        return None
+
+    def verify(self) -> dict[str, CheckpointError | None]:
+        """Verify every checkpoint; return the error of each, None for those that are whole."""
+        result: dict[str, CheckpointError | None] = {}
+        for info in self.checkpoints():
+            try:
+                verify(info.path, storage_options=self._storage_options)
+                result[info.path] = None
+            except CheckpointError as error:
+                result[info.path] = error
+        return result
+
+    def prune(self) -> list[str]:
+        """Delete what dead processes left unfinished in the directory; return the deleted paths."""
+        return self._storage.remove_orphans(self.root)

@@ -1,0 +1,212 @@
+"""The façade that both plugins use: save, wait, load, remove."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from ckpt_core import reader
+from ckpt_core.events import (
+    CheckpointLoaded,
+    CheckpointRemoved,
+    Listener,
+    SaveCommitted,
+    SaveFailed,
+    SaveStarted,
+    SnapshotTaken,
+)
+from ckpt_core.layouts.torch_file import FileImage, build_image
+from ckpt_core.snapshot import BufferPool
+from ckpt_core.storage import Storage, is_remote, local_path, storage_for
+from ckpt_core.writer import BackgroundWriter, OnError, notify, write_image
+
+__all__ = ["Checkpointer"]
+
+Path = str | os.PathLike[str]
+
+
+class Checkpointer:
+    """Saves states as single torch-loadable files, durable and verified, in the foreground or in the background.
+
+    Args:
+        strategy: ``"sync"`` returns from :meth:`save` when the checkpoint is durable and needs 64 MiB of extra memory;
+            ``"async"`` returns when the state is copied and needs as much memory as ``max_pending`` states.
+        max_pending: How many saves may be under way before the next one waits (async only).
+        on_error: What a failure in the background does: ``"raise"`` at the next call of :meth:`save`, :meth:`wait`,
+            :meth:`raise_failure` or :meth:`close`; ``"warn"`` logs and counts it.
+        storage_options: Passed to fsspec for paths that are URLs: endpoint, credentials and so on.
+        listeners: Called with every event (:mod:`ckpt_core.events`).
+
+    Example:
+        >>> import os, tempfile, torch
+        >>> from ckpt_core import Checkpointer
+        >>> path = os.path.join(tempfile.mkdtemp(), "step=1.ckpt")
+        >>> with Checkpointer(strategy="async") as checkpointer:
+        ...     checkpointer.save({"weight": torch.ones(2)}, path)
+        >>> Checkpointer(strategy="sync").load(path)
+        {'weight': tensor([1., 1.])}
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: Literal["sync", "async"] = "async",
+        max_pending: int = 1,
+        on_error: OnError = "raise",
+        storage_options: dict[str, Any] | None = None,
+        listeners: Sequence[Listener] = (),
+    ) -> None:
+        if strategy not in ("sync", "async"):
+            raise ValueError(f"strategy must be 'sync' or 'async', not {strategy!r}")
+        if max_pending < 1:
+            raise ValueError(f"max_pending must be at least 1, not {max_pending}")
+        if on_error not in ("raise", "warn"):
+            raise ValueError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
+        self.strategy = strategy
+        self._storage_options = storage_options
+        self._listeners = list(listeners)
+        self._buffers = BufferPool(max_pending)
+        self._writer = BackgroundWriter(on_error=on_error, listeners=self._listeners)
+        self._clean_directories: set[str] = set()
+        self._saving_thread: int | None = None
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """Paths whose save is still under way, oldest first."""
+        return self._writer.pending
+
+    @property
+    def failures(self) -> int:
+        """How many background saves and removals have failed so far."""
+        return self._writer.failures
+
+    def save(self, state: Any, path: Path) -> None:
+        """Save ``state`` at ``path``.
+
+        Args:
+            state: What ``torch.save`` would take.
+            path: Local path or URL. What is there now is replaced when, and only when, the new one is durable.
+
+        Raises:
+            SerializationError: Something in ``state`` cannot be pickled.
+            SnapshotTornError: A tensor was changed while it was being copied.
+            StorageError: The storage refused, or had refused an earlier save in the background.
+        """
+        target = local_path(path)
+        self._writer.raise_failure()
+        notify(self._listeners, SaveStarted(path=target))
+        started = time.perf_counter()
+        storage = storage_for(target, self._storage_options)
+        try:
+            self._remove_orphans_once(storage, target)
+            # A signal handler can save while this thread is inside a save and holds the buffer: that one cannot wait.
+            reentered = self._saving_thread == threading.get_ident()
+            if self.strategy == "sync" or reentered:
+                self._save_now(state, storage, target, started)
+            else:
+                self._saving_thread = threading.get_ident()
+                try:
+                    self._save_later(state, storage, target, started)
+                finally:
+                    self._saving_thread = None
+        except BaseException as error:
+            notify(self._listeners, SaveFailed(path=target, error=str(error)))
+            raise
+
+    def _save_now(self, state: Any, storage: Storage, path: str, started: float) -> None:
+        image = build_image(state, path=path)
+        size = write_image(image, storage, path)
+        stall = time.perf_counter() - started
+        notify(self._listeners, SnapshotTaken(path=path, bytes=size, stall_seconds=stall))
+        notify(self._listeners, SaveCommitted(path=path, bytes=size, background_seconds=0.0))
+
+    def _save_later(self, state: Any, storage: Storage, path: str, started: float) -> None:
+        waited = 0.0
+        if self._buffers.exhausted:
+            self._buffers.wait()
+            waited = time.perf_counter() - started
+        image = build_image(state, path=path, buffers=self._buffers)
+        stall = time.perf_counter() - started
+        event = SnapshotTaken(path=path, bytes=image.approximate_size, stall_seconds=stall, waited_seconds=waited)
+        notify(self._listeners, event)
+        self._writer.save(path, lambda: self._write_staged(image, storage, path))
+
+    def _write_staged(self, image: FileImage, storage: Storage, path: str) -> int:
+        try:
+            return write_image(image, storage, path)
+        finally:
+            buffer = image.release()
+            if buffer is not None:
+                self._buffers.release(buffer)
+
+    def _remove_orphans_once(self, storage: Storage, path: str) -> None:
+        directory = os.path.dirname(path)
+        if directory not in self._clean_directories and not is_remote(path):
+            self._clean_directories.add(directory)
+            storage.remove_orphans(directory)
+
+    def load(self, path: Path, *, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        """Load a checkpoint, waiting for it if its save is under way, and verify every byte of it.
+
+        Args:
+            path: Local path or URL.
+            map_location: As for ``torch.load``.
+            weights_only: As for ``torch.load``: None means True.
+
+        Raises:
+            CheckpointError: See the tree in :mod:`ckpt_core.errors`.
+        """
+        source = local_path(path)
+        self._writer.wait(source)
+        started = time.perf_counter()
+        state, verified, size = reader.load(
+            source, map_location=map_location, weights_only=weights_only, storage_options=self._options_for(source)
+        )
+        seconds = time.perf_counter() - started
+        notify(self._listeners, CheckpointLoaded(path=source, bytes=size, seconds=seconds, verified=verified))
+        return state
+
+    def exists(self, path: Path) -> bool:
+        """Return whether there is a checkpoint at ``path``, or a save of it is under way."""
+        target = local_path(path)
+        return target in self.pending or storage_for(target, self._options_for(target)).exists(target)
+
+    def remove(self, path: Path) -> None:
+        """Delete the checkpoint at ``path`` once all saves asked for so far are durable.
+
+        If the newest of those fails, the checkpoint is kept, and a warning says so.
+        """
+        target = local_path(path)
+        storage = storage_for(target, self._options_for(target))
+        if self.strategy == "sync":
+            storage.remove(target)
+            notify(self._listeners, CheckpointRemoved(path=target))
+        else:
+            self._writer.remove(target, lambda: storage.remove(target))
+
+    def wait(self, path: Path | None = None) -> None:
+        """Block until all saves (or that of ``path``) have ended; raise the failure of one, if there was any."""
+        self._writer.wait(None if path is None else local_path(path))
+        self._writer.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise a background failure that was not raised yet; returns at once."""
+        self._writer.raise_failure()
+
+    def close(self) -> None:
+        """Wait for everything, free the buffers, and raise a failure that was not raised yet. It may be used again."""
+        self._writer.wait()
+        self._buffers.close()
+        self._writer.raise_failure()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _options_for(self, path: str) -> dict[str, Any] | None:
+        return self._storage_options if is_remote(path) else None

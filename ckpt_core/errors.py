@@ -1,0 +1,114 @@
+"""One tree of exceptions.
+
+Everything that goes wrong with a checkpoint is a :class:`CheckpointError`, so that one ``except`` is enough. Where Python
+or torch has an exception for the same thing, ours is also that one, so that existing handlers keep working::
+
+    CheckpointError
+    ├── CheckpointNotFoundError   (also FileNotFoundError)        nothing there, or nothing usable
+    ├── CheckpointCorruptedError                                  bytes are missing or differ from what was saved
+    ├── CheckpointFormatError                                     not a checkpoint, or written by a newer version
+    ├── UnsafeCheckpointError     (also pickle.UnpicklingError)   reading it would run code from the file
+    ├── SerializationError        (also TypeError)                an object in the state cannot be saved
+    ├── StateMismatchError        (also RuntimeError)             the checkpoint is of another model or another run
+    ├── StorageError              (also OSError)                  the disk or the store refused: full, read-only, ...
+    ├── SnapshotTornError                                         a tensor changed while it was being copied
+    └── RankFailedError                                           another rank's part of a save failed
+"""
+
+from __future__ import annotations
+
+import pickle
+
+__all__ = [
+    "CheckpointCorruptedError",
+    "CheckpointError",
+    "CheckpointFormatError",
+    "CheckpointNotFoundError",
+    "RankFailedError",
+    "SerializationError",
+    "SnapshotTornError",
+    "StateMismatchError",
+    "StorageError",
+    "UnsafeCheckpointError",
+]
+
+
+class CheckpointError(Exception):
+    """A checkpoint could not be saved, found, verified or restored.
+
+    Args:
+        message: What happened.
+        path: The file or URL it happened to, if there is one.
+        key: The part of the state it happened to (``"state_dict.layer.weight"``), if there is one.
+        remedy: What the user can do: the option to change, the command to run.
+    """
+
+    def __init__(
+        self, message: str, *, path: str | None = None, key: str | None = None, remedy: str | None = None
+    ) -> None:
+        self.message = message
+        self.path = path
+        self.key = key
+        self.remedy = remedy
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        text = self.message
+        if self.path is not None and self.path not in text:
+            text += f"\n  file: {self.path}"
+        if self.key is not None and self.key not in text:
+            text += f"\n  key: {self.key}"
+        if self.remedy is not None:
+            text += f"\n  what to do: {self.remedy}"
+        return text
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no checkpoint at the path, or none that can be used."""
+
+
+class CheckpointCorruptedError(CheckpointError):
+    """The bytes read are not the bytes that were saved: truncated, flipped, or mixed with another file."""
+
+
+class CheckpointFormatError(CheckpointError):
+    """The file is not a checkpoint, or its format is newer than this version can read."""
+
+
+class UnsafeCheckpointError(CheckpointError, pickle.UnpicklingError):
+    """Reading the checkpoint would run code from it, and the caller did not ask for that."""
+
+
+class SerializationError(CheckpointError, TypeError):
+    """An object in the state cannot be written."""
+
+
+class StateMismatchError(CheckpointError, RuntimeError):
+    """The checkpoint does not fit the model, the optimizers or the run it is loaded into."""
+
+
+class StorageError(CheckpointError, OSError):
+    """The disk or the object store refused: full, read-only, permission, connection.
+
+    ``errno`` is that of the :class:`OSError` behind it, where there is one.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        path: str | None = None,
+        key: str | None = None,
+        remedy: str | None = None,
+        errno: int | None = None,
+    ) -> None:
+        super().__init__(message, path=path, key=key, remedy=remedy)
+        self.errno = errno
+
+
+class SnapshotTornError(CheckpointError):
+    """A tensor was changed while it was being copied; the snapshot would be a mix of two moments."""
+
+
+class RankFailedError(CheckpointError):
+    """The save failed on another rank, whose error is quoted in the message."""

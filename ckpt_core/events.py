@@ -1,0 +1,152 @@
+"""What the engine tells about itself: frozen data passed to listeners, and a log file of it.
+
+A listener is any callable that takes one :class:`Event`. It is called on the thread where the event happens (the
+training thread or the writer thread), so it must be quick and must not raise.
+
+Example:
+    >>> from ckpt_core.events import SaveCommitted
+    >>> seconds = []
+    >>> def listener(event):
+    ...     if isinstance(event, SaveCommitted):
+    ...         seconds.append(event.background_seconds)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = [
+    "CheckpointLoaded",
+    "CheckpointRemoved",
+    "CheckpointSkipped",
+    "Event",
+    "EventLog",
+    "Listener",
+    "SaveCommitted",
+    "SaveFailed",
+    "SaveStarted",
+    "SnapshotTaken",
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Event:
+    """Something happened to one checkpoint.
+
+    Attributes:
+        path: The checkpoint's path or URL.
+        time: Unix time in seconds at which it happened.
+    """
+
+    path: str
+    time: float = dataclasses.field(default_factory=time.time)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveStarted(Event):
+    """The training thread entered a save."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SnapshotTaken(Event):
+    """The training thread is free again; the rest happens in the background (or, for a sync save, is done).
+
+    Attributes:
+        bytes: Size of the checkpoint in bytes.
+        stall_seconds: Time the training thread was blocked, ``waited_seconds`` included.
+        waited_seconds: The part of it spent waiting for an earlier save to leave its buffer.
+    """
+
+    bytes: int
+    stall_seconds: float
+    waited_seconds: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveCommitted(Event):
+    """The checkpoint is durable and visible under its final name.
+
+    Attributes:
+        bytes: Size of the checkpoint in bytes.
+        background_seconds: Time from the end of the stall to this moment.
+    """
+
+    bytes: int
+    background_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SaveFailed(Event):
+    """The save failed; nothing is visible under its final name that was not there before.
+
+    Attributes:
+        error: The error in words.
+    """
+
+    error: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointRemoved(Event):
+    """A checkpoint was deleted by retention or by the user."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointLoaded(Event):
+    """A checkpoint was read.
+
+    Attributes:
+        bytes: Size of the checkpoint in bytes.
+        seconds: Time it took.
+        verified: Whether every byte was compared with its digest (False for files of other writers).
+    """
+
+    bytes: int
+    seconds: float
+    verified: bool
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointSkipped(Event):
+    """A resume passed over a checkpoint that does not verify.
+
+    Attributes:
+        reason: Why, in words.
+    """
+
+    reason: str
+
+
+Listener = Callable[[Event], None]
+
+
+class EventLog:
+    """A listener that appends each event to a file as one line of JSON.
+
+    Each line is one ``write`` to a file opened for appending, so that several processes may share the file and a killed
+    process leaves whole lines only.
+
+    Args:
+        path: The local file; its directory is created.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+
+    def __call__(self, event: Event) -> None:
+        record = {"event": type(event).__name__, "pid": os.getpid(), **dataclasses.asdict(event)}
+        line = (json.dumps(record) + "\n").encode()
+        with self._lock:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+            try:
+                os.write(descriptor, line)
+            finally:
+                os.close(descriptor)

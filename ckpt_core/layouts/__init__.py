@@ -1,0 +1,1 @@
+"""Bytes on disk: how a state is laid out in a file or a directory."""

@@ -1,0 +1,259 @@
+"""A torch file in the making: where every byte goes, and where it comes from.
+
+Tensors come first, then the pickle, the manifest and the archive's directory. So a tensor's place depends only on the
+tensors' sizes, the copy can start before anything is pickled, and the staged buffer is the file's image.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import sys
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ckpt_core.digest import digest, digest_of_parts
+from ckpt_core.layouts.torch_file.manifest import (
+    ARCHIVE,
+    MANIFEST_NAME,
+    WINDOW,
+    Footer,
+    Manifest,
+    RecordDigests,
+    pieces,
+)
+from ckpt_core.layouts.torch_file.pickling import StorageTable, collect_storages, pickle_state
+from ckpt_core.layouts.torch_file.zip_format import ZipRecord, central_directory, local_header
+from ckpt_core.snapshot import BackgroundCopy, BufferPool, StagingBuffer, TornSnapshotGuard, bytes_of
+
+__all__ = ["FileImage", "build_image"]
+
+_ALIGNMENT = 64  # bytes, torch's own: a mapped tensor can be used as it lies
+_BLOCK = 4096  # bytes: the region's size is a multiple, so that the tail begins at a block of the disk
+_VERSION_RECORD = b"3\n"  # of torch's archive format: the newest that uses nothing but stored records
+
+
+@dataclasses.dataclass(frozen=True)
+class _Region:
+    """The layout of the tensors' part of the file; depends on nothing but the sizes."""
+
+    records: tuple[ZipRecord, ...]
+    headers: tuple[bytes, ...]
+    size: int
+
+    def gaps(self) -> list[bytes]:
+        """Return the bytes between the tensors, in file order."""
+        result, position = [], 0
+        for record, header in zip(self.records, self.headers, strict=True):
+            result.append(bytes(record.header_offset - position) + header)
+            position = record.offset + record.size
+        result.append(bytes(self.size - position))
+        return result
+
+
+@functools.lru_cache(maxsize=8)
+def _region(sizes: tuple[int, ...]) -> _Region:
+    records, headers, position = [], [], 0
+    for index, size in enumerate(sizes):
+        record, header = local_header(f"{ARCHIVE}/data/{index}", position, size, alignment=_ALIGNMENT)
+        records.append(record)
+        headers.append(header)
+        position = record.offset + size
+    return _Region(tuple(records), tuple(headers), -(-position // _BLOCK) * _BLOCK)
+
+
+class FileImage:
+    """The bytes of a torch file, either staged in a buffer of ours or still in the live tensors.
+
+    Attributes:
+        region_size: Length in bytes of the first part of the file, which :meth:`window` gives; a multiple of 4096.
+    """
+
+    def __init__(
+        self,
+        region: _Region,
+        sources: Sequence[torch.Tensor],
+        pickled: bytes,
+        references: list[int],
+        late: list[bytes],
+        staged: StagingBuffer | None,
+    ) -> None:
+        self.region_size = region.size
+        self._region = region
+        self._sources = list(sources)
+        self._pickled = pickled
+        self._references = references
+        self._late = late
+        self._staged = staged
+        self._digests: list[dict[int, str]] = [{} for _ in region.records]
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the bytes are in a buffer of ours, so that the live tensors may change."""
+        return self._staged is not None
+
+    @property
+    def approximate_size(self) -> int:
+        """The file's size in bytes but for its last few kilobytes."""
+        return self.region_size + len(self._pickled) + sum(map(len, self._late))
+
+    def window(self, begin: int, scratch: StagingBuffer | None) -> memoryview:
+        """Return the page-aligned bytes of the window that starts at ``begin``, and keep their digests.
+
+        Args:
+            begin: A multiple of ``WINDOW`` below ``region_size``.
+            scratch: Memory of at least ``WINDOW`` bytes to assemble the window in; not needed when staged.
+        """
+        end = min(begin + WINDOW, self.region_size)
+        if self._staged is not None:
+            memory = self._staged.memory[begin:end]
+        else:
+            assert scratch is not None
+            memory = scratch.memory[: end - begin]
+            self._assemble(begin, end, scratch)
+        for index in self._records_in(begin, end):
+            record = self._region.records[index]
+            first, last = max(begin, record.offset), min(end, record.offset + record.size)
+            if first < last:
+                self._digests[index][first] = digest(memory[first - begin : last - begin])
+        return memory
+
+    def _records_in(self, begin: int, end: int) -> range:
+        return range(self._first_record(begin), self._first_record(end - 1) + 1)
+
+    def _first_record(self, position: int) -> int:
+        """Return the index of the record whose data or header is the first to end after ``position``."""
+        records = self._region.records
+        low, high = 0, len(records) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if records[middle].offset + records[middle].size > position:
+                high = middle
+            else:
+                low = middle + 1
+        return max(low, 0)
+
+    def _assemble(self, begin: int, end: int, scratch: StagingBuffer) -> None:
+        position = begin
+        for index in self._records_in(begin, end):
+            record, header = self._region.records[index], self._region.headers[index]
+            _put(scratch, begin, end, position, bytes(max(0, min(end, record.header_offset) - position)))
+            _put(scratch, begin, end, record.header_offset, header)
+            first, last = max(begin, record.offset), min(end, record.offset + record.size)
+            if first < last:
+                source = self._sources[index][first - record.offset : last - record.offset]
+                target = scratch.tensor[first - begin : last - begin]
+                if source.is_cuda:
+                    target.copy_(source)
+                else:
+                    ctypes.memmove(target.data_ptr(), source.data_ptr(), last - first)
+            position = max(position, min(end, record.offset + record.size))
+        _put(scratch, begin, end, position, bytes(end - position))
+
+    def tail(self) -> bytes:
+        """Return the rest of the file, from ``region_size`` on; every window must have been taken before."""
+        region = self._region
+        records = [
+            RecordDigests(r.name, r.offset, r.size, tuple(found[begin] for begin, _ in pieces(r.offset, r.size)))
+            for r, found in zip(region.records, self._digests, strict=True)
+        ]
+        gaps = region.gaps()
+        entries = list(region.records)
+        body = bytearray()
+        position = region.size
+        small = [
+            *((f"data/{len(region.records) + i}", data) for i, data in enumerate(self._late)),
+            ("data.pkl", self._pickled),
+            ("byteorder", sys.byteorder.encode()),
+            ("version", _VERSION_RECORD),
+        ]
+        for name, data in small:
+            entry, header = local_header(
+                f"{ARCHIVE}/{name}", position, len(data), alignment=_ALIGNMENT, crc=zlib.crc32(data)
+            )
+            cut = memoryview(data)
+            found = tuple(digest(cut[b - entry.offset : e - entry.offset]) for b, e in pieces(entry.offset, entry.size))
+            records.append(RecordDigests(entry.name, entry.offset, entry.size, found))
+            gaps.append(header)
+            entries.append(entry)
+            body += header
+            body += data
+            position = entry.offset + entry.size
+        storages = tuple(f"{ARCHIVE}/data/{index}" for index in self._references)
+        manifest = Manifest(tuple(records), storages, digest_of_parts(gaps)).encode()
+        entry, header = local_header(
+            MANIFEST_NAME, position, len(manifest), alignment=_ALIGNMENT, crc=zlib.crc32(manifest)
+        )
+        entries.append(entry)
+        closing = header + manifest
+        comment = Footer(position, "0" * 16).encode()
+        closing += central_directory(entries, position + len(closing), comment)
+        covered = memoryview(closing)[: len(closing) - len(comment)]
+        return bytes(body) + bytes(covered) + Footer(position, digest(covered)).encode()
+
+    def release(self) -> StagingBuffer | None:
+        """Forget the state; return the staging buffer, if there is one, for its owner to use again."""
+        staged, self._staged = self._staged, None
+        self._sources = []
+        return staged
+
+
+def _put(scratch: StagingBuffer, begin: int, end: int, position: int, data: bytes) -> None:
+    first, last = max(begin, position), min(end, position + len(data))
+    if first < last:
+        scratch.memory[first - begin : last - begin] = data[first - position : last - position]
+
+
+def build_image(state: Any, *, path: str, buffers: BufferPool | None = None) -> FileImage:
+    """Lay out ``state`` as a torch file.
+
+    Args:
+        state: What ``torch.save`` would take.
+        path: Where it will go, for messages.
+        buffers: Where to stage a copy of the tensors, so that the caller may change them as soon as this returns. Without
+            it the image refers to the live tensors.
+
+    Returns:
+        The image. If it is staged, its buffer goes back to ``buffers`` by ``buffers.release(image.release())``.
+
+    Raises:
+        SerializationError: An object cannot be pickled; the error names its key.
+        SnapshotTornError: A tensor changed while it was being copied.
+    """
+    table = StorageTable()
+    plain = collect_storages(state, table)
+    known = len(table.storages)
+    region = _region(tuple(storage.nbytes() for storage in table.storages))
+    sources = [bytes_of(storage) for storage in table.storages]
+    if buffers is None:
+        pickled, references = pickle_state(state, table)
+        return FileImage(region, sources, pickled, references, _bytes_of_late(table, known), None)
+
+    guard = TornSnapshotGuard(plain)
+    buffer = buffers.acquire(region.size)
+    try:
+        targets = [buffer.tensor[r.offset : r.offset + r.size] for r in region.records]
+        copy = BackgroundCopy(targets, sources)
+        try:
+            position = 0
+            for gap, record in zip(region.gaps(), [*region.records, None], strict=True):
+                buffer.memory[position : position + len(gap)] = gap
+                position = record.offset + record.size if record is not None else position
+            pickled, references = pickle_state(state, table)
+            late = _bytes_of_late(table, known)
+        finally:
+            copy.wait()
+        guard.check(path=path)
+    except BaseException:
+        buffers.release(buffer)
+        raise
+    return FileImage(region, [], pickled, references, late, buffer)
+
+
+def _bytes_of_late(table: StorageTable, known: int) -> list[bytes]:
+    # Tensors inside objects that only pickle can open: met when the layout of the others is already fixed.
+    return [bytes_of(storage).cpu().numpy().tobytes() for storage in table.storages[known:]]

@@ -1,0 +1,365 @@
+"""Reading a torch file: every byte is compared with its digest before the caller sees a tensor.
+
+``torch.load`` builds the objects from verified bytes in memory, with empty storages (``torch.serialization.skip_data``);
+then the storages are filled from the file in parallel, each piece checked as it arrives. A pickle that needs its tensors'
+values while it is being read (sparse tensors, objects with a ``__setstate__``) cannot be loaded so; its file is verified
+first and then given to ``torch.load`` as it is.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import io
+import pickle
+import pickletools
+import re
+import struct
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.serialization import default_restore_location, skip_data
+
+from ckpt_core.digest import digest_of_parts, digest_with
+from ckpt_core.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    StorageError,
+    UnsafeCheckpointError,
+)
+from ckpt_core.layouts.torch_file.manifest import (
+    ARCHIVE,
+    FOOTER_SIZE,
+    MANIFEST_NAME,
+    WINDOW,
+    Footer,
+    Manifest,
+    RecordDigests,
+    pieces,
+)
+from ckpt_core.parallel import run_parallel
+from ckpt_core.snapshot import bytes_of
+from ckpt_core.storage.base import FileReader, ReaderIO
+
+__all__ = ["load_torch_file", "verify_torch_file"]
+
+_RESUME_FROM_ANOTHER = "resume from another checkpoint; this one cannot be repaired"
+_LOCAL_HEADER_SIZE = 30
+# A pickle made of nothing but these is built without looking at a tensor's values.
+_PLAIN_GLOBALS = frozenset(
+    {
+        "collections OrderedDict",
+        "collections defaultdict",
+        "collections Counter",
+        "torch._utils _rebuild_tensor_v2",
+        "torch._utils _rebuild_tensor_v3",
+        "torch._utils _rebuild_parameter",
+        "__builtin__ set",
+        "builtins set",
+        "_codecs encode",
+    }
+)
+
+MapLocation = Any
+
+
+def load_torch_file(
+    reader: FileReader, *, map_location: MapLocation = None, weights_only: bool | None = None
+) -> tuple[Any, bool]:
+    """Load a torch file.
+
+    Args:
+        reader: The open file.
+        map_location: As for ``torch.load``.
+        weights_only: As for ``torch.load``.
+
+    Returns:
+        The object, and whether every byte was verified: False for files that others wrote, which hold no digests.
+
+    Raises:
+        CheckpointCorruptedError: The file is empty, truncated, or a byte differs; the error names the tensor.
+        CheckpointFormatError: The file is no torch file, or of a newer format.
+        UnsafeCheckpointError: Reading it would run code and ``weights_only`` is not False.
+    """
+    opened = _open(reader)
+    if opened is None:
+        return _torch_load(ReaderIO(reader), reader.path, map_location, weights_only), False
+    manifest, segments = opened
+    by_name = {record.name: record for record in manifest.records}
+    pickled = _record_bytes(segments, by_name[f"{ARCHIVE}/data.pkl"])
+    if not _is_plain(pickled):
+        verify_torch_file(reader)
+        return _torch_load(ReaderIO(reader), reader.path, map_location, weights_only), True
+
+    filler = _StorageCollector(map_location)
+    with skip_data():
+        result = _torch_load(_SegmentIO(segments, reader.size), reader.path, filler, weights_only)
+    if len(filler.storages) != len(manifest.storages):
+        raise CheckpointCorruptedError(
+            "the checkpoint's pickle and its manifest disagree", path=reader.path, remedy=_RESUME_FROM_ANOTHER
+        )
+    jobs = []
+    for name, storage in zip(manifest.storages, filler.storages, strict=True):
+        record = by_name[name]
+        if storage.nbytes() != record.size:
+            raise CheckpointCorruptedError(
+                "a tensor's size in the pickle differs from its record's",
+                path=reader.path,
+                key=name,
+                remedy=_RESUME_FROM_ANOTHER,
+            )
+        if record.size:
+            jobs.extend((bytes_of(storage), record, i, *p) for i, p in enumerate(pieces(record.offset, record.size)))
+    hash_of = digest_with(manifest.algorithm)
+    run_parallel(lambda job: _fill(reader, hash_of, *job), jobs)
+    return result, True
+
+
+def verify_torch_file(reader: FileReader) -> bool:
+    """Compare every byte of the file with its digest.
+
+    Returns:
+        True if the file holds digests and all of them match; False if it holds none (another program wrote it).
+
+    Raises:
+        CheckpointCorruptedError: The file is empty, truncated, or a byte differs; the error names the record.
+        CheckpointFormatError: The file is no torch file, or of a newer format.
+    """
+    opened = _open(reader)
+    if opened is None:
+        return False
+    manifest, _ = opened
+    hash_of = digest_with(manifest.algorithm)
+    jobs = [
+        (record, index, begin, end)
+        for record in manifest.records
+        for index, (begin, end) in enumerate(pieces(record.offset, record.size))
+    ]
+
+    def check(job: tuple[RecordDigests, int, int, int]) -> None:
+        record, index, begin, end = job
+        data = memoryview(bytearray(end - begin))
+        reader.read_into(begin, data)
+        _compare(hash_of, data, record, index, reader.path)
+
+    run_parallel(check, jobs)
+    return True
+
+
+def _fill(
+    reader: FileReader,
+    hash_of: Callable[[memoryview], str],
+    target: torch.Tensor,
+    record: RecordDigests,
+    index: int,
+    begin: int,
+    end: int,
+) -> None:
+    part = target[begin - record.offset : end - record.offset]
+    host = part if part.device.type == "cpu" else torch.empty(end - begin, dtype=torch.uint8)
+    data = memoryview(host.numpy())
+    reader.read_into(begin, data)
+    _compare(hash_of, data, record, index, reader.path)
+    if host is not part:
+        part.copy_(host)
+
+
+def _compare(
+    hash_of: Callable[[memoryview], str], data: memoryview, record: RecordDigests, index: int, path: str
+) -> None:
+    if hash_of(data) != record.digests[index]:
+        raise CheckpointCorruptedError(
+            f"the bytes of {record.name!r} differ from those that were saved",
+            path=path,
+            key=record.name,
+            remedy=_RESUME_FROM_ANOTHER,
+        )
+
+
+_Segments = list[tuple[int, bytes]]
+
+
+def _open(reader: FileReader) -> tuple[Manifest, _Segments] | None:
+    """Read and verify everything but the tensors; None if the file holds no digests of ours."""
+    path, size = reader.path, reader.size
+    if size == 0:
+        raise CheckpointCorruptedError("the checkpoint is empty", path=path, remedy=_RESUME_FROM_ANOTHER)
+    footer = Footer.decode(_read(reader, max(0, size - FOOTER_SIZE), size), path=path)
+    if footer is None:
+        _reject_damaged(reader)
+        return None
+    if footer.tail_offset + _LOCAL_HEADER_SIZE > size - FOOTER_SIZE:
+        raise _damaged("the footer points outside the file", path)
+    tail = _read(reader, footer.tail_offset, size - FOOTER_SIZE)
+    # The footer is always written with the current algorithm: its own version number covers a change.
+    if digest_of_parts([tail]) != footer.tail_digest:
+        raise _damaged("the manifest differs from what was saved", path)
+    name_length, extra_length = struct.unpack_from("<HH", tail, 26)
+    (length,) = struct.unpack_from("<I", tail, 22)
+    begin = _LOCAL_HEADER_SIZE + name_length + extra_length
+    manifest = Manifest.decode(tail[begin : begin + length], path=path, end=footer.tail_offset)
+
+    names = set(manifest.storages)
+    segments: _Segments = []
+    gaps, position = [], 0
+    hash_of = digest_with(manifest.algorithm)
+    for record in manifest.records:
+        gap = _read(reader, position, record.offset)
+        gaps.append(gap)
+        segments.append((position, gap))
+        position = record.offset + record.size
+        if record.name not in names:
+            data = _read(reader, record.offset, position)
+            for index, (first, last) in enumerate(pieces(record.offset, record.size)):
+                cut = memoryview(data)[first - record.offset : last - record.offset]
+                _compare(hash_of, cut, record, index, path)
+            segments.append((record.offset, data))
+    gaps.append(_read(reader, position, footer.tail_offset))
+    if digest_of_parts(gaps) != manifest.structure:
+        raise _damaged("the archive's structure differs from what was saved", path)
+    segments.append((position, gaps[-1]))
+    segments.append((footer.tail_offset, tail + footer.encode()))
+    by_name = {record.name: record for record in manifest.records}
+    if not {f"{ARCHIVE}/data.pkl", f"{ARCHIVE}/byteorder"} <= by_name.keys():
+        raise _damaged("the archive lacks its pickle", path)
+    if _record_bytes(segments, by_name[f"{ARCHIVE}/byteorder"]).decode() != sys.byteorder:
+        raise CheckpointFormatError(
+            "the checkpoint was written on a machine of the other byte order",
+            path=path,
+            remedy="load it there and save it with torch.save",
+        )
+    return manifest, segments
+
+
+def _damaged(message: str, path: str) -> CheckpointCorruptedError:
+    return CheckpointCorruptedError(message, path=path, remedy=_RESUME_FROM_ANOTHER)
+
+
+def _reject_damaged(reader: FileReader) -> None:
+    """Raise if the file was ours, or a zip archive, and has lost its end."""
+    end = _read(reader, max(0, reader.size - WINDOW // 16), reader.size)
+    begin = _read(reader, 0, min(reader.size, 4))
+    if MANIFEST_NAME.encode() in end:
+        raise _damaged("the end of the checkpoint is damaged", reader.path)
+    if begin == b"PK\3\4" and b"PK\5\6" not in end:
+        raise _damaged("the checkpoint is truncated", reader.path)
+
+
+def _read(reader: FileReader, begin: int, end: int) -> bytes:
+    data = bytearray(end - begin)
+    if data:
+        reader.read_into(begin, memoryview(data))
+    return bytes(data)
+
+
+def _record_bytes(segments: _Segments, record: RecordDigests) -> bytes:
+    return next((data for offset, data in segments if offset == record.offset and len(data) == record.size), b"")
+
+
+def _is_plain(pickled: bytes) -> bool:
+    try:
+        operations = [(opcode.name, argument) for opcode, argument, _ in pickletools.genops(pickled)]
+    except (ValueError, IndexError):
+        return False
+    if any(name in {"STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4"} for name, _ in operations):
+        return False
+    found = {argument for name, argument in operations if name == "GLOBAL"}
+    return all(name in _PLAIN_GLOBALS or name.startswith("torch ") for name in found)
+
+
+class _StorageCollector:
+    """A ``map_location`` that does what the caller's would, and keeps the storages in the order of the pickle."""
+
+    def __init__(self, map_location: MapLocation) -> None:
+        self.storages: list[torch.UntypedStorage] = []
+        self._map_location = map_location
+
+    def __call__(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        restored = self._restore(storage, location)
+        self.storages.append(restored)
+        return restored
+
+    def _restore(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        where = self._map_location
+        if callable(where):
+            restored = where(storage, location)
+            return restored if restored is not None else default_restore_location(storage, location)
+        if isinstance(where, dict):
+            where = where.get(location, location)
+        elif where is None:
+            where = location
+        return default_restore_location(storage, str(where))
+
+
+class _SegmentIO(io.RawIOBase):
+    """A read-only file of which only some segments are known; the rest reads as zeros."""
+
+    def __init__(self, segments: _Segments, size: int) -> None:
+        self._segments = sorted(segments)
+        self._offsets = [offset for offset, _ in self._segments]
+        self._size = size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        begin, end = self._position, min(self._size, self._position + len(view))
+        count = max(0, end - begin)
+        view[:count] = bytes(count)
+        index = max(0, bisect.bisect_right(self._offsets, begin) - 1)
+        while index < len(self._segments) and self._offsets[index] < end:
+            offset, data = self._segments[index]
+            first, last = max(begin, offset), min(end, offset + len(data))
+            if first < last:
+                view[first - begin : last - begin] = data[first - offset : last - offset]
+            index += 1
+        self._position += count
+        return count
+
+
+def _torch_load(file: io.RawIOBase, path: str, map_location: MapLocation, weights_only: bool | None) -> Any:
+    with _translated_errors(path):
+        return torch.load(io.BufferedReader(file), map_location=map_location, weights_only=weights_only)
+
+
+@contextlib.contextmanager
+def _translated_errors(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointCorruptedError, StorageError):
+        raise
+    except pickle.UnpicklingError as error:
+        if "weights_only" in str(error) or "Unsupported" in str(error):
+            found = re.search(r"WeightsUnpickler error: (.*?)(?: was not an allowed|$)", str(error), re.MULTILINE)
+            what = found[1] if found else _first_lines(error)
+            raise UnsafeCheckpointError(
+                f"the checkpoint holds objects that are not plain data, and rebuilding them could run any code: {what}",
+                path=path,
+                remedy="pass weights_only=False if you trust the file's author (it can run any code), or allow the type "
+                "with torch.serialization.add_safe_globals",
+            ) from error
+        raise CheckpointFormatError(f"this is not a torch checkpoint: {_first_lines(error)}", path=path) from error
+    except (EOFError, RuntimeError, ValueError, KeyError, IndexError, struct.error, UnicodeDecodeError) as error:
+        raise CheckpointFormatError(
+            f"this is not a readable torch checkpoint: {_first_lines(error)}",
+            path=path,
+            remedy="check that the path is a checkpoint and that its copy is complete",
+        ) from error
+
+
+def _first_lines(error: BaseException) -> str:
+    return " ".join(str(error).split())[:600]

@@ -1,0 +1,59 @@
+"""A few threads over a list of jobs, for work that releases the GIL."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+__all__ = ["IO_THREADS", "run_parallel"]
+
+IO_THREADS = min(4, max(2, os.cpu_count() or 1))
+
+Job = TypeVar("Job")
+
+
+def run_parallel(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: int = IO_THREADS) -> None:
+    """Call ``work`` on every job from several threads and raise the first error, after all threads have stopped.
+
+    The calling thread takes part, so that this also works while the interpreter shuts down, when no thread can be started.
+
+    Args:
+        work: Called once for each job, on any of the threads.
+        jobs: What to do, in the order in which it should be begun.
+        threads: How many threads, the calling one included.
+    """
+    errors: list[BaseException] = []
+    lock = threading.Lock()
+    remaining: Iterator[Job] = iter(jobs)
+
+    def take() -> tuple[Job] | None:
+        with lock:
+            if errors:
+                return None
+            for job in remaining:
+                return (job,)
+            return None
+
+    def loop() -> None:
+        try:
+            while (taken := take()) is not None:
+                work(*taken)
+        except BaseException as error:  # noqa: BLE001 - raised again below, on the calling thread
+            with lock:
+                errors.append(error)
+
+    helpers = []
+    for _ in range(threads - 1):
+        helper = threading.Thread(target=loop, name="ckpt-io")
+        try:
+            helper.start()
+        except RuntimeError:
+            break  # the interpreter is shutting down: go on with the threads there are
+        helpers.append(helper)
+    loop()
+    for helper in helpers:
+        helper.join()
+    if errors:
+        raise errors[0]

@@ -1,0 +1,58 @@
+"""The load pipeline: open, verify, build."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from ckpt_core.layouts.torch_file import load_torch_file, verify_torch_file
+from ckpt_core.storage import local_path, storage_for
+
+__all__ = ["load", "verify"]
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    map_location: Any = None,
+    weights_only: bool | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> tuple[Any, bool, int]:
+    """Load a checkpoint.
+
+    Args:
+        path: Local path or URL.
+        map_location: As for ``torch.load``.
+        weights_only: As for ``torch.load``: None means True.
+        storage_options: For fsspec.
+
+    Returns:
+        The state; whether every byte was compared with its digest (False for files that other programs wrote); the
+        file's size in bytes.
+
+    Raises:
+        CheckpointError: See the tree in :mod:`ckpt_core.errors`.
+    """
+    path = local_path(path)
+    with storage_for(path, storage_options).open(path) as reader:
+        state, verified = load_torch_file(reader, map_location=map_location, weights_only=weights_only)
+        return state, verified, reader.size
+
+
+def verify(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> bool:
+    """Compare every byte of a checkpoint with its digest, without building anything.
+
+    Args:
+        path: Local path or URL.
+        storage_options: For fsspec.
+
+    Returns:
+        True if all bytes match; False if the file holds no digests, because another program wrote it.
+
+    Raises:
+        CheckpointCorruptedError: Bytes are missing or differ; the error names the record.
+        CheckpointNotFoundError: There is no such file.
+    """
+    path = local_path(path)
+    with storage_for(path, storage_options).open(path) as reader:
+        return verify_torch_file(reader)

@@ -1,0 +1,44 @@
+"""Where bytes live: local disks and whatever fsspec reaches."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from ckpt_core.storage.base import FileInfo, FileReader, FileWriter, Storage
+from ckpt_core.storage.local import LocalStorage
+
+__all__ = ["FileInfo", "FileReader", "FileWriter", "LocalStorage", "Storage", "is_remote", "local_path", "storage_for"]
+
+_URL = re.compile(r"^[a-zA-Z][a-zA-Z0-9+.-]+://|^[a-zA-Z0-9+]+::")
+_LOCAL_PROTOCOLS = ("file://", "local://")
+
+
+def is_remote(path: str | os.PathLike[str]) -> bool:
+    """Return whether ``path`` is a URL of something else than the local filesystem."""
+    text = os.fspath(path)
+    return bool(_URL.match(text)) and not text.startswith(_LOCAL_PROTOCOLS)
+
+
+def local_path(path: str | os.PathLike[str]) -> str:
+    """Return ``path`` as text, without the prefix of a local URL (``file://``)."""
+    text = os.fspath(path)
+    for prefix in _LOCAL_PROTOCOLS:
+        if text.startswith(prefix):
+            return text[len(prefix) :]
+    return text
+
+
+def storage_for(path: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> Storage:
+    """Return the storage that keeps ``path``.
+
+    Args:
+        path: A local path or a URL.
+        storage_options: For fsspec; refused for local paths.
+    """
+    if not is_remote(path):
+        return LocalStorage()
+    from ckpt_core.storage.fsspec_storage import FsspecStorage
+
+    return FsspecStorage(os.fspath(path), storage_options)

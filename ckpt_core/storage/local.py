@@ -1,0 +1,274 @@
+"""Local disks: direct I/O where the filesystem has it, and files that appear whole and durable or not at all.
+
+A file is written under a temporary name in its own directory, synced, renamed, and the directory synced. Direct I/O from
+page-aligned memory bypasses the page cache: about four times less processor time, no cold-cache penalty after idling, and
+nothing evicted that the training's data loading wants.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import uuid
+
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
+from ckpt_core.storage.base import FileInfo, FileReader, FileWriter, Storage
+
+__all__ = ["LocalStorage"]
+
+_SUFFIX = ".ckpt-part"
+_BLOCK = 4096
+_REMEDIES = {
+    errno.ENOSPC: "free some space, keep fewer checkpoints, or save to another disk",
+    errno.EDQUOT: "your disk quota is used up: delete something or save to another disk",
+    errno.EROFS: "the filesystem is mounted read-only: save to another directory",
+    errno.EACCES: "you may not write there: change the directory or its permissions",
+    errno.EPERM: "you may not write there: change the directory or its permissions",
+    errno.EIO: "the disk reports an error: check it, and save to another one",
+    errno.EISDIR: "there is a directory of that name: choose another path or delete it",
+    errno.ENOTDIR: "a part of the path is a file: choose another path",
+    errno.ENAMETOOLONG: "choose a shorter file name",
+}
+
+
+def _failure(action: str, path: str, error: OSError, needed: int | None = None) -> StorageError:
+    detail = error.strerror or str(error)
+    if error.errno == errno.ENOSPC and needed is not None:
+        free = shutil.disk_usage(os.path.dirname(path) or ".").free
+        detail += f": {needed} bytes needed, {free} free"
+    return StorageError(
+        f"cannot {action} the checkpoint: {detail}",
+        path=path,
+        remedy=_REMEDIES.get(error.errno or 0),
+        errno=error.errno,
+    )
+
+
+class _LocalFileWriter(FileWriter):
+    parallel = True
+
+    def __init__(self, path: str, expected_size: int) -> None:
+        self._path = path
+        self._expected_size = expected_size
+        self._directory = os.path.dirname(os.path.abspath(path))
+        self._part = os.path.join(self._directory, f".{os.path.basename(path)[:200]}.{uuid.uuid4().hex[:12]}{_SUFFIX}")
+        self._direct = False
+        self._descriptor = -1
+        try:
+            _make_directories(self._directory)
+            if os.path.isdir(path) and not os.path.islink(path):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+            self._open()
+            # Held as long as this process lives: it tells the orphan of a dead process from work in progress.
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _reserve(self._descriptor, expected_size)
+        except OSError as error:
+            self.abort()
+            raise _failure("write", path, error, expected_size) from error
+
+    def _open(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        if hasattr(os, "O_DIRECT"):
+            try:
+                self._descriptor = os.open(self._part, flags | os.O_DIRECT, 0o666)
+                self._direct = True
+                return
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                    raise
+                if os.path.exists(self._part):
+                    os.unlink(self._part)
+        self._descriptor = os.open(self._part, flags, 0o666)
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        try:
+            if self._direct and (len(data) % _BLOCK or _address(data) % _BLOCK):
+                self._write_unaligned(offset, data)
+            else:
+                self._write(offset, data)
+        except OSError as error:
+            raise _failure("write", self._path, error, self._expected_size) from error
+
+    def _write(self, offset: int, data: memoryview) -> None:
+        while data:
+            try:
+                written = os.pwrite(self._descriptor, data, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not self._direct:
+                    raise
+                self._leave_direct()
+                continue
+            data, offset = data[written:], offset + written
+
+    def _write_unaligned(self, offset: int, data: memoryview) -> None:
+        self._leave_direct()
+        self._write(offset, data)
+
+    def _leave_direct(self) -> None:
+        flags = fcntl.fcntl(self._descriptor, fcntl.F_GETFL)
+        fcntl.fcntl(self._descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        self._direct = False
+
+    def commit(self, size: int) -> None:
+        try:
+            os.ftruncate(self._descriptor, size)
+            os.fsync(self._descriptor)
+            os.replace(self._part, self._path)
+            _sync_directory(self._directory)
+        except OSError as error:
+            raise _failure("commit", self._path, error, self._expected_size) from error
+        self._close()
+
+    def abort(self) -> None:
+        if self._descriptor != -1:
+            os.unlink(self._part)
+            self._close()
+
+    def _close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        os.close(descriptor)
+
+
+def _address(data: memoryview) -> int:
+    if data.readonly:
+        return 1  # unknown: never taken for aligned
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+
+def _reserve(descriptor: int, size: int) -> None:
+    # posix_fallocate would write zeros where the filesystem cannot reserve; the bare call says so instead.
+    allocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
+    if allocate is None or size == 0:
+        return
+    if allocate(descriptor, 0, ctypes.c_long(0), ctypes.c_long(size)) != 0:
+        code = ctypes.get_errno()
+        if code not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+            raise OSError(code, os.strerror(code))
+
+
+def _make_directories(directory: str) -> None:
+    missing = []
+    while not os.path.isdir(directory):
+        missing.append(directory)
+        parent = os.path.dirname(directory)
+        if parent == directory:
+            break
+        directory = parent
+    for path in reversed(missing):
+        os.makedirs(path, exist_ok=True)
+        _sync_directory(os.path.dirname(path))
+
+
+def _sync_directory(directory: str) -> None:
+    descriptor = os.open(directory or ".", os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network filesystems refuse to sync a directory; on those a rename is durable by itself.
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+class _LocalFileReader(FileReader):
+    def __init__(self, path: str) -> None:
+        self.path = path
+        try:
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError("there is no checkpoint", path=path) from error
+        except OSError as error:
+            raise _failure("read", path, error) from error
+        status = os.fstat(self._descriptor)
+        if stat.S_ISDIR(status.st_mode):
+            os.close(self._descriptor)
+            raise StorageError(
+                "the path is a directory, not a checkpoint file",
+                path=path,
+                remedy="give the file inside it, or load it with the strategy that wrote it",
+                errno=errno.EISDIR,
+            )
+        self.size = status.st_size
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        while target:
+            try:
+                count = os.preadv(self._descriptor, [target], offset)
+            except OSError as error:
+                raise _failure("read", self.path, error) from error
+            if count == 0:
+                raise CheckpointCorruptedError("the checkpoint is truncated", path=self.path)
+            target, offset = target[count:], offset + count
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+class LocalStorage(Storage):
+    """Files on a local (or mounted) filesystem."""
+
+    def create(self, path: str, expected_size: int) -> FileWriter:
+        return _LocalFileWriter(path, expected_size)
+
+    def open(self, path: str) -> FileReader:
+        return _LocalFileReader(path)
+
+    def exists(self, path: str) -> bool:
+        return os.path.lexists(path)
+
+    def remove(self, path: str) -> None:
+        try:
+            if os.path.isdir(path) and not os.path.islink(path):
+                shutil.rmtree(path)
+            else:
+                os.unlink(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise _failure("remove", path, error) from error
+
+    def list(self, directory: str) -> list[FileInfo]:
+        try:
+            with os.scandir(directory) as entries:
+                return [
+                    FileInfo(entry.path, status.st_size, status.st_mtime)
+                    for entry in entries
+                    if not entry.name.endswith(_SUFFIX) and entry.is_file() and (status := entry.stat())
+                ]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise _failure("list", directory, error) from error
+
+    def remove_orphans(self, directory: str) -> list[str]:
+        removed = []
+        try:
+            with os.scandir(directory or ".") as entries:
+                parts = [entry.path for entry in entries if entry.name.startswith(".") and entry.name.endswith(_SUFFIX)]
+        except OSError:
+            return []
+        for path in parts:
+            if _is_abandoned(path):
+                removed.append(path)
+                os.unlink(path)
+        return removed
+
+
+def _is_abandoned(path: str) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False  # gone, or not ours to read: somebody else's business
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False  # its writer lives
+    else:
+        return True
+    finally:
+        os.close(descriptor)

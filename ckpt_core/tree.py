@@ -1,0 +1,52 @@
+"""Nested state to leaves and back: one walk with a readable name for each leaf."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+__all__ = ["join_key", "leaves", "tensors"]
+
+
+def join_key(prefix: str, key: object) -> str:
+    """Return the name of a child: ``join_key("state_dict", "layer.weight")`` is ``"state_dict.layer.weight"``."""
+    return f"{prefix}.{key}" if prefix else str(key)
+
+
+def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ``(name, leaf)`` for everything in ``tree`` that is not a dict, list or tuple, in pickling order.
+
+    A container met again (the same object) is walked once, so a cycle ends.
+
+    Example:
+        >>> list(leaves({"a": [1, {"b": 2}]}))
+        [('a.0', 1), ('a.1.b', 2)]
+    """
+    seen: set[int] = set()
+    stack: list[Iterator[tuple[str, Any]]] = [iter([(prefix, tree)])]
+    while stack:
+        for name, node in stack[-1]:
+            children = _children(node, name)
+            if children is None:
+                yield name, node
+            elif id(node) not in seen:
+                seen.add(id(node))
+                stack.append(children)
+                break
+        else:
+            stack.pop()
+
+
+def tensors(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield ``(name, tensor)`` for every tensor among the leaves of ``tree``."""
+    return ((name, leaf) for name, leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _children(node: Any, name: str) -> Iterator[tuple[str, Any]] | None:
+    if isinstance(node, Mapping):
+        return ((join_key(name, key), value) for key, value in node.items())
+    if isinstance(node, (list, tuple)):
+        return ((join_key(name, index), value) for index, value in enumerate(node))
+    return None

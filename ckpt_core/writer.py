@@ -1,0 +1,226 @@
+"""The save pipeline: an image goes to storage, now or in the background, in order, and no failure is lost."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from ckpt_core.errors import CheckpointError
+from ckpt_core.events import CheckpointRemoved, Event, Listener, SaveCommitted, SaveFailed
+from ckpt_core.layouts.torch_file.image import FileImage
+from ckpt_core.layouts.torch_file.manifest import WINDOW
+from ckpt_core.parallel import IO_THREADS, run_parallel
+from ckpt_core.snapshot import StagingBuffer
+from ckpt_core.storage.base import Storage
+
+__all__ = ["BackgroundWriter", "OnError", "notify", "write_image"]
+
+logger = logging.getLogger(__name__)
+
+OnError = Literal["raise", "warn"]
+
+_BLOCK = 4096
+
+
+def notify(listeners: Sequence[Listener], event: Event) -> None:
+    """Tell every listener; one that raises is logged and does not stop the save."""
+    for listener in listeners:
+        try:
+            listener(event)
+        except Exception:
+            logger.exception("an event listener failed on %s", type(event).__name__)
+
+
+def write_image(image: FileImage, storage: Storage, path: str) -> int:
+    """Write ``image`` to ``path`` so that it is durable and whole there, or not there at all.
+
+    Needs at most ``IO_THREADS`` windows of memory (64 MiB), none for a staged image.
+
+    Returns:
+        The file's size in bytes.
+
+    Raises:
+        StorageError: The storage refused; what was at ``path`` before is untouched.
+    """
+    staged = image.is_staged
+    writer = storage.create(path, image.approximate_size)
+    threads = IO_THREADS if writer.parallel else 1
+    windows = range(0, image.region_size, WINDOW)
+    scratch: queue.SimpleQueue[StagingBuffer | None] = queue.SimpleQueue()
+    buffers: list[StagingBuffer] = []
+    for _ in range(min(threads, len(windows))):
+        buffer = None if staged else StagingBuffer(min(WINDOW, image.region_size))
+        scratch.put(buffer)
+        if buffer is not None:
+            buffers.append(buffer)
+
+    def write_window(begin: int) -> None:
+        buffer = scratch.get()
+        try:
+            writer.write_at(begin, image.window(begin, buffer))
+        finally:
+            scratch.put(buffer)
+
+    try:
+        run_parallel(write_window, windows, threads=threads)
+        tail = image.tail()
+        size = image.region_size + len(tail)
+        if writer.parallel:
+            # Direct I/O wants whole blocks from aligned memory; commit cuts the file to its size.
+            aligned = StagingBuffer(len(tail))
+            buffers.append(aligned)
+            aligned.memory[: len(tail)] = tail
+            with aligned.memory[: -(-len(tail) // _BLOCK) * _BLOCK] as whole_blocks:
+                writer.write_at(image.region_size, whole_blocks)
+        else:
+            writer.write_at(image.region_size, memoryview(tail))
+        writer.commit(size)
+    except BaseException:
+        writer.abort()
+        raise
+    finally:
+        for buffer in buffers:
+            buffer.close()
+    return size
+
+
+class _Job:
+    """One step of the background work.
+
+    Attributes:
+        path: The checkpoint it is about.
+        error: What went wrong; None while running and when all went well.
+        done: Set when it is over.
+    """
+
+    def __init__(self, path: str, action: Callable[[], None], *, is_save: bool) -> None:
+        self.path = path
+        self.action = action
+        self.is_save = is_save
+        self.error: CheckpointError | None = None
+        self.done = threading.Event()
+
+
+class BackgroundWriter:
+    """Runs saves and removals one after the other on one thread, in the order in which they were asked for.
+
+    A removal is carried out only if the save before it succeeded: the file that it would delete may be the last good one.
+
+    Args:
+        on_error: ``"raise"`` keeps a failure for :meth:`raise_failure`; ``"warn"`` logs it and counts it.
+        listeners: Told about commits, failures and removals.
+    """
+
+    def __init__(self, *, on_error: OnError = "raise", listeners: Sequence[Listener] = ()) -> None:
+        self._on_error = on_error
+        self._listeners = listeners
+        self._jobs: collections.deque[_Job] = collections.deque()
+        self._lock = threading.RLock()  # a signal handler that saves may interrupt a save on the same thread
+        self._thread: threading.Thread | None = None
+        self._last_save: _Job | None = None
+        self._failure: CheckpointError | None = None
+        self.failures = 0
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """Paths whose save has not ended, oldest first."""
+        with self._lock:
+            return tuple(job.path for job in self._jobs if job.is_save)
+
+    def save(self, path: str, write: Callable[[], int]) -> None:
+        """Run ``write`` in the background; it makes ``path`` durable and returns its size in bytes."""
+        staged_at = time.perf_counter()
+
+        def action() -> None:
+            size = write()
+            seconds = time.perf_counter() - staged_at
+            notify(self._listeners, SaveCommitted(path=path, bytes=size, background_seconds=seconds))
+
+        job = _Job(path, action, is_save=True)
+        self._last_save = job
+        self._submit(job)
+
+    def remove(self, path: str, delete: Callable[[], None]) -> None:
+        """Run ``delete`` after all saves asked for so far, unless the newest of them fails."""
+        successor = self._last_save
+
+        def action() -> None:
+            if successor is not None and successor.path != path and successor.error is not None:
+                logger.warning(
+                    "kept the checkpoint %s although it was to be deleted: the save of its successor %s failed",
+                    path,
+                    successor.path,
+                )
+                return
+            delete()
+            notify(self._listeners, CheckpointRemoved(path=path))
+
+        self._submit(_Job(path, action, is_save=False))
+
+    def wait(self, path: str | None = None) -> None:
+        """Return when everything asked for so far (about ``path``, if given) is over, failed or not."""
+        with self._lock:
+            jobs = [job for job in self._jobs if path is None or job.path == path]
+        for job in jobs:
+            job.done.wait()
+
+    def raise_failure(self) -> None:
+        """Raise the oldest failure that was not raised yet, once.
+
+        Raises:
+            CheckpointError: A background save or removal has failed, and ``on_error`` is ``"raise"``.
+        """
+        with self._lock:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+
+    def _submit(self, job: _Job) -> None:
+        with self._lock:
+            self._jobs.append(job)
+            if self._thread is not None:
+                return
+            # Lives as long as there is work. Not a daemon: the interpreter waits for the checkpoint before it exits.
+            self._thread = threading.Thread(target=self._run, name="ckpt-writer")
+            thread = self._thread
+        try:
+            thread.start()
+        except RuntimeError:
+            self._run()  # the interpreter is shutting down: no new threads
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    self._thread = None
+                    return
+                job = self._jobs[0]
+            try:
+                job.action()
+            except CheckpointError as error:
+                self._record(job, error)
+            except BaseException as error:  # noqa: BLE001 - a background failure must reach the training thread
+                wrapped = CheckpointError(f"the background save failed: {type(error).__name__}: {error}", path=job.path)
+                wrapped.__cause__ = error
+                self._record(job, wrapped)
+            with self._lock:
+                self._jobs.popleft()
+            job.done.set()
+
+    def _record(self, job: _Job, error: CheckpointError) -> None:
+        job.error = error
+        self.failures += 1
+        what = "save" if job.is_save else "remove"
+        notify(self._listeners, SaveFailed(path=job.path, error=str(error)))
+        if self._on_error == "warn":
+            logger.warning("could not %s the checkpoint %s: %s", what, job.path, error)
+            return
+        logger.error("could not %s the checkpoint %s: %s", what, job.path, error)
+        with self._lock:
+            if self._failure is None:
+                self._failure = error

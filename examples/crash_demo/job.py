@@ -1,0 +1,120 @@
+"""Start the training script as a job of several processes, watch its log files, and kill all of it at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from records import pair_events, read_lines
+
+SCRIPT = Path(__file__).resolve().parent.parent / "train_gpt.py"
+
+
+class TrainingJob:
+    """One start of the training script, all its ranks in a process group of their own.
+
+    Args:
+        directory: The run's directory; the output of all ranks is appended to ``console.log`` there.
+        arguments: Arguments of the training script besides its directory and event log.
+    """
+
+    def __init__(self, directory: Path, arguments: list[str]) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self.directory = directory
+        self.events = directory / "events.jsonl"
+        self.steps = directory / "steps-rank0.jsonl"
+        self.launched = time.time()
+        self._process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), "--output", str(directory), "--event-log", str(self.events), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        self._copier = threading.Thread(target=self._copy_output, daemon=True)
+        self._copier.start()
+
+    def _copy_output(self) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as output, (self.directory / "console.log").open("ab") as log:
+            for line in output:
+                log.write(line)
+                log.flush()
+
+    def running(self) -> bool:
+        """Whether the first rank still runs."""
+        return self._process.poll() is None
+
+    def wait_until(self, happened: Callable[[], bool], seconds: float = 180, poll_seconds: float = 0.0005) -> bool:
+        """Poll until something happened; False when the job ended before.
+
+        Raises:
+            TimeoutError: It neither happened nor did the job end in time.
+        """
+        deadline = time.monotonic() + seconds
+        while not happened():
+            if not self.running():
+                return False
+            if time.monotonic() > deadline:
+                self.kill("")
+                raise TimeoutError(f"{self.directory}: nothing happened for {seconds:.0f} s, see console.log there")
+            time.sleep(poll_seconds)
+        return True
+
+    def kill(self, aim: str) -> None:
+        """SIGKILL every process of the job and wait until all are gone.
+
+        Args:
+            aim: What the kill was meant to hit, for the record.
+        """
+        os.killpg(self._process.pid, signal.SIGKILL)
+        killed = time.time()
+        # The output ends only when the last process that holds it is dead, also those that are not our children.
+        self._copier.join()
+        self._process.wait()
+        self._record(killed, aim)
+
+    def finish(self, seconds: float = 300) -> None:
+        """Wait for the job's own end.
+
+        Raises:
+            RuntimeError: The training failed.
+        """
+        self.wait_until(lambda: False, seconds, poll_seconds=0.02)
+        ended = time.time()
+        self._copier.join()
+        if self._process.returncode != 0:
+            tail = (self.directory / "console.log").read_text(errors="replace")[-3000:]
+            raise RuntimeError(f"the training in {self.directory} ended with {self._process.returncode}:\n{tail}")
+        self._record(ended, None)
+
+    def _record(self, ended: float, aim: str | None) -> None:
+        record = {
+            "launched": self.launched,
+            "ended": ended,
+            "killed": aim is not None,
+            "aim": aim or "",
+            "during_save": self._unfinished_saves() if aim is not None else [],
+        }
+        with (self.directory / "jobs.jsonl").open("a") as log:
+            log.write(json.dumps(record) + "\n")
+
+    def _unfinished_saves(self) -> list[str]:
+        """Paths of the snapshots that were on their way to the disk when this job died."""
+        events = [event for event in read_lines(self.events) if event["time"] >= self.launched]
+        return [
+            save.path
+            for save in pair_events(events)
+            if save.freed is not None and save.committed is None and not published_since(save.path, save.started)
+        ]
+
+
+def published_since(path: str, moment: float) -> bool:
+    """Whether a file was published under this name after the moment, whatever the event log had time to say."""
+    return os.path.exists(path) and os.stat(path).st_mtime >= moment

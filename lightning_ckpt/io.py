@@ -1,0 +1,151 @@
+"""``CheckpointIO`` plugins that write one durable, verified, torch-loadable file at exactly the path given."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any, Literal, Optional, Union
+
+from ckpt_core import Checkpointer
+from ckpt_core.events import EventLog
+from lightning_ckpt._bases import CheckpointIOBase
+
+__all__ = ["AsyncCheckpointIO", "SyncCheckpointIO"]
+
+_Path = Union[str, "os.PathLike[str]"]
+
+STATE_KEY = "lightning_ckpt"
+_SLURM_REQUEUE_PREFIX = "hpc_ckpt"
+
+
+class _TorchFileIO(CheckpointIOBase):
+    """What both plugins share: a :class:`ckpt_core.Checkpointer` in Lightning's words."""
+
+    def __init__(self, checkpointer: Checkpointer) -> None:
+        self.checkpointer = checkpointer
+        self._told_about_callback = False
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Optional[Any] = None) -> None:
+        """Save ``checkpoint`` at ``path``.
+
+        Args:
+            checkpoint: What the Trainer or Fabric collected.
+            path: Local path or URL.
+            storage_options: Not taken for a single save.
+
+        Raises:
+            CheckpointError: The save, or an earlier one in the background, failed.
+            TypeError: ``storage_options`` is given.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                f"`{type(self).__name__}.save_checkpoint` takes no `storage_options` for a single save: give them to "
+                f"`{type(self).__name__}(storage_options=...)`"
+            )
+        self._tell_about_callback_once(checkpoint)
+        self.checkpointer.save(checkpoint, path)
+        if os.path.basename(path).startswith(_SLURM_REQUEUE_PREFIX):
+            # SLURM requeues the job, and with it ends this process, as soon as this returns.
+            self.checkpointer.wait(path)
+
+    def load_checkpoint(
+        self, path: _Path, map_location: Optional[Any] = None, weights_only: Optional[bool] = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint and verify every byte of it; one whose save is under way is waited for.
+
+        Args:
+            path: Local path or URL.
+            map_location: As for ``torch.load``; the CPU, if not given, as in Lightning's own plugin.
+            weights_only: As for ``torch.load``.
+
+        Raises:
+            CheckpointError: The file is missing, damaged, foreign, of a newer format, or holds objects that are not
+                plain data.
+        """
+        location = (lambda storage, _: storage) if map_location is None else map_location
+        state: dict[str, Any] = self.checkpointer.load(path, map_location=location, weights_only=weights_only)
+        return state
+
+    def remove_checkpoint(self, path: _Path) -> None:
+        """Delete a checkpoint, after the saves asked for before are durable; keep it if the newest of them fails."""
+        self.checkpointer.remove(path)
+
+    def teardown(self) -> None:
+        """Wait for the background, free its memory and raise a failure that was not raised yet."""
+        self.checkpointer.close()
+
+    def _tell_about_callback_once(self, checkpoint: Any) -> None:
+        is_training_state = isinstance(checkpoint, Mapping) and "loops" in checkpoint and "callbacks" in checkpoint
+        if is_training_state and STATE_KEY not in checkpoint and not self._told_about_callback:
+            self._told_about_callback = True
+            warnings.warn(
+                f"{type(self).__name__} stores what the Trainer gives it, which is not enough for an exact resume: random "
+                "number generators, data position and open gradients are missing. Add lightning_ckpt.ResumableCheckpoint "
+                "to the Trainer's callbacks to have them saved too.",
+                stacklevel=2,
+            )
+
+
+def _listeners(event_log: str | None) -> list[EventLog]:
+    return [EventLog(event_log)] if event_log is not None else []
+
+
+class SyncCheckpointIO(_TorchFileIO):
+    """Saves before training goes on: when ``save_checkpoint`` returns, the file is durable under its name.
+
+    Needs at most 128 MiB of extra memory, whatever the size of the state.
+
+    Args:
+        storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
+        event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
+
+    Example::
+
+        trainer = Trainer(plugins=[SyncCheckpointIO()], callbacks=[ResumableCheckpoint(dirpath="checkpoints")])
+    """
+
+    def __init__(
+        self, *, storage_options: Optional[dict[str, Any]] = None, event_log: Optional[str] = None
+    ) -> None:
+        super().__init__(
+            Checkpointer(strategy="sync", storage_options=storage_options, listeners=_listeners(event_log))
+        )
+
+
+class AsyncCheckpointIO(_TorchFileIO):
+    """Copies the state and lets training go on while the copy is written in the background.
+
+    The file appears under its name when it is durable. Removals wait for their successor, reads for their own writes, and
+    the end of ``fit`` for everything. Needs ``max_pending`` times the state's size of extra host memory.
+
+    Args:
+        max_pending: How many saves may be under way before the next one waits for the oldest.
+        on_error: ``"raise"`` ends training when a save failed in the background: on every rank after the next batch with
+            :class:`~lightning_ckpt.ResumableCheckpoint`, otherwise at the next save or at the end of ``fit``. ``"warn"``
+            logs the failure, counts it in ``checkpointer.failures`` and trains on.
+        storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
+        event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
+
+    Example::
+
+        trainer = Trainer(plugins=[AsyncCheckpointIO()], callbacks=[ResumableCheckpoint(dirpath="checkpoints")])
+    """
+
+    def __init__(
+        self,
+        *,
+        max_pending: int = 1,
+        on_error: Literal["raise", "warn"] = "raise",
+        storage_options: Optional[dict[str, Any]] = None,
+        event_log: Optional[str] = None,
+    ) -> None:
+        super().__init__(
+            Checkpointer(
+                strategy="async",
+                max_pending=max_pending,
+                on_error=on_error,
+                storage_options=storage_options,
+                listeners=_listeners(event_log),
+            )
+        )

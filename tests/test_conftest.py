@@ -1,0 +1,120 @@
+"""The shared fixtures do what other tests trust them to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest_plugins = ["pytester"]
+
+
+def test_a_small_filesystem_runs_full(small_filesystem: Path) -> None:
+    assert os.stat(small_filesystem).st_dev != os.stat(small_filesystem.parent).st_dev
+    assert list(small_filesystem.iterdir()) == []
+    with pytest.raises(OSError, match="No space left") as caught, (small_filesystem / "file").open("wb") as file:
+        for _ in range(9):
+            file.write(bytes(2**20))
+    assert caught.value.errno == errno.ENOSPC
+
+
+def test_a_script_gets_its_arguments_and_environment(run_script, tmp_path: Path) -> None:
+    done = run_script(
+        """
+        import os, sys, torch, ckpt_core
+        print(sys.argv[1:], os.environ["NEW"], "HOME" in os.environ, torch.get_num_threads(), os.getcwd())
+        print("problem", file=sys.stderr)
+        """,
+        "a b",
+        1,
+        env={"NEW": "yes", "HOME": None},
+    )
+    assert done.stdout == f"['a b', '1'] yes False 1 {tmp_path}\n"
+    assert done.stderr == "problem\n"
+
+
+def test_the_exit_status_of_a_script_is_checked_unless_told_otherwise(run_script) -> None:
+    assert run_script("raise SystemExit(3)", check=False).returncode == 3
+    with pytest.raises(pytest.fail.Exception, match=r"status 3\n[^$]*said this"):
+        run_script("print('said this'); raise SystemExit(3)")
+
+
+def test_a_script_that_hangs_is_killed_with_its_children(run_script, tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match="did not end within 3 s"):
+        run_script(
+            """
+            import pathlib, subprocess, sys, time
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            pathlib.Path("child").write_text(str(child.pid))
+            time.sleep(600)
+            """,
+            timeout=3,
+        )
+    assert _is_gone(int((tmp_path / "child").read_text()))
+
+
+def _is_gone(pid: int) -> bool:
+    """Whether the process ends within some seconds; a zombie that its new parent has not reaped yet counts as ended."""
+    for _ in range(100):
+        status = Path(f"/proc/{pid}/status")
+        try:
+            if "State:\tZ" in status.read_text():
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_what_the_machine_lacks_is_a_skip_but_fails_in_ci(unavailable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CI", raising=False)
+    with pytest.raises(pytest.skip.Exception, match="no disk"):
+        unavailable("no disk")
+    monkeypatch.setenv("CI", "true")
+    with pytest.raises(pytest.fail.Exception, match="no disk"):
+        unavailable("no disk")
+
+
+def test_torch_runs_one_thread() -> None:
+    assert torch.get_num_threads() == 1
+
+
+@pytest.mark.threads(2)
+def test_torch_runs_as_many_threads_as_the_marker_says() -> None:
+    assert torch.get_num_threads() == 2
+
+
+def test_a_thread_left_alive_fails_the_test_that_started_it(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = Path(__file__).with_name("conftest.py").read_text()
+    pytester.makeconftest(source.replace("THREAD_GRACE_SECONDS = 5.0", "THREAD_GRACE_SECONDS = 0.5"))
+    pytester.makeini("[pytest]\nmarkers =\n    threads(count): x\n    gpu: x\n")
+    release = threading.Event()
+    monkeypatch.setattr(threading, "release_of_this_test", release, raising=False)
+    pytester.makepyfile(
+        """
+        import threading
+
+        def test_leaks():
+            threading.Thread(target=threading.release_of_this_test.wait, name="ckpt-writer", daemon=True).start()
+
+        def test_leaves_nothing_of_ours_for_long():
+            threading.Timer(0.1, int).start()
+            threading.Thread(target=int, name="ckpt-writer").start()
+        """
+    )
+    try:
+        result = pytester.runpytest_inprocess("-p", "no:cacheprovider")
+    finally:
+        release.set()
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(["*threads left alive after the test: ckpt-writer*"])
+    for thread in threading.enumerate():
+        if thread.name == "ckpt-writer":
+            thread.join(5)

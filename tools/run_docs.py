@@ -1,0 +1,185 @@
+"""Run the examples of Markdown pages: every ``python`` block, and every ``yaml`` block must parse.
+
+Each Python block runs in a fresh process and an empty directory. Comments directly above a block say otherwise::
+
+    <!-- continues -->          the block goes on from the Python block before it: they run as one script
+    <!-- not run: reason -->    the block is only shown
+
+Line numbers in a traceback are those of the page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+TIMEOUT_SECONDS = 180
+MISSPELT = {"py": "python", "python3": "python", "pycon": "python", "yml": "yaml"}
+FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<language>[\w+-]*)")
+COMMENT = re.compile(r"^\s*<!--\s*(?P<text>.*?)\s*-->\s*$")
+
+
+class PageError(Exception):
+    """A page is not written the way this tool reads it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """One fenced block: where its first line is, counted from 1, its lines, and the comment above it."""
+
+    page: Path
+    line: int
+    language: str
+    lines: tuple[str, ...]
+    comment: str
+
+    @property
+    def place(self) -> str:
+        """The place in words, as editors understand it."""
+        return f"{self.page}:{self.line}"
+
+    @property
+    def is_shown_only(self) -> bool:
+        """Whether the comment excuses the block; the reason is not optional."""
+        if not self.comment.startswith("not run"):
+            return False
+        if not re.fullmatch(r"not run: \S.*", self.comment):
+            raise PageError(f"{self.place}: write the reason: <!-- not run: reason -->")
+        return True
+
+
+def blocks_of(page: Path) -> Iterator[Block]:
+    """The fenced blocks of a page, in order."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    number = 0
+    while number < len(lines):
+        opening = FENCE.match(lines[number])
+        if opening is None:
+            number += 1
+            continue
+        comment = COMMENT.match(lines[number - 1]) if number else None
+        first = number + 1
+        end = first
+        while end < len(lines) and not lines[end].strip().startswith(opening["fence"]):
+            end += 1
+        if end == len(lines):
+            raise PageError(f"{page}:{number + 1}: the block does not end")
+        language = opening["language"].lower()
+        if language in MISSPELT:
+            raise PageError(f"{page}:{number + 1}: call the language {MISSPELT[language]}, not {opening['language']}")
+        indent = len(opening["indent"])
+        yield Block(
+            page=page,
+            line=first + 1,
+            language=language,
+            lines=tuple(line[indent:] if not line[:indent].strip() else line for line in lines[first:end]),
+            comment=comment["text"] if comment else "",
+        )
+        number = end + 1
+
+
+def scripts_of(blocks: list[Block]) -> list[tuple[Block, str]]:
+    """The scripts that the Python blocks of one page make, each with its first block."""
+    scripts: list[tuple[Block, list[str]]] = []
+    can_continue = False
+    for block in blocks:
+        if block.language != "python":
+            continue
+        if block.is_shown_only:
+            can_continue = False
+        elif block.comment == "continues":
+            if not can_continue:
+                raise PageError(f"{block.place}: there is no block that runs before it to continue")
+            _append_at_its_line(scripts[-1][1], block)
+        else:
+            scripts.append((block, []))
+            _append_at_its_line(scripts[-1][1], block)
+            can_continue = True
+    return [(first, "\n".join(lines) + "\n") for first, lines in scripts]
+
+
+def _append_at_its_line(script: list[str], block: Block) -> None:
+    script.extend([""] * (block.line - 1 - len(script)))
+    script.extend(block.lines)
+
+
+def run(block: Block, script: str) -> str | None:
+    """Run a script; what went wrong, or None."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    # The script lives beside its working directory, so that the example starts in an empty one.
+    with tempfile.TemporaryDirectory(prefix="docs-") as folder:
+        path = Path(folder) / f"{block.page.stem}_{block.line}.py"
+        path.write_text(script, encoding="utf-8")
+        cwd = Path(folder) / "cwd"
+        cwd.mkdir()
+        try:
+            done = subprocess.run(
+                [sys.executable, str(path)],
+                check=False,
+                cwd=cwd,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=TIMEOUT_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            return f"{block.place}: did not end within {TIMEOUT_SECONDS} s"
+    if done.returncode != 0:
+        return f"{block.place}: exited with status {done.returncode}\n{done.stdout}"
+    return None
+
+
+def yaml_problem(block: Block) -> str | None:
+    """Why the block is not YAML, or None."""
+    try:
+        list(yaml.safe_load_all("\n".join(block.lines)))
+    except yaml.YAMLError as error:
+        return f"{block.place}: not YAML: {error}"
+    return None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Check the pages named on the command line; 1 if any of their examples fails."""
+    parser = argparse.ArgumentParser(description="Run the examples of Markdown pages.")
+    parser.add_argument("pages", nargs="+", type=Path)
+    pages: list[Path] = parser.parse_args(arguments).pages
+
+    try:
+        blocks = {page: list(blocks_of(page)) for page in pages}
+        scripts = [script for page in pages for script in scripts_of(blocks[page])]
+        yaml_blocks = [
+            block for page in pages for block in blocks[page] if block.language == "yaml" and not block.is_shown_only
+        ]
+    except (PageError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+
+    problems = [yaml_problem(block) for block in yaml_blocks]
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        problems += pool.map(lambda script: run(*script), scripts)
+    failures = [problem for problem in problems if problem is not None]
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    print(
+        f"examples of {len(pages)} pages: {len(scripts)} Python scripts run, {len(yaml_blocks)} YAML blocks parsed, "
+        f"{len(failures)} failed"
+    )
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
