@@ -106,4 +106,4 @@ class Catalog:
 
     def prune(self) -> list[str]:
         """Delete what dead processes left unfinished in the directory; return the deleted paths."""
-        return self._storage.remove_orphans(self.root)
+        return list(self._storage.remove_orphans(self.root))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from ckpt_core import reader
+from ckpt_core.errors import CheckpointError
 from ckpt_core.events import (
     CheckpointLoaded,
     CheckpointRemoved,
@@ -191,6 +192,14 @@ class Checkpointer:
         """Block until all saves (or that of ``path``) have ended; raise the failure of one, if there was any."""
         self._writer.wait(None if path is None else local_path(path))
         self._writer.raise_failure()
+
+    def drain(self) -> None:
+        """Block until all saves and removals have ended, whether they failed or not."""
+        self._writer.wait()
+
+    def take_failure(self) -> CheckpointError | None:
+        """Return, instead of raising, a background failure that was not raised yet; returns at once."""
+        return self._writer.take_failure()
 
     def raise_failure(self) -> None:
         """Raise a background failure that was not raised yet; returns at once."""

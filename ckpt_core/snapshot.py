@@ -118,7 +118,7 @@ class BufferPool:
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return the bytes of ``storage`` as a one-dimensional ``uint8`` tensor that shares its memory."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 class BackgroundCopy:

@@ -169,14 +169,19 @@ class BackgroundWriter:
         for job in jobs:
             job.done.wait()
 
+    def take_failure(self) -> CheckpointError | None:
+        """Return the oldest failure that was not taken yet, once; None if there is none or they are only logged."""
+        with self._lock:
+            failure, self._failure = self._failure, None
+        return failure
+
     def raise_failure(self) -> None:
-        """Raise the oldest failure that was not raised yet, once.
+        """Raise the oldest failure that was not taken yet, once.
 
         Raises:
             CheckpointError: A background save or removal has failed, and ``on_error`` is ``"raise"``.
         """
-        with self._lock:
-            failure, self._failure = self._failure, None
+        failure = self.take_failure()
         if failure is not None:
             raise failure
 

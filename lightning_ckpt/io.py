@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal, Optional, Union
+from typing import Any, Literal, Union
 
 from ckpt_core import Checkpointer
 from ckpt_core.events import EventLog
@@ -26,7 +26,7 @@ class _TorchFileIO(CheckpointIOBase):
         self.checkpointer = checkpointer
         self._told_about_callback = False
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Optional[Any] = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
         """Save ``checkpoint`` at ``path``.
 
         Args:
@@ -50,7 +50,7 @@ class _TorchFileIO(CheckpointIOBase):
             self.checkpointer.wait(path)
 
     def load_checkpoint(
-        self, path: _Path, map_location: Optional[Any] = None, weights_only: Optional[bool] = None
+        self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint and verify every byte of it; one whose save is under way is waited for.
 
@@ -106,7 +106,7 @@ class SyncCheckpointIO(_TorchFileIO):
     """
 
     def __init__(
-        self, *, storage_options: Optional[dict[str, Any]] = None, event_log: Optional[str] = None
+        self, *, storage_options: dict[str, Any] | None = None, event_log: str | None = None
     ) -> None:
         super().__init__(
             Checkpointer(strategy="sync", storage_options=storage_options, listeners=_listeners(event_log))
@@ -137,8 +137,8 @@ class AsyncCheckpointIO(_TorchFileIO):
         *,
         max_pending: int = 1,
         on_error: Literal["raise", "warn"] = "raise",
-        storage_options: Optional[dict[str, Any]] = None,
-        event_log: Optional[str] = None,
+        storage_options: dict[str, Any] | None = None,
+        event_log: str | None = None,
     ) -> None:
         super().__init__(
             Checkpointer(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import io
+from collections.abc import Sequence
 from typing import Any
 
 __all__ = ["FileInfo", "FileReader", "FileWriter", "ReaderIO", "Storage"]
@@ -111,11 +112,11 @@ class Storage(abc.ABC):
         """Delete the file or the directory tree at ``path``; do nothing if there is none."""
 
     @abc.abstractmethod
-    def list(self, directory: str) -> list[FileInfo]:
+    def list(self, directory: str) -> Sequence[FileInfo]:
         """Return the committed files directly in ``directory``; none if it does not exist."""
 
     @abc.abstractmethod
-    def remove_orphans(self, directory: str) -> list[str]:
+    def remove_orphans(self, directory: str) -> Sequence[str]:
         """Delete the unfinished files that dead processes left in ``directory``; return their paths."""
 
 

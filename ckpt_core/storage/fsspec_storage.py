@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import io
+from collections.abc import Sequence
 from typing import Any
 
 import fsspec
@@ -141,7 +142,7 @@ class FsspecStorage(Storage):
         except Exception as error:
             raise _failure("remove", path, error) from error
 
-    def list(self, directory: str) -> list[FileInfo]:
+    def list(self, directory: str) -> Sequence[FileInfo]:
         try:
             self._filesystem.invalidate_cache()
             found = self._filesystem.ls(directory, detail=True)
@@ -155,7 +156,7 @@ class FsspecStorage(Storage):
             if info["type"] == "file"
         ]
 
-    def remove_orphans(self, directory: str) -> list[str]:
+    def remove_orphans(self, directory: str) -> Sequence[str]:
         """Nothing to do: an unfinished object is not visible."""
         return []
 

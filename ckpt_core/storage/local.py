@@ -14,6 +14,7 @@ import os
 import shutil
 import stat
 import uuid
+from collections.abc import Sequence
 
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
 from ckpt_core.storage.base import FileInfo, FileReader, FileWriter, Storage
@@ -232,7 +233,7 @@ class LocalStorage(Storage):
         except OSError as error:
             raise _failure("remove", path, error) from error
 
-    def list(self, directory: str) -> list[FileInfo]:
+    def list(self, directory: str) -> Sequence[FileInfo]:
         try:
             with os.scandir(directory) as entries:
                 return [
@@ -245,7 +246,7 @@ class LocalStorage(Storage):
         except OSError as error:
             raise _failure("list", directory, error) from error
 
-    def remove_orphans(self, directory: str) -> list[str]:
+    def remove_orphans(self, directory: str) -> Sequence[str]:
         removed = []
         try:
             with os.scandir(directory or ".") as entries:

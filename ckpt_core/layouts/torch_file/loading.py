@@ -100,7 +100,7 @@ def load_torch_file(
         raise CheckpointCorruptedError(
             "the checkpoint's pickle and its manifest disagree", path=reader.path, remedy=_RESUME_FROM_ANOTHER
         )
-    jobs = []
+    jobs: list[_FillJob] = []
     for name, storage in zip(manifest.storages, filler.storages, strict=True):
         record = by_name[name]
         if storage.nbytes() != record.size:
@@ -159,7 +159,7 @@ def _fill(
 ) -> None:
     part = target[begin - record.offset : end - record.offset]
     host = part if part.device.type == "cpu" else torch.empty(end - begin, dtype=torch.uint8)
-    data = memoryview(host.numpy())
+    data = host.numpy().data
     reader.read_into(begin, data)
     _compare(hash_of, data, record, index, reader.path)
     if host is not part:
@@ -179,6 +179,7 @@ def _compare(
 
 
 _Segments = list[tuple[int, bytes]]
+_FillJob = tuple[torch.Tensor, RecordDigests, int, int, int]
 
 
 def _open(reader: FileReader) -> tuple[Manifest, _Segments] | None:
@@ -265,7 +266,7 @@ def _is_plain(pickled: bytes) -> bool:
         return False
     if any(name in {"STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4"} for name, _ in operations):
         return False
-    found = {argument for name, argument in operations if name == "GLOBAL"}
+    found = {str(argument) for name, argument in operations if name == "GLOBAL"}
     return all(name in _PLAIN_GLOBALS or name.startswith("torch ") for name in found)
 
 
@@ -284,13 +285,16 @@ class _StorageCollector:
     def _restore(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
         where = self._map_location
         if callable(where):
-            restored = where(storage, location)
-            return restored if restored is not None else default_restore_location(storage, location)
-        if isinstance(where, dict):
+            chosen: torch.UntypedStorage | None = where(storage, location)
+            if chosen is not None:
+                return chosen
+            where = location
+        elif isinstance(where, dict):
             where = where.get(location, location)
         elif where is None:
             where = location
-        return default_restore_location(storage, str(where))
+        restored: torch.UntypedStorage = default_restore_location(storage, str(where))
+        return restored
 
 
 class _SegmentIO(io.RawIOBase):

@@ -1,0 +1,122 @@
+"""The ``ckpt`` command: look at, verify and clean up checkpoints from a shell."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt_core import reader
+from ckpt_core.catalog import Catalog
+from ckpt_core.errors import CheckpointError
+from ckpt_core.tree import leaves
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command.
+
+    Args:
+        arguments: The words after ``ckpt``; those of this process, if not given.
+
+    Returns:
+        The exit code: 0 if all went well, 1 if a checkpoint is missing or damaged.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        code: int = options.run(options)
+    except CheckpointError as error:
+        print(f"ckpt: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ckpt", description="Look at, verify and clean up checkpoints.")
+    parser.add_argument(
+        "--storage-options",
+        type=_json_object,
+        metavar="JSON",
+        help="passed to fsspec for URLs, for example '{\"endpoint_url\": \"http://127.0.0.1:9000\"}'",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    ls = commands.add_parser("ls", help="list the checkpoints of a directory, the newest first")
+    ls.add_argument("directory")
+    ls.set_defaults(run=_ls)
+
+    inspect = commands.add_parser("inspect", help="show what a checkpoint holds (every byte is verified)")
+    inspect.add_argument("path")
+    inspect.set_defaults(run=_inspect)
+
+    verify = commands.add_parser("verify", help="compare every byte with its digest")
+    verify.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint, or a directory of them")
+    verify.set_defaults(run=_verify)
+
+    prune = commands.add_parser("prune", help="delete the unfinished files that killed processes left in a directory")
+    prune.add_argument("directory")
+    prune.set_defaults(run=_prune)
+    return parser
+
+
+def _json_object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("not a JSON object")
+    return value
+
+
+def _ls(options: argparse.Namespace) -> int:
+    for info in Catalog(options.directory, storage_options=options.storage_options).checkpoints():
+        when = datetime.datetime.fromtimestamp(info.modified).isoformat(sep=" ", timespec="seconds")
+        print(f"{when}  {info.size:>14,}  {info.path}")
+    return 0
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    state, verified, size = reader.load(options.path, map_location="cpu", storage_options=options.storage_options)
+    print(f"{options.path}: {size:,} bytes, {'verified' if verified else 'no digests: written by another program'}")
+    for name, leaf in leaves(state):
+        print(f"  {name}: {_describe(leaf)}")
+    return 0
+
+
+def _describe(leaf: Any) -> str:
+    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    text = repr(leaf)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def _verify(options: argparse.Namespace) -> int:
+    failed = False
+    for path in _expand(options.paths, options.storage_options):
+        try:
+            verified = reader.verify(path, storage_options=options.storage_options)
+        except CheckpointError as error:
+            failed = True
+            print(f"DAMAGED  {path}: {error.message}")
+        else:
+            print(f"{'whole' if verified else 'no digests'}  {path}")
+    return int(failed)
+
+
+def _expand(paths: Sequence[str], storage_options: dict[str, Any] | None) -> list[str]:
+    result = []
+    for path in paths:
+        found = Catalog(path, storage_options=storage_options).checkpoints()
+        result.extend([info.path for info in found] or [path])
+    return result
+
+
+def _prune(options: argparse.Namespace) -> int:
+    for path in Catalog(options.directory, storage_options=options.storage_options).prune():
+        print(f"deleted {path}")
+    return 0

@@ -1,0 +1,130 @@
+"""Ranks agree on the outcome of background saves, without a collective and without waiting for each other.
+
+One rank writes; the others must learn of a failure and raise it at the same step, or the job hangs in the next collective.
+They talk through a ``TCPStore`` of their own, on the training thread, and only while a save is under way.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+
+from ckpt_core import errors
+from ckpt_core.errors import CheckpointError, RankFailedError, StorageError
+
+__all__ = ["SharedOutcome", "connect_store", "decode_error", "encode_error"]
+
+_FAILURE = "failure"
+_ENDED = "ended"
+
+
+def connect_store(
+    rank: int, world_size: int, broadcast: Callable[[Any], Any], *, timeout_seconds: float = 300.0
+) -> Store:
+    """Open a ``TCPStore`` that only checkpointing uses; call it on all ranks together.
+
+    Args:
+        rank: This process's rank; rank 0 serves.
+        world_size: Number of ranks.
+        broadcast: Sends an object from rank 0 to all ranks and returns it.
+        timeout_seconds: How long an operation may take before it fails.
+    """
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    server = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout) if rank == 0 else None
+    port = broadcast(server.port if server is not None else None)
+    if server is not None:
+        return server
+    return TCPStore(host, port, world_size=world_size, is_master=False, timeout=timeout)
+
+
+class SharedOutcome:
+    """Makes every rank raise the failure of a background save at the same step boundary.
+
+    The rank that finds a failure at one boundary announces it for the next one. Between the two, all ranks take part in
+    the gradient exchange of a step, so the announcement reaches each of them before it gets to that boundary. Therefore a
+    boundary is the end of a batch in which the optimizers stepped.
+
+    Args:
+        store: Shared by all ranks; None for a single process.
+    """
+
+    def __init__(self, store: Store | None) -> None:
+        self._store = store
+        self._begun = 0
+        self._ended = 0
+        self._boundary = 0
+        self._announced: tuple[int, CheckpointError] | None = None
+
+    def save_begun(self) -> None:
+        """Note that a save has begun; called on every rank."""
+        self._begun += 1
+
+    def at_boundary(self, *, writes: bool, pending: bool, failure: CheckpointError | None) -> None:
+        """Raise if a background save has failed and all ranks know it by now.
+
+        Args:
+            writes: Whether this rank writes (and so is the one that knows).
+            pending: Whether one of this rank's saves is still under way.
+            failure: A failure found on this rank since the last call.
+
+        Raises:
+            CheckpointError: The failure, as the same class on every rank.
+        """
+        self._boundary += 1
+        if self._store is None:
+            if failure is not None:
+                raise failure
+            return
+        if writes and self._announced is None:
+            if failure is not None:
+                self._announced = (self._boundary + 1, failure)
+                self._store.set(_FAILURE, json.dumps([self._boundary + 1, encode_error(failure)]))
+            elif not pending and self._ended < self._begun:
+                self._ended = self._begun
+                self._store.set(_ENDED, str(self._begun))
+        elif self._announced is None and self._ended < self._begun:
+            self._look(self._store)
+        if self._announced is not None and self._boundary >= self._announced[0]:
+            _, error = self._announced
+            self._announced = None
+            raise error
+
+    def _look(self, store: Store) -> None:
+        if store.check([_FAILURE]):
+            boundary, encoded = json.loads(store.get(_FAILURE))
+            self._announced = (boundary, decode_error(encoded))
+        elif store.check([_ENDED]):
+            self._ended = int(store.get(_ENDED))
+
+    @property
+    def unraised(self) -> CheckpointError | None:
+        """A failure that was announced but whose boundary has not come."""
+        return self._announced[1] if self._announced is not None else None
+
+
+def encode_error(error: CheckpointError) -> dict[str, Any]:
+    """Return the error as plain data that another rank can rebuild it from."""
+    return {
+        "class": type(error).__name__,
+        "message": error.message,
+        "path": error.path,
+        "key": error.key,
+        "remedy": error.remedy,
+        "errno": getattr(error, "errno", None),
+    }
+
+
+def decode_error(encoded: dict[str, Any]) -> CheckpointError:
+    """Rebuild an error of another rank, as the same class where it is one of ours."""
+    known = getattr(errors, encoded["class"], RankFailedError) if encoded["class"] in errors.__all__ else RankFailedError
+    fields = {name: encoded[name] for name in ("path", "key", "remedy")}
+    if known is StorageError:
+        return StorageError(encoded["message"], errno=encoded["errno"], **fields)
+    error: CheckpointError = known(encoded["message"], **fields)
+    return error

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_core import Checkpointer
+from ckpt_core.cli import main
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    checkpointer = Checkpointer(strategy="sync")
+    checkpointer.save({"weight": torch.ones(2, 3), "step": 7}, tmp_path / "a.ckpt")
+    checkpointer.save({"weight": torch.zeros(2, 3)}, tmp_path / "b.ckpt")
+    os.utime(tmp_path / "a.ckpt", (1_000, 1_000))
+    return tmp_path
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+
+
+def test_ls_lists_newest_first(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls", str(directory)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-1] for line in lines] == [str(directory / "b.ckpt"), str(directory / "a.ckpt")]
+
+
+def test_inspect_shows_every_leaf(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(directory / "a.ckpt")]) == 0
+    out = capsys.readouterr().out
+    assert "verified" in out
+    assert "weight: float32[2, 3]" in out
+    assert "step: 7" in out
+
+
+def test_verify_tells_whole_from_damaged(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(directory)]) == 0
+    damage(directory / "a.ckpt")
+    assert main(["verify", str(directory)]) == 1
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert lines[0] == f"whole  {directory / 'b.ckpt'}"
+    assert lines[1].startswith(f"DAMAGED  {directory / 'a.ckpt'}")
+
+
+def test_errors_are_one_message_and_exit_code_1(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(directory / "missing.ckpt")]) == 1
+    assert "CheckpointNotFoundError" in capsys.readouterr().err
+
+
+def test_prune_deletes_orphans_only(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    orphan = directory / ".c.ckpt.0123456789ab.ckpt-part"
+    orphan.write_bytes(b"half")
+    assert main(["prune", str(directory)]) == 0
+    assert capsys.readouterr().out == f"deleted {orphan}\n"
+    assert sorted(path.name for path in directory.iterdir()) == ["a.ckpt", "b.ckpt"]
