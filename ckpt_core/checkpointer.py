@@ -19,8 +19,8 @@ from ckpt_core.events import (
     SaveStarted,
     SnapshotTaken,
 )
-from ckpt_core.layouts.torch_file import FileImage, build_image
-from ckpt_core.snapshot import BufferPool
+from ckpt_core.layouts.torch_file import FileImage, StateLayout
+from ckpt_core.snapshot import BufferPool, take_snapshot
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 from ckpt_core.writer import BackgroundWriter, OnError, notify, write_image
 
@@ -118,7 +118,7 @@ class Checkpointer:
             raise
 
     def _save_now(self, state: Any, storage: Storage, path: str, started: float) -> None:
-        image = build_image(state, path=path)
+        image = StateLayout(state).image(state, staged=None)
         size = write_image(image, storage, path)
         stall = time.perf_counter() - started
         notify(self._listeners, SnapshotTaken(path=path, bytes=size, stall_seconds=stall))
@@ -129,7 +129,7 @@ class Checkpointer:
         if self._buffers.exhausted:
             self._buffers.wait()
             waited = time.perf_counter() - started
-        image = build_image(state, path=path, buffers=self._buffers)
+        image = take_snapshot(state, path=path, buffers=self._buffers)
         stall = time.perf_counter() - started
         event = SnapshotTaken(path=path, bytes=image.approximate_size, stall_seconds=stall, waited_seconds=waited)
         notify(self._listeners, event)

@@ -122,7 +122,9 @@ def encode_error(error: CheckpointError) -> dict[str, Any]:
 
 def decode_error(encoded: dict[str, Any]) -> CheckpointError:
     """Rebuild an error of another rank, as the same class where it is one of ours."""
-    known = getattr(errors, encoded["class"], RankFailedError) if encoded["class"] in errors.__all__ else RankFailedError
+    known = (
+        getattr(errors, encoded["class"], RankFailedError) if encoded["class"] in errors.__all__ else RankFailedError
+    )
     fields = {name: encoded[name] for name in ("path", "key", "remedy")}
     if known is StorageError:
         return StorageError(encoded["message"], errno=encoded["errno"], **fields)

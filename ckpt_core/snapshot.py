@@ -6,54 +6,17 @@ because every page must first be found and cleared. So buffers are kept between 
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from ckpt_core.errors import SnapshotTornError
+from ckpt_core.layouts.torch_file.image import FileImage, StateLayout
+from ckpt_core.memory import StagingBuffer
 
-__all__ = ["BackgroundCopy", "BufferPool", "StagingBuffer", "TornSnapshotGuard", "bytes_of"]
-
-_PAGE = mmap.PAGESIZE
-
-
-class StagingBuffer:
-    """Page-aligned host memory of a fixed size, all of its pages present.
-
-    Args:
-        nbytes: Size in bytes; rounded up to whole pages.
-
-    Attributes:
-        tensor: The memory as a one-dimensional ``uint8`` tensor.
-        memory: The memory as a writable ``memoryview``.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
-        self._map = mmap.mmap(-1, self.nbytes)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
-        self.memory = memoryview(self._map)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
-        self.tensor.zero_()
-        self._pinned = _pin(self.tensor)
-
-    def close(self) -> None:
-        """Give the memory back to the system (views that are still held keep it until they go)."""
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
-            self._pinned = False
-        self.memory.release()
-        self.tensor = torch.empty(0, dtype=torch.uint8)
-
-
-def _pin(memory: torch.Tensor) -> bool:
-    # Only page-locked memory can be copied to from a CUDA device without blocking the host.
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return False
-    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+__all__ = ["BackgroundCopy", "BufferPool", "TornSnapshotGuard", "take_snapshot"]
 
 
 class BufferPool:
@@ -116,11 +79,6 @@ class BufferPool:
             self._idle.clear()
 
 
-def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the bytes of ``storage`` as a one-dimensional ``uint8`` tensor that shares its memory."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-
-
 class BackgroundCopy:
     """Copies tensors into host memory on its own thread, so that the caller can pickle meanwhile.
 
@@ -180,12 +138,39 @@ class TornSnapshotGuard:
         Raises:
             SnapshotTornError: At least one tensor has.
         """
-        changed = sum(
-            tensor._version != version for tensor, version in zip(self._tensors, self._versions, strict=True)
-        )
+        changed = sum(tensor._version != version for tensor, version in zip(self._tensors, self._versions, strict=True))
         if changed:
             raise SnapshotTornError(
                 f"{changed} of {len(self._tensors)} tensors changed while they were being copied; nothing was saved",
                 path=path,
                 remedy="do not let another thread train while a checkpoint is saved, or save between its steps",
             )
+
+
+def take_snapshot(state: Any, *, path: str, buffers: BufferPool) -> FileImage:
+    """Copy ``state`` into a buffer, as the image of a torch file; the caller may change it as soon as this returns.
+
+    Args:
+        state: What ``torch.save`` would take.
+        path: Where it will go, for messages.
+        buffers: Lends the memory. It goes back by ``buffers.release(image.release())``.
+
+    Raises:
+        SerializationError: An object cannot be pickled; the error names its key.
+        SnapshotTornError: A tensor changed while it was being copied.
+    """
+    layout = StateLayout(state)
+    guard = TornSnapshotGuard(layout.tensors)
+    buffer = buffers.acquire(layout.region_size)
+    try:
+        copy = BackgroundCopy(layout.targets_in(buffer), layout.sources)
+        try:
+            layout.fill_gaps(buffer)
+            image = layout.image(state, staged=buffer)
+        finally:
+            copy.wait()
+        guard.check(path=path)
+    except BaseException:
+        buffers.release(buffer)
+        raise
+    return image

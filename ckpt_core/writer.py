@@ -14,8 +14,8 @@ from ckpt_core.errors import CheckpointError
 from ckpt_core.events import CheckpointRemoved, Event, Listener, SaveCommitted, SaveFailed
 from ckpt_core.layouts.torch_file.image import FileImage
 from ckpt_core.layouts.torch_file.manifest import WINDOW
+from ckpt_core.memory import StagingBuffer
 from ckpt_core.parallel import IO_THREADS, run_parallel
-from ckpt_core.snapshot import StagingBuffer
 from ckpt_core.storage.base import Storage
 
 __all__ = ["BackgroundWriter", "OnError", "notify", "write_image"]

@@ -105,9 +105,7 @@ class SyncCheckpointIO(_TorchFileIO):
         trainer = Trainer(plugins=[SyncCheckpointIO()], callbacks=[ResumableCheckpoint(dirpath="checkpoints")])
     """
 
-    def __init__(
-        self, *, storage_options: dict[str, Any] | None = None, event_log: str | None = None
-    ) -> None:
+    def __init__(self, *, storage_options: dict[str, Any] | None = None, event_log: str | None = None) -> None:
         super().__init__(
             Checkpointer(strategy="sync", storage_options=storage_options, listeners=_listeners(event_log))
         )

@@ -27,7 +27,7 @@ FLOORS = (
     {"state"},
     {"layouts"},
     {"storage"},
-    {"tree", "digest", "events", "errors"},
+    {"memory", "parallel", "tree", "digest", "events", "errors"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

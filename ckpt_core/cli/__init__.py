@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
         "--storage-options",
         type=_json_object,
         metavar="JSON",
-        help="passed to fsspec for URLs, for example '{\"endpoint_url\": \"http://127.0.0.1:9000\"}'",
+        help='passed to fsspec for URLs, for example \'{"endpoint_url": "http://127.0.0.1:9000"}\'',
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 

@@ -28,9 +28,9 @@ from ckpt_core.layouts.torch_file.manifest import (
 )
 from ckpt_core.layouts.torch_file.pickling import StorageTable, collect_storages, pickle_state
 from ckpt_core.layouts.torch_file.zip_format import ZipRecord, central_directory, local_header
-from ckpt_core.snapshot import BackgroundCopy, BufferPool, StagingBuffer, TornSnapshotGuard, bytes_of
+from ckpt_core.memory import StagingBuffer, bytes_of
 
-__all__ = ["FileImage", "build_image"]
+__all__ = ["FileImage", "StateLayout"]
 
 _ALIGNMENT = 64  # bytes, torch's own: a mapped tensor can be used as it lies
 _BLOCK = 4096  # bytes: the region's size is a multiple, so that the tail begins at a block of the disk
@@ -208,52 +208,49 @@ def _put(scratch: StagingBuffer, begin: int, end: int, position: int, data: byte
         scratch.memory[first - begin : last - begin] = data[first - position : last - position]
 
 
-def build_image(state: Any, *, path: str, buffers: BufferPool | None = None) -> FileImage:
-    """Lay out ``state`` as a torch file.
+class StateLayout:
+    """Where the tensors of a state go, known before anything is pickled or copied.
 
     Args:
         state: What ``torch.save`` would take.
-        path: Where it will go, for messages.
-        buffers: Where to stage a copy of the tensors, so that the caller may change them as soon as this returns. Without
-            it the image refers to the live tensors.
 
-    Returns:
-        The image. If it is staged, its buffer goes back to ``buffers`` by ``buffers.release(image.release())``.
-
-    Raises:
-        SerializationError: An object cannot be pickled; the error names its key.
-        SnapshotTornError: A tensor changed while it was being copied.
+    Attributes:
+        tensors: The plain dense tensors of ``state``.
+        sources: Their storages' bytes, each storage once.
+        region_size: Length in bytes of the part of the file that they fill.
     """
-    table = StorageTable()
-    plain = collect_storages(state, table)
-    known = len(table.storages)
-    region = _region(tuple(storage.nbytes() for storage in table.storages))
-    sources = [bytes_of(storage) for storage in table.storages]
-    if buffers is None:
-        pickled, references = pickle_state(state, table)
-        return FileImage(region, sources, pickled, references, _bytes_of_late(table, known), None)
 
-    guard = TornSnapshotGuard(plain)
-    buffer = buffers.acquire(region.size)
-    try:
-        targets = [buffer.tensor[r.offset : r.offset + r.size] for r in region.records]
-        copy = BackgroundCopy(targets, sources)
-        try:
-            position = 0
-            for gap, record in zip(region.gaps(), [*region.records, None], strict=True):
-                buffer.memory[position : position + len(gap)] = gap
-                position = record.offset + record.size if record is not None else position
-            pickled, references = pickle_state(state, table)
-            late = _bytes_of_late(table, known)
-        finally:
-            copy.wait()
-        guard.check(path=path)
-    except BaseException:
-        buffers.release(buffer)
-        raise
-    return FileImage(region, [], pickled, references, late, buffer)
+    def __init__(self, state: Any) -> None:
+        self._table = StorageTable()
+        self.tensors = collect_storages(state, self._table)
+        self.sources = [bytes_of(storage) for storage in self._table.storages]
+        self._region = _region(tuple(source.numel() for source in self.sources))
+        self.region_size = self._region.size
 
+    def targets_in(self, buffer: StagingBuffer) -> list[torch.Tensor]:
+        """Return the place of each of ``sources`` in ``buffer``."""
+        return [buffer.tensor[record.offset : record.offset + record.size] for record in self._region.records]
 
-def _bytes_of_late(table: StorageTable, known: int) -> list[bytes]:
-    # Tensors inside objects that only pickle can open: met when the layout of the others is already fixed.
-    return [bytes_of(storage).cpu().numpy().tobytes() for storage in table.storages[known:]]
+    def fill_gaps(self, buffer: StagingBuffer) -> None:
+        """Write what stands between the tensors into ``buffer``."""
+        position = 0
+        for gap, record in zip(self._region.gaps(), [*self._region.records, None], strict=True):
+            buffer.memory[position : position + len(gap)] = gap
+            position = record.offset + record.size if record is not None else position
+
+    def image(self, state: Any, *, staged: StagingBuffer | None) -> FileImage:
+        """Pickle ``state`` and return the image of the whole file.
+
+        Args:
+            state: The same state.
+            staged: The buffer that holds (or will hold, before the image is used) the tensors' bytes; None to take them
+                from the live tensors when they are written.
+
+        Raises:
+            SerializationError: An object cannot be pickled; the error names its key.
+        """
+        known = len(self.sources)
+        pickled, references = pickle_state(state, self._table)
+        # Tensors inside objects that only pickle can open: met when the layout of the others is already fixed.
+        late = [bytes_of(storage).cpu().numpy().tobytes() for storage in self._table.storages[known:]]
+        return FileImage(self._region, self.sources if staged is None else [], pickled, references, late, staged)

@@ -39,8 +39,8 @@ from ckpt_core.layouts.torch_file.manifest import (
     RecordDigests,
     pieces,
 )
+from ckpt_core.memory import bytes_of
 from ckpt_core.parallel import run_parallel
-from ckpt_core.snapshot import bytes_of
 from ckpt_core.storage.base import FileReader, ReaderIO
 
 __all__ = ["load_torch_file", "verify_torch_file"]

@@ -74,9 +74,7 @@ def central_directory(records: list[ZipRecord], offset: int, comment: bytes) -> 
     count16 = min(count, _LIMIT16)
     return (
         end
-        + _END.pack(
-            b"PK\5\6", 0, 0, count16, count16, min(size, _LIMIT32), min(offset, _LIMIT32), len(comment)
-        )
+        + _END.pack(b"PK\5\6", 0, 0, count16, count16, min(size, _LIMIT32), min(offset, _LIMIT32), len(comment))
         + comment
     )
 

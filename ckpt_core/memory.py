@@ -1,0 +1,53 @@
+"""Host memory that bytes pass through on their way to storage: page-aligned, and with all of its pages present."""
+
+from __future__ import annotations
+
+import mmap
+
+import torch
+
+__all__ = ["StagingBuffer", "bytes_of"]
+
+_PAGE = mmap.PAGESIZE
+
+
+class StagingBuffer:
+    """Page-aligned host memory of a fixed size, all of its pages present.
+
+    Args:
+        nbytes: Size in bytes; rounded up to whole pages.
+
+    Attributes:
+        tensor: The memory as a one-dimensional ``uint8`` tensor.
+        memory: The memory as a writable ``memoryview``.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+        self._map = mmap.mmap(-1, self.nbytes)
+        if hasattr(mmap, "MADV_HUGEPAGE"):
+            self._map.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = memoryview(self._map)
+        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        self.tensor.zero_()
+        self._pinned = _pin(self.tensor)
+
+    def close(self) -> None:
+        """Give the memory back to the system (views that are still held keep it until they go)."""
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
+            self._pinned = False
+        self.memory.release()
+        self.tensor = torch.empty(0, dtype=torch.uint8)
+
+
+def _pin(memory: torch.Tensor) -> bool:
+    # Only page-locked memory can be copied to from a CUDA device without blocking the host.
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return False
+    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return the bytes of ``storage`` as a one-dimensional ``uint8`` tensor that shares its memory."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

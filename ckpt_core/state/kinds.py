@@ -1,0 +1,61 @@
+"""The kind of each part of a state, said aloud instead of guessed from equal keys."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckpt_core.errors import StateMismatchError
+
+__all__ = ["Kind", "join_ranks", "state_of_rank"]
+
+
+class Kind(enum.Enum):
+    """Who holds a part of the state.
+
+    Attributes:
+        REPLICATED: Every rank holds the same; one copy is saved.
+        SHARDED: Every rank holds a piece of one whole.
+        PER_RANK: Every rank holds its own: random generators, data position, gradients of an open window.
+    """
+
+    REPLICATED = "replicated"
+    SHARDED = "sharded"
+    PER_RANK = "per-rank"
+
+
+def join_ranks(replicated: Mapping[str, Any], per_rank: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
+    """Put the parts of all ranks into one state.
+
+    Args:
+        replicated: What is the same on every rank.
+        per_rank: What each rank holds, in rank order; ``None`` for a rank that could not report.
+
+    Returns:
+        A dictionary with one entry for each kind.
+    """
+    ranks = [None if state is None else dict(state) for state in per_rank]
+    return {Kind.REPLICATED.value: dict(replicated), Kind.PER_RANK.value: ranks}
+
+
+def state_of_rank(joined: Mapping[str, Any], rank: int) -> dict[str, Any]:
+    """Return what one rank held when the state was joined.
+
+    Args:
+        joined: The result of :func:`join_ranks`.
+        rank: The rank, from 0.
+
+    Raises:
+        StateMismatchError: The state of that rank was not saved.
+    """
+    ranks = joined[Kind.PER_RANK.value]
+    state = ranks[rank] if rank < len(ranks) else None
+    if state is None:
+        raise StateMismatchError(
+            f"the checkpoint holds no state of rank {rank}: it was saved by {len(ranks)} ranks, "
+            "or that rank had failed when it was saved",
+            key=f"{Kind.PER_RANK.value}.{rank}",
+            remedy="resume from an earlier checkpoint, or with exact=False",
+        )
+    return dict(state)

@@ -1,0 +1,321 @@
+"""Where each loader of a run is, and how it gets there again.
+
+There is one tracker for each loader. It knows nothing of the training loop: it is told the number of batches that count
+as consumed in the current pass, and gives a state made of tensors and plain data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from ckpt_core.errors import StateMismatchError
+from ckpt_core.state.rng import RngState, capture_generators, restore_generators
+from ckpt_core.state.samplers import RecordingSampler, SamplerMoment, SamplerPass
+from ckpt_core.state.workers import RecordingCollate, RngIterableDataset, RngMapDataset, WorkerInit, WorkerRngLog
+
+__all__ = ["LoaderMark", "LoaderTracker"]
+
+Method = Literal["skip", "load", "replay"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoaderMark:
+    """A loader between two fetches.
+
+    Attributes:
+        started: The fetch, counted from the start of the epoch, at which its current pass began.
+        sampler_pass: Its current pass over the sampler.
+        state: Its own state, if it has one.
+    """
+
+    started: int
+    sampler_pass: SamplerPass | None
+    state: Mapping[str, Any] | None
+
+
+def _is_stateful(value: object) -> bool:
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def _has_no_dataset_state(state: Any) -> bool:
+    """Whether a stateful loader's state says nothing about the data set, so that loading it would re-read."""
+    if isinstance(state, Mapping):
+        if "fetcher_state" in state and "dataset_state" in state:
+            fetcher = state["fetcher_state"]
+            return state["dataset_state"] is None and (fetcher is None or fetcher.get("dataset_iter_state") is None)
+        found = [_has_no_dataset_state(item) for item in state.values() if isinstance(item, Mapping)]
+        return any(found)
+    return False
+
+
+class LoaderTracker:
+    """Follows one loader.
+
+    Args:
+        loader: A ``DataLoader`` (also a stateful one) or any iterable.
+        replay: Always go back by reading again.
+    """
+
+    def __init__(self, loader: Any, replay: bool = False) -> None:
+        self.loader = loader
+        self.workers = int(getattr(loader, "num_workers", 0) or 0)
+        self.persistent = bool(getattr(loader, "persistent_workers", False)) and self.workers > 0
+        self.is_loader = isinstance(loader, DataLoader)
+        dataset = getattr(loader, "dataset", None)
+        self.iterable = isinstance(dataset, IterableDataset) or not self.is_loader
+        self.method: Method = self._choose_method(dataset, replay)
+        self.started = 0
+        self.passes = 0
+        self._original: dict[str, Any] = {}
+        self._collate: RecordingCollate | None = None
+        self._worker_batches: list[int] = [0] * self.workers
+        self._throwaway_base = 0
+        self._begun_rng: RngState | None = None
+        self._next_workers: list[Any] = []
+        self.sampler: RecordingSampler | None = None
+        if self.is_loader:
+            self._wrap_sampler()
+            self._wrap_dataset(dataset)
+
+    def _choose_method(self, dataset: object, replay: bool) -> Method:
+        if replay:
+            return "replay"
+        if self.is_loader and not self.iterable and not (_is_stateful(self.loader) and _is_stateful(dataset)):
+            return "skip"
+        return "load" if _is_stateful(self.loader) else "replay"
+
+    # ---- wrapping and unwrapping -------------------------------------------------------------------------------------
+
+    def _set(self, name: str, value: Any) -> None:
+        # DataLoader refuses to change these attributes after construction because its other attributes were derived from
+        # them; ours derive the same
+        self._original.setdefault(name, vars(self.loader).get(name))
+        vars(self.loader)[name] = value
+
+    def _wrap_sampler(self) -> None:
+        name = "batch_sampler" if self.loader.batch_sampler is not None else "sampler"
+        inner = getattr(self.loader, name)
+        self.sampler = RecordingSampler(inner, self.loader)
+        self._set(name, self.sampler)
+
+    def _wrap_dataset(self, dataset: Any) -> None:
+        if self.method == "load" and self.workers:
+            if self.iterable:
+                if _is_stateful(dataset):
+                    self._set("dataset", RngIterableDataset(dataset))
+            else:
+                self._set("dataset", RngMapDataset(dataset))
+
+    def release(self) -> None:
+        """Give the loader back as it was."""
+        for name, value in self._original.items():
+            vars(self.loader)[name] = value
+        self._original.clear()
+
+    # ---- following ---------------------------------------------------------------------------------------------------
+
+    def begin_pass(self, started: int = 0) -> None:
+        """Tell that the loader's iterator is about to be made (``started``: at which fetch of the epoch)."""
+        self._begun_rng = RngState.capture()
+        self.started = started
+        if self.method == "skip" and self.workers:
+            alive = self.persistent and getattr(self.loader, "_iterator", None) is not None
+            if alive:
+                self._worker_batches = self._batches_after(self._pass())
+                self._throwaway_base = 0
+            else:
+                self._worker_batches = [0] * self.workers
+                self._throwaway_base = 0
+                self._record_workers(self._next_workers)
+                self._next_workers = []
+        self.passes += 1
+
+    def pass_made(self) -> None:
+        """Tell that the loader's iterator, and with it its workers, are there."""
+        if self._collate is not None:
+            # later workers of the same loader begin afresh
+            self._collate.resume, self._collate.throwaway = [], 0
+
+    def restarted(self, fetch: int, before: LoaderMark) -> None:
+        """Tell that the loader was exhausted and began again while batch ``fetch`` of the epoch was fetched."""
+        self.started = fetch
+        if self.method == "skip" and self.workers:
+            after = self._batches_after(before.sampler_pass)
+            self._worker_batches = after if self.persistent else [0] * self.workers
+            self._throwaway_base = 0
+
+    def _record_workers(self, resume: list[Any] | None = None, throwaway: int = 0) -> None:
+        log = WorkerRngLog(self.workers, depth=int(self.loader.prefetch_factor or 2) + 4)
+        collate_fn = self._original.get("collate_fn", self.loader.collate_fn)
+        init_fn = self._original.get("worker_init_fn", self.loader.worker_init_fn)
+        self._collate = RecordingCollate(collate_fn, log, resume or (), throwaway)
+        self._set("collate_fn", self._collate)
+        self._set("worker_init_fn", WorkerInit(init_fn, self._collate))
+
+    def _share(self, batches: int, worker: int) -> int:
+        """How many of the first ``batches`` batches of a pass the worker makes; they are dealt round robin."""
+        return (batches - worker + self.workers - 1) // self.workers
+
+    def _pass(self) -> SamplerPass | None:
+        return self.sampler.current if self.sampler is not None else None
+
+    def _batches_after(self, current: SamplerPass | None) -> list[int]:
+        drawn = current.drawn if current is not None else 0
+        return [self._worker_batches[i] + self._share(drawn, i) - self._throwaway_base for i in range(self.workers)]
+
+    def mark(self) -> LoaderMark:
+        """Remember where the loader is before a fetch."""
+        state = self.loader.state_dict() if self.method == "load" else None
+        return LoaderMark(self.started, self._pass(), state)
+
+    # ---- capture -----------------------------------------------------------------------------------------------------
+
+    def capture(self, mark: LoaderMark, fetches: int) -> dict[str, Any]:
+        """Capture the state from which the loader goes on in the middle of a pass.
+
+        Args:
+            mark: What :meth:`mark` said before the first fetch that does not count.
+            fetches: Number of fetches of this epoch that count.
+        """
+        position = fetches - mark.started
+        state = {**self._common(), "position": position, "method": self.method, "started": mark.started}
+        state["passes"] = self.passes
+        if self._begun_rng is not None:
+            state["begun_rng"] = self._begun_rng.encode()
+        if mark.sampler_pass is not None:
+            current = mark.sampler_pass
+            state["begun"] = current.begun.encode()
+            state["first"] = current.first.encode() if current.first is not None else None
+            state["draws_throughout"] = current.draws_throughout
+        if self.method == "load":
+            state["state"] = dict(mark.state or {})
+        if self.method == "skip" and self.workers and self._collate is not None:
+            log = self._collate.log
+            state["workers"] = [
+                log.state_after(i, self._worker_batches[i] + self._share(position, i) - self._throwaway_base)
+                for i in range(self.workers)
+            ]
+        return state
+
+    def capture_between_passes(self) -> dict[str, Any]:
+        """Capture the state from which the loader begins its next pass."""
+        state = {**self._common(), "position": 0, "method": self.method, "between": True, "passes": self.passes}
+        if self.method == "load" and (self.workers == 0 or self.persistent):
+            state["state"] = self.loader.state_dict()
+        if self.method == "skip" and self.persistent and self._collate is not None:
+            log = self._collate.log
+            state["workers"] = [log.state_after(i, n) for i, n in enumerate(self._batches_after(self._pass()))]
+        return state
+
+    def _common(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"type": type(self.loader).__name__, "num_workers": self.workers, "length": None}
+        with contextlib.suppress(TypeError, NotImplementedError):
+            state["length"] = len(self.loader)
+        if self.sampler is not None:
+            moment = self.sampler.moment()
+            state["generators"] = dict(moment.generators)
+            state["counters"] = dict(moment.counters)
+            state["dataset_generators"] = capture_generators(self.loader.dataset) if self.workers == 0 else {}
+        return state
+
+    # ---- restore -----------------------------------------------------------------------------------------------------
+
+    def check(self, state: Mapping[str, Any]) -> str | None:
+        """Return why the saved state does not fit this loader exactly, in words, or ``None``."""
+        now = self._common()
+        for key, what in (("type", "type"), ("num_workers", "num_workers"), ("length", "number of batches")):
+            if state[key] != now[key]:
+                return f"the {what} of a training data loader was {state[key]} and is {now[key]}"
+        if state["method"] != self.method and "replay" not in (state["method"], self.method):
+            raise StateMismatchError(
+                f"the data loader was followed by {state['method']!r} and is followed by {self.method!r}"
+            )
+        return self._inexact(state)
+
+    def _inexact(self, state: Mapping[str, Any]) -> str | None:
+        if state.get("draws_throughout") and self.workers:
+            return "the sampler draws from the global random generators with every batch, ahead of its workers"
+        if not getattr(self.loader, "in_order", True):
+            return "the data loader returns batches out of order (in_order=False)"
+        if self._reads_again(state) and self.persistent and state["passes"] > 1:
+            return "an iterable data set without state_dict in persistent workers keeps state that cannot be read again"
+        return None
+
+    def _reads_again(self, state: Mapping[str, Any]) -> bool:
+        if self.method == "load" and self.iterable and self.is_loader:
+            return _has_no_dataset_state(state.get("state"))
+        return self.method == "replay"
+
+    def batches_to_read_again(self, state: Mapping[str, Any]) -> int:
+        """How many batches :meth:`prepare` will have read and dropped by re-reading."""
+        return int(state["position"]) if self._reads_again(state) else 0
+
+    def prepare(self, state: Mapping[str, Any]) -> int:
+        """Get ready for the loader's iterator to be made in the middle of a pass.
+
+        Returns:
+            How many batches to take from the new iterator and drop.
+        """
+        self.passes = int(state["passes"])
+        self.started = int(state["started"])
+        position = int(state["position"])
+        self._begun_rng = RngState.decode(state["begun_rng"])
+        self._begun_rng.restore()
+        skip, drop = self._split(state, position)
+        if self.sampler is not None and state.get("begun") is not None:
+            first = SamplerMoment.decode(state["first"]) if state["first"] is not None else None
+            begun = SamplerPass(SamplerMoment.decode(state["begun"]), first, 0, state["draws_throughout"])
+            self.sampler.resume(begun, skip)
+        if self.method == "load" and not self._reads_again(state):
+            self.loader.load_state_dict(dict(state["state"]))
+        return drop
+
+    def _split(self, state: Mapping[str, Any], position: int) -> tuple[int, int]:
+        if self.method == "load" and not self._reads_again(state):
+            return 0, 0
+        if self.method != "skip":
+            return 0, position
+        drop = 0
+        if self.workers:
+            # workers are dealt batches round robin from the first one: begin at a multiple, so that each new worker makes
+            # the batches that the old one of its number would have made
+            drop = position % self.workers
+            self._worker_batches = [0] * self.workers
+            self._throwaway_base = position // self.workers
+            self._record_workers(list(state.get("workers") or ()), drop)
+        return position - drop, drop
+
+    def finish(self, state: Mapping[str, Any]) -> None:
+        """Tell that the iterator is made and the batches to drop are dropped."""
+        self.pass_made()
+        if self.sampler is not None:
+            if self.sampler.live is not None and self.workers == 0:
+                self.sampler.live.fast_forward()
+            self._restore_common(state, generators=self.workers == 0)
+
+    def _restore_common(self, state: Mapping[str, Any], generators: bool = True) -> None:
+        if self.sampler is None:
+            return
+        now = self.sampler.moment()
+        kept = state["generators"] if generators else now.generators
+        self.sampler.restore(SamplerMoment(now.rng, kept, state["counters"]), rng=False)
+        restore_generators(self.loader.dataset, state["dataset_generators"])
+
+    def prepare_next_pass(self, state: Mapping[str, Any]) -> None:
+        """Get ready for the loader's next whole pass to begin."""
+        self.passes = int(state["passes"])
+        if self.method == "load" and state.get("state"):
+            self._close_pass(state["state"])
+        self._restore_common(state)
+        self._next_workers = list(state.get("workers") or ())
+
+    def _close_pass(self, state: Mapping[str, Any]) -> None:
+        self.loader.load_state_dict(dict(state))
+        # the saved pass may have been at its last batch without having said so; asking once more ends it, as the end of
+        # the epoch did in the run that was saved
+        next(iter(self.loader), None)

@@ -1,0 +1,239 @@
+"""Random generators: the global ones of Python, NumPy and torch, and those that objects carry around.
+
+A capture is cheap (no encoding); :meth:`RngState.encode` turns it into tensors, integers and floats only, so that a
+checkpoint with it loads with ``torch.load(weights_only=True)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import struct
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = [
+    "PACKED_RNG_BYTES",
+    "RngState",
+    "capture_generators",
+    "find_generators",
+    "pack_rng",
+    "restore_generators",
+    "unpack_rng",
+]
+
+_PYTHON_WORDS = 625
+_NUMPY_WORDS = 624
+
+
+def _bytes_to_tensor(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _tensor_to_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.to("cpu", torch.uint8).numpy().tobytes()
+
+
+@dataclasses.dataclass(frozen=True)
+class RngState:
+    """The global random generators of this process at one moment.
+
+    Attributes:
+        python: ``random.getstate()``.
+        numpy: ``numpy.random.get_state()``.
+        torch_cpu: State of torch's default CPU generator.
+        torch_cuda: State of the default generator of every visible CUDA device; empty when CUDA is not in use.
+    """
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    torch_cpu: torch.Tensor
+    torch_cuda: tuple[torch.Tensor, ...] = ()
+
+    @classmethod
+    def capture(cls) -> RngState:
+        """Read the global generators."""
+        # asking CUDA for its state would start CUDA, so only when the program has done so already
+        cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
+        numpy_state = np.random.get_state(legacy=True)
+        return cls(random.getstate(), tuple(numpy_state), torch.get_rng_state(), cuda)
+
+    def restore(self) -> None:
+        """Set the global generators; CUDA generators as far as both sides have the device."""
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)  # type: ignore[arg-type]
+        torch.set_rng_state(self.torch_cpu)
+        if self.torch_cuda and torch.cuda.is_available():
+            for device, state in enumerate(self.torch_cuda[: torch.cuda.device_count()]):
+                torch.cuda.set_rng_state(state, device)
+
+    def encode(self) -> dict[str, Any]:
+        """Return the state as tensors, integers and floats."""
+        version, words, gauss = self.python
+        name, keys, position, has_gauss, cached = self.numpy
+        return {
+            "python": _bytes_to_tensor(struct.pack(f"<{len(words)}I", *words)),
+            "python_version": int(version),
+            "python_gauss": gauss,
+            "numpy": str(name),
+            "numpy_keys": _bytes_to_tensor(np.asarray(keys, dtype="<u4").tobytes()),
+            "numpy_position": int(position),
+            "numpy_has_gauss": int(has_gauss),
+            "numpy_gauss": float(cached),
+            "torch": self.torch_cpu.clone(),
+            "cuda": [state.clone() for state in self.torch_cuda],
+        }
+
+    @classmethod
+    def decode(cls, state: Mapping[str, Any]) -> RngState:
+        """Undo :meth:`encode`."""
+        words = _tensor_to_bytes(state["python"])
+        keys = np.frombuffer(_tensor_to_bytes(state["numpy_keys"]), dtype="<u4").astype(np.uint32)
+        python = (state["python_version"], struct.unpack(f"<{len(words) // 4}I", words), state["python_gauss"])
+        numpy = (state["numpy"], keys, state["numpy_position"], state["numpy_has_gauss"], state["numpy_gauss"])
+        # a loader may have moved the tensors to an accelerator, but generators take host tensors only
+        return cls(python, numpy, state["torch"].cpu(), tuple(s.cpu() for s in state["cuda"]))
+
+    def same_as(self, other: RngState) -> bool:
+        """Whether no global CPU generator moved between the two captures."""
+        return (
+            torch.equal(self.torch_cpu, other.torch_cpu)
+            and self.python == other.python
+            and self.numpy[2:] == other.numpy[2:]
+            and np.array_equal(self.numpy[1], other.numpy[1])
+        )
+
+
+# the CPU side only, in a fixed number of bytes, so that a data loading worker can leave it in shared memory
+_PACKED = struct.Struct(f"<{_PYTHON_WORDS}I?d{_NUMPY_WORDS}IqqdI")
+_TORCH_BYTES = torch.get_rng_state().numel()
+PACKED_RNG_BYTES = _PACKED.size + _TORCH_BYTES
+
+
+def pack_rng() -> bytes:
+    """Return the global CPU generators of this process in :data:`PACKED_RNG_BYTES` bytes."""
+    _, words, gauss = random.getstate()
+    _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    head = _PACKED.pack(
+        *words, gauss is not None, gauss or 0.0, *keys.tolist(), position, has_gauss, cached, _TORCH_BYTES
+    )
+    return head + torch.get_rng_state().numpy().tobytes()
+
+
+def unpack_rng(packed: bytes) -> RngState:
+    """Undo :func:`pack_rng`; the result has no CUDA state."""
+    fields = _PACKED.unpack_from(packed)
+    words = fields[:_PYTHON_WORDS]
+    has_python_gauss, python_gauss = fields[_PYTHON_WORDS : _PYTHON_WORDS + 2]
+    keys = np.array(fields[_PYTHON_WORDS + 2 : _PYTHON_WORDS + 2 + _NUMPY_WORDS], dtype=np.uint32)
+    position, has_gauss, cached, size = fields[-4:]
+    python = (3, tuple(words), python_gauss if has_python_gauss else None)
+    torch_cpu = _bytes_to_tensor(packed[_PACKED.size : _PACKED.size + size])
+    return RngState(python, ("MT19937", keys, position, has_gauss, cached), torch_cpu)
+
+
+def _is_generator(value: object) -> bool:
+    return isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState))
+
+
+def find_generators(owner: object, depth: int = 4) -> Iterator[tuple[str, Any]]:
+    """Find the random generators that an object carries in its attributes, and in those of its samplers and datasets.
+
+    Args:
+        owner: A sampler, data set or loader.
+        depth: How many attributes deep to look.
+
+    Yields:
+        The path of attribute names, and the generator.
+    """
+    seen: set[int] = set()
+
+    def walk(value: object, path: str, left: int) -> Iterator[tuple[str, Any]]:
+        if id(value) in seen:
+            return
+        seen.add(id(value))
+        attributes = getattr(value, "__dict__", None)
+        if not isinstance(attributes, dict):
+            return
+        for name, child in list(attributes.items()):
+            where = f"{path}.{name}" if path else name
+            if _is_generator(child):
+                if id(child) not in seen:
+                    seen.add(id(child))
+                    yield where, child
+            elif left > 0 and _worth_walking(child):
+                yield from walk(child, where, left - 1)
+
+    yield from walk(owner, "", depth)
+
+
+def _worth_walking(value: object) -> bool:
+    # samplers and datasets keep their generators and those they wrap in plain attributes; anything else (tensors,
+    # models, modules, files) is left alone because walking it could be slow or have effects
+    if isinstance(value, (torch.Tensor, torch.nn.Module, type, np.ndarray)):
+        return False
+    data = sys.modules["torch.utils.data"]
+    return isinstance(value, (data.Sampler, data.Dataset)) or "ampler" in type(value).__name__
+
+
+def _encode_any(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return {"dtype": str(value.dtype), "array": _bytes_to_tensor(value.tobytes())}
+    if isinstance(value, dict):
+        return {key: _encode_any(item) for key, item in value.items()}
+    if isinstance(value, np.generic):
+        return value.item()
+    return value
+
+
+def _decode_any(value: Any) -> Any:
+    if isinstance(value, dict) and set(value) == {"dtype", "array"}:
+        return np.frombuffer(_tensor_to_bytes(value["array"]), dtype=value["dtype"]).copy()
+    if isinstance(value, dict):
+        return {key: _decode_any(item) for key, item in value.items()}
+    return value
+
+
+def capture_generators(owner: object) -> dict[str, Any]:
+    """Capture the generators that :func:`find_generators` finds, as tensors and plain numbers."""
+    states: dict[str, Any] = {}
+    for path, generator in find_generators(owner):
+        if isinstance(generator, torch.Generator):
+            states[path] = generator.get_state()
+        elif isinstance(generator, np.random.Generator):
+            states[path] = _encode_any(dict(generator.bit_generator.state))
+        elif isinstance(generator, np.random.RandomState):
+            states[path] = _encode_any(dict(generator.get_state(legacy=False)))
+        else:
+            version, words, gauss = generator.getstate()
+            states[path] = [int(version), _bytes_to_tensor(struct.pack(f"<{len(words)}I", *words)), gauss]
+    return states
+
+
+def restore_generators(owner: object, states: Mapping[str, Any]) -> list[str]:
+    """Set the generators of an object to captured states.
+
+    Returns:
+        The paths for which the object has no generator any more.
+    """
+    missing = set(states)
+    for path, generator in find_generators(owner):
+        if path not in states:
+            continue
+        missing.discard(path)
+        state = states[path]
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state.cpu())
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = _decode_any(state)
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(_decode_any(state))
+        else:
+            version, words, gauss = state
+            data = _tensor_to_bytes(words)
+            generator.setstate((version, struct.unpack(f"<{len(data) // 4}I", data), gauss))
+    return sorted(missing)

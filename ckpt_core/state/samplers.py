@@ -1,0 +1,218 @@
+"""An index sampler that can be asked where it is, and started again from there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from ckpt_core.state.rng import RngState, capture_generators, restore_generators
+
+__all__ = ["RecordingSampler", "SamplerMoment", "SamplerPass", "capture_counters", "restore_counters"]
+
+_SEEDS = ("seed", "epoch")
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplerMoment:
+    """Everything a sampler's next numbers can depend on, at one moment.
+
+    Attributes:
+        rng: The global generators.
+        generators: The sampler's own generators, captured.
+        counters: Its seed, its epoch, and other integers it has changed since it was made.
+    """
+
+    rng: RngState
+    generators: Mapping[str, Any]
+    counters: Mapping[str, int]
+
+    def encode(self) -> dict[str, Any]:
+        return {"rng": self.rng.encode(), "generators": dict(self.generators), "counters": dict(self.counters)}
+
+    @classmethod
+    def decode(cls, state: Mapping[str, Any]) -> SamplerMoment:
+        return cls(RngState.decode(state["rng"]), state["generators"], state["counters"])
+
+
+@dataclasses.dataclass
+class SamplerPass:
+    """One pass over the data.
+
+    Attributes:
+        begun: The moment its iterator was made.
+        first: The moment the first batch of indices was drawn, which is when most samplers draw their permutation;
+            ``None`` before that.
+        drawn: Number of batches of indices drawn; with workers it is ahead of the batches that were consumed.
+    """
+
+    begun: SamplerMoment
+    first: SamplerMoment | None = None
+    drawn: int = 0
+    draws_throughout: bool = False
+
+
+def _parts(sampler: object) -> Iterator[tuple[str, object]]:
+    path, part = "", sampler
+    for _ in range(4):
+        yield path, part
+        child = getattr(part, "sampler", None) or getattr(part, "_sampler", None)
+        if child is None:
+            return
+        path, part = path + "sampler.", child
+
+
+def capture_counters(sampler: object, initial: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Capture the integers of a sampler and of the samplers inside it.
+
+    Args:
+        sampler: The sampler.
+        initial: An earlier capture; then only seeds, epochs and what differs from it are returned, so that what the
+            user configured for this run (``num_replicas``, ``batch_size``) is left to the user.
+    """
+    counters: dict[str, int] = {}
+    for path, part in _parts(sampler):
+        for name, value in vars(part).items() if hasattr(part, "__dict__") else ():
+            if type(value) is int:
+                counters[path + name] = value
+    if initial is None:
+        return counters
+    return {
+        path: value
+        for path, value in counters.items()
+        if path.rpartition(".")[2] in _SEEDS or initial.get(path, value) != value
+    }
+
+
+def restore_counters(sampler: object, counters: Mapping[str, int]) -> None:
+    """Set the integers that :func:`capture_counters` returned, where the sampler still has them."""
+    for path, part in _parts(sampler):
+        for name, value in list(vars(part).items()) if hasattr(part, "__dict__") else ():
+            if type(value) is int and path + name in counters:
+                setattr(part, name, counters[path + name])
+
+
+class RecordingSampler:
+    """Stands in front of the sampler (or batch sampler) that a loader takes its indices from.
+
+    It yields what the sampler yields, and remembers what is needed to make the same pass again and to skip what was
+    consumed: no permutation is stored, however large the data set. Everything else is forwarded to the sampler.
+
+    Args:
+        inner: The loader's sampler.
+        loader: The loader, whose own generator the sampler may share.
+    """
+
+    _own = frozenset({"inner", "loader", "current", "live", "_initial", "_pending"})
+
+    def __init__(self, inner: Iterable[Any], loader: object) -> None:
+        self.inner = inner
+        self.loader = loader
+        self.current: SamplerPass | None = None
+        self.live: _RecordingIterator | None = None
+        self._initial = capture_counters(inner)
+        self._pending: tuple[SamplerPass, int] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in RecordingSampler._own:
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in RecordingSampler._own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.inner, name, value)
+
+    def __len__(self) -> int:
+        return len(self.inner)  # type: ignore[arg-type]
+
+    def moment(self) -> SamplerMoment:
+        """Capture what the next numbers depend on now."""
+        return SamplerMoment(RngState.capture(), self.generators(), capture_counters(self.inner, self._initial))
+
+    def generators(self) -> dict[str, Any]:
+        """Capture the generators of the sampler and of the loader."""
+        own = {f"sampler.{path}": state for path, state in capture_generators(self.inner).items()}
+        generator = getattr(self.loader, "generator", None)
+        if generator is not None:
+            own["loader"] = generator.get_state()
+        return own
+
+    def restore(self, moment: SamplerMoment, rng: bool = True) -> None:
+        """Go back to a captured moment, with or without the global generators."""
+        restore_counters(self.inner, moment.counters)
+        self.restore_generators(moment.generators)
+        if rng:
+            moment.rng.restore()
+
+    def restore_generators(self, generators: Mapping[str, Any]) -> None:
+        """Set the generators of the sampler and of the loader."""
+        own = {path.removeprefix("sampler."): state for path, state in generators.items() if path != "loader"}
+        restore_generators(self.inner, own)
+        generator = getattr(self.loader, "generator", None)
+        if generator is not None and "loader" in generators:
+            generator.set_state(generators["loader"].cpu())
+
+    def resume(self, begun: SamplerPass, skip: int) -> None:
+        """Make the next pass a repetition of ``begun`` without its first ``skip`` batches of indices."""
+        self._pending = (begun, skip)
+
+    def __iter__(self) -> _RecordingIterator:
+        pending, self._pending = self._pending, None
+        if pending is None:
+            self.current = SamplerPass(self.moment())
+            self.live = _RecordingIterator(self, self.current)
+        else:
+            begun, skip = pending
+            # the loader draws the seed of its workers right after this, so the generators stay as they were then
+            self.restore(begun.begun)
+            self.current = SamplerPass(begun.begun, None, 0, begun.draws_throughout)
+            self.live = _RecordingIterator(self, self.current, begun.first, skip)
+        return self.live
+
+
+class _RecordingIterator:
+    def __init__(
+        self, sampler: RecordingSampler, current: SamplerPass, first: SamplerMoment | None = None, skip: int = 0
+    ) -> None:
+        self.sampler = sampler
+        self.current = current
+        self.inner = iter(sampler.inner)
+        self._first = first
+        self._skip = skip
+
+    def __iter__(self) -> _RecordingIterator:
+        return self
+
+    def fast_forward(self) -> None:
+        """Draw and drop what is to be skipped, leaving the global generators as they are."""
+        if not self._skip:
+            return
+        skip, self._skip = self._skip, 0
+        now = RngState.capture()
+        if self._first is not None:
+            self.sampler.restore(self._first)
+            self.current.first = self._first
+        for _ in range(skip):
+            next(self.inner, None)
+        self.current.drawn = skip
+        now.restore()
+
+    def __next__(self) -> Any:
+        self.fast_forward()
+        if self.current.first is None:
+            self.current.first = self.sampler.moment()
+        # the second draw tells a sampler that has made its permutation from one that draws as it goes
+        before = RngState.capture() if self.current.drawn == 1 else None
+        indices = next(self.inner)
+        if before is not None and not before.same_as(RngState.capture()):
+            self.current.draws_throughout = True
+        self.current.drawn += 1
+        return indices
+
+    def __getattr__(self, name: str) -> Any:
+        # a stateful iterator stays one, so that checkpoints are also good for the loader's own way to resume
+        if name.startswith("__") or name in ("sampler", "current", "inner", "_first", "_skip"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)

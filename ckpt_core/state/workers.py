@@ -1,0 +1,221 @@
+"""The random generators of data loading workers.
+
+Each worker leaves its generators in shared memory after every batch it made. The main process, which knows how many batches
+of each worker were consumed, picks the matching record at a save; a new worker can be told to go on from it. So a resume
+need not load the data of the past again to bring the workers' generators to where they were.
+"""
+
+from __future__ import annotations
+
+import base64
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, get_worker_info
+
+from ckpt_core.errors import CheckpointError
+from ckpt_core.state.rng import PACKED_RNG_BYTES, pack_rng, unpack_rng
+
+__all__ = ["RecordingCollate", "RngIterableDataset", "RngMapDataset", "WorkerInit", "WorkerRngLog"]
+
+_UNTOUCHED = -1
+
+
+class WorkerRngLog:
+    """A ring of the last generator states of each worker, in shared memory.
+
+    Args:
+        num_workers: Number of workers of the loader.
+        depth: Number of batches back that can be asked for; more than a worker can be ahead of the consumer.
+    """
+
+    def __init__(self, num_workers: int, depth: int) -> None:
+        self.depth = depth
+        self._counts = torch.full((num_workers,), _UNTOUCHED, dtype=torch.int64).share_memory_()
+        self._slots = torch.zeros((num_workers, depth, PACKED_RNG_BYTES), dtype=torch.uint8).share_memory_()
+
+    def start(self, worker: int) -> None:
+        """Called in a worker when it starts."""
+        self._counts[worker] = 0
+
+    def count(self, worker: int) -> int:
+        """Number of batches the worker has made since it started."""
+        return max(0, int(self._counts[worker]))
+
+    def record(self, worker: int) -> None:
+        """Called in a worker after each batch."""
+        count = int(self._counts[worker])
+        packed = torch.frombuffer(bytearray(pack_rng()), dtype=torch.uint8)
+        self._slots[worker, count % self.depth].copy_(packed)
+        self._counts[worker] = count + 1
+
+    def state_after(self, worker: int, batches: int, timeout: float = 60.0) -> torch.Tensor | None:
+        """Return the worker's generators as they were after its first ``batches`` batches.
+
+        Args:
+            worker: The worker's number.
+            batches: How many batches; with 0 there is no record and the answer is ``None``.
+            timeout: Seconds to wait for a worker that is still busy with one of them.
+
+        Raises:
+            CheckpointError: The worker did not get there, or the record was overwritten.
+        """
+        if batches <= 0:
+            return None
+        deadline = time.monotonic() + timeout
+        while self.count(worker) < batches:
+            if time.monotonic() > deadline:
+                raise CheckpointError(
+                    f"data loading worker {worker} made {self.count(worker)} of {batches} batches in {timeout:.0f} s"
+                )
+            time.sleep(0.001)
+        if self.count(worker) - batches >= self.depth:
+            raise CheckpointError(f"the random state of data loading worker {worker} is no longer recorded")
+        return self._slots[worker, (batches - 1) % self.depth].clone()
+
+
+class RecordingCollate:
+    """A ``collate_fn`` that also records the worker's generators, and sets them once after a resume.
+
+    Args:
+        collate_fn: The loader's own one.
+        log: Where to record.
+        resume: For each worker the packed generators to go on from, or ``None``.
+        throwaway: Number of workers (the first ones) that make one batch that nobody wants before they go on.
+    """
+
+    def __init__(
+        self,
+        collate_fn: Callable[[Any], Any],
+        log: WorkerRngLog,
+        resume: Sequence[torch.Tensor | None] = (),
+        throwaway: int = 0,
+    ) -> None:
+        self.collate_fn = collate_fn
+        self.log = log
+        self.resume = list(resume)
+        self.throwaway = throwaway
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self.collate_fn(samples)
+        worker = get_worker_info()
+        if worker is not None:
+            if worker.id < self.throwaway and self.log.count(worker.id) == 0:
+                self.install(worker.id)
+            self.log.record(worker.id)
+        return batch
+
+    def install(self, worker: int) -> None:
+        """Set the generators of this worker process to those it is to go on from."""
+        packed = self.resume[worker] if worker < len(self.resume) else None
+        if packed is not None:
+            unpack_rng(packed.numpy().tobytes()).restore()
+
+
+class WorkerInit:
+    """A ``worker_init_fn`` that calls the loader's own one and then lets a resumed worker go on.
+
+    Args:
+        worker_init_fn: The loader's own one, if it has one.
+        collate: The recorder of the same loader.
+    """
+
+    def __init__(self, worker_init_fn: Callable[[int], None] | None, collate: RecordingCollate) -> None:
+        self.worker_init_fn = worker_init_fn
+        self.collate = collate
+
+    def __call__(self, worker: int) -> None:
+        if self.worker_init_fn is not None:
+            self.worker_init_fn(worker)
+        self.collate.log.start(worker)
+        if worker >= self.collate.throwaway:
+            self.collate.install(worker)
+
+
+class _Forwarding:
+    """Lets a wrapped data set be used, read and changed through its wrapper."""
+
+    _own = frozenset({"inner", "pending"})
+
+    def __init__(self, inner: Any) -> None:
+        object.__setattr__(self, "inner", inner)
+        object.__setattr__(self, "pending", None)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in _Forwarding._own:
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # worker_init_fn may set attributes of the data set of its worker, and means the user's object
+        if name in _Forwarding._own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.inner, name, value)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"inner": None, "rng": None}
+        if hasattr(self.inner, "state_dict"):
+            state["inner"] = self.inner.state_dict()
+        if get_worker_info() is not None:
+            # text, because stateful loaders compare old and new states with ==
+            state["rng"] = base64.b64encode(pack_rng()).decode("ascii")
+        return state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if hasattr(self.inner, "load_state_dict"):
+            self.inner.load_state_dict(state["inner"])
+        if get_worker_info() is not None:
+            self.pending = state["rng"]
+
+    def install(self) -> None:
+        if self.pending is not None:
+            packed, self.pending = self.pending, None
+            unpack_rng(base64.b64decode(packed)).restore()
+
+
+class RngMapDataset(_Forwarding, Dataset[Any]):
+    """A map-style data set whose state includes the generators of the worker it is in."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.install()
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.inner[index]
+
+    @property
+    def __getitems__(self) -> Any:
+        return getattr(self.inner, "__getitems__", None)
+
+
+class RngIterableDataset(_Forwarding, IterableDataset[Any]):
+    """An iterable data set whose state includes the generators of the worker it is in."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return _RngIterator(self, iter(self.inner))
+
+
+class _RngIterator:
+    def __init__(self, owner: RngIterableDataset, inner: Iterator[Any]) -> None:
+        self.owner = owner
+        self.inner = inner
+
+    def __iter__(self) -> _RngIterator:
+        return self
+
+    def __next__(self) -> Any:
+        # not earlier: what the stateful loader does between loading the state and the first sample draws numbers too
+        self.owner.install()
+        return next(self.inner)
+
+    def __getattr__(self, name: str) -> Any:
+        # a stateful iterator stays one
+        if name in ("inner", "owner") or name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.inner, name)
