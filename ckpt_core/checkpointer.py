@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -67,12 +68,26 @@ class Checkpointer:
         if on_error not in ("raise", "warn"):
             raise ValueError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
         self.strategy = strategy
+        self._max_pending = max_pending
+        self._on_error = on_error
         self._storage_options = storage_options
         self._listeners = list(listeners)
         self._buffers = BufferPool(max_pending)
         self._writer = BackgroundWriter(on_error=on_error, listeners=self._listeners)
         self._clean_directories: set[str] = set()
         self._saving_thread: int | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy, and what a spawned process gets, has the same settings and no saves of its own yet."""
+        settings = functools.partial(
+            type(self),
+            strategy=self.strategy,
+            max_pending=self._max_pending,
+            on_error=self._on_error,
+            storage_options=self._storage_options,
+            listeners=self._listeners,
+        )
+        return settings, ()
 
     @property
     def pending(self) -> tuple[str, ...]:
@@ -96,7 +111,7 @@ class Checkpointer:
             SnapshotTornError: A tensor was changed while it was being copied.
             StorageError: The storage refused, or had refused an earlier save in the background.
         """
-        target = local_path(path)
+        target = _full_path(path)
         self._writer.raise_failure()
         notify(self._listeners, SaveStarted(path=target))
         started = time.perf_counter()
@@ -132,16 +147,45 @@ class Checkpointer:
         image = take_snapshot(state, path=path, buffers=self._buffers)
         stall = time.perf_counter() - started
         event = SnapshotTaken(path=path, bytes=image.approximate_size, stall_seconds=stall, waited_seconds=waited)
-        notify(self._listeners, event)
+        try:
+            notify(self._listeners, event)
+        except BaseException:  # Ctrl-C: a buffer that never came back would block the next save for ever
+            self._release(image)
+            raise
         self._writer.save(path, lambda: self._write_staged(image, storage, path))
 
     def _write_staged(self, image: FileImage, storage: Storage, path: str) -> int:
         try:
             return write_image(image, storage, path)
         finally:
-            buffer = image.release()
-            if buffer is not None:
-                self._buffers.release(buffer)
+            self._release(image)
+
+    def _release(self, image: FileImage) -> None:
+        buffer = image.release()
+        if buffer is not None:
+            self._buffers.release(buffer)
+
+    def copy(self, source: Path, target: Path) -> None:
+        """Save the checkpoint ``source``, which exists or whose save is under way, at ``target`` too.
+
+        Costs nothing on a local disk (a hard link) and no upload on a store. The two files do not depend on each other.
+
+        Raises:
+            CheckpointError: There is no ``source``, or an earlier save failed in the background.
+        """
+        original, path = _full_path(source), _full_path(target)
+        self._writer.raise_failure()
+        started = time.perf_counter()
+        notify(self._listeners, SaveStarted(path=path))
+        storage = storage_for(path, self._options_for(path))
+        if self.strategy == "sync":
+            size = storage.copy(original, path)
+            stall = time.perf_counter() - started
+            notify(self._listeners, SnapshotTaken(path=path, bytes=size, stall_seconds=stall))
+            notify(self._listeners, SaveCommitted(path=path, bytes=size, background_seconds=0.0))
+            return
+        notify(self._listeners, SnapshotTaken(path=path, bytes=0, stall_seconds=time.perf_counter() - started))
+        self._writer.copy(original, path, lambda: storage.copy(original, path))
 
     def _remove_orphans_once(self, storage: Storage, path: str) -> None:
         directory = os.path.dirname(path)
@@ -160,7 +204,7 @@ class Checkpointer:
         Raises:
             CheckpointError: See the tree in :mod:`ckpt_core.errors`.
         """
-        source = local_path(path)
+        source = _full_path(path)
         self._writer.wait(source)
         started = time.perf_counter()
         state, verified, size = reader.load(
@@ -172,7 +216,7 @@ class Checkpointer:
 
     def exists(self, path: Path) -> bool:
         """Return whether there is a checkpoint at ``path``, or a save of it is under way."""
-        target = local_path(path)
+        target = _full_path(path)
         return target in self.pending or storage_for(target, self._options_for(target)).exists(target)
 
     def remove(self, path: Path) -> None:
@@ -180,7 +224,7 @@ class Checkpointer:
 
         If the newest of those fails, the checkpoint is kept, and a warning says so.
         """
-        target = local_path(path)
+        target = _full_path(path)
         storage = storage_for(target, self._options_for(target))
         if self.strategy == "sync":
             storage.remove(target)
@@ -190,7 +234,7 @@ class Checkpointer:
 
     def wait(self, path: Path | None = None) -> None:
         """Block until all saves (or that of ``path``) have ended; raise the failure of one, if there was any."""
-        self._writer.wait(None if path is None else local_path(path))
+        self._writer.wait(None if path is None else _full_path(path))
         self._writer.raise_failure()
 
     def drain(self) -> None:
@@ -219,3 +263,9 @@ class Checkpointer:
 
     def _options_for(self, path: str) -> dict[str, Any] | None:
         return self._storage_options if is_remote(path) else None
+
+
+def _full_path(path: Path) -> str:
+    # A background save must not depend on a later chdir, and two spellings of a path are one checkpoint.
+    text = local_path(path)
+    return text if is_remote(text) else os.path.abspath(text)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -129,8 +128,8 @@ Listener = Callable[[Event], None]
 class EventLog:
     """A listener that appends each event to a file as one line of JSON.
 
-    Each line is one ``write`` to a file opened for appending, so that several processes may share the file and a killed
-    process leaves whole lines only.
+    Each line is one ``write`` to a file opened for appending, so that several threads and processes may share the file and
+    a killed process leaves whole lines only.
 
     Args:
         path: The local file; its directory is created.
@@ -139,14 +138,12 @@ class EventLog:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = threading.Lock()
 
     def __call__(self, event: Event) -> None:
         record = {"event": type(event).__name__, "pid": os.getpid(), **dataclasses.asdict(event)}
         line = (json.dumps(record) + "\n").encode()
-        with self._lock:
-            descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-            try:
-                os.write(descriptor, line)
-            finally:
-                os.close(descriptor)
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(descriptor, line)
+        finally:
+            os.close(descriptor)

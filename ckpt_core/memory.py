@@ -28,7 +28,9 @@ class StagingBuffer:
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.memory = memoryview(self._map)
-        self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
+        # Not a tensor of inference mode, which could not be written to outside it: validation saves inside, training out.
+        with torch.inference_mode(False):
+            self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.tensor.zero_()
         self._pinned = _pin(self.tensor)
 
@@ -39,6 +41,7 @@ class StagingBuffer:
             self._pinned = False
         self.memory.release()
         self.tensor = torch.empty(0, dtype=torch.uint8)
+        del self._map
 
 
 def _pin(memory: torch.Tensor) -> bool:
@@ -50,4 +53,5 @@ def _pin(memory: torch.Tensor) -> bool:
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """Return the bytes of ``storage`` as a one-dimensional ``uint8`` tensor that shares its memory."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    with torch.inference_mode(False):  # for other threads, which are not in that mode
+        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

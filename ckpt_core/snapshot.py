@@ -98,8 +98,12 @@ class BackgroundCopy:
         if any(source.is_cuda for source in self._sources):
             self._stream = torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
-        self._thread = threading.Thread(target=self._run, name="ckpt-staging")
-        self._thread.start()
+        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="ckpt-staging")
+        try:
+            self._thread.start()
+        except RuntimeError:  # the interpreter is shutting down: no new threads
+            self._thread = None
+            self._run()
 
     def _run(self) -> None:
         try:
@@ -113,7 +117,8 @@ class BackgroundCopy:
 
     def wait(self) -> None:
         """Return when all bytes are copied; raise what the copy raised."""
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         if self._error is not None:
             raise self._error
 

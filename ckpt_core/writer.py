@@ -53,11 +53,6 @@ def write_image(image: FileImage, storage: Storage, path: str) -> int:
     windows = range(0, image.region_size, WINDOW)
     scratch: queue.SimpleQueue[StagingBuffer | None] = queue.SimpleQueue()
     buffers: list[StagingBuffer] = []
-    for _ in range(min(threads, len(windows))):
-        buffer = None if staged else StagingBuffer(min(WINDOW, image.region_size))
-        scratch.put(buffer)
-        if buffer is not None:
-            buffers.append(buffer)
 
     def write_window(begin: int) -> None:
         buffer = scratch.get()
@@ -67,6 +62,11 @@ def write_image(image: FileImage, storage: Storage, path: str) -> int:
             scratch.put(buffer)
 
     try:
+        for _ in range(min(threads, len(windows))):
+            buffer = None if staged else StagingBuffer(min(WINDOW, image.region_size))
+            scratch.put(buffer)
+            if buffer is not None:
+                buffers.append(buffer)
         run_parallel(write_window, windows, threads=threads)
         tail = image.tail()
         size = image.region_size + len(tail)
@@ -145,6 +145,17 @@ class BackgroundWriter:
         self._last_save = job
         self._submit(job)
 
+    def copy(self, source: str, target: str, copy: Callable[[], int]) -> None:
+        """Run ``copy``, which makes ``target`` a copy of ``source``, after the save of ``source``, unless that fails."""
+        original = self._last_save if self._last_save is not None and self._last_save.path == source else None
+
+        def copy_if_saved() -> int:
+            if original is not None and original.error is not None:
+                raise CheckpointError(f"not copied to {target}: the save of {source} failed", path=target)
+            return copy()
+
+        self.save(target, copy_if_saved)
+
     def remove(self, path: str, delete: Callable[[], None]) -> None:
         """Run ``delete`` after all saves asked for so far, unless the newest of them fails."""
         successor = self._last_save
@@ -206,26 +217,31 @@ class BackgroundWriter:
                     return
                 job = self._jobs[0]
             try:
-                job.action()
-            except CheckpointError as error:
-                self._record(job, error)
-            except BaseException as error:  # noqa: BLE001 - a background failure must reach the training thread
-                wrapped = CheckpointError(f"the background save failed: {type(error).__name__}: {error}", path=job.path)
-                wrapped.__cause__ = error
-                self._record(job, wrapped)
-            with self._lock:
-                self._jobs.popleft()
-            job.done.set()
+                self._attempt(job)
+            except BaseException:  # whatever a listener or a log handler does: nobody may wait for ever
+                logger.exception("could not report the failure of the checkpoint %s", job.path)
+            finally:
+                with self._lock:
+                    self._jobs.popleft()
+                job.done.set()
+
+    def _attempt(self, job: _Job) -> None:
+        try:
+            job.action()
+        except CheckpointError as error:
+            self._record(job, error)
+        except BaseException as error:  # noqa: BLE001 - a background failure must reach the training thread
+            wrapped = CheckpointError(f"the background save failed: {type(error).__name__}: {error}", path=job.path)
+            wrapped.__cause__ = error
+            self._record(job, wrapped)
 
     def _record(self, job: _Job, error: CheckpointError) -> None:
         job.error = error
         self.failures += 1
-        what = "save" if job.is_save else "remove"
+        if self._on_error == "raise":
+            with self._lock:
+                if self._failure is None:
+                    self._failure = error
+        level = logging.ERROR if self._on_error == "raise" else logging.WARNING
+        logger.log(level, "could not %s the checkpoint %s: %s", "save" if job.is_save else "remove", job.path, error)
         notify(self._listeners, SaveFailed(path=job.path, error=str(error)))
-        if self._on_error == "warn":
-            logger.warning("could not %s the checkpoint %s: %s", what, job.path, error)
-            return
-        logger.error("could not %s the checkpoint %s: %s", what, job.path, error)
-        with self._lock:
-            if self._failure is None:
-                self._failure = error

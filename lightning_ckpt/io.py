@@ -39,9 +39,11 @@ class _TorchFileIO(CheckpointIOBase):
             TypeError: ``storage_options`` is given.
         """
         if storage_options is not None:
-            raise TypeError(
-                f"`{type(self).__name__}.save_checkpoint` takes no `storage_options` for a single save: give them to "
-                f"`{type(self).__name__}(storage_options=...)`"
+            name = type(self).__name__
+            raise TypeError(  # begins as that of Lightning's own plugin, for those who look for it
+                f"`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for "
+                f"`{name}`. Please implement your custom `CheckpointIO` to define how you'd like to use "
+                f"`storage_options`, or give them to `{name}(storage_options=...)`: they hold for every save there"
             )
         self._tell_about_callback_once(checkpoint)
         self.checkpointer.save(checkpoint, path)

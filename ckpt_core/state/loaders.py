@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_core.errors import StateMismatchError
-from ckpt_core.state.rng import RngState, capture_generators, restore_generators
+from ckpt_core.state.rng import RngState, capture_generators, find_generators, restore_generators
 from ckpt_core.state.samplers import RecordingSampler, SamplerMoment, SamplerPass
 from ckpt_core.state.workers import RecordingCollate, RngIterableDataset, RngMapDataset, WorkerInit, WorkerRngLog
 
@@ -242,6 +242,9 @@ class LoaderTracker:
             return "the sampler draws from the global random generators with every batch, ahead of its workers"
         if not getattr(self.loader, "in_order", True):
             return "the data loader returns batches out of order (in_order=False)"
+        held = [path for path, _ in find_generators(getattr(self.loader, "dataset", None))] if self.workers else []
+        if held and not state.get("between"):
+            return f"the data set keeps its own random generator ({held[0]}) in worker processes, where it is not recorded"
         if self._reads_again(state) and self.persistent and state["passes"] > 1:
             return "an iterable data set without state_dict in persistent workers keeps state that cannot be read again"
         return None

@@ -112,6 +112,18 @@ class Storage(abc.ABC):
         """Delete the file or the directory tree at ``path``; do nothing if there is none."""
 
     @abc.abstractmethod
+    def copy(self, source: str, target: str) -> int:
+        """Make ``target`` a file with the bytes of ``source``, durable, replacing what was there; return its size.
+
+        No bytes are moved where the storage can do without (hard link, server-side copy). The two do not depend on each
+        other: deleting or replacing one leaves the other.
+
+        Raises:
+            CheckpointNotFoundError: There is no ``source``.
+            StorageError: The storage refused.
+        """
+
+    @abc.abstractmethod
     def list(self, directory: str) -> Sequence[FileInfo]:
         """Return the committed files directly in ``directory``; none if it does not exist."""
 

@@ -20,7 +20,7 @@ _PART = 16 * 2**20  # bytes of one part of a multipart upload
 
 def _failure(action: str, path: str, error: Exception) -> CheckpointError:
     if isinstance(error, FileNotFoundError):
-        return CheckpointNotFoundError("there is no checkpoint", path=path)
+        return CheckpointNotFoundError(f"Checkpoint file not found: {path}", path=path)
     return StorageError(
         f"cannot {action} the checkpoint: {type(error).__name__}: {error}",
         path=path,
@@ -86,6 +86,7 @@ class _FsspecReader(FileReader):
         self.path = path
         self._filesystem = filesystem
         try:
+            filesystem.invalidate_cache()  # another process may have replaced the object
             info = filesystem.info(path)
         except Exception as error:
             raise _failure("read", path, error) from error
@@ -141,6 +142,13 @@ class FsspecStorage(Storage):
                 self._filesystem.rm(path, recursive=True)
         except Exception as error:
             raise _failure("remove", path, error) from error
+
+    def copy(self, source: str, target: str) -> int:
+        try:
+            self._filesystem.copy(source, target)
+            return int(self._filesystem.info(target)["size"])
+        except Exception as error:
+            raise _failure("copy", target, error) from error
 
     def list(self, directory: str) -> Sequence[FileInfo]:
         try:

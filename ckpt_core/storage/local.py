@@ -7,6 +7,7 @@ nothing evicted that the training's data loading wants.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -23,6 +24,7 @@ __all__ = ["LocalStorage"]
 
 _SUFFIX = ".ckpt-part"
 _BLOCK = 4096
+_CANNOT_LINK = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 _REMEDIES = {
     errno.ENOSPC: "free some space, keep fewer checkpoints, or save to another disk",
     errno.EDQUOT: "your disk quota is used up: delete something or save to another disk",
@@ -32,6 +34,7 @@ _REMEDIES = {
     errno.EIO: "the disk reports an error: check it, and save to another one",
     errno.EISDIR: "there is a directory of that name: choose another path or delete it",
     errno.ENOTDIR: "a part of the path is a file: choose another path",
+    errno.EEXIST: "a part of the path is a file: choose another path",
     errno.ENAMETOOLONG: "choose a shorter file name",
 }
 
@@ -39,7 +42,7 @@ _REMEDIES = {
 def _failure(action: str, path: str, error: OSError, needed: int | None = None) -> StorageError:
     detail = error.strerror or str(error)
     if error.errno == errno.ENOSPC and needed is not None:
-        free = shutil.disk_usage(os.path.dirname(path) or ".").free
+        free = shutil.disk_usage(_existing_directory(os.path.dirname(os.path.abspath(path)))).free
         detail += f": {needed} bytes needed, {free} free"
     return StorageError(
         f"cannot {action} the checkpoint: {detail}",
@@ -56,7 +59,7 @@ class _LocalFileWriter(FileWriter):
         self._path = path
         self._expected_size = expected_size
         self._directory = os.path.dirname(os.path.abspath(path))
-        self._part = os.path.join(self._directory, f".{os.path.basename(path)[:200]}.{uuid.uuid4().hex[:12]}{_SUFFIX}")
+        self._part = _part_name(path)
         self._direct = False
         self._descriptor = -1
         try:
@@ -126,11 +129,29 @@ class _LocalFileWriter(FileWriter):
 
     def abort(self) -> None:
         if self._descriptor != -1:
-            os.unlink(self._part)
-            self._close()
+            try:
+                with contextlib.suppress(FileNotFoundError):  # gone already when the directory could not be synced
+                    os.unlink(self._part)
+            finally:
+                self._close()
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
+        os.close(descriptor)
+
+
+def _part_name(path: str) -> str:
+    directory, name = os.path.split(os.path.abspath(path))
+    start = os.fsdecode(os.fsencode(name)[:200])  # a name has at most 255 bytes
+    return os.path.join(directory, f".{start}.{uuid.uuid4().hex[:12]}{_SUFFIX}")
+
+
+def _copy_durably(source: str, target: str) -> None:
+    shutil.copyfile(source, target)
+    descriptor = os.open(target, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
         os.close(descriptor)
 
 
@@ -152,16 +173,16 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 def _make_directories(directory: str) -> None:
-    missing = []
-    while not os.path.isdir(directory):
-        missing.append(directory)
-        parent = os.path.dirname(directory)
-        if parent == directory:
-            break
-        directory = parent
-    for path in reversed(missing):
-        os.makedirs(path, exist_ok=True)
-        _sync_directory(os.path.dirname(path))
+    while (existing := _existing_directory(directory)) != directory:
+        missing = os.path.relpath(directory, existing).split(os.sep)[0]
+        os.makedirs(os.path.join(existing, missing), exist_ok=True)
+        _sync_directory(existing)
+
+
+def _existing_directory(path: str) -> str:
+    while not os.path.isdir(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return path
 
 
 def _sync_directory(directory: str) -> None:
@@ -180,14 +201,17 @@ class _LocalFileReader(FileReader):
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            # Opening a named pipe would wait for a writer.
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except FileNotFoundError as error:
-            raise CheckpointNotFoundError("there is no checkpoint", path=path) from error
+            raise CheckpointNotFoundError(f"Checkpoint file not found: {path}", path=path) from error
         except OSError as error:
             raise _failure("read", path, error) from error
         status = os.fstat(self._descriptor)
-        if stat.S_ISDIR(status.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             os.close(self._descriptor)
+            if not stat.S_ISDIR(status.st_mode):
+                raise StorageError("the path is not a regular file", path=path, remedy="give a checkpoint file")
             raise StorageError(
                 "the path is a directory, not a checkpoint file",
                 path=path,
@@ -233,18 +257,43 @@ class LocalStorage(Storage):
         except OSError as error:
             raise _failure("remove", path, error) from error
 
+    def copy(self, source: str, target: str) -> int:
+        directory = os.path.dirname(os.path.abspath(target))
+        part = _part_name(target)
+        try:
+            _make_directories(directory)
+            try:
+                os.link(os.path.realpath(source), part)
+            except OSError as error:
+                if error.errno not in _CANNOT_LINK:
+                    raise
+                _copy_durably(source, part)
+            size = os.stat(part).st_size
+            os.replace(part, target)
+            if os.path.lexists(part):
+                os.unlink(part)  # a rename onto another link of the same file does nothing
+            _sync_directory(directory)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError("there is no checkpoint to copy", path=source) from error
+        except OSError as error:
+            raise _failure("copy", target, error) from error
+        return size
+
     def list(self, directory: str) -> Sequence[FileInfo]:
         try:
             with os.scandir(directory) as entries:
-                return [
-                    FileInfo(entry.path, status.st_size, status.st_mtime)
-                    for entry in entries
-                    if not entry.name.endswith(_SUFFIX) and entry.is_file() and (status := entry.stat())
-                ]
+                found = [entry for entry in entries if not entry.name.endswith(_SUFFIX)]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
             raise _failure("list", directory, error) from error
+        infos = []
+        for entry in found:
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                if entry.is_file():
+                    status = entry.stat()
+                    infos.append(FileInfo(entry.path, status.st_size, status.st_mtime))
+        return infos
 
     def remove_orphans(self, directory: str) -> Sequence[str]:
         removed = []
@@ -255,8 +304,9 @@ class LocalStorage(Storage):
             return []
         for path in parts:
             if _is_abandoned(path):
-                removed.append(path)
-                os.unlink(path)
+                with contextlib.suppress(OSError):  # another user's, or another process was faster
+                    os.unlink(path)
+                    removed.append(path)
         return removed
 
 

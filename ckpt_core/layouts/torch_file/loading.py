@@ -8,7 +8,6 @@ first and then given to ``torch.load`` as it is.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import io
 import pickle
@@ -16,6 +15,7 @@ import pickletools
 import re
 import struct
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,8 +25,8 @@ from torch.serialization import default_restore_location, skip_data
 from ckpt_core.digest import digest_of_parts, digest_with
 from ckpt_core.errors import (
     CheckpointCorruptedError,
+    CheckpointError,
     CheckpointFormatError,
-    StorageError,
     UnsafeCheckpointError,
 )
 from ckpt_core.layouts.torch_file.manifest import (
@@ -39,6 +39,7 @@ from ckpt_core.layouts.torch_file.manifest import (
     RecordDigests,
     pieces,
 )
+from ckpt_core.layouts.torch_file.segments import SegmentIO, Segments
 from ckpt_core.memory import bytes_of
 from ckpt_core.parallel import run_parallel
 from ckpt_core.storage.base import FileReader, ReaderIO
@@ -47,6 +48,7 @@ __all__ = ["load_torch_file", "verify_torch_file"]
 
 _RESUME_FROM_ANOTHER = "resume from another checkpoint; this one cannot be repaired"
 _LOCAL_HEADER_SIZE = 30
+_PICKLE_START = b"\x80"  # of torch's files before the zip format
 # A pickle made of nothing but these is built without looking at a tensor's values.
 _PLAIN_GLOBALS = frozenset(
     {
@@ -95,7 +97,7 @@ def load_torch_file(
 
     filler = _StorageCollector(map_location)
     with skip_data():
-        result = _torch_load(_SegmentIO(segments, reader.size), reader.path, filler, weights_only)
+        result = _torch_load(SegmentIO(segments, reader.size), reader.path, filler, weights_only)
     if len(filler.storages) != len(manifest.storages):
         raise CheckpointCorruptedError(
             "the checkpoint's pickle and its manifest disagree", path=reader.path, remedy=_RESUME_FROM_ANOTHER
@@ -178,18 +180,17 @@ def _compare(
         )
 
 
-_Segments = list[tuple[int, bytes]]
 _FillJob = tuple[torch.Tensor, RecordDigests, int, int, int]
 
 
-def _open(reader: FileReader) -> tuple[Manifest, _Segments] | None:
+def _open(reader: FileReader) -> tuple[Manifest, Segments] | None:
     """Read and verify everything but the tensors; None if the file holds no digests of ours."""
     path, size = reader.path, reader.size
     if size == 0:
         raise CheckpointCorruptedError("the checkpoint is empty", path=path, remedy=_RESUME_FROM_ANOTHER)
     footer = Footer.decode(_read(reader, max(0, size - FOOTER_SIZE), size), path=path)
     if footer is None:
-        _reject_damaged(reader)
+        _reject_damaged_or_foreign(reader)
         return None
     if footer.tail_offset + _LOCAL_HEADER_SIZE > size - FOOTER_SIZE:
         raise _damaged("the footer points outside the file", path)
@@ -203,7 +204,7 @@ def _open(reader: FileReader) -> tuple[Manifest, _Segments] | None:
     manifest = Manifest.decode(tail[begin : begin + length], path=path, end=footer.tail_offset)
 
     names = set(manifest.storages)
-    segments: _Segments = []
+    segments: Segments = []
     gaps, position = [], 0
     hash_of = digest_with(manifest.algorithm)
     for record in manifest.records:
@@ -225,7 +226,8 @@ def _open(reader: FileReader) -> tuple[Manifest, _Segments] | None:
     by_name = {record.name: record for record in manifest.records}
     if not {f"{ARCHIVE}/data.pkl", f"{ARCHIVE}/byteorder"} <= by_name.keys():
         raise _damaged("the archive lacks its pickle", path)
-    if _record_bytes(segments, by_name[f"{ARCHIVE}/byteorder"]).decode() != sys.byteorder:
+    _check_archive(SegmentIO(segments, size), size, path)
+    if _record_bytes(segments, by_name[f"{ARCHIVE}/byteorder"]) != sys.byteorder.encode():
         raise CheckpointFormatError(
             "the checkpoint was written on a machine of the other byte order",
             path=path,
@@ -238,24 +240,57 @@ def _damaged(message: str, path: str) -> CheckpointCorruptedError:
     return CheckpointCorruptedError(message, path=path, remedy=_RESUME_FROM_ANOTHER)
 
 
-def _reject_damaged(reader: FileReader) -> None:
-    """Raise if the file was ours, or a zip archive, and has lost its end."""
+def _reject_damaged_or_foreign(reader: FileReader) -> None:
+    """Raise if the file was ours, or a zip archive, and has lost its end, or if torch cannot have written it."""
     end = _read(reader, max(0, reader.size - WINDOW // 16), reader.size)
     begin = _read(reader, 0, min(reader.size, 4))
     if MANIFEST_NAME.encode() in end:
         raise _damaged("the end of the checkpoint is damaged", reader.path)
-    if begin == b"PK\3\4" and b"PK\5\6" not in end:
-        raise _damaged("the checkpoint is truncated", reader.path)
+    if b"PK\3\4".startswith(begin):
+        if b"PK\5\6" not in end:
+            raise _damaged("the checkpoint is truncated", reader.path)
+        _check_archive(ReaderIO(reader), reader.size, reader.path)
+    elif not begin.startswith(_PICKLE_START):
+        raise CheckpointFormatError(
+            "this is not a torch checkpoint: it is neither a zip archive nor a pickle",
+            path=reader.path,
+            remedy="check that the path is a checkpoint",
+        )
+
+
+def _check_archive(file: io.RawIOBase, size: int, path: str) -> None:
+    """Refuse an archive that torch cannot have written, above all one that unpacks to more than the file's own size."""
+    try:
+        with zipfile.ZipFile(io.BufferedReader(file)) as archive:
+            records = archive.infolist()
+    except (zipfile.BadZipFile, ValueError, IndexError, struct.error, NotImplementedError, MemoryError) as error:
+        raise CheckpointFormatError(f"the archive's directory makes no sense: {error}", path=path) from error
+    stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
+    if not stored or sum(record.file_size for record in records) > size:
+        raise CheckpointFormatError(
+            "the archive's records are compressed or overlap, which torch does not write",
+            path=path,
+            remedy="do not use this file: it may be made to fill the memory",
+        )
+    if not any(record.filename.endswith("/data.pkl") for record in records):
+        raise CheckpointFormatError(
+            "this zip archive is not a torch checkpoint: it has no data.pkl",
+            path=path,
+            remedy="check that the path is a checkpoint",
+        )
 
 
 def _read(reader: FileReader, begin: int, end: int) -> bytes:
-    data = bytearray(end - begin)
+    try:
+        data = bytearray(end - begin)
+    except MemoryError as error:  # a sparse file can claim any size
+        raise _damaged(f"a part of {end - begin} bytes that holds no tensor is too large", reader.path) from error
     if data:
         reader.read_into(begin, memoryview(data))
     return bytes(data)
 
 
-def _record_bytes(segments: _Segments, record: RecordDigests) -> bytes:
+def _record_bytes(segments: Segments, record: RecordDigests) -> bytes:
     return next((data for offset, data in segments if offset == record.offset and len(data) == record.size), b"")
 
 
@@ -297,44 +332,6 @@ class _StorageCollector:
         return restored
 
 
-class _SegmentIO(io.RawIOBase):
-    """A read-only file of which only some segments are known; the rest reads as zeros."""
-
-    def __init__(self, segments: _Segments, size: int) -> None:
-        self._segments = sorted(segments)
-        self._offsets = [offset for offset, _ in self._segments]
-        self._size = size
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        begin, end = self._position, min(self._size, self._position + len(view))
-        count = max(0, end - begin)
-        view[:count] = bytes(count)
-        index = max(0, bisect.bisect_right(self._offsets, begin) - 1)
-        while index < len(self._segments) and self._offsets[index] < end:
-            offset, data = self._segments[index]
-            first, last = max(begin, offset), min(end, offset + len(data))
-            if first < last:
-                view[first - begin : last - begin] = data[first - offset : last - offset]
-            index += 1
-        self._position += count
-        return count
-
-
 def _torch_load(file: io.RawIOBase, path: str, map_location: MapLocation, weights_only: bool | None) -> Any:
     with _translated_errors(path):
         return torch.load(io.BufferedReader(file), map_location=map_location, weights_only=weights_only)
@@ -344,7 +341,7 @@ def _torch_load(file: io.RawIOBase, path: str, map_location: MapLocation, weight
 def _translated_errors(path: str) -> Iterator[None]:
     try:
         yield
-    except (CheckpointCorruptedError, StorageError):
+    except CheckpointError:
         raise
     except pickle.UnpicklingError as error:
         if "weights_only" in str(error) or "Unsupported" in str(error):
@@ -357,7 +354,7 @@ def _translated_errors(path: str) -> Iterator[None]:
                 "with torch.serialization.add_safe_globals",
             ) from error
         raise CheckpointFormatError(f"this is not a torch checkpoint: {_first_lines(error)}", path=path) from error
-    except (EOFError, RuntimeError, ValueError, KeyError, IndexError, struct.error, UnicodeDecodeError) as error:
+    except Exception as error:  # bytes that make no sense fail anywhere in torch and pickle
         raise CheckpointFormatError(
             f"this is not a readable torch checkpoint: {_first_lines(error)}",
             path=path,

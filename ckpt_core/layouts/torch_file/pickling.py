@@ -75,7 +75,7 @@ def pickle_state(state: Any, table: StorageTable) -> tuple[bytes, list[int]]:
         pickler.dump(state)
     except SerializationError:
         raise
-    except (pickle.PicklingError, TypeError, AttributeError, RecursionError, NotImplementedError, ValueError) as error:
+    except Exception as error:  # whatever an object's own __reduce__ or __getstate__ raises
         key = _unpicklable_key(state)
         raise SerializationError(
             f"cannot save {'the value' if key else 'the state'}: {error}",

@@ -1,0 +1,186 @@
+"""Contenders of the save benchmark: ours, Lightning's, and what the machine allows at best.
+
+A contender is a pair of functions: ``save`` returns when training may go on (the stall ends there), ``finish`` returns when
+the checkpoint is durable.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import mmap
+import os
+import queue
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from lightning.pytorch.plugins.io import AsyncCheckpointIO as LightningAsyncCheckpointIO
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from benchmarks.states import tensor_bytes
+from lightning_ckpt import AsyncCheckpointIO, SyncCheckpointIO
+
+__all__ = ["CONTENDERS", "Contender", "Timing", "measure", "peak_extra_memory"]
+
+
+@dataclasses.dataclass
+class Contender:
+    """One way to get a state to disk."""
+
+    save: Callable[[], Any]
+    finish: Callable[[], Any] = lambda: None
+    close: Callable[[], Any] = lambda: None
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """Seconds, medians over the repetitions."""
+
+    stall: float
+    durable: float
+
+
+def fsync(path: Path) -> None:
+    """Wait until a file that somebody else wrote is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def one_copy(state: dict[str, Any], path: Path) -> Contender:
+    """The limit of a stall: one ``copy_`` of the same bytes into memory that is used again."""
+    source = torch.empty(tensor_bytes(state) // 4).normal_()
+    target = torch.zeros_like(source)
+    return Contender(save=lambda: target.copy_(source))
+
+
+def raw_direct_write(state: dict[str, Any], path: Path) -> Contender:
+    """The limit of a durable save: the same bytes by direct I/O from pre-faulted memory, 4 threads, fsync."""
+    nbytes = -(-tensor_bytes(state) // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, nbytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    torch.frombuffer(memory, dtype=torch.uint8).random_(0, 255)
+    view, block = memoryview(memory), 16 * 2**20
+
+    def save() -> None:
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
+        os.posix_fallocate(descriptor, 0, nbytes)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(lambda at: os.pwrite(descriptor, view[at : at + block], at), range(0, nbytes, block)))
+        os.fsync(descriptor)
+        os.close(descriptor)
+
+    return Contender(save=save)
+
+
+def ours_sync(state: dict[str, Any], path: Path) -> Contender:
+    """``lightning_ckpt.SyncCheckpointIO``."""
+    io = SyncCheckpointIO()
+    return Contender(save=lambda: io.save_checkpoint(state, path), close=io.teardown)
+
+
+def ours_async(state: dict[str, Any], path: Path) -> Contender:
+    """``lightning_ckpt.AsyncCheckpointIO``."""
+    io = AsyncCheckpointIO()
+    return Contender(save=lambda: io.save_checkpoint(state, path), finish=io.checkpointer.wait, close=io.teardown)
+
+
+def lightning_sync(state: dict[str, Any], path: Path) -> Contender:
+    """Lightning's ``TorchCheckpointIO`` and an fsync, which it does not do."""
+    io = TorchCheckpointIO()
+
+    def save() -> None:
+        io.save_checkpoint(state, path)
+        fsync(path)
+
+    return Contender(save=save)
+
+
+def lightning_async(state: dict[str, Any], path: Path) -> Contender:
+    """Lightning's ``AsyncCheckpointIO`` and an fsync, which it does not do."""
+    pending: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def save() -> None:
+        io = LightningAsyncCheckpointIO(TorchCheckpointIO())
+        io.save_checkpoint(state, path)
+        pending.put(io)
+
+    def finish() -> None:
+        pending.get().teardown()
+        fsync(path)
+
+    return Contender(save=save, finish=finish)
+
+
+CONTENDERS: dict[str, Callable[[dict[str, Any], Path], Contender]] = {
+    "limit: one copy_ into a reused buffer": one_copy,
+    "limit: raw direct write": raw_direct_write,
+    "lightning_ckpt.SyncCheckpointIO": ours_sync,
+    "lightning_ckpt.AsyncCheckpointIO": ours_async,
+    "Lightning TorchCheckpointIO + fsync": lightning_sync,
+    "Lightning AsyncCheckpointIO + fsync": lightning_async,
+}
+
+
+def measure(state: dict[str, Any], directory: Path, *, repeats: int, idle_seconds: float) -> dict[str, Timing]:
+    """Time every contender in turn, round by round, each save after ``idle_seconds`` of idling; the first round is a warm-up."""
+    contenders = {name: make(state, directory / f"{i}.ckpt") for i, (name, make) in enumerate(CONTENDERS.items())}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    for repeat in range(repeats + 1):
+        for name, contender in contenders.items():
+            os.sync()
+            time.sleep(idle_seconds)
+            started = time.perf_counter()
+            contender.save()
+            stall = time.perf_counter() - started
+            contender.finish()
+            durable = time.perf_counter() - started
+            if repeat > 0:
+                found[name].append((stall, durable))
+    for contender in contenders.values():
+        contender.close()
+    return {
+        name: Timing(statistics.median(s for s, _ in times), statistics.median(d for _, d in times))
+        for name, times in found.items()
+    }
+
+
+def peak_extra_memory(state: dict[str, Any], directory: Path, name: str, *, saves: int) -> float:
+    """Return the most memory in bytes that a contender used beyond the state, over ``saves`` saves one after the other."""
+    process = psutil.Process()
+    before = process.memory_info().rss
+    contender = CONTENDERS[name](state, directory / "memory.ckpt")
+    with _peak(process) as peak:
+        for _ in range(saves):
+            contender.save()
+            contender.finish()
+    contender.close()
+    return peak[0] - before
+
+
+@contextlib.contextmanager
+def _peak(process: psutil.Process) -> Iterator[list[int]]:
+    highest = [process.memory_info().rss]
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.005):
+            highest[0] = max(highest[0], process.memory_info().rss)
+
+    thread = threading.Thread(target=watch, name="memory-watch")
+    thread.start()
+    try:
+        yield highest
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,49 @@
+"""The parts of a file that were read already, as a file: what torch is given to build a state's objects from."""
+
+from __future__ import annotations
+
+import bisect
+import io
+from typing import Any
+
+__all__ = ["SegmentIO", "Segments"]
+
+Segments = list[tuple[int, bytes]]  # offset in the file, bytes
+
+
+class SegmentIO(io.RawIOBase):
+    """A read-only file of which only some segments are known; the rest reads as zeros."""
+
+    def __init__(self, segments: Segments, size: int) -> None:
+        self._segments = sorted(segments)
+        self._offsets = [offset for offset, _ in self._segments]
+        self._size = size
+        self._position = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        begin, end = self._position, min(self._size, self._position + len(view))
+        count = max(0, end - begin)
+        view[:count] = bytes(count)
+        index = max(0, bisect.bisect_right(self._offsets, begin) - 1)
+        while index < len(self._segments) and self._offsets[index] < end:
+            offset, data = self._segments[index]
+            first, last = max(begin, offset), min(end, offset + len(data))
+            if first < last:
+                view[first - begin : last - begin] = data[first - offset : last - offset]
+            index += 1
+        self._position += count
+        return count
