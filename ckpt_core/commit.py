@@ -71,7 +71,7 @@ class SharedOutcome:
         Args:
             writes: Whether this rank writes (and so is the one that knows).
             pending: Whether one of this rank's saves is still under way.
-            failure: A failure found on this rank since the last call.
+            failure: A failure of a save, found on this rank since the last call.
 
         Raises:
             CheckpointError: The failure, as the same class on every rank.

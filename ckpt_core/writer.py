@@ -157,7 +157,7 @@ class BackgroundWriter:
         self.save(target, copy_if_saved)
 
     def remove(self, path: str, delete: Callable[[], None]) -> None:
-        """Run ``delete`` after all saves asked for so far, unless the newest of them fails."""
+        """Run ``delete`` after all saves asked for so far, unless the newest of them fails; its own failure is logged."""
         successor = self._last_save
 
         def action() -> None:
@@ -238,10 +238,14 @@ class BackgroundWriter:
     def _record(self, job: _Job, error: CheckpointError) -> None:
         job.error = error
         self.failures += 1
+        if not job.is_save:
+            # Nothing is lost by a file too many, and no other rank looks out for this.
+            logger.warning("could not remove the checkpoint %s: %s", job.path, error)
+            return
         if self._on_error == "raise":
             with self._lock:
                 if self._failure is None:
                     self._failure = error
         level = logging.ERROR if self._on_error == "raise" else logging.WARNING
-        logger.log(level, "could not %s the checkpoint %s: %s", "save" if job.is_save else "remove", job.path, error)
+        logger.log(level, "could not save the checkpoint %s: %s", job.path, error)
         notify(self._listeners, SaveFailed(path=job.path, error=str(error)))

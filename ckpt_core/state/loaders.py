@@ -137,6 +137,8 @@ class LoaderTracker:
 
     def pass_made(self) -> None:
         """Tell that the loader's iterator, and with it its workers, are there."""
+        if self.sampler is not None:
+            self.sampler.resumed()
         if self._collate is not None:
             # later workers of the same loader begin afresh
             self._collate.resume, self._collate.throwaway = [], 0
@@ -274,6 +276,7 @@ class LoaderTracker:
             first = SamplerMoment.decode(state["first"]) if state["first"] is not None else None
             begun = SamplerPass(SamplerMoment.decode(state["begun"]), first, 0, state["draws_throughout"])
             self.sampler.resume(begun, skip)
+            self.sampler.undo_seed = self.persistent and self.passes > 1
         if self.method == "load" and not self._reads_again(state):
             self.loader.load_state_dict(dict(state["state"]))
         return drop
@@ -316,6 +319,9 @@ class LoaderTracker:
             self._close_pass(state["state"])
         self._restore_common(state)
         self._next_workers = list(state.get("workers") or ())
+        if self.sampler is not None:
+            self.sampler.undo_seed = self.persistent and self.passes > 0
+            self.sampler.live = None
 
     def _close_pass(self, state: Mapping[str, Any]) -> None:
         self.loader.load_state_dict(dict(state))

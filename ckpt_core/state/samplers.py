@@ -101,15 +101,22 @@ class RecordingSampler:
     Args:
         inner: The loader's sampler.
         loader: The loader, whose own generator the sampler may share.
+
+    Attributes:
+        current: The pass of the last iterator.
+        live: The last iterator.
+        undo_seed: Set for a pass whose workers, in the run that is repeated, were there already, so that no seed was
+            drawn for them.
     """
 
-    _own = frozenset({"inner", "loader", "current", "live", "_initial", "_pending"})
+    _own = frozenset({"inner", "loader", "current", "live", "undo_seed", "_initial", "_pending"})
 
     def __init__(self, inner: Iterable[Any], loader: object) -> None:
         self.inner = inner
         self.loader = loader
         self.current: SamplerPass | None = None
         self.live: _RecordingIterator | None = None
+        self.undo_seed = False
         self._initial = capture_counters(inner)
         self._pending: tuple[SamplerPass, int] | None = None
 
@@ -157,16 +164,26 @@ class RecordingSampler:
     def resume(self, begun: SamplerPass, skip: int) -> None:
         """Make the next pass a repetition of ``begun`` without its first ``skip`` batches of indices."""
         self._pending = (begun, skip)
+        self.live = None
+
+    def resumed(self) -> None:
+        """Tell that the loader's iterator is made, so that later passes are passes of their own."""
+        self._pending = None
+        self.undo_seed = False
 
     def __iter__(self) -> _RecordingIterator:
-        pending, self._pending = self._pending, None
-        if pending is None:
-            self.current = SamplerPass(self.moment())
+        # a loader with workers asks twice, before and after it draws the seed of its workers; the first time counts
+        again = self.live is not None and self.live.untouched
+        if again and self.undo_seed and self.current is not None:
+            self.restore(self.current.begun)
+        if self._pending is None:
+            if self.current is None or not again:
+                self.current = SamplerPass(self.moment())
             self.live = _RecordingIterator(self, self.current)
         else:
-            begun, skip = pending
-            # the loader draws the seed of its workers right after this, so the generators stay as they were then
-            self.restore(begun.begun)
+            begun, skip = self._pending
+            if not again:
+                self.restore(begun.begun)
             self.current = SamplerPass(begun.begun, None, 0, begun.draws_throughout)
             self.live = _RecordingIterator(self, self.current, begun.first, skip)
         return self.live
@@ -184,6 +201,11 @@ class _RecordingIterator:
 
     def __iter__(self) -> _RecordingIterator:
         return self
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing was drawn from it."""
+        return self.current.first is None
 
     def fast_forward(self) -> None:
         """Draw and drop what is to be skipped, leaving the global generators as they are."""
@@ -213,6 +235,6 @@ class _RecordingIterator:
 
     def __getattr__(self, name: str) -> Any:
         # a stateful iterator stays one, so that checkpoints are also good for the loader's own way to resume
-        if name.startswith("__") or name in ("sampler", "current", "inner", "_first", "_skip"):
+        if name.startswith("__") or name in {"sampler", "current", "inner", "_first", "_skip"}:
             raise AttributeError(name)
         return getattr(self.inner, name)

@@ -345,7 +345,7 @@ def _translated_errors(path: str) -> Iterator[None]:
         raise
     except pickle.UnpicklingError as error:
         if "weights_only" in str(error) or "Unsupported" in str(error):
-            found = re.search(r"WeightsUnpickler error: (.*?)(?: was not an allowed|$)", str(error), re.MULTILINE)
+            found = re.search(r"WeightsUnpickler error:\s*(.*?)(?: was not an allowed|$)", str(error), re.MULTILINE)
             what = found[1] if found else _first_lines(error)
             raise UnsafeCheckpointError(
                 f"the checkpoint holds objects that are not plain data, and rebuilding them could run any code: {what}",

@@ -1,0 +1,99 @@
+"""A copy of a checkpoint shares no fate with its original."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_core import Checkpointer, CheckpointError, CheckpointNotFoundError, verify
+from ckpt_core.events import Event, SaveCommitted
+from ckpt_core.storage import LocalStorage
+
+
+def state(value: int) -> dict[str, torch.Tensor]:
+    return {"weight": torch.full((1000,), value)}
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_a_copy_survives_the_removal_and_the_replacement_of_its_original(strategy: str, tmp_path: Path) -> None:
+    with Checkpointer(strategy=strategy) as checkpointer:  # type: ignore[arg-type]
+        checkpointer.save(state(1), tmp_path / "a.ckpt")
+        checkpointer.copy(tmp_path / "a.ckpt", tmp_path / "last.ckpt")
+        checkpointer.save(state(2), tmp_path / "a.ckpt")
+        checkpointer.wait()
+        assert checkpointer.load(tmp_path / "last.ckpt")["weight"][0] == 1
+        assert checkpointer.load(tmp_path / "a.ckpt")["weight"][0] == 2
+        checkpointer.copy(tmp_path / "a.ckpt", tmp_path / "last.ckpt")
+        checkpointer.remove(tmp_path / "a.ckpt")
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert verify(tmp_path / "last.ckpt")
+    assert Checkpointer(strategy="sync").load(tmp_path / "last.ckpt")["weight"][0] == 2
+
+
+def test_a_copy_takes_no_space_and_leaves_no_temporary_file(tmp_path: Path) -> None:
+    with Checkpointer(strategy="async") as checkpointer:
+        checkpointer.save(state(1), tmp_path / "a.ckpt")
+        for _ in range(2):  # the second time the target is already a link of the same file
+            checkpointer.copy(tmp_path / "a.ckpt", tmp_path / "last.ckpt")
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "last.ckpt"]
+    assert os.path.samefile(tmp_path / "a.ckpt", tmp_path / "last.ckpt")
+
+
+def test_where_links_are_refused_bytes_are_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    checkpointer = Checkpointer(strategy="sync")
+    checkpointer.save(state(3), tmp_path / "a.ckpt")
+    checkpointer.copy(tmp_path / "a.ckpt", tmp_path / "b.ckpt")
+    assert not os.path.samefile(tmp_path / "a.ckpt", tmp_path / "b.ckpt")
+    assert verify(tmp_path / "b.ckpt")
+
+
+def test_copying_nothing_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointNotFoundError, match=r"none\.ckpt"):
+        Checkpointer(strategy="sync").copy(tmp_path / "none.ckpt", tmp_path / "b.ckpt")
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_copy_of_a_failed_save_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpointer = Checkpointer(strategy="async")
+    checkpointer.save(state(1), tmp_path / "last.ckpt")
+    checkpointer.wait()
+
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        checkpointer.save(state(2), tmp_path / "a.ckpt")
+        checkpointer.copy(tmp_path / "a.ckpt", tmp_path / "last.ckpt")
+        checkpointer.drain()
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        checkpointer.close()
+    assert checkpointer.failures == 2
+    assert os.listdir(tmp_path) == ["last.ckpt"]
+    assert Checkpointer(strategy="sync").load(tmp_path / "last.ckpt")["weight"][0] == 1
+
+
+def test_events_of_a_copy(tmp_path: Path) -> None:
+    events: list[Event] = []
+    with Checkpointer(strategy="async", listeners=[events.append]) as checkpointer:
+        checkpointer.save(state(1), tmp_path / "a.ckpt")
+        checkpointer.copy(tmp_path / "a.ckpt", tmp_path / "b.ckpt")
+    names = [(type(event).__name__, os.path.basename(event.path)) for event in events if event.path.endswith("b.ckpt")]
+    assert names == [("SaveStarted", "b.ckpt"), ("SnapshotTaken", "b.ckpt"), ("SaveCommitted", "b.ckpt")]
+    committed = [event for event in events if isinstance(event, SaveCommitted)]
+    assert committed[0].bytes == committed[1].bytes == (tmp_path / "b.ckpt").stat().st_size
+
+
+def test_local_storage_follows_a_link_to_the_original(tmp_path: Path) -> None:
+    (tmp_path / "a.ckpt").write_bytes(b"a")
+    os.symlink("a.ckpt", tmp_path / "link.ckpt")
+    LocalStorage().copy(str(tmp_path / "link.ckpt"), str(tmp_path / "b.ckpt"))
+    assert not (tmp_path / "b.ckpt").is_symlink()
+    assert (tmp_path / "b.ckpt").read_bytes() == b"a"
