@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.events import CheckpointSkipped, Listener
-from ckpt_core.reader import verify
+from ckpt_core.reader import peek, verify
 from ckpt_core.storage import is_remote, local_path, storage_for
 from ckpt_core.writer import notify
 
@@ -72,25 +72,25 @@ class Catalog:
         ]
         return sorted(found, key=lambda info: (info.modified, info.path), reverse=True)
 
-    def newest_verified(self, candidates: Sequence[str] | None = None) -> CheckpointInfo | None:
+    def newest_verified(self, accept: Callable[[Any], bool] | None = None) -> CheckpointInfo | None:
         """Return the newest checkpoint whose bytes all match their digests, or None if there is none.
 
-        Each one passed over is named in a warning. A file without digests (another program's) counts as it is.
+        Each damaged one is named in a warning. A file without digests (another program's) counts as it is.
 
         Args:
-            candidates: Paths to consider, the preferred first; all checkpoints of the directory, if not given.
+            accept: Called with a checkpoint's state, its tensors without values (:func:`ckpt_core.reader.peek`); says
+                whether it is of the kind that is looked for.
         """
-        infos = {info.path: info for info in self.checkpoints()}
-        for path in candidates if candidates is not None else list(infos):
+        for info in self.checkpoints():
             try:
-                verify(path, storage_options=self._storage_options)
+                verify(info.path, storage_options=self._storage_options)
+                if accept is None or accept(peek(info.path, storage_options=self._storage_options)):
+                    return info
             except CheckpointNotFoundError:
-                continue
+                continue  # deleted meanwhile
             except CheckpointError as error:
-                logger.warning("passed over the checkpoint %s: %s", path, error.message)
-                notify(self._listeners, CheckpointSkipped(path=path, reason=error.message))
-                continue
-            return infos.get(path, CheckpointInfo(path, 0, 0.0))
+                logger.warning("passed over the checkpoint %s: %s", info.path, error.message)
+                notify(self._listeners, CheckpointSkipped(path=info.path, reason=error.message))
         return None
 
     def verify(self) -> dict[str, CheckpointError | None]:

@@ -99,12 +99,15 @@ class Checkpointer:
         """How many background saves and removals have failed so far."""
         return self._writer.failures
 
-    def save(self, state: Any, path: Path) -> None:
+    def save(self, state: Any, path: Path) -> int:
         """Save ``state`` at ``path``.
 
         Args:
             state: What ``torch.save`` would take.
             path: Local path or URL. What is there now is replaced when, and only when, the new one is durable.
+
+        Returns:
+            The size of the checkpoint in bytes, which is approximate while it is being written.
 
         Raises:
             SerializationError: Something in ``state`` cannot be pickled.
@@ -121,25 +124,27 @@ class Checkpointer:
             # A signal handler can save while this thread is inside a save and holds the buffer: that one cannot wait.
             reentered = self._saving_thread == threading.get_ident()
             if self.strategy == "sync" or reentered:
-                self._save_now(state, storage, target, started)
+                size = self._save_now(state, storage, target, started)
             else:
                 self._saving_thread = threading.get_ident()
                 try:
-                    self._save_later(state, storage, target, started)
+                    size = self._save_later(state, storage, target, started)
                 finally:
                     self._saving_thread = None
         except BaseException as error:
             notify(self._listeners, SaveFailed(path=target, error=str(error)))
             raise
+        return size
 
-    def _save_now(self, state: Any, storage: Storage, path: str, started: float) -> None:
+    def _save_now(self, state: Any, storage: Storage, path: str, started: float) -> int:
         image = StateLayout(state).image(state, staged=None)
         size = write_image(image, storage, path)
         stall = time.perf_counter() - started
         notify(self._listeners, SnapshotTaken(path=path, bytes=size, stall_seconds=stall))
         notify(self._listeners, SaveCommitted(path=path, bytes=size, background_seconds=0.0))
+        return size
 
-    def _save_later(self, state: Any, storage: Storage, path: str, started: float) -> None:
+    def _save_later(self, state: Any, storage: Storage, path: str, started: float) -> int:
         waited = 0.0
         if self._buffers.exhausted:
             self._buffers.wait()
@@ -152,7 +157,9 @@ class Checkpointer:
         except BaseException:  # Ctrl-C: a buffer that never came back would block the next save for ever
             self._release(image)
             raise
+        size = image.approximate_size
         self._writer.save(path, lambda: self._write_staged(image, storage, path))
+        return size
 
     def _write_staged(self, image: FileImage, storage: Storage, path: str) -> int:
         try:
@@ -231,15 +238,17 @@ class Checkpointer:
             notify(self._listeners, CheckpointRemoved(path=target))
         else:
             self._writer.remove(target, lambda: storage.remove(target))
+            if not self.pending:
+                self._writer.wait(target)  # a caller who saved nothing does not expect work in the background
 
     def wait(self, path: Path | None = None) -> None:
         """Block until all saves (or that of ``path``) have ended; raise the failure of one, if there was any."""
         self._writer.wait(None if path is None else _full_path(path))
         self._writer.raise_failure()
 
-    def drain(self) -> None:
-        """Block until all saves and removals have ended, whether they failed or not."""
-        self._writer.wait()
+    def drain(self, *, timeout: float | None = None) -> None:
+        """Block until all saves and removals have ended, whether they failed or not; at most ``timeout`` seconds."""
+        self._writer.wait(timeout=timeout)
 
     def take_failure(self) -> CheckpointError | None:
         """Return, instead of raising, a background failure that was not raised yet; returns at once."""

@@ -34,8 +34,8 @@ def digest_of_parts(parts: Iterable[Buffer]) -> str:
     return state.hexdigest()
 
 
-def digest_with(algorithm: str) -> Callable[[Buffer], str]:
-    """Return the digest function that a checkpoint names.
+def digest_with(algorithm: str, *, path: str) -> Callable[[Buffer], str]:
+    """Return the digest function that the checkpoint at ``path`` names.
 
     Raises:
         CheckpointFormatError: The algorithm is not known to this version.
@@ -45,5 +45,6 @@ def digest_with(algorithm: str) -> Callable[[Buffer], str]:
     except KeyError:
         raise CheckpointFormatError(
             f"the checkpoint's digests use the algorithm {algorithm!r}, which this version does not know",
+            path=path,
             remedy="upgrade ckpt_core to the version that wrote the checkpoint",
         ) from None

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ckpt_core.layouts.torch_file import load_torch_file, verify_torch_file
+from ckpt_core.layouts.torch_file import load_torch_file, peek_torch_file, verify_torch_file
 from ckpt_core.storage import local_path, storage_for
 
-__all__ = ["load", "verify"]
+__all__ = ["load", "peek", "verify"]
 
 
 def load(
@@ -37,6 +37,21 @@ def load(
     with storage_for(path, storage_options).open(path) as reader:
         state, verified = load_torch_file(reader, map_location=map_location, weights_only=weights_only)
         return state, verified, reader.size
+
+
+def peek(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> Any:
+    """Load a checkpoint without its tensors' bytes: their shapes and types are right, their values are undefined.
+
+    Args:
+        path: Local path or URL.
+        storage_options: For fsspec.
+
+    Raises:
+        CheckpointError: As :func:`load`; damage inside a tensor is not found.
+    """
+    path = local_path(path)
+    with storage_for(path, storage_options).open(path) as reader:
+        return peek_torch_file(reader)
 
 
 def verify(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> bool:

@@ -173,12 +173,18 @@ class BackgroundWriter:
 
         self._submit(_Job(path, action, is_save=False))
 
-    def wait(self, path: str | None = None) -> None:
-        """Return when everything asked for so far (about ``path``, if given) is over, failed or not."""
+    def wait(self, path: str | None = None, *, timeout: float | None = None) -> None:
+        """Return when everything asked for so far (about ``path``, if given) is over, failed or not.
+
+        Args:
+            path: The checkpoint to wait for.
+            timeout: Seconds after which to return anyway; None waits for ever.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             jobs = [job for job in self._jobs if path is None or job.path == path]
         for job in jobs:
-            job.done.wait()
+            job.done.wait(None if deadline is None else deadline - time.monotonic())
 
     def take_failure(self) -> CheckpointError | None:
         """Return the oldest failure that was not taken yet, once; None if there is none or they are only logged."""
@@ -204,10 +210,14 @@ class BackgroundWriter:
             # Lives as long as there is work. Not a daemon: the interpreter waits for the checkpoint before it exits.
             self._thread = threading.Thread(target=self._run, name="ckpt-writer")
             thread = self._thread
+        # While the interpreter shuts down, Python before 3.12 would not wait for a new thread, and later ones refuse it.
+        if not threading.main_thread().is_alive():
+            self._run()
+            return
         try:
             thread.start()
         except RuntimeError:
-            self._run()  # the interpreter is shutting down: no new threads
+            self._run()
 
     def _run(self) -> None:
         while True:

@@ -76,7 +76,11 @@ class Block(nn.Module):
         self.query_key_value = nn.Linear(width, 3 * width)
         self.attention_out = nn.Linear(width, width)
         self.perceptron = nn.Sequential(
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(dropout)
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+            nn.Dropout(dropout),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -156,7 +160,9 @@ class StepLog(Callback):
         self.directory = directory
         self._start = 0.0
 
-    def on_train_batch_start(self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._start = time.time()
 
     def on_train_batch_end(
@@ -242,7 +248,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     saving = parser.add_argument_group("checkpoints")
     saving.add_argument("--strategy-io", choices=["async", "sync", "none"], default="async")
     saving.add_argument("--every-n-steps", type=int, default=10, help="optimizer steps between saves (default: 10)")
-    saving.add_argument("--event-log", type=Path, default=None, help="append what the saves do to this JSON Lines file")
+    saving.add_argument("--event-log", default=None, help="append what the saves do to this JSON Lines file")
     model = parser.add_argument_group("model and data")
     model.add_argument("--width", type=int, default=256)
     model.add_argument("--layers", type=int, default=6)

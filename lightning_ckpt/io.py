@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, Union
 
 from ckpt_core import Checkpointer
+from ckpt_core.errors import CheckpointNotFoundError
 from ckpt_core.events import EventLog
 from lightning_ckpt._bases import CheckpointIOBase
 
@@ -16,6 +17,10 @@ __all__ = ["AsyncCheckpointIO", "SyncCheckpointIO"]
 _Path = Union[str, "os.PathLike[str]"]
 
 STATE_KEY = "lightning_ckpt"
+# A state this small is durable in some milliseconds: waiting for it is cheap, and keeps the directory as those expect it who
+# look there between two saves, such as ModelCheckpoint when it picks a name that is not taken.
+SMALL_STATE_BYTES = 256 * 1024
+_LONGEST_WAIT_FOR_SMALL_SECONDS = 1.0
 _SLURM_REQUEUE_PREFIX = "hpc_ckpt"
 
 
@@ -46,10 +51,11 @@ class _TorchFileIO(CheckpointIOBase):
                 f"`storage_options`, or give them to `{name}(storage_options=...)`: they hold for every save there"
             )
         self._tell_about_callback_once(checkpoint)
-        self.checkpointer.save(checkpoint, path)
-        if os.path.basename(path).startswith(_SLURM_REQUEUE_PREFIX):
-            # SLURM requeues the job, and with it ends this process, as soon as this returns.
+        size = self.checkpointer.save(checkpoint, path)
+        if not _training_goes_on(checkpoint, path):
             self.checkpointer.wait(path)
+        elif size <= SMALL_STATE_BYTES:
+            self.checkpointer.drain(timeout=_LONGEST_WAIT_FOR_SMALL_SECONDS)
 
     def load_checkpoint(
         self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None
@@ -66,7 +72,10 @@ class _TorchFileIO(CheckpointIOBase):
                 plain data.
         """
         location = (lambda storage, _: storage) if map_location is None else map_location
-        state: dict[str, Any] = self.checkpointer.load(path, map_location=location, weights_only=weights_only)
+        try:
+            state: dict[str, Any] = self.checkpointer.load(path, map_location=location, weights_only=weights_only)
+        except CheckpointNotFoundError as error:  # in the words of Lightning's own plugin
+            raise CheckpointNotFoundError(f"Checkpoint file not found: {path}", path=error.path) from error
         return state
 
     def remove_checkpoint(self, path: _Path) -> None:
@@ -87,6 +96,18 @@ class _TorchFileIO(CheckpointIOBase):
                 "to the Trainer's callbacks to have them saved too.",
                 stacklevel=2,
             )
+
+
+def _training_goes_on(checkpoint: Any, path: _Path) -> bool:
+    """Return False where waiting costs no training, and a caller may rely on the file as soon as the save returns."""
+    if os.path.basename(path).startswith(_SLURM_REQUEUE_PREFIX):
+        return False  # SLURM requeues the job, and with it ends this process
+    try:
+        epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
+        # Equal between epochs: before fit, after it, and when it ends.
+        return bool(epochs["ready"] != epochs["completed"])
+    except (KeyError, TypeError):
+        return True  # not a Trainer's: Fabric's, or bare weights
 
 
 def _listeners(event_log: str | None) -> list[EventLog]:
@@ -117,7 +138,8 @@ class AsyncCheckpointIO(_TorchFileIO):
     """Copies the state and lets training go on while the copy is written in the background.
 
     The file appears under its name when it is durable. Removals wait for their successor, reads for their own writes, and
-    the end of ``fit`` for everything. Needs ``max_pending`` times the state's size of extra host memory.
+    the end of ``fit`` for everything. A save outside of a running epoch, such as ``trainer.save_checkpoint`` after ``fit``,
+    returns when it is durable, and so does one of at most 256 KiB, unless the storage takes over a second. Needs ``max_pending`` times the state's size of extra host memory.
 
     Args:
         max_pending: How many saves may be under way before the next one waits for the oldest.

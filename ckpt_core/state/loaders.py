@@ -77,6 +77,7 @@ class LoaderTracker:
         self._throwaway_base = 0
         self._begun_rng: RngState | None = None
         self._next_workers: list[Any] = []
+        self._state_before_pass: Mapping[str, Any] | None = None
         self.sampler: RecordingSampler | None = None
         if self.is_loader:
             self._wrap_sampler()
@@ -123,6 +124,7 @@ class LoaderTracker:
         """Tell that the loader's iterator is about to be made (``started``: at which fetch of the epoch)."""
         self._begun_rng = RngState.capture()
         self.started = started
+        self._state_before_pass = self._state_between_passes()
         if self.method == "skip" and self.workers:
             alive = self.persistent and getattr(self.loader, "_iterator", None) is not None
             if alive:
@@ -195,7 +197,8 @@ class LoaderTracker:
             state["first"] = current.first.encode() if current.first is not None else None
             state["draws_throughout"] = current.draws_throughout
         if self.method == "load":
-            state["state"] = dict(mark.state or {})
+            # the state of a pass of which nothing was taken may still be that of the end of the pass before
+            state["state"] = dict(mark.state or {}) if position else self._state_before_pass
         if self.method == "skip" and self.workers and self._collate is not None:
             log = self._collate.log
             state["workers"] = [
@@ -207,12 +210,20 @@ class LoaderTracker:
     def capture_between_passes(self) -> dict[str, Any]:
         """Capture the state from which the loader begins its next pass."""
         state = {**self._common(), "position": 0, "method": self.method, "between": True, "passes": self.passes}
-        if self.method == "load" and (self.workers == 0 or self.persistent):
-            state["state"] = self.loader.state_dict()
+        state["state"] = self._state_between_passes()
         if self.method == "skip" and self.persistent and self._collate is not None:
             log = self._collate.log
             state["workers"] = [log.state_after(i, n) for i, n in enumerate(self._batches_after(self._pass()))]
         return state
+
+    def _state_between_passes(self) -> dict[str, Any] | None:
+        """The loader's own state, if its next pass depends on it."""
+        if self.method != "load" or (self.workers and not self.persistent):
+            return None
+        if self.is_loader and getattr(self.loader, "_iterator", None) is None:
+            # asking would make the iterator
+            return None
+        return dict(self.loader.state_dict())
 
     def _common(self) -> dict[str, Any]:
         state: dict[str, Any] = {"type": type(self.loader).__name__, "num_workers": self.workers, "length": None}
@@ -242,6 +253,9 @@ class LoaderTracker:
     def _inexact(self, state: Mapping[str, Any]) -> str | None:
         if state.get("draws_throughout") and self.workers:
             return "the sampler draws from the global random generators with every batch, ahead of its workers"
+        left_early = (state.get("state") or {}).get("_iterator_finished") is False
+        if state.get("between") and left_early and self.iterable:
+            return "a stateful loader was left before its end, and its data set may not begin each pass afresh"
         if not getattr(self.loader, "in_order", True):
             return "the data loader returns batches out of order (in_order=False)"
         held = [path for path, _ in find_generators(getattr(self.loader, "dataset", None))] if self.workers else []
@@ -253,7 +267,7 @@ class LoaderTracker:
 
     def _reads_again(self, state: Mapping[str, Any]) -> bool:
         if self.method == "load" and self.iterable and self.is_loader:
-            return _has_no_dataset_state(state.get("state"))
+            return state["position"] > 0 and _has_no_dataset_state(state["state"])
         return self.method == "replay"
 
     def batches_to_read_again(self, state: Mapping[str, Any]) -> int:
@@ -278,7 +292,11 @@ class LoaderTracker:
             self.sampler.resume(begun, skip)
             self.sampler.undo_seed = self.persistent and self.passes > 1
         if self.method == "load" and not self._reads_again(state):
-            self.loader.load_state_dict(dict(state["state"]))
+            if position:
+                self.loader.load_state_dict(dict(state["state"]))
+            else:
+                self._close_pass(state["state"])
+                self._begun_rng.restore()
         return drop
 
     def _split(self, state: Mapping[str, Any], position: int) -> tuple[int, int]:
@@ -315,7 +333,7 @@ class LoaderTracker:
     def prepare_next_pass(self, state: Mapping[str, Any]) -> None:
         """Get ready for the loader's next whole pass to begin."""
         self.passes = int(state["passes"])
-        if self.method == "load" and state.get("state"):
+        if self.method == "load":
             self._close_pass(state["state"])
         self._restore_common(state)
         self._next_workers = list(state.get("workers") or ())
@@ -323,8 +341,14 @@ class LoaderTracker:
             self.sampler.undo_seed = self.persistent and self.passes > 0
             self.sampler.live = None
 
-    def _close_pass(self, state: Mapping[str, Any]) -> None:
+    def _close_pass(self, state: Mapping[str, Any] | None) -> None:
+        if state is None:
+            return
+        if not self.iterable and self.workers == 0 and state.get("dataset_state") is not None:
+            self.loader.dataset.load_state_dict(state["dataset_state"])
+            return
         self.loader.load_state_dict(dict(state))
-        # the saved pass may have been at its last batch without having said so; asking once more ends it, as the end of
-        # the epoch did in the run that was saved
-        next(iter(self.loader), None)
+        if self.is_loader:
+            # whether or not the pass had said that it was over, and whatever the data set does when it is iterated over
+            # for the first time after its state was loaded, the next pass is a pass of its own
+            next(iter(self.loader), None)

@@ -57,6 +57,11 @@ class _MultipartWriter(FileWriter):
             self._file.closed = True
             self._file.discard()
 
+    def __del__(self) -> None:
+        # fsspec publishes a file that is merely forgotten, whole or not.
+        if hasattr(self, "_file"):
+            self._file.closed = True
+
 
 class _WholeObjectWriter(FileWriter):
     """Collects the object in memory and stores it by one call, for stores that would show an unfinished file."""
@@ -93,15 +98,25 @@ class _FsspecReader(FileReader):
         if info["type"] == "directory":
             raise StorageError("the path is a directory, not a checkpoint file", path=path)
         self.size = int(info["size"])
+        self._whole: memoryview | None = None
 
     def read_into(self, offset: int, target: memoryview) -> None:
-        try:
-            data = self._filesystem.cat_file(self.path, start=offset, end=offset + len(target))
-        except Exception as error:
-            raise _failure("read", self.path, error) from error
+        end = offset + len(target)
+        data = self._fetch(offset, end) if self._whole is None else self._whole[offset:end]
         if len(data) != len(target):
             raise CheckpointCorruptedError("the checkpoint is truncated", path=self.path)
         target[:] = data
+
+    def _fetch(self, begin: int, end: int) -> memoryview:
+        try:
+            data = memoryview(self._filesystem.cat_file(self.path, start=begin, end=end))
+        except Exception as error:
+            raise _failure("read", self.path, error) from error
+        if len(data) == self.size > end - begin:
+            # An HTTP server that knows no ranges sends the whole file, whatever it is asked for: once is enough.
+            self._whole = data
+            return data[begin:end]
+        return data
 
     def close(self) -> None:
         """Nothing is held open."""
@@ -145,7 +160,8 @@ class FsspecStorage(Storage):
 
     def copy(self, source: str, target: str) -> int:
         try:
-            self._filesystem.copy(source, target)
+            if source != target:  # S3 refuses to copy an object to itself
+                self._filesystem.copy(source, target)
             return int(self._filesystem.info(target)["size"])
         except Exception as error:
             raise _failure("copy", target, error) from error

@@ -270,13 +270,15 @@ class LocalStorage(Storage):
                 _copy_durably(source, part)
             size = os.stat(part).st_size
             os.replace(part, target)
-            if os.path.lexists(part):
-                os.unlink(part)  # a rename onto another link of the same file does nothing
             _sync_directory(directory)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError("there is no checkpoint to copy", path=source) from error
         except OSError as error:
             raise _failure("copy", target, error) from error
+        finally:
+            # Still there after a failure, and after a rename onto another link of the same file, which does nothing.
+            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+                os.unlink(part)
         return size
 
     def list(self, directory: str) -> Sequence[FileInfo]:

@@ -105,9 +105,12 @@ def compare(left: Path, right: Path) -> list[Row]:
         "optimizer": "optimizer_states",
         "learning-rate schedule": "lr_schedulers",
         "loop counters": "loops",
+        "random and data state": "lightning_ckpt",
     }
     for part, key in parts.items():
-        a, b = (leaves(state[key]) for state in states)
+        if not any(key in state for state in states):
+            continue
+        a, b = (leaves(state.get(key, {})) for state in states)
         rows.append(Row(part, describe(a), describe(b), difference(a, b)))
 
     metrics = [leaves(read_result(run)) for run in (left, right)]
@@ -116,10 +119,14 @@ def compare(left: Path, right: Path) -> list[Row]:
     logs = sorted({log.name for run in (left, right) for log in run.glob("steps-rank*.jsonl")})
     for name in logs:
         (a, repeats_a, odd_a), (b, repeats_b, odd_b) = (last_of_each_batch(run / name) for run in (left, right))
-        sizes = [f"{len(log)} batches" + (f" (+{n} repeated)" if n else "") for log, n in ((a, repeats_a), (b, repeats_b))]
+        sizes = (f"{len(a)} batches{repetitions(repeats_a)}", f"{len(b)} batches{repetitions(repeats_b)}")
         rank = name.removeprefix("steps-").removesuffix(".jsonl").replace("rank", "rank ")
         rows.append(Row(f"loss log, {rank}", *sizes, difference(leaves(a), leaves(b)) or odd_a or odd_b))
     return rows
+
+
+def repetitions(count: int) -> str:
+    return f" (+{count} repeated)" if count else ""
 
 
 def read_result(run: Path) -> dict[str, Any]:
@@ -132,7 +139,7 @@ def table(rows: list[Row], left: str, right: str) -> str:
     cells = [("", left, right, "same bits")]
     cells += [(row.part, row.left, row.right, "yes" if row.equal else f"NO: {row.difference}") for row in rows]
     widths = [max(len(line[column]) for line in cells) for column in range(3)]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, (*widths, 0))).rstrip() for line in cells]
+    lines = [f"{line[0]:<{widths[0]}}  {line[1]:<{widths[1]}}  {line[2]:<{widths[2]}}  {line[3]}" for line in cells]
     return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:]])
 
 

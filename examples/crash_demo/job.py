@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import signal
@@ -39,6 +40,12 @@ class TrainingJob:
         )
         self._copier = threading.Thread(target=self._copy_output, daemon=True)
         self._copier.start()
+        atexit.register(self._end_with_the_driver)
+
+    def _end_with_the_driver(self) -> None:
+        """A session of its own would outlive a driver that is interrupted."""
+        if self.running():
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _copy_output(self) -> None:
         assert self._process.stdout is not None

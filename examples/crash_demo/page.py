@@ -129,8 +129,8 @@ def write_page(path: Path, figure: Figure, notes: Notes, runs: list[Run], rows: 
         card(f"bit-exact: {'yes' if exact else 'no'}", "weights, optimizer and loss logs", "good" if exact else "bad"),
         card(f"{len(killed.kills)} kills", "SIGKILL to all processes at once"),
         card(f"{repeated} steps", "repeated after the kills"),
-        card(f"{1000 * alone.stall_seconds:.0f} ms", f"training blocked by {len(alone.saves)} asynchronous saves"),
-        card(f"{1000 * sync.stall_seconds:.0f} ms", f"training blocked by {len(sync.saves)} synchronous saves"),
+        card(f"{1000 * alone.stall_seconds:.0f} ms", "training held up by asynchronous saves"),
+        card(f"{1000 * sync.stall_seconds:.0f} ms", "training held up by synchronous saves"),
     ]
     kills = as_table(
         ["", "after", "aimed", "write cut off", "last step done", "resumed from step", "steps repeated"],

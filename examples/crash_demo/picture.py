@@ -15,12 +15,13 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
-from records import Job, Run, Save
+from records import Job, Run, Save, Stall
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e3e8ee"
-STEP, LOST, STALL, WRITE, KILL, COMMIT, STARTUP = (
+STEP, LOST, COLLECT, STALL, WRITE, KILL, COMMIT, STARTUP = (
     "#5b8def",
     "#c9d8f7",
+    "#ffd08a",
     "#f08c00",
     "#38a89d",
     "#d6293e",
@@ -65,6 +66,10 @@ def file_name(save: Save) -> str:
     return Path(save.path).name
 
 
+def steps(count: int) -> str:
+    return f"{count} step{'' if count == 1 else 's'}"
+
+
 def draw_job(canvas: Canvas, job: Job, zoomed: bool) -> None:
     """Draw the steps, stalls, writes and commits of one job."""
     gap = {"edgecolor": "white", "linewidth": 0.8 if zoomed else 0.35}
@@ -73,6 +78,10 @@ def draw_job(canvas: Canvas, job: Job, zoomed: bool) -> None:
         note = f"step {step.number}: {1000 * (step.end - step.start):.0f} ms{lost}"
         color = LOST if step.lost else STEP
         canvas.bar(TRAINING_ROW, TRAINING_HEIGHT, step.start, step.end, note, facecolor=color, zorder=2, **gap)
+    for stall in job.stalls:
+        note = f"training stands still for {1000 * stall.seconds:.0f} ms, of which the Trainer collects the state here"
+        style = {"facecolor": COLLECT, "edgecolor": COLLECT, "linewidth": 0.9, "zorder": 2.5}
+        canvas.bar(TRAINING_ROW, TRAINING_HEIGHT, stall.start, stall.end, note, **style)
     for save in job.saves:
         draw_save(canvas, job, save)
 
@@ -80,7 +89,7 @@ def draw_job(canvas: Canvas, job: Job, zoomed: bool) -> None:
 def draw_save(canvas: Canvas, job: Job, save: Save) -> None:
     freed = save.freed if save.freed is not None else job.ended
     thin = {"linewidth": 0.9, "zorder": 3}
-    note = f"{file_name(save)}: training blocked for {1000 * save.stall_seconds:.0f} ms"
+    note = f"{file_name(save)}: the plugin holds the training for {1000 * (freed - save.started):.0f} ms"
     canvas.bar(TRAINING_ROW, TRAINING_HEIGHT, save.started, freed, note, facecolor=STALL, edgecolor=STALL, **thin)
     if save.freed is None:
         return
@@ -94,19 +103,18 @@ def draw_save(canvas: Canvas, job: Job, save: Save) -> None:
         note += f"written in the background in {1000 * save.background_seconds:.0f} ms"
         canvas.bar(DISK_ROW, DISK_HEIGHT, save.freed, save.committed, note, facecolor=WRITE, edgecolor=WRITE, **thin)
     note = f"{file_name(save)}: committed, durable"
-    canvas.mark(DISK_ROW, save.committed, note, marker="D", markersize=5, color=COMMIT, markeredgecolor="white", zorder=5)
+    canvas.mark(
+        DISK_ROW, save.committed, note, marker="D", markersize=5, color=COMMIT, markeredgecolor="white", zorder=5
+    )
 
 
-def draw_kill(canvas: Canvas, job: Job, number: int, label: bool = True) -> None:
+def draw_kill(canvas: Canvas, job: Job, number: int, caption: str) -> None:
     x = canvas.scale * (job.ended - canvas.zero)
     canvas.axes.vlines(x, 0.05, 1.42, color=KILL, linewidth=1.6, zorder=6)
-    note = f"kill {number}: SIGKILL to all processes, aimed {job.aim}; {len(job.lost)} steps have to be repeated"
+    note = f"kill {number}: SIGKILL to all processes, aimed {job.aim}; {steps(len(job.lost))} to repeat"
     canvas.mark(1.42, job.ended, note, marker="X", markersize=11, color=KILL, markeredgecolor="white", zorder=7)
-    if label:
-        canvas.axes.annotate(
-            f"kill {number}", (x, 1.42), (-8, 0), textcoords="offset points", color=KILL, weight="bold", fontsize=10,
-            ha="right", va="center",
-        )  # fmt: skip
+    offset = {"xytext": (7, 0), "textcoords": "offset points"}
+    canvas.axes.annotate(caption, (x, DISK_ROW), **offset, color=KILL, fontsize=10.5, va="center")
 
 
 def draw_run(canvas: Canvas, run: Run) -> None:
@@ -125,12 +133,12 @@ def draw_run(canvas: Canvas, run: Run) -> None:
                 markeredgecolor="white", zorder=7,
             )  # fmt: skip
             canvas.axes.annotate(
-                f"resumed from step {resumed}", (canvas.scale * (first - canvas.zero), 1.42), (9, 0),
+                f"from step {resumed}", (canvas.scale * (first - canvas.zero), 1.42), (9, 0),
                 textcoords="offset points", color=COMMIT, fontsize=9.5, va="center",
             )  # fmt: skip
         if job.killed:
             kills += 1
-            draw_kill(canvas, job, kills)
+            draw_kill(canvas, job, kills, f"kill {kills}\n{steps(len(job.lost))} to repeat")
 
 
 def style_axes(axes: Axes, rows: bool = True) -> None:
@@ -149,22 +157,25 @@ def legend(figure: Figure) -> None:
         Patch(facecolor=STARTUP, edgecolor="#c3ccd6", hatch="....", label="start-up"),
         Patch(facecolor=STEP, label="training step"),
         Patch(facecolor=LOST, label="step lost by a kill"),
-        Patch(facecolor=STALL, label="stall: training blocked by a save"),
+        Patch(facecolor=COLLECT, label="stall: state is collected"),
+        Patch(facecolor=STALL, label="stall: plugin copies or writes it"),
         Patch(facecolor=WRITE, label="background write"),
         Patch(facecolor="white", edgecolor=KILL, hatch="//////", label="write cut off"),
         Line2D([], [], linestyle="none", marker="D", color=COMMIT, markeredgecolor="white", label="commit"),
-        Line2D([], [], linestyle="none", marker="X", color=KILL, markeredgecolor="white", markersize=11, label="SIGKILL"),
+        Line2D(
+            [], [], linestyle="none", marker="X", color=KILL, markeredgecolor="white", markersize=11, label="SIGKILL"
+        ),
         Line2D([], [], linestyle="none", marker=">", color=COMMIT, markersize=10, label="resume"),
     ]
     figure.legend(
-        handles=handles, loc="upper left", bbox_to_anchor=(0.046, 0.913), ncols=9, frameon=False, fontsize=9.5,
-        labelcolor=INK, columnspacing=1.5, handletextpad=0.6, handlelength=1.5,
+        handles=handles, loc="upper left", bbox_to_anchor=(0.046, 0.913), ncols=10, frameon=False, fontsize=9.5,
+        labelcolor=INK, columnspacing=1.2, handletextpad=0.6, handlelength=1.5,
     )  # fmt: skip
 
 
-def widest_save(run: Run) -> Save:
-    """The committed save that took longest from start to commit: the one to look at closely."""
-    return max((save for save in run.saves if save.committed), key=lambda save: save.durable_seconds)
+def widest_stall(run: Run) -> Stall:
+    """The stall whose saves took longest to be durable: the one to look at closely."""
+    return max(run.stalls, key=lambda stall: stall.durable - stall.start)
 
 
 def draw(alone: Run, killed: Run, sync: Run, *, exact: bool) -> tuple[Figure, Notes]:
@@ -214,41 +225,47 @@ def summary(run: Run) -> str:
     committed = sum(save.committed is not None for save in run.saves)
     size = max(save.bytes for save in run.saves) / 1e6
     stall = 1000 * run.stall_seconds
-    return f"{committed} saves of {size:.0f} MB   ·   training blocked for {stall:.0f} ms in all   ·   {run.seconds:.0f} s"
+    return (
+        f"{committed} saves of {size:.0f} MB   ·   training held up for {stall:.0f} ms in all   ·   {run.seconds:.0f} s"
+    )
 
 
 def draw_close_ups(figure: Figure, alone: Run, killed: Run, sync: Run, notes: Notes) -> None:
     """One save of each kind on the same scale, and the kill that hit a save."""
-    saves = [("one asynchronous save", alone, widest_save(alone)), ("one synchronous save", sync, widest_save(sync))]
-    longest = max(save.durable_seconds for _, _, save in saves)
-    views = [(title, run, save.started, longest + 0.25) for title, run, save in saves]
+    stalls = [
+        ("an asynchronous save, then last.ckpt", alone, widest_stall(alone)),
+        ("a synchronous save, then last.ckpt", sync, widest_stall(sync)),
+    ]
+    longest = max(stall.durable - stall.start for _, _, stall in stalls)
+    views = [(title, run, stall.start, longest + 0.15) for title, run, stall in stalls]
     hit = next((job for job in killed.kills if job.during_save), None)
     if hit is not None:
-        views.append((f"kill {killed.kills.index(hit) + 1}, in the middle of a write", killed, hit.ended, 0.25))
+        views.append((f"kill {killed.kills.index(hit) + 1}, in the middle of a write", killed, hit.ended, 0.35))
     grid = figure.add_gridspec(1, 3, left=0.05, right=0.985, top=0.285, bottom=0.065, wspace=0.16)
     for column, (title, run, zero, after) in enumerate(views):
         axes = figure.add_subplot(grid[column])
         style_axes(axes)
-        before = 0.4 if column == 2 else 0.25
+        before = 0.35 if column == 2 else 0.15
         axes.set_xlim(-1000 * before, 1000 * after)
         axes.set_title(f"Close-up: {title}", loc="left", fontsize=12, weight="bold", color=INK)
-        axes.set_xlabel(f"milliseconds since the {'kill' if column == 2 else 'save'}", color=MUTED, fontsize=10)
+        axes.set_xlabel(
+            f"milliseconds since the {'kill' if column == 2 else 'end of the step'}", color=MUTED, fontsize=10
+        )
         canvas = Canvas(axes, zero, 1000.0, notes, f"closeup{column}")
         for job in run.jobs:
             draw_job(canvas, job, zoomed=True)
         if column == 2 and hit is not None:
-            draw_kill(canvas, hit, killed.kills.index(hit) + 1)
-            caption = "the half-written file is never seen as a checkpoint"
-            axes.text(1000 * 0.01, DISK_ROW, caption, fontsize=10, color=KILL, va="center")
+            draw_kill(canvas, hit, killed.kills.index(hit) + 1, "the half-written file\nnever becomes a checkpoint")
         else:
-            describe_save(axes, saves[column][2])
+            describe_stall(axes, stalls[column][2])
 
 
-def describe_save(axes: Axes, save: Save) -> None:
-    """Write into a close-up how long its save blocked the training and how long it was written."""
-    blocked = f"blocked {1000 * save.stall_seconds:.0f} ms"
+def describe_stall(axes: Axes, stall: Stall) -> None:
+    """Write into a close-up how long its save held up the training and how long it was written."""
+    blocked = f"training stands still for {1000 * stall.seconds:.0f} ms"
     axes.text(0, TRAINING_ROW + TRAINING_HEIGHT / 2 + 0.05, blocked, fontsize=10.5, color=STALL, weight="bold")
-    written = f"written in {1000 * save.background_seconds:.0f} ms while the training goes on"
-    if save.background_seconds <= SYNCHRONOUS_SECONDS:
+    background = sum(save.background_seconds for save in stall.saves)
+    written = f"written in {1000 * background:.0f} ms in the background"
+    if background <= SYNCHRONOUS_SECONDS * len(stall.saves):
         written = "written while the training waits"
     axes.text(0, DISK_ROW - DISK_HEIGHT / 2 - 0.05, written, fontsize=10.5, color=COMMIT, va="top")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ class Save:
     started: float
     freed: float | None = None
     committed: float | None = None
-    stall_seconds: float = 0.0
     bytes: int = 0
 
     @property
@@ -35,10 +35,26 @@ class Save:
         """Time from the end of the stall to the commit; 0 where there was none."""
         return self.committed - self.freed if self.committed and self.freed else 0.0
 
+
+@dataclasses.dataclass
+class Stall:
+    """The time from the end of a step to the start of the next one that belongs to saves.
+
+    It is all that the training waits for: collecting the state, agreeing with the other ranks, and the plugin's part.
+    """
+
+    start: float
+    end: float
+    saves: list[Save]
+
     @property
-    def durable_seconds(self) -> float:
-        """Time from the start of the save to the commit; 0 where there was none."""
-        return self.committed - self.started if self.committed else 0.0
+    def seconds(self) -> float:
+        return self.end - self.start
+
+    @property
+    def durable(self) -> float:
+        """When the last of its saves was committed; the end of the stall where one never was."""
+        return max(self.end, *(save.committed or 0.0 for save in self.saves))
 
 
 @dataclasses.dataclass
@@ -57,6 +73,16 @@ class Job:
     def lost(self) -> list[Step]:
         """The steps that had to be repeated."""
         return [step for step in self.steps if step.lost]
+
+    @property
+    def stalls(self) -> list[Stall]:
+        """Where training waited for saves; nothing waits after the end of the training."""
+        pauses = [(step.end, following.start) for step, following in itertools.pairwise(self.steps)]
+        if self.killed and self.steps:
+            cut_off = [save for save in self.saves if save.started >= self.steps[-1].end]
+            pauses += [(self.steps[-1].end, max(save.freed or self.ended for save in cut_off))] if cut_off else []
+        stalls = [Stall(*pause, [s for s in self.saves if pause[0] <= s.started < pause[1]]) for pause in pauses]
+        return [stall for stall in stalls if stall.saves]
 
 
 @dataclasses.dataclass
@@ -83,8 +109,12 @@ class Run:
         return [save for job in self.jobs for save in job.saves]
 
     @property
+    def stalls(self) -> list[Stall]:
+        return [stall for job in self.jobs for stall in job.stalls]
+
+    @property
     def stall_seconds(self) -> float:
-        return sum(save.stall_seconds for save in self.saves)
+        return sum(stall.seconds for stall in self.stalls)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -123,7 +153,7 @@ def pair_events(events: list[dict[str, Any]]) -> list[Save]:
         same_path = [save for save in saves if save.path == event["path"]]
         if event["event"] == "SnapshotTaken":
             save = next(save for save in same_path if save.freed is None)
-            save.freed, save.stall_seconds, save.bytes = event["time"], event["stall_seconds"], event["bytes"]
+            save.freed, save.bytes = event["time"], event["bytes"]
         elif event["event"] == "SaveCommitted":
             next(save for save in same_path if save.committed is None).committed = event["time"]
     return saves

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 import shutil
+import signal
 import statistics
 import sys
 import time
@@ -22,7 +23,7 @@ from compare import compare, table
 from job import TrainingJob
 from page import write_page
 from picture import draw
-from records import LogTail, Save, read_lines, read_run
+from records import LogTail, read_lines, read_run
 
 DURING_SAVE = "while a save is being written"
 AT_RANDOM = "at a random moment"
@@ -79,7 +80,9 @@ def wait_for_step(job: TrainingJob, number: int) -> bool:
     return job.wait_until(reached, poll_seconds=0.01)
 
 
-def train_with_kills(directory: Path, arguments: list[str], kills: int, steps: int, dice: random.Random, writing: float) -> None:
+def train_with_kills(
+    directory: Path, arguments: list[str], kills: int, steps: int, dice: random.Random, writing: float
+) -> None:
     """Train, kill and resume until the training is done.
 
     Args:
@@ -122,7 +125,7 @@ def parse_arguments() -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path("demo_output"))
-    parser.add_argument("--steps", type=int, default=80, help="optimizer steps (default: 80)")
+    parser.add_argument("--steps", type=int, default=64, help="optimizer steps (default: 64)")
     parser.add_argument("--every", type=int, default=8, help="steps between saves (default: 8)")
     parser.add_argument("--kills", type=int, default=2, help="kills of the whole job (default: 2)")
     parser.add_argument("--seed", type=int, default=None, help="repeat the kill moments of an earlier demo")
@@ -132,6 +135,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     options = parse_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the job under way is ended as well
     began = time.monotonic()
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     dice = random.Random(seed)
@@ -157,8 +161,8 @@ def main() -> int:
     write_page(options.output / "timeline.html", figure, notes, runs, rows)
 
     print("\n" + table(rows, "uninterrupted", "killed and resumed") + "\n")
-    for name, run in zip(("asynchronous", "synchronous"), (runs[0], runs[2])):
-        print(f"{name} saves: {len(run.saves)}, training blocked for {1000 * run.stall_seconds:.0f} ms in all")
+    for name, run in (("asynchronous", runs[0]), ("synchronous", runs[2])):
+        print(f"{name} saves: {len(run.saves)}, training held up for {1000 * run.stall_seconds:.0f} ms in all")
     print(f"timeline: {options.output / 'timeline.png'} and {options.output / 'timeline.html'}")
     print(f"whole demo: {time.monotonic() - began:.0f} s\n")
     if not exact:

@@ -1,0 +1,383 @@
+"""Captures the exact state of a fit, and goes on from it.
+
+A save can happen at many points of Lightning's loops. Each is one of a few *phases*, named by what remains to be done:
+
+======================  ================================================================================================
+``between_epochs``      begin the next epoch
+``batch``               fetch the next batch (also: fetch the batch again that was interrupted)
+``batch_end``           the end of a batch after its ``on_train_batch_end`` hooks, validation if it is due, and so on
+``validation``          validation, from its start, then as above
+``validation_end``      what follows a validation after its ``on_validation_end`` hooks
+``epoch_end``           the end of an epoch after its ``on_train_epoch_end`` hooks
+======================  ================================================================================================
+
+A resumed run puts all counters and values where they were and does what remains. Lightning's own restart logic, which
+repeats or leaves out parts of it, is not used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckpt_core.errors import CheckpointFormatError
+from ckpt_core.state.gradients import capture_gradients, restore_gradients
+from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
+from ckpt_core.state.rng import RngState, capture_generators, restore_generators
+from lightning_ckpt._loaders import TrainingData
+from lightning_ckpt._metrics import MetricsMoment, restore_metrics, torchmetrics_of
+from lightning_ckpt._private import Internals, check, rebuild_ddp_buckets
+
+__all__ = ["KEY", "VERSION", "ExactState"]
+
+KEY = "lightning_ckpt"
+VERSION = 1
+
+log = logging.getLogger(__name__)
+
+_INTERRUPTED_TIMEOUT = datetime.timedelta(seconds=30)
+_ATTRIBUTE = "_lightning_ckpt_exact_state"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moment:
+    """What changes while a batch or a validation is in progress, as it was before."""
+
+    rng: RngState
+    metrics: MetricsMoment
+    versions: int
+
+
+class ExactState:
+    """The exact state of one Trainer, shared by all callbacks on it.
+
+    Args:
+        trainer: A Trainer of either package.
+        replay: Always bring loaders back by reading again.
+        warn: Called on rank 0 with the causes why a resume is not exact.
+    """
+
+    def __init__(self, trainer: Any, replay: bool, warn: Callable[[str], None]) -> None:
+        check(trainer)
+        self._trainer = trainer
+        self._internals = Internals(trainer)
+        self._data = TrainingData(self._internals, replay, self._before_fetch)
+        self._warn = warn if trainer.is_global_zero else _keep_quiet
+        self._group = self._make_group()
+        self._loaded: dict[str, Any] | None = None
+        self._batch: _Moment | None = None
+        self._validation: _Moment | None = None
+        self._validation_progress: dict[str, Any] = {}
+        self._validation_over = False
+        self._averaged = False
+        self._backward = False
+        self._open_gradients: set[int] = set()
+        self._tensors: list[torch.Tensor] = []
+        self._metrics: list[tuple[str, Any]] = []
+        self._after_fit: dict[str, Any] | None = None
+        self._internals.before_iterators(self._before_iterators)
+        self._internals.around_validation(self._before_validation, self._end_validation, self._after_validation)
+
+    @classmethod
+    def of(cls, trainer: Any, replay: bool, warn: Callable[[str], None]) -> ExactState:
+        """Return the state of a Trainer that begins a fit; the same for each callback on it."""
+        state = getattr(trainer, _ATTRIBUTE, None)
+        if state is None or state._after_fit is not None:
+            state = cls(trainer, replay, warn)
+            setattr(trainer, _ATTRIBUTE, state)
+        return state
+
+    def _make_group(self) -> Any:
+        if not (dist.is_available() and dist.is_initialized()) or self._trainer.world_size == 1:
+            return None
+        # of our own, because the training's may be NCCL, which would take the state through the accelerator
+        return dist.new_group(backend="gloo")
+
+    # ---- while training ----------------------------------------------------------------------------------------------
+
+    def fit_started(self) -> None:
+        """The model is wrapped and on its device; nothing has been trained."""
+        if self._trainer.world_size > 2:
+            rebuild_ddp_buckets(self._trainer.strategy.model)
+
+    def training_starts(self) -> None:
+        """The hooks ``on_train_start`` run; the loops will look at their counters next."""
+        module = self._trainer.lightning_module
+        self._tensors = list(itertools.chain(module.parameters(), module.buffers()))
+        self._metrics = torchmetrics_of(module)
+        if self._loaded is not None:
+            self._internals.set_progress(self._loaded[Kind.REPLICATED.value]["progress"])
+            self._internals.instead_of_next_epoch_start(self._go_on)
+
+    def _moment(self) -> _Moment:
+        metrics = MetricsMoment.take(self._internals, self._metrics)
+        return _Moment(RngState.capture(), metrics, sum(tensor._version for tensor in self._tensors))
+
+    def _before_iterators(self) -> None:
+        self._data.follow()
+        self._data.idle = self._loaded is not None
+
+    def _before_fetch(self) -> None:
+        self._batch = self._moment()
+        self._backward = False
+
+    def _before_validation(self) -> None:
+        if not self._trainer.sanity_checking:
+            self._validation, self._validation_over = self._moment(), False
+            self._validation_progress = self._internals.progress()
+
+    def _end_validation(self) -> None:
+        self._validation_over = True
+
+    def _after_validation(self) -> None:
+        self._validation = None
+
+    def weights_averaged(self, averaged: bool) -> None:
+        """A weight averaging callback has put the averaged weights into the model, or taken them out."""
+        self._averaged = averaged
+
+    def backward_begins(self) -> None:
+        """Gradients begin to change."""
+        self._backward = True
+
+    def gradients_added(self, module: torch.nn.Module) -> None:
+        """A backward pass is over; remembered where only the user knows when a window ends."""
+        if not module.automatic_optimization:
+            self._open_gradients.update(id(p) for p in module.parameters() if p.grad is not None)
+
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer uses up its gradients."""
+        if self._open_gradients:
+            self._open_gradients.difference_update(id(p) for group in optimizer.param_groups for p in group["params"])
+
+    def training_ended(self) -> None:
+        """Keep what saves after the fit are to carry, because the loops will be torn down."""
+        self._after_fit = self._capture_rank()
+
+    def release(self) -> None:
+        """Leave Lightning's objects as they were."""
+        self._after_fit = self._after_fit or {}
+        self._data.release()
+        self._internals.release()
+
+    # ---- capture -----------------------------------------------------------------------------------------------------
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Put the exact state of all ranks into a checkpoint, on rank 0; every rank must call it."""
+        if KEY in checkpoint:
+            return
+        mine = self._after_fit if self._after_fit is not None else self._capture_rank()
+        if not mine:
+            return
+        ranks = self._gather(mine)
+        if ranks is not None:
+            notes = sorted({note for rank in ranks if rank is not None for note in rank["notes"]})
+            replicated = {**ranks[0]["replicated"], "world_size": self._trainer.world_size, "notes": notes}
+            per_rank = [None if r is None else r["per_rank"] for r in ranks]
+            checkpoint[KEY] = {"version": VERSION, **join_ranks(replicated, per_rank)}
+        self._unswap_averaged_weights(checkpoint)
+
+    def _gather(self, mine: dict[str, Any]) -> list[Any] | None:
+        if self._group is None:
+            return [mine]
+        if str(self._trainer.state.status) == "interrupted":
+            try:
+                # an exception on one rank only: the others will not come
+                dist.monitored_barrier(self._group, timeout=_INTERRUPTED_TIMEOUT)
+            except RuntimeError:
+                log.warning("the other ranks do not save: the checkpoint holds the exact state of one rank only")
+                return [mine] if self._trainer.is_global_zero else None
+        ranks: list[Any] | None = [None] * self._trainer.world_size if self._trainer.is_global_zero else None
+        dist.gather_object(mine, ranks, dst=0, group=self._group)
+        return ranks
+
+    def _capture_rank(self) -> dict[str, Any]:
+        phase, progress, redo = self._phase()
+        moment = self._batch if redo else None
+        if phase in ("validation", "validation_end"):
+            moment = self._validation
+        batches = progress["batch"]["current"]["completed"] + (phase == "batch_end")
+        rng, metrics = RngState.capture(), MetricsMoment.take(self._internals, self._metrics)
+        if phase == "validation" and moment is not None:
+            rng, metrics = moment.rng, moment.metrics
+        notes = self._data.notes()
+        if phase == "validation_end" and moment is not None:
+            first = {"first_iteration": moment.metrics.connector["first_iteration"], "current_hook": None}
+            metrics = dataclasses.replace(metrics, connector={**metrics.connector, **first})
+        if redo and moment is not None:
+            rng = self._data.rng_before(batches + self._internals.prefetched) or moment.rng
+            metrics = moment.metrics
+            notes += self._damage(moment, batches)
+        if self._internals.fetcher is not None and self._internals.steps_take_the_iterator and redo:
+            notes.append("training_step takes the iterator and has fetched batches that were not trained on")
+        in_epoch = phase not in ("between_epochs", "epoch_end") and not progress["batch"]["is_last_batch"]
+        begun = phase == "between_epochs" and progress["epoch"]["current"]["completed"] == 0
+        if (in_epoch or begun) and self._internals.fetcher is not None:
+            data = self._data.capture(0 if begun else batches, self._internals.prefetched)
+        else:
+            data = self._data.capture_between_epochs()
+        return {
+            "replicated": {
+                "phase": phase,
+                "progress": progress,
+                "validation_made": any(True for _ in self._internals.validation_loaders()),
+            },
+            "per_rank": {
+                "rng": rng.encode(),
+                "data": data,
+                "metrics": metrics.encode(self._internals),
+                "gradients": self._gradients(batches, in_epoch),
+                "validation": [capture_generators(loader) for loader in self._internals.validation_loaders()],
+            },
+            "notes": notes,
+        }
+
+    def _phase(self) -> tuple[str, dict[str, Any], bool]:
+        """Where the loops are: the phase, the counters to go on with, and whether a batch was interrupted."""
+        progress = self._internals.progress()
+        epoch, batch = progress["epoch"]["current"], progress["batch"]["current"]
+        if self._validation is not None and not self._trainer.sanity_checking:
+            if self._validation_over:
+                return "validation_end", progress, False
+            return "validation", self._validation_progress, False
+        if epoch["ready"] == epoch["completed"]:
+            return "between_epochs", progress, False
+        if epoch["ready"] > epoch["started"]:
+            _undo_unfinished(progress["epoch"])
+            return "between_epochs", progress, False
+        if epoch["processed"] == epoch["ready"]:
+            return "epoch_end", progress, False
+        if batch["completed"] < batch["processed"] == batch["ready"]:
+            return "batch_end", progress, False
+        redo = self._data.attempts > batch["completed"] + self._internals.prefetched
+        if redo:
+            for part in ("batch", "scheduler", "automatic", "manual"):
+                _undo_unfinished(progress[part])
+            progress["batch"]["is_last_batch"] = False
+        return "batch", progress, redo
+
+    def _damage(self, before: _Moment, batches: int) -> list[str]:
+        notes = []
+        if sum(t._version for t in self._tensors) != before.versions:
+            notes.append(
+                "a batch was interrupted after it had changed weights or buffers (an optimizer step, or the running "
+                "statistics of batch normalisation); it is trained on again"
+            )
+        if self._backward and self._window_open(batches):
+            notes.append("a batch was interrupted after its backward pass began, inside an open accumulation window")
+        return notes
+
+    def _window_open(self, batches: int) -> bool:
+        return batches % int(self._trainer.accumulate_grad_batches) != 0
+
+    def _gradients(self, batches: int, in_epoch: bool) -> dict[str, torch.Tensor]:
+        module = self._trainer.lightning_module
+        if not module.automatic_optimization:
+            opened = ((name, p) for name, p in module.named_parameters() if id(p) in self._open_gradients)
+            return capture_gradients(opened)
+        return capture_gradients(module.named_parameters()) if in_epoch and self._window_open(batches) else {}
+
+    def _unswap_averaged_weights(self, checkpoint: dict[str, Any]) -> None:
+        # during validation Lightning's WeightAveraging has put the averaged weights into the model and the trained ones
+        # into the average, and its own hook has named them as if it had not
+        if self._averaged and "current_model_state" in checkpoint:
+            trained, averaged = checkpoint["state_dict"], checkpoint["current_model_state"]
+            checkpoint["current_model_state"], checkpoint["state_dict"] = trained, averaged
+
+    # ---- restore -----------------------------------------------------------------------------------------------------
+
+    def load(self, checkpoint: Mapping[str, Any]) -> None:
+        """Take the exact state out of a checkpoint; the fit that follows will go on from it.
+
+        Raises:
+            CheckpointFormatError: A newer version of this package saved it.
+            StateMismatchError: It holds no state of this rank.
+        """
+        state = checkpoint.get(KEY)
+        if state is None:
+            self._warn("it was saved without ResumableCheckpoint, so it holds no exact state")
+            return
+        if state["version"] > VERSION:
+            raise CheckpointFormatError(
+                f"the exact state has version {state['version']}, this release reads up to {VERSION}",
+                key=f"{KEY}.version",
+                remedy="update ckpt-plugins",
+            )
+        saved, now = state[Kind.REPLICATED.value]["world_size"], self._trainer.world_size
+        if saved != now:
+            self._warn(
+                f"it was saved by {saved} ranks and is resumed by {now}: random generators, the order of samples and open "
+                "gradients are not restored, and Lightning goes on in its own way"
+            )
+            return
+        self._loaded = {**state, "mine": state_of_rank(state, self._trainer.global_rank)}
+
+    def _go_on(self, begin_epoch: Callable[[], None]) -> None:
+        assert self._loaded is not None
+        state, self._loaded = self._loaded, None
+        shared, mine = state[Kind.REPLICATED.value], state["mine"]
+        causes = [*shared["notes"], *self._data.check(mine["data"])]
+        if causes:
+            self._warn("; ".join(causes))
+        if shared["validation_made"]:
+            self._internals.set_up_validation()
+        for loader, generators in zip(self._internals.validation_loaders(), mine["validation"], strict=False):
+            restore_generators(loader, generators)
+        self._internals.set_progress(shared["progress"])
+        module = self._trainer.lightning_module
+        restore_metrics(self._internals, module, mine["metrics"])
+        self._restore_gradients(module, mine["gradients"])
+        rng = RngState.decode(mine["rng"])
+        if shared["phase"] == "epoch_end":
+            rng.restore()
+            self._internals.end_epoch()
+            rng = RngState.capture()
+        if shared["phase"] in ("between_epochs", "epoch_end"):
+            self._enter(mine["data"], rng)
+            if mine["data"]["between"] and self._trainer.current_epoch == 0:
+                # the iterators of the first epoch are made before it begins; it was saved before that
+                iter(self._internals.fetcher)
+            begin_epoch()
+        else:
+            self._continue_epoch(shared, mine["data"], rng)
+
+    def _restore_gradients(self, module: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        restore_gradients(module.named_parameters(), gradients)
+        if not module.automatic_optimization:
+            self._open_gradients = {id(p) for p in module.parameters() if p.grad is not None}
+
+    def _enter(self, data: Mapping[str, Any], rng: RngState) -> None:
+        if data["between"]:
+            self._data.go_between_epochs(data)
+        else:
+            self._data.go_to(data)
+            iter(self._internals.fetcher)
+        # whatever getting there has drawn
+        rng.restore()
+
+    def _continue_epoch(self, shared: Mapping[str, Any], data: Mapping[str, Any], rng: RngState) -> None:
+        phase, batch = shared["phase"], shared["progress"]["batch"]
+        self._internals.continue_epoch(lambda: self._enter(data, rng), batch["current"]["ready"])
+        if phase == "batch_end":
+            self._internals.finish_batch(self._internals.end_batch, None)
+        elif phase in ("validation", "validation_end"):
+            self._internals.finish_batch(self._internals.skip_batch, phase == "validation")
+
+
+def _keep_quiet(causes: str) -> None:
+    """Rank 0 says it for all."""
+
+
+def _undo_unfinished(progress: dict[str, Any]) -> None:
+    for value in progress.values():
+        if isinstance(value, dict):
+            _undo_unfinished(value)
+    if "completed" in progress:
+        progress.update({name: progress["completed"] for name in ("ready", "started", "processed") if name in progress})

@@ -1,0 +1,197 @@
+"""Follows the training loaders of one fit, fetch by fetch, and brings them back to where they were."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckpt_core.errors import StateMismatchError
+from ckpt_core.state.loaders import LoaderMark, LoaderTracker
+from ckpt_core.state.rng import RngState
+from lightning_ckpt._private import Internals
+
+__all__ = ["TrainingData"]
+
+log = logging.getLogger(__name__)
+
+# Lightning is at most one batch ahead of training, and the batch in training may have to be fetched again
+_FETCHES_REMEMBERED = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fetch:
+    """The moment before batch ``index`` of the epoch was fetched."""
+
+    index: int
+    rng: RngState
+    marks: tuple[LoaderMark, ...]
+    exhausted: tuple[bool, ...]
+
+
+class TrainingData:
+    """The training loaders of one Trainer.
+
+    Args:
+        internals: Access to the Trainer.
+        replay: Always go back by reading again.
+        before_fetch: Called before each batch is fetched.
+    """
+
+    def __init__(self, internals: Internals, replay: bool, before_fetch: Callable[[], None]) -> None:
+        self._internals = internals
+        self._replay = replay
+        self._before_fetch = before_fetch
+        self._combined: Any = None
+        self._trackers: list[LoaderTracker] = []
+        self._fetches: collections.deque[_Fetch] = collections.deque(maxlen=_FETCHES_REMEMBERED)
+        self._pending: Mapping[str, Any] | None = None
+        self._draws_while_reading = False
+        self.attempts = 0
+        self.idle = False
+
+    def follow(self) -> None:
+        """Begin to follow the loaders that Lightning has just made or been given."""
+        self.release()
+        self._combined = self._internals.combined_loader
+        self._trackers = [LoaderTracker(loader, self._replay) for loader in self._combined.flattened]
+        self._internals.record_iteration(self._combined, self._iterate, self._fetch)
+
+    def release(self) -> None:
+        """Leave the loaders as they were."""
+        if self._combined is not None:
+            self._internals.stop_recording(self._combined)
+            for tracker in self._trackers:
+                tracker.release()
+        self._combined = None
+        self._trackers = []
+        self._fetches.clear()
+
+    # ---- while training ----------------------------------------------------------------------------------------------
+
+    def _iterate(self, make_iterators: Callable[[], Any]) -> None:
+        self._fetches.clear()
+        if self.idle:
+            # the iterators that Lightning makes before training begins would be of no use to a resumed run
+            self._internals.make_idle_iterator(self._combined)
+            return
+        if self._pending is not None:
+            self._iterate_from(self._pending, make_iterators)
+            return
+        for tracker in self._trackers:
+            tracker.begin_pass()
+        make_iterators()
+        for tracker in self._trackers:
+            tracker.pass_made()
+        self.attempts = 0
+
+    def _fetch(self, fetch: Callable[[], Any]) -> Any:
+        if self.idle:
+            raise StopIteration
+        moment = self._moment()
+        self._fetches.append(moment)
+        self._before_fetch()
+        before = list(self._internals.iterators(self._combined))
+        self.attempts += 1
+        batch = fetch()
+        for number, iterator in enumerate(self._internals.iterators(self._combined)):
+            if iterator is not before[number]:
+                self._trackers[number].restarted(moment.index, moment.marks[number])
+        if moment.index < 2 and any(t.method == "replay" and t.workers == 0 for t in self._trackers):
+            self._draws_while_reading |= not moment.rng.same_as(RngState.capture())
+        return batch
+
+    def _moment(self) -> _Fetch:
+        marks = tuple(tracker.mark() for tracker in self._trackers)
+        return _Fetch(self.attempts, RngState.capture(), marks, tuple(self._internals.exhausted(self._combined)))
+
+    # ---- capture -----------------------------------------------------------------------------------------------------
+
+    def _remembered(self, index: int) -> _Fetch | None:
+        return next((fetch for fetch in self._fetches if fetch.index == index), None)
+
+    def rng_before(self, index: int) -> RngState | None:
+        """The global generators as they were before batch ``index`` was fetched, if that was a moment ago."""
+        fetch = self._remembered(index)
+        return None if fetch is None else fetch.rng
+
+    def capture(self, batches: int, ahead: int) -> dict[str, Any]:
+        """Capture where the loaders are in the middle of an epoch.
+
+        Args:
+            batches: Number of batches of this epoch that count as done.
+            ahead: Number of batches that Lightning fetches ahead.
+        """
+        fetch = self._remembered(batches)
+        moment = fetch or self._moment()
+        return {
+            "between": False,
+            "batches": batches,
+            "exhausted": list(moment.exhausted),
+            "ahead_rng": fetch.rng.encode() if fetch is not None and ahead else None,
+            "loaders": [t.capture(m, batches) for t, m in zip(self._trackers, moment.marks, strict=True)],
+        }
+
+    def capture_between_epochs(self) -> dict[str, Any]:
+        """Capture where the loaders are after an epoch."""
+        return {"between": True, "batches": 0, "loaders": [t.capture_between_passes() for t in self._trackers]}
+
+    def notes(self) -> list[str]:
+        """Why going on from here would not be exact, in words."""
+        if self._draws_while_reading and self.attempts:
+            return [
+                "an iterable data set without state_dict draws random numbers in the main process while it is read; its "
+                "order is reproduced only if it does not depend on them (give it state_dict and load_state_dict, or use "
+                "num_workers=1)"
+            ]
+        return []
+
+    # ---- restore -----------------------------------------------------------------------------------------------------
+
+    def check(self, state: Mapping[str, Any]) -> list[str]:
+        """Return why the saved state does not fit the loaders exactly, in words.
+
+        Raises:
+            StateMismatchError: The state is of other loaders.
+        """
+        loaders = state["loaders"]
+        if not loaders:
+            # saved before the loaders were made
+            return []
+        if len(loaders) != len(self._trackers):
+            raise StateMismatchError(
+                f"the checkpoint was saved with {len(loaders)} training data loaders, now there are {len(self._trackers)}"
+            )
+        found = [tracker.check(saved) for tracker, saved in zip(self._trackers, loaders, strict=True)]
+        return [problem for problem in found if problem is not None]
+
+    def go_to(self, state: Mapping[str, Any]) -> None:
+        """Let the next iterators go on in the middle of an epoch."""
+        self.idle = False
+        self._pending = state
+
+    def go_between_epochs(self, state: Mapping[str, Any]) -> None:
+        """Let the next iterators begin the next epoch."""
+        self.idle = False
+        for tracker, saved in zip(self._trackers, state["loaders"], strict=False):
+            tracker.prepare_next_pass(saved)
+
+    def _iterate_from(self, state: Mapping[str, Any], make_iterators: Callable[[], Any]) -> None:
+        self._pending = None
+        pairs = list(zip(self._trackers, state["loaders"], strict=True))
+        again = sum(tracker.batches_to_read_again(saved) for tracker, saved in pairs)
+        if again:
+            log.info("reading %d batches again to get back to where the data was; state_dict would avoid it", again)
+        drops = [tracker.prepare(saved) for tracker, saved in pairs]
+        make_iterators()
+        for iterator, drop in zip(self._internals.iterators(self._combined), drops, strict=True):
+            for _ in range(drop):
+                next(iterator, None)
+        for tracker, saved in pairs:
+            tracker.finish(saved)
+        self._internals.set_position(self._combined, state["batches"], state["exhausted"])
+        self.attempts = state["batches"]
+        if state["ahead_rng"] is not None:
+            RngState.decode(state["ahead_rng"]).restore()

@@ -1,0 +1,414 @@
+"""The only file that touches private parts of Lightning.
+
+Lightning has no public hook between "the loaders are known" and "their iterators are made", none around the fetch of a
+batch, and no way to go on in the middle of an epoch, of a batch's end or of a validation. Everything needed for that is here,
+each use with its reason. The names are the same in Lightning 2.5 to 2.7 and in both packages; :func:`check` finds out at the start
+of a fit, with one clear error, if a release has moved one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.nn.parallel import DistributedDataParallel
+
+from ckpt_core.errors import CheckpointError
+
+__all__ = ["Internals", "ModelCheckpointBase", "check", "missing_internals", "rebuild_ddp_buckets"]
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import ModelCheckpoint as ModelCheckpointBase
+else:
+
+    def _installed_model_checkpoints() -> tuple[type[Any], ...]:
+        found = []
+        for package in ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks"):
+            try:
+                found.append(importlib.import_module(package).ModelCheckpoint)
+            except ModuleNotFoundError as error:
+                if error.name is None or not package.startswith(error.name):
+                    raise
+        if not found:
+            raise ModuleNotFoundError(
+                "lightning_ckpt needs Lightning: install ckpt-plugins[lightning] or ckpt-plugins[pytorch-lightning]"
+            )
+        return tuple(found)
+
+    # a Trainer takes part in "last" and "best" only with callbacks derived from the ModelCheckpoint of its own package
+    ModelCheckpointBase = type("ModelCheckpointBase", _installed_model_checkpoints(), {"__module__": __name__})
+
+_FIT_LOOP = (
+    "_combined_loader",
+    "_data_fetcher",
+    "_last_train_dl_reload_epoch",
+    "_load_combined_loader_states",
+    "_restarting",
+    "_restart_stage",
+    "_resuming_from_checkpoint",
+    "epoch_progress",
+    "on_advance_start",
+)
+_EPOCH_LOOP = (
+    "_batches_that_stepped",
+    "_num_ready_batches_reached",
+    "_restarting",
+    "_results",
+    "_should_check_val_epoch",
+    "_should_check_val_fx",
+    "advance",
+    "automatic_optimization",
+    "batch_progress",
+    "manual_optimization",
+    "on_run_start",
+    "reset",
+    "scheduler_progress",
+    "update_lr_schedulers",
+    "val_loop",
+)
+_VAL_LOOP = ("_combined_loader", "_has_run", "_last_val_dl_reload_epoch", "_on_evaluation_end", "batch_progress", "run")
+_CONNECTOR = (
+    "_callback_metrics",
+    "_current_fx",
+    "_first_loop_iter",
+    "_logged_metrics",
+    "_progress_bar_metrics",
+    "on_batch_end",
+    "on_epoch_end",
+    "update_train_epoch_metrics",
+    "update_train_step_metrics",
+)
+# attributes that only some of the supported releases have
+_OPTIONAL = frozenset({"_restart_stage", "_resuming_from_checkpoint", "_loaded_from_state_dict"})
+
+
+def missing_internals(trainer: Any) -> list[str]:
+    """Return the private attributes this file uses that the Trainer does not have."""
+    fit_loop = getattr(trainer, "fit_loop", None)
+    epoch_loop = getattr(fit_loop, "epoch_loop", None)
+    owners = (
+        ("fit_loop", fit_loop, _FIT_LOOP),
+        ("fit_loop.epoch_loop", epoch_loop, _EPOCH_LOOP),
+        ("fit_loop.epoch_loop.val_loop", getattr(epoch_loop, "val_loop", None), _VAL_LOOP),
+        ("_logger_connector", getattr(trainer, "_logger_connector", None), _CONNECTOR),
+    )
+    missing = [
+        f"trainer.{path}.{name}"
+        for path, owner, names in owners
+        for name in names
+        if name not in _OPTIONAL and not hasattr(owner, name)
+    ]
+    optimization = getattr(epoch_loop, "automatic_optimization", None)
+    if not hasattr(optimization, "optim_progress"):
+        missing.append("trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress")
+    if not hasattr(getattr(epoch_loop, "manual_optimization", None), "optim_step_progress"):
+        missing.append("trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress")
+    return missing
+
+
+def check(trainer: Any) -> None:
+    """Make sure that this release of Lightning is built as we know it.
+
+    Raises:
+        CheckpointError: It is not, so exact resume is not possible with it.
+    """
+    missing = missing_internals(trainer)
+    if missing:
+        package = importlib.import_module(type(trainer).__module__.partition(".")[0])
+        raise CheckpointError(
+            f"exact resume does not work with {package.__name__} {package.__version__}: it has no {', '.join(missing)}",
+            remedy="use Lightning 2.5 to 2.7, or ResumableCheckpoint(exact=False)",
+        )
+
+
+def replace_once(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Let the next call of a method do something else; the call after it is the method again."""
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        vars(owner).pop(name, None)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, once)
+
+
+def rebuild_ddp_buckets(model: Any) -> bool:
+    """Give DDP its final gradient buckets now instead of after the first step.
+
+    DDP reduces the first step of a process in other buckets than all later ones. With three or more ranks the sums are then
+    added in another order, so the first step after a resume differs in the last bits from the same step of a run that
+    was not interrupted. There is no public way to ask for the final buckets.
+
+    Args:
+        model: The wrapped model.
+
+    Returns:
+        Whether the buckets were rebuilt; they are not where DDP never rebuilds, or not in this way.
+    """
+    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
+        return False
+    reducer = model.reducer
+    if not (hasattr(reducer, "_push_all_rebuilt_params") and hasattr(reducer, "_rebuild_buckets")):
+        return False
+    reducer._push_all_rebuilt_params()
+    return bool(reducer._rebuild_buckets())
+
+
+class Internals:
+    """What exact resume needs of one Trainer.
+
+    Args:
+        trainer: A Trainer of either package.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.fit_loop = trainer.fit_loop
+        self.epoch_loop = trainer.fit_loop.epoch_loop
+        self.val_loop = trainer.fit_loop.epoch_loop.val_loop
+        # logged values live here; public are only their results
+        self.connector = trainer._logger_connector
+
+    # ---- hooks into the loops ----------------------------------------------------------------------------------------
+
+    def before_iterators(self, call: Callable[[], None]) -> None:
+        """Call just before Lightning makes the iterators of newly loaded training loaders.
+
+        ``_load_combined_loader_states`` is the only thing Lightning calls between knowing the loaders and iterating over
+        them. Ours replaces it, because what Lightning does there is a part of what we do.
+        """
+        self.fit_loop._load_combined_loader_states = call
+
+    def around_validation(
+        self, before: Callable[[], None], over: Callable[[], None], after: Callable[[], None]
+    ) -> None:
+        """Call before each validation inside ``fit``, when it is over but its last hooks have not run, and after it.
+
+        ``on_validation_start`` is too late: the iterators of the loaders are made before it.
+        """
+        run, end = type(self.val_loop).run, type(self.val_loop)._on_evaluation_end
+
+        def run_validation(*args: Any, **kwargs: Any) -> Any:
+            before()
+            outputs = run(self.val_loop, *args, **kwargs)
+            after()
+            return outputs
+
+        def end_validation(*args: Any, **kwargs: Any) -> Any:
+            over()
+            return end(self.val_loop, *args, **kwargs)
+
+        self.val_loop.run = run_validation
+        self.val_loop._on_evaluation_end = end_validation
+
+    def release(self) -> None:
+        """Take all hooks out again."""
+        for owner, names in (
+            (self.fit_loop, ("_load_combined_loader_states", "on_advance_start")),
+            (self.epoch_loop, ("reset", "on_run_start", "advance", "_should_check_val_fx")),
+            (self.val_loop, ("run", "_on_evaluation_end")),
+        ):
+            for name in names:
+                vars(owner).pop(name, None)
+
+    # ---- what the loops know -----------------------------------------------------------------------------------------
+
+    @property
+    def combined_loader(self) -> Any:
+        """The training loaders as one."""
+        return self.fit_loop._combined_loader
+
+    @property
+    def fetcher(self) -> Any:
+        """What takes batches from the training loaders."""
+        return self.fit_loop._data_fetcher
+
+    @property
+    def prefetched(self) -> int:
+        """How many batches the fetcher is ahead of training: 1 where the loaders do not know their length, else 0."""
+        fetcher = self.fetcher
+        if fetcher is None or fetcher.length is not None:
+            return 0
+        return int(getattr(fetcher, "prefetch_batches", 0))
+
+    @property
+    def steps_take_the_iterator(self) -> bool:
+        """Whether ``training_step`` takes the iterator itself and fetches as it likes."""
+        return "DataLoaderIter" in type(self.fetcher).__name__
+
+    def progress(self) -> dict[str, Any]:
+        """All counters of the loops, as plain data."""
+        epoch_loop = self.epoch_loop
+        return {
+            "epoch": self.fit_loop.epoch_progress.state_dict(),
+            "batch": epoch_loop.batch_progress.state_dict(),
+            "scheduler": epoch_loop.scheduler_progress.state_dict(),
+            "automatic": epoch_loop.automatic_optimization.optim_progress.state_dict(),
+            "manual": epoch_loop.manual_optimization.optim_step_progress.state_dict(),
+            "validation": self.val_loop.batch_progress.state_dict(),
+            "batches_that_stepped": epoch_loop._batches_that_stepped,
+            "train_reload_epoch": float(self.fit_loop._last_train_dl_reload_epoch),
+            "val_reload_epoch": float(self.val_loop._last_val_dl_reload_epoch),
+            "accumulate_grad_batches": int(self.trainer.accumulate_grad_batches),
+        }
+
+    def set_progress(self, progress: dict[str, Any]) -> None:
+        """Undo :meth:`progress`, and tell the loops that they are not restarting: they just go on."""
+        epoch_loop = self.epoch_loop
+        self.fit_loop.epoch_progress.load_state_dict(progress["epoch"])
+        epoch_loop.batch_progress.load_state_dict(progress["batch"])
+        epoch_loop.scheduler_progress.load_state_dict(progress["scheduler"])
+        epoch_loop.automatic_optimization.optim_progress.load_state_dict(progress["automatic"])
+        epoch_loop.manual_optimization.optim_step_progress.load_state_dict(progress["manual"])
+        self.val_loop.batch_progress.load_state_dict(progress["validation"])
+        epoch_loop._batches_that_stepped = progress["batches_that_stepped"]
+        self.fit_loop._last_train_dl_reload_epoch = progress["train_reload_epoch"]
+        self.val_loop._last_val_dl_reload_epoch = progress["val_reload_epoch"]
+        self.trainer.accumulate_grad_batches = progress["accumulate_grad_batches"]
+        for loop in (self.fit_loop, epoch_loop, self.val_loop):
+            loop._restarting = False
+            loop._loaded_from_state_dict = False
+            loop._resuming_from_checkpoint = False
+            if hasattr(loop, "reset_restart_stage"):
+                loop.reset_restart_stage()
+
+    # ---- going on in the middle --------------------------------------------------------------------------------------
+
+    def instead_of_next_epoch_start(self, call: Callable[[Callable[[], None]], None]) -> None:
+        """Let the start of the next epoch be ``call(original)``."""
+        original = self.fit_loop.on_advance_start
+        replace_once(self.fit_loop, "on_advance_start", lambda: call(original))
+
+    def continue_epoch(self, enter: Callable[[], None], batches: int) -> None:
+        """Let the next run of the epoch loop go on after ``batches`` batches instead of beginning.
+
+        Args:
+            enter: Called when the loop is entered; makes the iterators.
+            batches: Number of batches of this epoch that are done.
+        """
+
+        def on_run_start(fetcher: Any) -> None:
+            enter()
+            # as the original does, so that the last batch is recognised
+            fetcher.fetched += batches
+            fetcher._start_profiler = self.epoch_loop._on_before_fetch
+            fetcher._stop_profiler = self.epoch_loop._on_after_fetch
+
+        replace_once(self.epoch_loop, "reset", lambda: None)
+        replace_once(self.epoch_loop, "on_run_start", on_run_start)
+
+    def finish_batch(self, finish: Callable[[], None], validate: bool | None) -> None:
+        """Let the first round of the epoch loop be the rest of a round whose batch is done.
+
+        Args:
+            finish: Called in place of training on a batch.
+            validate: Whether validation follows; ``None`` lets Lightning decide, as after any batch.
+        """
+
+        def advance(fetcher: Any) -> None:
+            finish()
+
+        # the loop may be at its last batch, and would end before the rest is done unless it is restarting
+        self.epoch_loop._restarting = True
+        self.val_loop._restarting = False
+        self.val_loop._has_run = False
+        replace_once(self.epoch_loop, "advance", advance)
+        if validate is not None:
+            replace_once(self.epoch_loop, "_should_check_val_fx", lambda fetcher: validate)
+
+    def skip_batch(self) -> None:
+        """Do what remains of a batch whose end was done: nothing."""
+        self.epoch_loop._restarting = False
+
+    def end_batch(self) -> None:
+        """Do what Lightning does with a batch after the ``on_train_batch_end`` hooks."""
+        self.epoch_loop._restarting = False
+        self.connector.on_batch_end()
+        self.epoch_loop.batch_progress.increment_completed()
+        self.connector.update_train_step_metrics()
+
+    def end_epoch(self) -> None:
+        """Do what Lightning does with an epoch after the ``on_train_epoch_end`` hooks."""
+        epoch_loop = self.epoch_loop
+        self.connector.on_epoch_end()
+        if epoch_loop._num_ready_batches_reached():
+            epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        # loggers are given the step of the last batch
+        epoch_loop._batches_that_stepped -= 1
+        self.connector.update_train_epoch_metrics()
+        epoch_loop._batches_that_stepped += 1
+        self.fit_loop.epoch_progress.increment_completed()
+
+    def set_up_validation(self) -> None:
+        """Make the validation loaders now, so that this draws no random numbers later."""
+        if self.val_loop._combined_loader is None and self.trainer.enable_validation:
+            self.trainer.validating = True
+            self.val_loop.setup_data()
+            self.trainer.training = True
+
+    def validation_loaders(self) -> Iterator[Any]:
+        """The validation loaders, if they have been made."""
+        combined = self.val_loop._combined_loader
+        yield from combined.flattened if combined is not None else ()
+
+    # ---- the combined loader -----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def record_iteration(
+        combined: Any, iterate: Callable[[Callable[[], Any]], Any], fetch: Callable[[Callable[[], Any]], Any]
+    ) -> None:
+        """Let ``iter(combined)`` be ``iterate(original)`` and ``next(combined)`` be ``fetch(original)``.
+
+        Both are looked up on the class, so the object is given a subclass.
+        """
+        base = type(combined)
+
+        class Recorded(base):  # type: ignore[misc,valid-type]
+            def __iter__(self) -> Any:
+                iterate(lambda: base.__iter__(self))
+                return self
+
+            def __next__(self) -> Any:
+                return fetch(lambda: base.__next__(self))
+
+        Recorded.__name__, Recorded.__qualname__ = base.__name__, base.__qualname__
+        Recorded.__module__ = base.__module__
+        combined.__class__ = Recorded
+
+    @staticmethod
+    def stop_recording(combined: Any) -> None:
+        """Undo :meth:`record_iteration`."""
+        combined.__class__ = type(combined).__mro__[1]
+
+    @staticmethod
+    def make_idle_iterator(combined: Any) -> None:
+        """Give the combined loader its iterator, of which Lightning asks the length, without iterators of the loaders."""
+        module = _defining_module(combined)
+        iterator_class = module._SUPPORTED_MODES[combined._mode]["iterator"]
+        combined._iterator = iterator_class(combined.flattened, combined._limits)
+
+    @staticmethod
+    def iterators(combined: Any) -> list[Any]:
+        """The iterators of the loaders, in their order."""
+        return combined._iterator.iterators if combined._iterator is not None else []
+
+    @staticmethod
+    def exhausted(combined: Any) -> list[bool]:
+        """Which loaders have been exhausted once in this epoch, where the mode counts that."""
+        return list(getattr(combined._iterator, "_consumed", []))
+
+    @staticmethod
+    def set_position(combined: Any, batches: int, exhausted: list[bool]) -> None:
+        """Tell the combined iterator how many batches it has given."""
+        combined._iterator._idx = batches
+        if exhausted:
+            combined._iterator._consumed = list(exhausted)
+
+
+def _defining_module(combined: Any) -> Any:
+    for base in type(combined).__mro__:
+        module = sys.modules[base.__module__]
+        if hasattr(module, "_SUPPORTED_MODES"):
+            return module
+    raise CheckpointError(f"{type(combined).__name__} is not a CombinedLoader as this release of Lightning has it")

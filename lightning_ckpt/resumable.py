@@ -1,0 +1,192 @@
+"""The callback that makes a Lightning run go on bit for bit."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lightning_ckpt._exact_state import ExactState
+from lightning_ckpt._private import ModelCheckpointBase
+
+__all__ = ["ResumableCheckpoint"]
+
+
+class ResumableCheckpoint(ModelCheckpointBase):
+    """A ``ModelCheckpoint`` with which a resumed run ends with the bits of a run that was never interrupted.
+
+    While it is on the Trainer, *every* checkpoint saved through the Trainer (by this callback, by another one, by
+    ``trainer.save_checkpoint``) carries the exact state of all ranks under the key ``"lightning_ckpt"``: random generators,
+    data position, random generators of data loading workers, gradients of an open accumulation window, open metrics, and
+    the point of the training loop. ``trainer.fit(ckpt_path=...)`` goes on from there. Where exactness cannot be had, the
+    resume says why in one warning.
+
+    Args:
+        dirpath: Directory of the checkpoints, also a URL; by default the logger's directory.
+        filename: Name pattern of the checkpoints, such as ``"{epoch}-{step}"``.
+        monitor: Name of the logged quantity that ranks the checkpoints.
+        verbose: Whether to say when a checkpoint is saved.
+        save_last: Whether to keep a checkpoint ``last.ckpt`` as well; ``"link"`` makes it a symbolic link.
+        save_top_k: Number of best checkpoints to keep; -1 keeps all.
+        save_on_exception: Whether to save when training raises. SIGTERM raises too, after the batch.
+        save_weights_only: Whether to save the weights only; such a checkpoint cannot be resumed exactly.
+        mode: ``"min"`` or ``"max"``: which ``monitor`` is better.
+        auto_insert_metric_name: Whether names of quantities are put into the file name.
+        every_n_train_steps: Save every so many optimizer steps.
+        train_time_interval: Save at this interval of training time; the time since the last save survives a resume.
+        every_n_epochs: Save every so many epochs.
+        save_on_train_epoch_end: Whether to save at the end of the training epoch instead of after validation.
+        enable_version_counter: Whether to add ``-v1`` and so on rather than replace a file.
+        exact: Whether to capture and restore the exact state; without it this is a ``ModelCheckpoint``.
+        data_resume: How loaders get back to where they were. ``"auto"``: by skipping in the sampler, by the loader's own
+            state where it has one, else by reading again. ``"replay"``: always by reading again, which is slow but needs
+            nothing of the data set but that it is deterministic.
+
+    Raises:
+        CheckpointError: At the start of a fit, when this release of Lightning is not supported.
+
+    Example:
+        >>> from lightning_ckpt import ResumableCheckpoint
+        >>> callback = ResumableCheckpoint(dirpath="checkpoints", every_n_train_steps=100, save_last=True)
+        >>> # Trainer(callbacks=[callback]).fit(model, ckpt_path="last")
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        monitor: str | None = None,
+        verbose: bool = False,
+        save_last: bool | Literal["link"] | None = None,
+        save_top_k: int = 1,
+        save_on_exception: bool = False,
+        save_weights_only: bool = False,
+        mode: str = "min",
+        auto_insert_metric_name: bool = True,
+        every_n_train_steps: int | None = None,
+        train_time_interval: timedelta | None = None,
+        every_n_epochs: int | None = None,
+        save_on_train_epoch_end: bool | None = None,
+        enable_version_counter: bool = True,
+        *,
+        exact: bool = True,
+        data_resume: Literal["auto", "replay"] = "auto",
+    ) -> None:
+        if data_resume not in ("auto", "replay"):
+            raise ValueError(f"data_resume must be 'auto' or 'replay', not {data_resume!r}")
+        super().__init__(
+            dirpath=dirpath,
+            filename=filename,
+            monitor=monitor,
+            verbose=verbose,
+            save_last=save_last,
+            save_top_k=save_top_k,
+            save_on_exception=save_on_exception,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            auto_insert_metric_name=auto_insert_metric_name,
+            every_n_train_steps=every_n_train_steps,
+            train_time_interval=train_time_interval,
+            every_n_epochs=every_n_epochs,
+            save_on_train_epoch_end=save_on_train_epoch_end,
+            enable_version_counter=enable_version_counter,
+        )
+        self.exact = exact
+        self.data_resume = data_resume
+        self._state: ExactState | None = None
+        self._seconds_since_check: float | None = None
+        self._being_saved: tuple[str, int] | None = None
+
+    # ---- the exact state ---------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if self.exact and stage == "fit":
+            self._state = ExactState.of(trainer, self.data_resume == "replay", self._warn_inexact)
+
+    def _warn_inexact(self, causes: str) -> None:
+        warnings.warn(f"this resume is not exact: {causes}", stacklevel=2)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        super().on_save_checkpoint(trainer, pl_module, checkpoint)
+        if self._state is not None:
+            self._state.save(checkpoint)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        if self._state is not None and trainer.state.fn == "fit":
+            self._state.load(checkpoint)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._state is not None:
+            self._state.fit_started()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self._seconds_since_check is not None:
+            self._last_time_checked = time.monotonic() - self._seconds_since_check
+            self._seconds_since_check = None
+        if self._state is not None:
+            self._state.training_starts()
+
+    def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if self._state is not None:
+            self._state.weights_averaged(True)
+
+    def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._state is not None:
+            self._state.weights_averaged(False)
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
+        if self._state is not None:
+            self._state.backward_begins()
+
+    def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
+        if self._state is not None:
+            self._state.gradients_added(pl_module)
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
+        if self._state is not None:
+            self._state.optimizer_steps(optimizer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_end(trainer, pl_module)
+        if self._state is not None:
+            self._state.training_ended()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
+        if self._state is not None:
+            self._state.release()
+
+    # ---- what ModelCheckpoint forgets --------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+        # the state is taken in the middle of the save, when ModelCheckpoint does not count it yet
+        self._being_saved = (filepath, trainer.global_step)
+        try:
+            super()._save_checkpoint(trainer, filepath)
+        finally:
+            self._being_saved = None
+
+    def state_dict(self) -> dict[str, Any]:
+        state = dict(super().state_dict())
+        checked = self._last_time_checked
+        state["seconds_since_check"] = None if checked is None else time.monotonic() - checked
+        path, step = self._being_saved or (self._last_checkpoint_saved, self._last_global_step_saved)
+        return {**state, "last_checkpoint_saved": path, "last_global_step_saved": step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self._seconds_since_check = state_dict.get("seconds_since_check")
+        self._last_checkpoint_saved = state_dict.get("last_checkpoint_saved", "")
+        self._last_global_step_saved = state_dict.get("last_global_step_saved", 0)
+
+    # ---- ckpt_path="last" and "best" ---------------------------------------------------------------------------------

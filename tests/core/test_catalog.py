@@ -1,0 +1,105 @@
+"""The catalog finds the newest checkpoint that can be used, and says what it passes over."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_core import Catalog, CheckpointCorruptedError, Checkpointer
+from ckpt_core.events import CheckpointSkipped, Event
+from ckpt_core.reader import peek
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    checkpointer = Checkpointer(strategy="sync")
+    for step in (1, 2, 3):
+        path = tmp_path / f"{step}.ckpt"
+        checkpointer.save({"weight": torch.full((50_000,), step), "kind": "weights" if step == 3 else "all"}, path)
+        os.utime(path, (step, step))
+    (tmp_path / ".4.ckpt.0123456789ab.ckpt-part").write_bytes(b"unfinished")
+    (tmp_path / "notes.txt").write_text("not a checkpoint")
+    return tmp_path
+
+
+def flip(path: Path, offset: int) -> None:
+    status = path.stat()
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 1
+    path.write_bytes(data)
+    os.utime(path, (status.st_mtime, status.st_mtime))
+
+
+def names(infos: list[Any]) -> list[str]:
+    return [os.path.basename(info.path) for info in infos]
+
+
+def test_only_committed_checkpoints_are_listed_newest_first(directory: Path) -> None:
+    infos = Catalog(directory).checkpoints()
+    assert names(infos) == ["3.ckpt", "2.ckpt", "1.ckpt"]
+    assert infos[0].size == (directory / "3.ckpt").stat().st_size
+    assert infos[0].modified == 3
+
+
+def test_walk_back_to_the_newest_that_verifies(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    flip(directory / "3.ckpt", 5_000)
+    (directory / "2.ckpt").write_bytes((directory / "2.ckpt").read_bytes()[:-100])
+    os.utime(directory / "2.ckpt", (2, 2))
+    events: list[Event] = []
+    with caplog.at_level(logging.WARNING):
+        info = Catalog(directory, listeners=[events.append]).newest_verified()
+    assert info is not None
+    assert os.path.basename(info.path) == "1.ckpt"
+    assert [record.args[0] for record in caplog.records if record.args] == [  # type: ignore[index]
+        str(directory / "3.ckpt"),
+        str(directory / "2.ckpt"),
+    ]
+    skipped = [event for event in events if isinstance(event, CheckpointSkipped)]
+    assert [os.path.basename(event.path) for event in skipped] == ["3.ckpt", "2.ckpt"]
+    assert "archive/data/0" in skipped[0].reason
+
+
+def test_none_verifies(directory: Path) -> None:
+    for step in (1, 2, 3):
+        flip(directory / f"{step}.ckpt", 5_000)
+    assert Catalog(directory).newest_verified() is None
+
+
+def test_accept_chooses_by_content_without_reading_tensors(directory: Path) -> None:
+    info = Catalog(directory).newest_verified(lambda state: state["kind"] == "all")
+    assert info is not None
+    assert os.path.basename(info.path) == "2.ckpt"
+
+
+def test_peek_gives_shapes_and_plain_values_even_of_a_damaged_tensor(directory: Path) -> None:
+    flip(directory / "3.ckpt", 5_000)
+    state = peek(directory / "3.ckpt")
+    assert state["kind"] == "weights"
+    assert state["weight"].shape == (50_000,)
+    assert state["weight"].dtype == torch.int64
+
+
+def test_verify_reports_each(directory: Path) -> None:
+    flip(directory / "2.ckpt", 5_000)
+    found = Catalog(directory).verify()
+    assert {os.path.basename(path): type(error) for path, error in found.items()} == {
+        "1.ckpt": type(None),
+        "2.ckpt": CheckpointCorruptedError,
+        "3.ckpt": type(None),
+    }
+
+
+def test_remote_urls() -> None:
+    with Checkpointer(strategy="async") as checkpointer:
+        checkpointer.save({"step": 1}, "memory://catalog/a.ckpt")
+        checkpointer.save({"step": 2}, "memory://catalog/b.ckpt")
+    catalog = Catalog("memory://catalog")
+    info = catalog.newest_verified(lambda state: state["step"] == 1)
+    assert info is not None
+    assert info.path.endswith("catalog/a.ckpt")
+    assert Checkpointer().load(info.path) == {"step": 1}

@@ -1,0 +1,532 @@
+"""What every storage must do; a third party's storage passes :class:`StorageContract` too."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.util
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from ckpt_core import (
+    Catalog,
+    CheckpointCorruptedError,
+    Checkpointer,
+    CheckpointNotFoundError,
+    StorageError,
+    verify,
+)
+from ckpt_core.memory import StagingBuffer
+from ckpt_core.storage import FileWriter, LocalStorage, Storage, is_remote, local_path, storage_for
+from ckpt_core.storage import local as local_module
+from ckpt_core.storage.base import ReaderIO
+from tests.support.states import assert_same_state, tensor_of
+
+BLOCK = 4096
+S3_ENVIRONMENT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+@pytest.fixture(scope="session")
+def s3_endpoint(tmp_path_factory: pytest.TempPathFactory, unavailable: Callable[[str], NoReturn]) -> Iterator[str]:
+    """A real S3 server, moto, on a free port of this machine."""
+    for package in ("moto", "s3fs", "flask"):
+        if importlib.util.find_spec(package) is None:
+            unavailable(f"{package} is not installed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = tmp_path_factory.mktemp("moto") / "log"
+    with log.open("wb") as output:
+        server = subprocess.Popen(
+            [sys.executable, "-c", f"from moto.server import main; main(['-H', '127.0.0.1', '-p', '{port}'])"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **S3_ENVIRONMENT},
+            start_new_session=True,
+        )
+    endpoint = f"http://127.0.0.1:{port}"
+    try:
+        deadline = time.monotonic() + 60
+        while True:
+            try:
+                urllib.request.urlopen(f"{endpoint}/moto-api/", timeout=5).close()
+                break
+            except OSError:
+                if server.poll() is not None or time.monotonic() > deadline:
+                    pytest.fail(f"moto did not start: {log.read_text()}")
+                time.sleep(0.1)
+        yield endpoint
+    finally:
+        os.killpg(server.pid, signal.SIGKILL)
+        server.wait()
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, dict[str, Any] | None]:
+    """A fresh directory of a storage and the options to reach it."""
+    if request.param == "local":
+        return str(tmp_path), None
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}", None
+    options = {
+        "endpoint_url": request.getfixturevalue("s3_endpoint"),
+        "key": "test",
+        "secret": "test",
+        "client_kwargs": {"region_name": "us-east-1"},
+    }
+    import s3fs
+
+    s3fs.S3FileSystem(**options).call_s3("create_bucket", Bucket=(bucket := f"b{uuid.uuid4().hex}"))
+    return f"s3://{bucket}/runs", options
+
+
+class StorageContract:
+    """The promises of :mod:`ckpt_core.storage.base`."""
+
+    @pytest.fixture
+    def storage(self, place: tuple[str, dict[str, Any] | None]) -> Storage:
+        return storage_for(*place)
+
+    @pytest.fixture
+    def root(self, place: tuple[str, dict[str, Any] | None]) -> str:
+        return place[0]
+
+    def write(self, storage: Storage, path: str, data: bytes) -> None:
+        writer = storage.create(path, len(data))
+        self.fill(writer, data)
+        writer.commit(len(data))
+
+    def fill(self, writer: FileWriter, data: bytes) -> None:
+        whole = len(data) // (4 * BLOCK) * (4 * BLOCK)
+        for begin in range(0, whole, 4 * BLOCK):
+            buffer = StagingBuffer(4 * BLOCK)
+            buffer.memory[:] = data[begin : begin + 4 * BLOCK]
+            writer.write_at(begin, buffer.memory)
+        if whole < len(data):
+            writer.write_at(whole, memoryview(data[whole:]))
+
+    def read(self, storage: Storage, path: str) -> bytes:
+        with storage.open(path) as reader:
+            data = bytearray(reader.size)
+            if data:
+                reader.read_into(0, memoryview(data))
+            return bytes(data)
+
+    @pytest.mark.parametrize("size", [0, 1, 511, 4095, 4096, 4097, 16384, 50_001, 6 * 2**20 + 17])
+    def test_what_is_written_is_read(self, size: int, storage: Storage, root: str) -> None:
+        data = tensor_of(torch.uint8, size).numpy().tobytes()
+        self.write(storage, f"{root}/deep/er/a.ckpt", data)
+        assert self.read(storage, f"{root}/deep/er/a.ckpt") == data
+
+    def test_nothing_is_visible_before_commit(self, storage: Storage, root: str) -> None:
+        path = f"{root}/a.ckpt"
+        writer = storage.create(path, 10_000)
+        self.fill(writer, b"x" * 10_000)
+        assert not storage.exists(path)
+        assert storage.list(root) == []
+        with pytest.raises(CheckpointNotFoundError):
+            storage.open(path)
+        writer.commit(10_000)
+        assert storage.exists(path)
+        assert [file.size for file in storage.list(root)] == [10_000]
+
+    def test_abort_leaves_nothing(self, storage: Storage, root: str) -> None:
+        path = f"{root}/a.ckpt"
+        for data in (b"", b"x" * 100, b"x" * (6 * 2**20)):
+            writer = storage.create(path, len(data))
+            self.fill(writer, data)
+            writer.abort()
+            writer.abort()
+            del writer
+            assert not storage.exists(path)
+            assert storage.list(root) == []
+
+    def test_a_writer_that_is_forgotten_publishes_nothing(self, storage: Storage, root: str) -> None:
+        path = f"{root}/a.ckpt"
+        self.write(storage, path, b"old")
+        for data in (b"", b"x" * 100, b"x" * (18 * 2**20)):
+            writer = storage.create(path, len(data))
+            self.fill(writer, data)
+            del writer
+            gc.collect()
+            assert self.read(storage, path) == b"old"
+
+    def test_abort_after_commit_does_nothing(self, storage: Storage, root: str) -> None:
+        path = f"{root}/a.ckpt"
+        writer = storage.create(path, 5)
+        writer.write_at(0, memoryview(b"hello"))
+        writer.commit(5)
+        writer.abort()
+        assert self.read(storage, path) == b"hello"
+
+    def test_a_new_file_replaces_the_old_one_only_by_commit(self, storage: Storage, root: str) -> None:
+        path = f"{root}/a.ckpt"
+        self.write(storage, path, b"old" * 3000)
+        writer = storage.create(path, 5)
+        self.fill(writer, b"new!!")
+        assert self.read(storage, path) == b"old" * 3000
+        writer.abort()
+        assert self.read(storage, path) == b"old" * 3000
+        self.write(storage, path, b"new!!")
+        assert self.read(storage, path) == b"new!!"
+        assert [file.size for file in storage.list(root)] == [5]
+
+    def test_an_open_reader_and_ranges(self, storage: Storage, root: str) -> None:
+        data = tensor_of(torch.uint8, 100_000).numpy().tobytes()
+        self.write(storage, f"{root}/a.ckpt", data)
+        with storage.open(f"{root}/a.ckpt") as reader:
+            assert (reader.path, reader.size) == (f"{root}/a.ckpt", 100_000)
+            for begin, end in ((0, 1), (99_999, 100_000), (4095, 8193), (0, 100_000)):
+                target = bytearray(end - begin)
+                reader.read_into(begin, memoryview(target))
+                assert bytes(target) == data[begin:end]
+            for begin, end in ((99_999, 100_001), (100_000, 100_001), (200_000, 200_010)):
+                with pytest.raises((CheckpointCorruptedError, StorageError)):
+                    reader.read_into(begin, memoryview(bytearray(end - begin)))
+            file = ReaderIO(reader)
+            file.seek(-5, os.SEEK_END)
+            assert file.read() == data[-5:]
+            assert file.read(3) == b""
+
+    def test_lists_what_was_committed(self, storage: Storage, root: str) -> None:
+        assert storage.list(f"{root}/nothing") == []
+        before = time.time()
+        for name, size in (("a.ckpt", 10), ("b.ckpt", 20), ("deep/c.ckpt", 30)):
+            self.write(storage, f"{root}/{name}", bytes(size))
+        found = {file.path.rpartition("/")[2]: file for file in storage.list(root)}
+        assert {name: file.size for name, file in found.items()} == {"a.ckpt": 10, "b.ckpt": 20}
+        for file in found.values():
+            assert abs(file.modified - before) < 3600
+            assert self.read(storage, file.path) == bytes(file.size)
+
+    def test_remove(self, storage: Storage, root: str) -> None:
+        for name in ("a.ckpt", "folder/b.ckpt", "folder/c.ckpt"):
+            self.write(storage, f"{root}/{name}", b"x")
+        storage.remove(f"{root}/a.ckpt")
+        storage.remove(f"{root}/a.ckpt")
+        assert not storage.exists(f"{root}/a.ckpt")
+        assert storage.exists(f"{root}/folder/b.ckpt")
+        storage.remove(f"{root}/folder")
+        assert not storage.exists(f"{root}/folder/b.ckpt")
+
+    def test_copy(self, storage: Storage, root: str) -> None:
+        self.write(storage, f"{root}/a.ckpt", b"x" * 5000)
+        self.write(storage, f"{root}/old.ckpt", b"old")
+        for target in ("old.ckpt", "new/b.ckpt", "a.ckpt"):
+            assert storage.copy(f"{root}/a.ckpt", f"{root}/{target}") == 5000
+            assert self.read(storage, f"{root}/{target}") == b"x" * 5000
+        storage.remove(f"{root}/a.ckpt")
+        assert self.read(storage, f"{root}/old.ckpt") == b"x" * 5000
+        with pytest.raises(CheckpointNotFoundError):
+            storage.copy(f"{root}/missing.ckpt", f"{root}/c.ckpt")
+        assert [file.path.rpartition("/")[2] for file in storage.list(root)] == ["old.ckpt"]
+
+    def test_what_is_missing(self, storage: Storage, root: str) -> None:
+        assert not storage.exists(f"{root}/a.ckpt")
+        with pytest.raises(CheckpointNotFoundError) as caught:
+            storage.open(f"{root}/a.ckpt")
+        assert caught.value.path == f"{root}/a.ckpt"
+        storage.remove(f"{root}/a.ckpt")
+        assert list(storage.remove_orphans(root)) == []
+
+    @pytest.mark.parametrize("strategy", ["sync", "async"])
+    def test_saves_loads_and_verifies(
+        self, strategy: Any, place: tuple[str, dict[str, Any] | None]
+    ) -> None:
+        root, options = place
+        state = {"w": tensor_of(torch.float32, 5 * 2**20), "n": {"x": 1}, "v": tensor_of(torch.int8, 7)}
+        with Checkpointer(strategy=strategy, storage_options=options) as checkpointer:
+            for step in range(2):
+                checkpointer.save({**state, "step": step}, f"{root}/{step}.ckpt")
+            assert_same_state(checkpointer.load(f"{root}/1.ckpt"), {**state, "step": 1})
+            checkpointer.remove(f"{root}/0.ckpt")
+            checkpointer.wait()
+            assert verify(f"{root}/1.ckpt", storage_options=options)
+            catalog = Catalog(root, storage_options=options)
+            newest = catalog.newest_verified()
+            assert newest is not None
+            assert newest.path.endswith("/1.ckpt")
+            assert len(catalog.checkpoints()) == 1
+
+
+class TestStorages(StorageContract):
+    """Ours."""
+
+
+def test_an_error_in_the_middle_of_a_save_publishes_nothing(
+    place: tuple[str, dict[str, Any] | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, options = place
+    path = f"{root}/a.ckpt"
+    old = {"w": torch.zeros(3)}
+    with Checkpointer(strategy="sync", storage_options=options) as checkpointer:
+        checkpointer.save(old, path)
+        writer = storage_for(root, options).create(path, 1)
+        writer.abort()
+        writer_class = type(writer)
+        real_write = writer_class.write_at
+        for fail_at in range(3):
+            calls = iter(range(100))
+
+            def write(writer: Any, offset: int, data: memoryview, calls: Any = calls, fail_at: int = fail_at) -> None:
+                if next(calls) == fail_at:
+                    raise StorageError("the cable was pulled", path=path)
+                real_write(writer, offset, data)
+
+            with monkeypatch.context() as patch:
+                patch.setattr(writer_class, "write_at", write)
+                for target in (path, f"{root}/new.ckpt"):
+                    with contextlib.suppress(StorageError):
+                        checkpointer.save({"w": tensor_of(torch.uint8, 18 * 2**20)}, target)
+                        assert next(calls) > fail_at
+        assert_same_state(checkpointer.load(path), old)
+
+
+def test_an_object_replaced_by_another_process_is_read_anew(s3_endpoint: str) -> None:
+    import boto3
+    import s3fs
+
+    options = {"endpoint_url": s3_endpoint, "key": "test", "secret": "test"}
+    s3fs.S3FileSystem(**options).call_s3("create_bucket", Bucket="replaced")
+    client = boto3.client(
+        "s3",
+        endpoint_url=s3_endpoint,
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+        region_name="us-east-1",
+    )
+    storage = storage_for("s3://replaced/a.ckpt", options)
+    for content in (b"short", b"much longer than before"):
+        client.put_object(Bucket="replaced", Key="a.ckpt", Body=content)
+        with storage.open("s3://replaced/a.ckpt") as reader:
+            assert reader.size == len(content)
+        assert len(storage.list("s3://replaced")) == 1
+
+
+def test_a_store_that_cannot_be_reached_is_a_storage_error() -> None:
+    pytest.importorskip("s3fs")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    options = {
+        "endpoint_url": f"http://127.0.0.1:{port}",
+        "key": "a-key",
+        "secret": "a-secret",
+        "config_kwargs": {"retries": {"max_attempts": 1}, "connect_timeout": 2},
+    }
+    with pytest.raises(StorageError, match=r"storage_options") as caught:
+        Checkpointer(strategy="sync", storage_options=options).load("s3://bucket/a.ckpt")
+    assert "a-secret" not in str(caught.value)
+
+
+# Paths
+
+
+@pytest.mark.parametrize(
+    ("path", "remote"),
+    [
+        ("a.ckpt", False),
+        ("/a/b=1.ckpt", False),
+        ("file:///a/b.ckpt", False),
+        (Path("/a:b/c"), False),
+        ("s3://bucket/a", True),
+        ("memory://a", True),
+        ("abfs+x://a", True),
+        ("simplecache::s3://bucket/a", True),
+    ],
+)
+def test_which_paths_are_urls(path: Any, remote: bool) -> None:
+    assert is_remote(path) is remote
+
+
+def test_local_urls_are_paths() -> None:
+    assert local_path("file:///a/b.ckpt") == "/a/b.ckpt"
+    assert local_path(Path("/a/b.ckpt")) == "/a/b.ckpt"
+    assert isinstance(storage_for("file:///a/b.ckpt"), LocalStorage)
+
+
+# The local filesystem
+
+
+def write_local(path: str | os.PathLike[str], data: bytes) -> None:
+    StorageContract().write(LocalStorage(), os.fspath(path), data)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_a_file_has_the_rights_that_the_umask_leaves(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        write_local(tmp_path / "a.ckpt", b"x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.ckpt").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_a_link_at_the_final_name_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "target").write_bytes(b"precious")
+    (tmp_path / "folder").mkdir()
+    for target in ("target", "folder", "missing"):
+        link = tmp_path / f"{target}.ckpt"
+        link.symlink_to(tmp_path / target)
+        write_local(link, b"new")
+        assert not link.is_symlink()
+        assert link.read_bytes() == b"new"
+    assert (tmp_path / "target").read_bytes() == b"precious"
+    assert list((tmp_path / "folder").iterdir()) == []
+
+
+def test_removing_a_link_leaves_what_it_points_to(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "inside").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    LocalStorage().remove(str(tmp_path / "link"))
+    assert sorted(os.listdir(tmp_path)) == ["folder"]
+    assert os.listdir(tmp_path / "folder") == ["inside"]
+
+
+@pytest.mark.parametrize("name", ["a" * 250 + ".ckpt", "\u4e2d" * 80 + ".ckpt", "\u00e9" * 100 + "=1.ckpt", "a b\n.ckpt"])
+def test_any_name_that_the_filesystem_takes(name: str, tmp_path: Path) -> None:
+    write_local(tmp_path / name, b"x")
+    assert os.listdir(tmp_path) == [name]
+    with pytest.raises(StorageError, match="shorter"):
+        write_local(tmp_path / ("a" * 251 + ".ckpt"), b"x")
+
+
+def test_without_direct_io_the_same_bytes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tensor_of(torch.uint8, 100_001).numpy().tobytes()
+    real_open, refused = os.open, []
+
+    def refuse(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            refused.append(path)
+            raise OSError(22, "Invalid argument")
+        return real_open(path, flags, *args, **options)
+
+    monkeypatch.setattr(local_module.os, "open", refuse)
+    write_local(tmp_path / "a.ckpt", data)
+    assert len(refused) == 1
+    assert (tmp_path / "a.ckpt").read_bytes() == data
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_a_filesystem_that_refuses_a_direct_write_is_written_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tensor_of(torch.uint8, 100_000).numpy().tobytes()
+    real_write, refused = os.pwrite, []
+
+    def refuse(descriptor: int, chunk: memoryview, offset: int) -> int:
+        import fcntl
+
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(offset)
+            raise OSError(22, "Invalid argument")
+        return real_write(descriptor, chunk[:5000], offset)  # and it writes less than it is asked for
+
+    monkeypatch.setattr(local_module.os, "pwrite", refuse)
+    write_local(tmp_path / "a.ckpt", data)
+    assert (tmp_path / "a.ckpt").read_bytes() == data
+    assert len(refused) <= 1
+
+
+def test_direct_io_is_used_where_there_is_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags: list[int] = []
+    real_write = os.pwrite
+
+    def watch(descriptor: int, chunk: memoryview, offset: int) -> int:
+        import fcntl
+
+        flags.append(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        return real_write(descriptor, chunk, offset)
+
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this filesystem has no direct I/O")
+    monkeypatch.setattr(local_module.os, "pwrite", watch)
+    for strategy in ("sync", "async"):
+        flags.clear()
+        with Checkpointer(strategy=strategy) as checkpointer:  # type: ignore[arg-type]
+            checkpointer.save({"w": tensor_of(torch.uint8, 20 * 2**20), "x": [1]}, tmp_path / "a.ckpt")
+        assert len(flags) == 3
+        assert all(flags)
+
+
+def test_a_file_deleted_while_the_directory_is_listed_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.ckpt").write_bytes(b"x")
+    real_scandir = os.scandir
+
+    def scan(directory: Any) -> Any:
+        with real_scandir(directory) as entries:
+            found = list(entries)
+        (tmp_path / "b.ckpt").unlink(missing_ok=True)
+        return contextlib.nullcontext(iter(found))
+
+    monkeypatch.setattr(local_module.os, "scandir", scan)
+    assert sorted(file.path[-6:] for file in LocalStorage().list(str(tmp_path))) == ["a.ckpt", "c.ckpt"]
+
+
+def _hold_a_part(folder: str, ready: Any, release: Any) -> None:
+    writer = LocalStorage().create(f"{folder}/live.ckpt", 5000)
+    writer.write_at(0, memoryview(b"x" * 10))
+    ready.set()
+    release.wait(60)
+    writer.commit(10)
+
+
+def test_orphans_of_dead_processes_are_removed_and_live_ones_are_not(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = []
+    for _ in range(2):
+        ready, release = context.Event(), context.Event()
+        process = context.Process(target=_hold_a_part, args=(str(tmp_path), ready, release))
+        process.start()
+        assert ready.wait(60)
+        processes.append((process, release))
+    (dead, _), (alive, release) = processes
+    assert len(os.listdir(tmp_path)) == 2
+    os.kill(dead.pid, signal.SIGKILL)
+    dead.join()
+    (tmp_path / "unrelated.ckpt-part").touch()
+    with Checkpointer(strategy="sync") as checkpointer:
+        checkpointer.save({"a": 1}, tmp_path / "a.ckpt")
+    parts = [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    assert len(parts) == 1
+    release.set()
+    alive.join()
+    assert alive.exitcode == 0
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "live.ckpt", "unrelated.ckpt-part"]
+    assert (tmp_path / "live.ckpt").read_bytes() == b"x" * 10
+
+
+def test_an_orphan_is_not_a_checkpoint(tmp_path: Path) -> None:
+    write_local(tmp_path / "a.ckpt", b"x")
+    (tmp_path / ".a.ckpt.0123456789ab.ckpt-part").touch()
+    catalog = Catalog(tmp_path, suffix="")
+    assert [Path(info.path).name for info in catalog.checkpoints()] == ["a.ckpt"]
+    assert [Path(path).name for path in catalog.prune()] == [".a.ckpt.0123456789ab.ckpt-part"]
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_a_failed_copy_leaves_nothing(tmp_path: Path) -> None:
+    write_local(tmp_path / "a.ckpt", b"x")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(StorageError):
+        LocalStorage().copy(str(tmp_path / "a.ckpt"), str(tmp_path / "folder"))
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "folder"]
