@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
 from ckpt_core.events import CheckpointSkipped, Listener
 from ckpt_core.reader import peek, verify
 from ckpt_core.storage import is_remote, local_path, storage_for
@@ -84,7 +84,7 @@ class Catalog:
         for info in self.checkpoints():
             try:
                 verify(info.path, storage_options=self._storage_options)
-                if accept is None or accept(peek(info.path, storage_options=self._storage_options)):
+                if accept is None or self._is_accepted(info.path, accept):
                     return info
             except CheckpointNotFoundError:
                 continue  # deleted meanwhile
@@ -92,6 +92,12 @@ class Catalog:
                 logger.warning("passed over the checkpoint %s: %s", info.path, error.message)
                 notify(self._listeners, CheckpointSkipped(path=info.path, reason=error.message))
         return None
+
+    def _is_accepted(self, path: str, accept: Callable[[Any], bool]) -> bool:
+        try:
+            return accept(peek(path, storage_options=self._storage_options))
+        except UnsafeCheckpointError:
+            return True  # holds more than plain data: cannot be judged without running its code
 
     def verify(self) -> dict[str, CheckpointError | None]:
         """Verify every checkpoint; return the error of each, None for those that are whole."""

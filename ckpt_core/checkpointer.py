@@ -42,6 +42,10 @@ class Checkpointer:
         storage_options: Passed to fsspec for paths that are URLs: endpoint, credentials and so on.
         listeners: Called with every event (:mod:`ckpt_core.events`).
 
+    Attributes:
+        raises_on_save: Whether :meth:`save` and :meth:`copy` raise a background failure of an earlier save. Set it to False
+            where ranks must fail together, and take the failure with :meth:`take_failure`.
+
     Example:
         >>> import os, tempfile, torch
         >>> from ckpt_core import Checkpointer
@@ -68,6 +72,7 @@ class Checkpointer:
         if on_error not in ("raise", "warn"):
             raise ValueError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
         self.strategy = strategy
+        self.raises_on_save = True
         self._max_pending = max_pending
         self._on_error = on_error
         self._storage_options = storage_options
@@ -94,6 +99,10 @@ class Checkpointer:
         """Paths whose save is still under way, oldest first."""
         return self._writer.pending
 
+    def is_pending(self, path: Path) -> bool:
+        """Return whether a save of ``path`` is under way."""
+        return _full_path(path) in self.pending
+
     @property
     def failures(self) -> int:
         """How many background saves and removals have failed so far."""
@@ -115,7 +124,8 @@ class Checkpointer:
             StorageError: The storage refused, or had refused an earlier save in the background.
         """
         target = _full_path(path)
-        self._writer.raise_failure()
+        if self.raises_on_save:
+            self._writer.raise_failure()
         notify(self._listeners, SaveStarted(path=target))
         started = time.perf_counter()
         storage = storage_for(target, self._storage_options)
@@ -181,7 +191,8 @@ class Checkpointer:
             CheckpointError: There is no ``source``, or an earlier save failed in the background.
         """
         original, path = _full_path(source), _full_path(target)
-        self._writer.raise_failure()
+        if self.raises_on_save:
+            self._writer.raise_failure()
         started = time.perf_counter()
         notify(self._listeners, SaveStarted(path=path))
         storage = storage_for(path, self._options_for(path))
@@ -224,7 +235,7 @@ class Checkpointer:
     def exists(self, path: Path) -> bool:
         """Return whether there is a checkpoint at ``path``, or a save of it is under way."""
         target = _full_path(path)
-        return target in self.pending or storage_for(target, self._options_for(target)).exists(target)
+        return self.is_pending(target) or storage_for(target, self._options_for(target)).exists(target)
 
     def remove(self, path: Path) -> None:
         """Delete the checkpoint at ``path`` once all saves asked for so far are durable.

@@ -7,11 +7,27 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-__all__ = ["IO_THREADS", "run_parallel"]
+__all__ = ["IO_THREADS", "run_parallel", "wait_through"]
 
 IO_THREADS = min(4, max(2, os.cpu_count() or 1))
 
 Job = TypeVar("Job")
+
+
+def wait_through(event: threading.Event) -> None:
+    """Wait for ``event``, and only then raise what a signal handler raised meanwhile (Ctrl-C).
+
+    For threads that use memory or files which the caller would take away on the exception. ``Thread.join`` cannot be
+    used for that: an exception in it makes Python before 3.13 take the thread for ended.
+    """
+    interruption: BaseException | None = None
+    while not event.is_set():
+        try:
+            event.wait()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            interruption = error
+    if interruption is not None:
+        raise interruption
 
 
 def run_parallel(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: int = IO_THREADS) -> None:
@@ -44,16 +60,24 @@ def run_parallel(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: i
             with lock:
                 errors.append(error)
 
+    def help_out(ended: threading.Event) -> None:
+        loop()
+        ended.set()
+
     helpers = []
     for _ in range(threads - 1):
-        helper = threading.Thread(target=loop, name="ckpt-io")
+        ended = threading.Event()
         try:
-            helper.start()
+            threading.Thread(target=help_out, args=(ended,), name="ckpt-io").start()
         except RuntimeError:
             break  # the interpreter is shutting down: go on with the threads there are
-        helpers.append(helper)
+        helpers.append(ended)
     loop()
-    for helper in helpers:
-        helper.join()
+    for ended in helpers:
+        try:
+            wait_through(ended)
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            with lock:
+                errors.append(error)
     if errors:
         raise errors[0]

@@ -15,6 +15,7 @@ import torch
 from ckpt_core.errors import SnapshotTornError
 from ckpt_core.layouts.torch_file.image import FileImage, StateLayout
 from ckpt_core.memory import StagingBuffer
+from ckpt_core.parallel import wait_through
 
 __all__ = ["BackgroundCopy", "BufferPool", "TornSnapshotGuard", "take_snapshot"]
 
@@ -98,11 +99,10 @@ class BackgroundCopy:
         if any(source.is_cuda for source in self._sources):
             self._stream = torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
-        self._thread: threading.Thread | None = threading.Thread(target=self._run, name="ckpt-staging")
+        self._ended = threading.Event()
         try:
-            self._thread.start()
+            threading.Thread(target=self._run, name="ckpt-staging").start()
         except RuntimeError:  # the interpreter is shutting down: no new threads
-            self._thread = None
             self._run()
 
     def _run(self) -> None:
@@ -114,11 +114,12 @@ class BackgroundCopy:
                 self._stream.synchronize()
         except BaseException as error:  # noqa: BLE001 - raised again by wait()
             self._error = error
+        finally:
+            self._ended.set()
 
     def wait(self) -> None:
         """Return when all bytes are copied; raise what the copy raised."""
-        if self._thread is not None:
-            self._thread.join()
+        wait_through(self._ended)
         if self._error is not None:
             raise self._error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from ckpt_core.commit import SharedOutcome, connect_store, decode_error, encode_error
-from ckpt_core.errors import CheckpointError
 from lightning_ckpt.io import AsyncCheckpointIO
 
 __all__ = ["OutcomeWatch"]
@@ -20,12 +19,14 @@ class OutcomeWatch:
 
     def __init__(self, trainer: Any) -> None:
         plugin = trainer.strategy.checkpoint_io
-        self._plugin = plugin if isinstance(plugin, AsyncCheckpointIO) else None
+        self._checkpointer = plugin.checkpointer if isinstance(plugin, AsyncCheckpointIO) else None
         self._writes = trainer.is_global_zero
         self._last_step = trainer.global_step
         store = None
-        if self._plugin is not None and trainer.world_size > 1:
+        if self._checkpointer is not None and trainer.world_size > 1:
             store = connect_store(trainer.global_rank, trainer.world_size, trainer.strategy.broadcast)
+            # Raised inside the next save, a failure would end this rank alone and leave the others waiting.
+            self._checkpointer.raises_on_save = False
         self._outcome = SharedOutcome(store)
 
     def save_begun(self) -> None:
@@ -38,12 +39,11 @@ class OutcomeWatch:
         Raises:
             CheckpointError: The failure, as the same class on every rank.
         """
-        if self._plugin is None or (trainer.world_size > 1 and trainer.global_step == self._last_step):
+        if self._checkpointer is None or (trainer.world_size > 1 and trainer.global_step == self._last_step):
             return
         self._last_step = trainer.global_step
-        checkpointer = self._plugin.checkpointer
-        pending = bool(checkpointer.pending)
-        self._outcome.at_boundary(writes=self._writes, pending=pending, failure=self._take_failure())
+        pending = bool(self._checkpointer.pending)  # before the failure is taken: it may come in between
+        self._outcome.at_boundary(writes=self._writes, pending=pending, failure=self._checkpointer.take_failure())
 
     def after_training(self, trainer: Any) -> None:
         """Wait for the background and raise a failure that no rank has raised yet; called on all ranks together.
@@ -51,18 +51,24 @@ class OutcomeWatch:
         Raises:
             CheckpointError: The failure, as the same class on every rank.
         """
-        if self._plugin is None:
+        if self._checkpointer is None:
             return
-        if self._writes:
-            self._plugin.checkpointer.drain()
-        failure = self._outcome.unraised or self._take_failure()
+        self._checkpointer.drain()
+        failure = self._outcome.unraised or self._checkpointer.take_failure()
         if trainer.world_size > 1:
             encoded = trainer.strategy.broadcast(encode_error(failure) if failure is not None else None)
             failure = failure or (decode_error(encoded) if encoded is not None else None)
         if failure is not None:
             raise failure
 
-    def _take_failure(self) -> CheckpointError | None:
-        if self._plugin is None:
-            return None
-        return self._plugin.checkpointer.take_failure()
+    def after_exception(self) -> None:
+        """Wait for the background; its failures were logged and must not hide the exception that is being raised."""
+        if self._checkpointer is not None:
+            self._checkpointer.drain()
+            self._checkpointer.take_failure()
+
+    def close(self) -> None:
+        """Wait for the background, free its memory and raise what was not raised yet."""
+        if self._checkpointer is not None:
+            self._checkpointer.raises_on_save = True
+            self._checkpointer.close()

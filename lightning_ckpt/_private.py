@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_core.errors import CheckpointError
 
-__all__ = ["Internals", "ModelCheckpointBase", "check", "missing_internals", "rebuild_ddp_buckets"]
+__all__ = ["Internals", "ModelCheckpointBase", "check", "checkpoint_directory", "missing_internals", "rebuild_ddp_buckets"]
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import ModelCheckpoint as ModelCheckpointBase
@@ -153,6 +153,16 @@ def rebuild_ddp_buckets(model: Any) -> bool:
         return False
     reducer._push_all_rebuilt_params()
     return bool(reducer._rebuild_buckets())
+
+
+def checkpoint_directory(callback: Any, trainer: Any) -> str:
+    """Where a ``ModelCheckpoint`` keeps its files.
+
+    Before ``setup`` the directory may still depend on the logger, and Lightning resolves ``ckpt_path`` before ``setup``.
+    """
+    resolve = getattr(callback, "_ModelCheckpoint__resolve_ckpt_dir", None)
+    found = callback.dirpath if resolve is None else resolve(trainer)
+    return str(found)
 
 
 class Internals:

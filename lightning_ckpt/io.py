@@ -12,7 +12,7 @@ from ckpt_core.errors import CheckpointNotFoundError
 from ckpt_core.events import EventLog
 from lightning_ckpt._bases import CheckpointIOBase
 
-__all__ = ["AsyncCheckpointIO", "SyncCheckpointIO"]
+__all__ = ["AsyncCheckpointIO", "SyncCheckpointIO", "TorchFileIO"]
 
 _Path = Union[str, "os.PathLike[str]"]
 
@@ -24,11 +24,12 @@ _LONGEST_WAIT_FOR_SMALL_SECONDS = 1.0
 _SLURM_REQUEUE_PREFIX = "hpc_ckpt"
 
 
-class _TorchFileIO(CheckpointIOBase):
+class TorchFileIO(CheckpointIOBase):
     """What both plugins share: a :class:`ckpt_core.Checkpointer` in Lightning's words."""
 
-    def __init__(self, checkpointer: Checkpointer) -> None:
+    def __init__(self, checkpointer: Checkpointer, storage_options: dict[str, Any] | None) -> None:
         self.checkpointer = checkpointer
+        self.storage_options = storage_options
         self._told_about_callback = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
@@ -114,7 +115,7 @@ def _listeners(event_log: str | None) -> list[EventLog]:
     return [EventLog(event_log)] if event_log is not None else []
 
 
-class SyncCheckpointIO(_TorchFileIO):
+class SyncCheckpointIO(TorchFileIO):
     """Saves before training goes on: when ``save_checkpoint`` returns, the file is durable under its name.
 
     Needs at most 128 MiB of extra memory, whatever the size of the state.
@@ -130,11 +131,12 @@ class SyncCheckpointIO(_TorchFileIO):
 
     def __init__(self, *, storage_options: dict[str, Any] | None = None, event_log: str | None = None) -> None:
         super().__init__(
-            Checkpointer(strategy="sync", storage_options=storage_options, listeners=_listeners(event_log))
+            Checkpointer(strategy="sync", storage_options=storage_options, listeners=_listeners(event_log)),
+            storage_options,
         )
 
 
-class AsyncCheckpointIO(_TorchFileIO):
+class AsyncCheckpointIO(TorchFileIO):
     """Copies the state and lets training go on while the copy is written in the background.
 
     The file appears under its name when it is durable. Removals wait for their successor, reads for their own writes, and
@@ -169,5 +171,6 @@ class AsyncCheckpointIO(_TorchFileIO):
                 on_error=on_error,
                 storage_options=storage_options,
                 listeners=_listeners(event_log),
-            )
+            ),
+            storage_options,
         )

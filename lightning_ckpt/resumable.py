@@ -11,12 +11,12 @@ from typing import Any, Literal
 import torch
 
 from lightning_ckpt._exact_state import ExactState
-from lightning_ckpt._private import ModelCheckpointBase
+from lightning_ckpt._model_checkpoint import ReliableModelCheckpoint
 
 __all__ = ["ResumableCheckpoint"]
 
 
-class ResumableCheckpoint(ModelCheckpointBase):
+class ResumableCheckpoint(ReliableModelCheckpoint):
     """A ``ModelCheckpoint`` with which a resumed run ends with the bits of a run that was never interrupted.
 
     While it is on the Trainer, *every* checkpoint saved through the Trainer (by this callback, by another one, by
@@ -109,7 +109,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self._state = ExactState.of(trainer, self.data_resume == "replay", self._warn_inexact)
 
     def _warn_inexact(self, causes: str) -> None:
-        warnings.warn(f"this resume is not exact: {causes}", stacklevel=2)
+        warnings.warn(f"this resume cannot be promised to be exact: {causes}", stacklevel=2)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
@@ -188,5 +188,3 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._seconds_since_check = state_dict.get("seconds_since_check")
         self._last_checkpoint_saved = state_dict.get("last_checkpoint_saved", "")
         self._last_global_step_saved = state_dict.get("last_global_step_saved", 0)
-
-    # ---- ckpt_path="last" and "best" ---------------------------------------------------------------------------------

@@ -77,6 +77,7 @@ class LoaderTracker:
         self._throwaway_base = 0
         self._begun_rng: RngState | None = None
         self._next_workers: list[Any] = []
+        self._resumed_workers: list[Any] = []
         self._state_before_pass: Mapping[str, Any] | None = None
         self.sampler: RecordingSampler | None = None
         if self.is_loader:
@@ -152,9 +153,12 @@ class LoaderTracker:
             after = self._batches_after(before.sampler_pass)
             self._worker_batches = after if self.persistent else [0] * self.workers
             self._throwaway_base = 0
+            if not self.persistent:
+                self._resumed_workers = []
 
     def _record_workers(self, resume: list[Any] | None = None, throwaway: int = 0) -> None:
         log = WorkerRngLog(self.workers, depth=int(self.loader.prefetch_factor or 2) + 4)
+        self._resumed_workers = list(resume or ())
         collate_fn = self._original.get("collate_fn", self.loader.collate_fn)
         init_fn = self._original.get("worker_init_fn", self.loader.worker_init_fn)
         self._collate = RecordingCollate(collate_fn, log, resume or (), throwaway)
@@ -200,11 +204,8 @@ class LoaderTracker:
             # the state of a pass of which nothing was taken may still be that of the end of the pass before
             state["state"] = dict(mark.state or {}) if position else self._state_before_pass
         if self.method == "skip" and self.workers and self._collate is not None:
-            log = self._collate.log
-            state["workers"] = [
-                log.state_after(i, self._worker_batches[i] + self._share(position, i) - self._throwaway_base)
-                for i in range(self.workers)
-            ]
+            made = [self._worker_batches[i] + self._share(position, i) - self._throwaway_base for i in range(self.workers)]
+            state["workers"] = [self._worker_state(i, batches) for i, batches in enumerate(made)]
         return state
 
     def capture_between_passes(self) -> dict[str, Any]:
@@ -212,9 +213,15 @@ class LoaderTracker:
         state = {**self._common(), "position": 0, "method": self.method, "between": True, "passes": self.passes}
         state["state"] = self._state_between_passes()
         if self.method == "skip" and self.persistent and self._collate is not None:
-            log = self._collate.log
-            state["workers"] = [log.state_after(i, n) for i, n in enumerate(self._batches_after(self._pass()))]
+            made = self._batches_after(self._pass())
+            state["workers"] = [self._worker_state(i, batches) for i, batches in enumerate(made)]
         return state
+
+    def _worker_state(self, worker: int, batches: int) -> Any:
+        if batches > 0 and self._collate is not None:
+            return self._collate.log.state_after(worker, batches)
+        # it has made nothing yet: it is as it was when it started
+        return self._resumed_workers[worker] if worker < len(self._resumed_workers) else None
 
     def _state_between_passes(self) -> dict[str, Any] | None:
         """The loader's own state, if its next pass depends on it."""

@@ -65,7 +65,7 @@ class RngState:
     def restore(self) -> None:
         """Set the global generators; CUDA generators as far as both sides have the device."""
         random.setstate(self.python)
-        np.random.set_state(self.numpy)  # type: ignore[arg-type]
+        np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch_cpu)
         if self.torch_cuda and torch.cuda.is_available():
             for device, state in enumerate(self.torch_cuda[: torch.cuda.device_count()]):
@@ -119,7 +119,7 @@ def pack_rng() -> bytes:
     _, words, gauss = random.getstate()
     _, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     head = _PACKED.pack(
-        *words, gauss is not None, gauss or 0.0, *keys.tolist(), position, has_gauss, cached, _TORCH_BYTES
+        *words, gauss is not None, gauss or 0.0, *np.asarray(keys).tolist(), position, has_gauss, cached, _TORCH_BYTES
     )
     return head + torch.get_rng_state().numpy().tobytes()
 

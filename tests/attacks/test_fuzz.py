@@ -13,13 +13,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckpt_core import CheckpointError
+from ckpt_core.checkpointer import Checkpointer
 from ckpt_core.layouts.torch_file import load_torch_file, verify_torch_file
 from ckpt_core.storage.base import FileReader
 from ckpt_core.storage.local import LocalStorage
-from ckpt_core.checkpointer import Checkpointer
 from tests.support.states import assert_same_state
 
-STATE = {"w": torch.arange(20.0), "e": torch.empty(0), "x": [1, "text", None], "n": {"d": torch.ones(3, dtype=torch.int8)}}
+STATE = {
+    "w": torch.arange(20.0),
+    "e": torch.empty(0),
+    "x": [1, "text", None],
+    "n": {"d": torch.ones(3, dtype=torch.int8)},
+}
+pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 EXAMPLES = settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
 
 

@@ -86,7 +86,7 @@ def test_a_full_disk(strategy: str, reserving: str, small_filesystem: Path) -> N
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_the_disk_runs_full_at_the_last_bytes(strategy: str, small_filesystem: Path) -> None:
     blocker = small_filesystem / "blocker"
-    failures = 0
+    codes = []
     for spare in range(0, 40_960, 4096):
         target = state_of(4)
         room = os.statvfs(small_filesystem).f_bavail * 4096
@@ -96,25 +96,21 @@ def test_the_disk_runs_full_at_the_last_bytes(strategy: str, small_filesystem: P
         try:
             save(checkpointer, target, path)
         except StorageError as error:
-            failures += 1
-            assert error.errno == errno.ENOSPC
+            codes.append(error.errno)
             assert os.listdir(small_filesystem) == ["blocker"]
         else:
             assert verify(path)
             path.unlink()
         checkpointer.close()
         blocker.unlink()
-    assert 1 <= failures < 10
+    assert 1 <= len(codes) < 10
+    assert set(codes) == {errno.ENOSPC}
 
 
 def test_a_directory_that_cannot_be_made_on_a_full_disk(small_filesystem: Path) -> None:
     subprocess.run(["mount", "-o", "remount,nr_inodes=2", small_filesystem], check=False, capture_output=True)
     (small_filesystem / "file").touch()
-    try:
-        (small_filesystem / "another").mkdir()
-    except OSError as error:
-        assert error.errno == errno.ENOSPC
-    else:
+    if os.statvfs(small_filesystem).f_favail:
         pytest.skip("this filesystem cannot be limited to a number of files")
     error = fails("sync", {"a": 1}, small_filesystem / "new" / "deep" / "a.ckpt")
     assert error.errno == errno.ENOSPC

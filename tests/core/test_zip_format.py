@@ -71,7 +71,12 @@ def test_data_is_aligned_wherever_the_header_begins(size: int, alignment: int) -
 @pytest.mark.parametrize("comment", [b"", b"what stands here"])
 def test_a_small_archive_is_read_by_python_and_torch(comment: bytes, tmp_path: Path) -> None:
     path = tmp_path / "a.zip"
-    contents = [("archive/data.pkl", b"pickle"), ("archive/empty", b""), ("archive/\u4e2d", b"x" * 1000), ("archive/version", b"3")]
+    contents = [
+        ("archive/data.pkl", b"pickle"),
+        ("archive/empty", b""),
+        ("archive/\u4e2d", b"x" * 1000),
+        ("archive/version", b"3"),
+    ]
     records = write_archive(path, list(contents), comment)
     with zipfile.ZipFile(path) as archive:
         assert archive.namelist() == [name for name, _ in contents]

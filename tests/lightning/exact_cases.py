@@ -209,6 +209,10 @@ class Model(pl.LightningModule):
         self.options = options or {}
         self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
         self.other = torch.nn.Linear(1, 1)
+        if self.options.get("wide"):
+            # more than one gradient bucket under DDP
+            layers = [torch.nn.Linear(512, 512) for _ in range(8)]
+            self.net = torch.nn.Sequential(torch.nn.Linear(4, 512), *layers, torch.nn.Linear(512, 1))
         self.average = torchmetrics.MeanMetric()
         self.unlogged = torchmetrics.MeanMetric()
         self.automatic_optimization = not self.options.get("manual")
@@ -390,7 +394,7 @@ def make_trainer(directory: Path, callbacks: list[Any], **kwargs: Any) -> Any:
         "enable_model_summary": False,
         "default_root_dir": directory,
     }
-    exact = ResumableCheckpoint(dirpath=directory / "unused", save_top_k=0)
+    exact = ResumableCheckpoint(dirpath=directory / "unused", save_top_k=0, every_n_epochs=1000)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return pl.Trainer(**{**defaults, **kwargs}, callbacks=[*callbacks, exact], logger=MemoryLogger())

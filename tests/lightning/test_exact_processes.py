@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import signal
-from collections.abc import Callable
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 SCRIPT = Path(__file__).with_name("exact_script.py")
+ROOT = Path(__file__).resolve().parents[2]
 BATCHES = 8
 
 
@@ -50,40 +55,78 @@ CASES = {
         "on_train_epoch_end", 2, {"loader": "stateful_distributed", "workers": 2}, DDP
     ),
 }
+THREE = {"devices": 3, "strategy": "ddp", "accumulate_grad_batches": 2}
+CASES["three ranks"] = Case("on_train_batch_end", 3, {"wide": True}, THREE)
 IOS = ["stock"]
 
 
-def run(run_script: Callable[..., Any], directory: Path, name: str, case: Case, **spec: Any) -> list[Any] | int:
-    """Run the script; what each rank wrote, or the exit status if it was killed."""
-    whole = {
-        "options": case.options,
-        "trainer": case.trainer,
-        "seed": 1,
-        "save": None,
-        "kill": False,
-        "checkpoint": str(directory / f"{spec.get('resume') or spec.get('kill') or 'whole'}.ckpt"),
-        "resume": False,
-        "result": str(directory / name),
-        "io": "stock",
-        **spec,
-    }
-    path = directory / f"{name}.spec.json"
-    path.write_text(json.dumps(whole))
-    done = run_script(SCRIPT, path, check=not whole["kill"], env={"PL_GLOBAL_SEED": None}, timeout=100)
-    if whole["kill"]:
-        assert not list(directory.glob(f"{name}.[0-9].json")), done.stdout + done.stderr
-        return int(done.returncode)
-    return [json.loads((directory / f"{name}.{rank}.json").read_text()) for rank in range(case.ranks)]
+class Zygote:
+    """A clean process that forks the training processes."""
+
+    def __init__(self, directory: Path) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        environment.pop("PL_GLOBAL_SEED", None)
+        self.log = (directory / "zygote.log").open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def run(self, directory: Path, name: str, case: Case, **spec: Any) -> tuple[list[int], list[Any]]:
+        """Train; the exit status of each rank, and what it wrote."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        whole = {
+            "options": case.options,
+            "trainer": case.trainer,
+            "ranks": case.ranks,
+            "seed": 1,
+            "save": None,
+            "kill": False,
+            "checkpoint": str(directory / "unused.ckpt"),
+            "resume": False,
+            "result": str(directory / name),
+            "port": port,
+            **spec,
+        }
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps(whole), file=self.process.stdin, flush=True)
+        statuses = json.loads(self.process.stdout.readline())
+        results = []
+        for rank, status in enumerate(statuses):
+            if status > 0:
+                pytest.fail((directory / f"{name}.{rank}.log").read_text())
+            written = directory / f"{name}.{rank}.json"
+            results.append(json.loads(written.read_text()) if written.exists() else None)
+        return statuses, results
+
+    def close(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+        self.log.close()
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    started = Zygote(tmp_path_factory.mktemp("zygote"))
+    yield started
+    started.close()
 
 
 @pytest.mark.parametrize("io", IOS)
 @pytest.mark.parametrize("case", CASES.values(), ids=[name.replace(" ", "-") for name in CASES])
-def test_killed_run_goes_on(run_script: Callable[..., Any], tmp_path: Path, case: Case, io: str) -> None:
+def test_killed_run_goes_on(zygote: Zygote, tmp_path: Path, case: Case, io: str) -> None:
     save, saved = [case.hook, case.count], str(tmp_path / "killed.ckpt")
-    expected = run(run_script, tmp_path, "whole", case, save=save, io=io)
-    status = run(run_script, tmp_path, "killed", case, save=save, kill=True, checkpoint=saved, io=io)
-    assert status == -signal.SIGKILL
-    found = run(run_script, tmp_path, "resumed", case, resume=True, seed=77, checkpoint=saved, io=io)
+    _, expected = zygote.run(tmp_path, "whole", case, save=save, io=io)
+    statuses, results = zygote.run(tmp_path, "killed", case, save=save, kill=True, checkpoint=saved, io=io)
+    assert statuses == [-signal.SIGKILL] * case.ranks and results == [None] * case.ranks
+    _, found = zygote.run(tmp_path, "resumed", case, resume=True, seed=77, checkpoint=saved, io=io)
     for rank in range(case.ranks):
         assert found[rank]["warnings"] == []
         assert found[rank]["whole"] == expected[rank]["after_save"], f"rank {rank}"

@@ -70,7 +70,12 @@ def states() -> st.SearchStrategy[Any]:
     """Dictionaries nested at random, with tensors and everything else that loads with ``weights_only=True``."""
     keys = st.text(max_size=5) | st.integers(-5, 5)
     plain = (
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.binary(min_size=1, max_size=8)
+        st.none()
+        | st.booleans()
+        | st.integers()
+        | st.floats()
+        | st.text(max_size=8)
+        | st.binary(min_size=1, max_size=8)
     )
     leaves = plain | _tensors()
     nested = st.recursive(

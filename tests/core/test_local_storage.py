@@ -1,0 +1,189 @@
+"""The local filesystem: names, rights, links, direct I/O and orphans."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_core import Catalog, Checkpointer, StorageError
+from ckpt_core.storage import LocalStorage
+from ckpt_core.storage import local as local_module
+from tests.core.test_storage import StorageContract
+from tests.support.states import tensor_of
+
+
+def write_local(path: str | os.PathLike[str], data: bytes) -> None:
+    StorageContract().write(LocalStorage(), os.fspath(path), data)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077, 0o002])
+def test_a_file_has_the_rights_that_the_umask_leaves(umask: int, tmp_path: Path) -> None:
+    before = os.umask(umask)
+    try:
+        write_local(tmp_path / "a.ckpt", b"x")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a.ckpt").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_a_link_at_the_final_name_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "target").write_bytes(b"precious")
+    (tmp_path / "folder").mkdir()
+    for target in ("target", "folder", "missing"):
+        link = tmp_path / f"{target}.ckpt"
+        link.symlink_to(tmp_path / target)
+        write_local(link, b"new")
+        assert not link.is_symlink()
+        assert link.read_bytes() == b"new"
+    assert (tmp_path / "target").read_bytes() == b"precious"
+    assert list((tmp_path / "folder").iterdir()) == []
+
+
+def test_removing_a_link_leaves_what_it_points_to(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "inside").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "folder")
+    LocalStorage().remove(str(tmp_path / "link"))
+    assert sorted(os.listdir(tmp_path)) == ["folder"]
+    assert os.listdir(tmp_path / "folder") == ["inside"]
+
+
+@pytest.mark.parametrize(
+    "name", ["a" * 250 + ".ckpt", "\u4e2d" * 80 + ".ckpt", "\u00e9" * 100 + "=1.ckpt", "a b\n.ckpt"]
+)
+def test_any_name_that_the_filesystem_takes(name: str, tmp_path: Path) -> None:
+    write_local(tmp_path / name, b"x")
+    assert os.listdir(tmp_path) == [name]
+    with pytest.raises(StorageError, match="shorter"):
+        write_local(tmp_path / ("a" * 251 + ".ckpt"), b"x")
+
+
+def test_without_direct_io_the_same_bytes_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = tensor_of(torch.uint8, 100_001).numpy().tobytes()
+    real_open, refused = os.open, []
+
+    def refuse(path: Any, flags: int, *args: Any, **options: Any) -> int:
+        if flags & os.O_DIRECT:
+            refused.append(path)
+            raise OSError(22, "Invalid argument")
+        return real_open(path, flags, *args, **options)
+
+    monkeypatch.setattr(local_module.os, "open", refuse)
+    write_local(tmp_path / "a.ckpt", data)
+    assert len(refused) == 1
+    assert (tmp_path / "a.ckpt").read_bytes() == data
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_a_filesystem_that_refuses_a_direct_write_is_written_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tensor_of(torch.uint8, 100_000).numpy().tobytes()
+    real_write, refused = os.pwrite, []
+
+    def refuse(descriptor: int, chunk: memoryview, offset: int) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(offset)
+            raise OSError(22, "Invalid argument")
+        return real_write(descriptor, chunk[:5000], offset)  # and it writes less than it is asked for
+
+    monkeypatch.setattr(local_module.os, "pwrite", refuse)
+    write_local(tmp_path / "a.ckpt", data)
+    assert (tmp_path / "a.ckpt").read_bytes() == data
+    assert len(refused) <= 1
+
+
+def test_direct_io_is_used_where_there_is_some(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flags: list[int] = []
+    real_write = os.pwrite
+
+    def watch(descriptor: int, chunk: memoryview, offset: int) -> int:
+        flags.append(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)
+        return real_write(descriptor, chunk, offset)
+
+    try:
+        os.close(os.open(tmp_path / "probe", os.O_WRONLY | os.O_CREAT | os.O_DIRECT))
+    except OSError:
+        pytest.skip("this filesystem has no direct I/O")
+    monkeypatch.setattr(local_module.os, "pwrite", watch)
+    for strategy in ("sync", "async"):
+        flags.clear()
+        with Checkpointer(strategy=strategy) as checkpointer:  # type: ignore[arg-type]
+            checkpointer.save({"w": tensor_of(torch.uint8, 20 * 2**20), "x": [1]}, tmp_path / "a.ckpt")
+        assert len(flags) == 3
+        assert all(flags)
+
+
+def test_a_file_deleted_while_the_directory_is_listed_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / f"{name}.ckpt").write_bytes(b"x")
+    real_scandir = os.scandir
+
+    def scan(directory: Any) -> Any:
+        with real_scandir(directory) as entries:
+            found = list(entries)
+        (tmp_path / "b.ckpt").unlink(missing_ok=True)
+        return contextlib.nullcontext(iter(found))
+
+    monkeypatch.setattr(local_module.os, "scandir", scan)
+    assert sorted(file.path[-6:] for file in LocalStorage().list(str(tmp_path))) == ["a.ckpt", "c.ckpt"]
+
+
+def _hold_a_part(folder: str, ready: Any, release: Any) -> None:
+    writer = LocalStorage().create(f"{folder}/live.ckpt", 5000)
+    writer.write_at(0, memoryview(b"x" * 10))
+    ready.set()
+    release.wait(60)
+    writer.commit(10)
+
+
+def test_orphans_of_dead_processes_are_removed_and_live_ones_are_not(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    processes = []
+    for _ in range(2):
+        ready, release = context.Event(), context.Event()
+        process = context.Process(target=_hold_a_part, args=(str(tmp_path), ready, release))
+        process.start()
+        assert ready.wait(60)
+        processes.append((process, release))
+    (dead, _), (alive, release) = processes
+    assert len(os.listdir(tmp_path)) == 2
+    os.kill(dead.pid, signal.SIGKILL)
+    dead.join()
+    (tmp_path / "unrelated.ckpt-part").touch()
+    with Checkpointer(strategy="sync") as checkpointer:
+        checkpointer.save({"a": 1}, tmp_path / "a.ckpt")
+    parts = [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    assert len(parts) == 1
+    release.set()
+    alive.join()
+    assert alive.exitcode == 0
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "live.ckpt", "unrelated.ckpt-part"]
+    assert (tmp_path / "live.ckpt").read_bytes() == b"x" * 10
+
+
+def test_an_orphan_is_not_a_checkpoint(tmp_path: Path) -> None:
+    write_local(tmp_path / "a.ckpt", b"x")
+    (tmp_path / ".a.ckpt.0123456789ab.ckpt-part").touch()
+    catalog = Catalog(tmp_path, suffix="")
+    assert [Path(info.path).name for info in catalog.checkpoints()] == ["a.ckpt"]
+    assert [Path(path).name for path in catalog.prune()] == [".a.ckpt.0123456789ab.ckpt-part"]
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+def test_a_failed_copy_leaves_nothing(tmp_path: Path) -> None:
+    write_local(tmp_path / "a.ckpt", b"x")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(StorageError):
+        LocalStorage().copy(str(tmp_path / "a.ckpt"), str(tmp_path / "folder"))
+    assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "folder"]

@@ -1,0 +1,170 @@
+"""Samplers, workers, gradients and kinds, each on its own."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, RandomSampler
+
+from ckpt_core.errors import CheckpointError, StateMismatchError
+from ckpt_core.state.gradients import capture_gradients, restore_gradients
+from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
+from ckpt_core.state.loaders import LoaderTracker
+from ckpt_core.state.rng import RngState, pack_rng
+from ckpt_core.state.samplers import RecordingSampler
+from ckpt_core.state.workers import RngMapDataset, WorkerRngLog
+
+
+def reseed(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+def batches(size: int = 16) -> BatchSampler:
+    return BatchSampler(RandomSampler(range(size)), 4, False)
+
+
+@pytest.mark.parametrize("skip", [1, 3, 4])
+def test_sampler_repeats_its_pass_without_its_beginning(skip: int) -> None:
+    sampler = RecordingSampler(batches(), None)
+    expected = list(sampler)
+    begun = sampler.current
+    assert begun is not None and begun.drawn == 4
+    reseed(99)
+    again = RecordingSampler(batches(), None)
+    again.resume(begun, skip)
+    iterator = iter(again)
+    reseed(5)
+    before = RngState.capture()
+    iterator.fast_forward()
+    assert before.same_as(RngState.capture()), "skipping must leave the global generators alone"
+    assert list(iterator) == expected[skip:]
+    assert again.current is not None and again.current.drawn == 4
+
+
+def test_sampler_is_what_it_stands_in_front_of() -> None:
+    inner = DistributedSampler(range(8), num_replicas=2, rank=0, seed=3)
+    sampler = RecordingSampler(inner, None)
+    assert len(sampler) == 4 and sampler.num_replicas == 2
+    sampler.set_epoch(5)
+    assert inner.epoch == 5
+    sampler.epoch = 6
+    assert inner.epoch == 6
+    assert sampler.moment().counters == {"seed": 3, "epoch": 6}
+
+
+def test_sampler_that_draws_as_it_goes_is_noticed() -> None:
+    class Draws:
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self) -> Any:
+            return (random.randrange(9) for _ in range(4))
+
+    sampler = RecordingSampler(Draws(), None)
+    list(sampler)
+    assert sampler.current is not None and sampler.current.draws_throughout
+    plain = RecordingSampler(batches(), None)
+    list(plain)
+    assert plain.current is not None and not plain.current.draws_throughout
+
+
+class Noise(Dataset[Any]):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> float:
+        return float(torch.rand(())) + float(np.random.rand()) + random.random()
+
+
+@pytest.mark.parametrize("start_method", ["fork", "spawn"])
+@pytest.mark.parametrize("done", [1, 2, 3, 5])
+def test_workers_go_on_from_where_they_were(done: int, start_method: str) -> None:
+    if start_method == "spawn" and done != 3:
+        pytest.skip("one position is enough for the slow way to start")
+
+    def loader() -> Any:
+        return DataLoader(Noise(), batch_size=2, num_workers=2, multiprocessing_context=start_method)
+
+    reseed(1)
+    first = loader()
+    tracker = LoaderTracker(first)
+    tracker.begin_pass()
+    iterator = iter(first)
+    taken = [next(iterator) for _ in range(done)]
+    state = tracker.capture(tracker.mark(), done)
+    rest = list(iterator)
+    reseed(2)
+    second = loader()
+    follower = LoaderTracker(second)
+    drop = follower.prepare(state)
+    iterator = iter(second)
+    for _ in range(drop):
+        next(iterator)
+    follower.finish(state)
+    found = list(iterator)
+    assert len(taken) + len(found) == 6 and len(found) == len(rest)
+    assert all(torch.equal(a, b) for a, b in zip(found, rest, strict=True))
+    follower.release()
+    assert not isinstance(second.batch_sampler, RecordingSampler)
+
+
+def test_worker_log_says_when_a_state_is_gone() -> None:
+    log = WorkerRngLog(1, depth=2)
+    log.start(0)
+    states = []
+    for _ in range(4):
+        random.random()
+        log.record(0)
+        states.append(pack_rng())
+    latest = log.state_after(0, 4)
+    assert latest is not None and latest.numpy().tobytes() == states[3]
+    assert log.state_after(0, 0) is None
+    with pytest.raises(CheckpointError, match="no longer recorded"):
+        log.state_after(0, 1)
+    with pytest.raises(CheckpointError, match="made 4 of 5 batches"):
+        log.state_after(0, 5, timeout=0.05)
+
+
+def test_wrapped_data_set_is_used_through_its_wrapper() -> None:
+    inner = Noise()
+    wrapped = RngMapDataset(inner)
+    wrapped.extra = 3  # type: ignore[attr-defined]
+    assert inner.extra == 3 and len(wrapped) == 12  # type: ignore[attr-defined]
+    assert wrapped.state_dict() == {"inner": None, "rng": None}
+
+
+def test_gradients_come_back() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    model[0](torch.ones(2)).sum().backward()
+    captured = capture_gradients(model.named_parameters())
+    assert sorted(captured) == ["0.bias", "0.weight"]
+    other = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    other[1](torch.ones(2)).sum().backward()
+    restore_gradients(other.named_parameters(), captured)
+    assert torch.equal(other[0].weight.grad, captured["0.weight"]) and other[1].weight.grad is None
+    model[0].weight.grad.add_(1)
+    assert not torch.equal(model[0].weight.grad, captured["0.weight"]), "the capture is a copy"
+
+
+def test_gradients_of_another_model_are_refused() -> None:
+    model = torch.nn.Linear(2, 2)
+    with pytest.raises(StateMismatchError, match="shape") as shape:
+        restore_gradients(model.named_parameters(), {"weight": torch.ones(3)})
+    assert shape.value.key == "weight"
+    with pytest.raises(StateMismatchError, match="does not have"):
+        restore_gradients(model.named_parameters(), {"other": torch.ones(3)})
+
+
+def test_kinds() -> None:
+    joined = join_ranks({"step": 3}, [{"rng": 1}, None])
+    assert joined == {Kind.REPLICATED.value: {"step": 3}, Kind.PER_RANK.value: [{"rng": 1}, None]}
+    assert state_of_rank(joined, 0) == {"rng": 1}
+    for rank in (1, 2):
+        with pytest.raises(StateMismatchError, match=f"no state of rank {rank}"):
+            state_of_rank(joined, rank)

@@ -1,0 +1,57 @@
+"""The private parts of Lightning that we use are where they were: a new release that moves one fails here first."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+import pytest
+import pytorch_lightning
+import torch
+
+from ckpt_core.errors import CheckpointError
+from lightning_ckpt import _private
+from lightning_ckpt.resumable import ResumableCheckpoint
+from tests.lightning.exact_cases import Model
+
+
+@pytest.mark.parametrize("package", [pl, pytorch_lightning])
+def test_nothing_has_moved(package: object) -> None:
+    trainer = package.Trainer(logger=False, accelerator="cpu", devices=1)  # type: ignore[attr-defined]
+    assert _private.missing_internals(trainer) == [], "this release of Lightning has moved private attributes"
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_classes_behind_logged_values(package: str) -> None:
+    result = pytest.importorskip(f"{package}.trainer.connectors.logger_connector.result")
+    meta = result._Metadata("fx", "name", reduce_fx=torch.mean)
+    meta.sync = result._Sync(fn=None, _should=False, rank_zero_only=False, _op="mean")
+    metric = result._ResultMetric(meta, True)
+    assert {"value", "cumulated_batch_size", "_forward_cache", "_update_count", "has_reset"} <= set(dir(metric))
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_combined_loader(package: str) -> None:
+    module = pytest.importorskip(f"{package}.utilities.combined_loader")
+    combined = module.CombinedLoader([[1, 2, 3], [4]], "max_size_cycle")
+    _private.Internals.make_idle_iterator(combined)
+    assert len(combined) == 3 and _private.Internals.iterators(combined) == []
+    iter(combined)
+    assert len(_private.Internals.iterators(combined)) == 2 and _private.Internals.exhausted(combined) == [False, False]
+    _private.Internals.set_position(combined, 2, [False, True])
+    assert next(combined)[1] == 2
+
+
+def test_model_checkpoint() -> None:
+    for name in ("_ModelCheckpoint__resolve_ckpt_dir", "_find_last_checkpoints", "_save_checkpoint"):
+        assert hasattr(pl.callbacks.ModelCheckpoint, name), name
+
+
+def test_ddp_reducer() -> None:
+    for name in ("_push_all_rebuilt_params", "_rebuild_buckets"):
+        assert hasattr(torch._C._distributed_c10d.Reducer, name), name
+
+
+def test_a_moved_attribute_is_named(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_private, "_FIT_LOOP", (*_private._FIT_LOOP, "_renamed"))
+    trainer = pl.Trainer(callbacks=[ResumableCheckpoint(dirpath=str(tmp_path))], logger=False, accelerator="cpu", devices=1)
+    with pytest.raises(CheckpointError, match=r"it has no trainer\.fit_loop\._renamed"):
+        trainer.fit(Model())
