@@ -11,7 +11,7 @@ from typing import Any
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
 from ckpt_core.events import CheckpointSkipped, Listener
 from ckpt_core.reader import peek, verify
-from ckpt_core.storage import is_remote, local_path, storage_for
+from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 from ckpt_core.writer import notify
 
 __all__ = ["Catalog", "CheckpointInfo"]
@@ -42,6 +42,7 @@ class Catalog:
         suffix: Ending of the file names that count.
         storage_options: For fsspec.
         listeners: Told about checkpoints that are passed over.
+        storage: Where the directory is; by default, what ``root`` says.
 
     Example:
         >>> from ckpt_core import Catalog
@@ -56,11 +57,11 @@ class Catalog:
         suffix: str = ".ckpt",
         storage_options: dict[str, Any] | None = None,
         listeners: Sequence[Listener] = (),
+        storage: Storage | None = None,
     ) -> None:
         self.root = local_path(root)
         self._suffix = suffix
-        self._storage_options = storage_options if is_remote(root) else None
-        self._storage = storage_for(self.root, self._storage_options)
+        self._storage = storage or storage_for(self.root, storage_options if is_remote(root) else None)
         self._listeners = listeners
 
     def checkpoints(self) -> list[CheckpointInfo]:
@@ -83,7 +84,7 @@ class Catalog:
         """
         for info in self.checkpoints():
             try:
-                verify(info.path, storage_options=self._storage_options)
+                verify(info.path, storage=self._storage)
                 if accept is None or self._is_accepted(info.path, accept):
                     return info
             except CheckpointNotFoundError:
@@ -95,7 +96,7 @@ class Catalog:
 
     def _is_accepted(self, path: str, accept: Callable[[Any], bool]) -> bool:
         try:
-            return accept(peek(path, storage_options=self._storage_options))
+            return accept(peek(path, storage=self._storage))
         except UnsafeCheckpointError:
             return True  # holds more than plain data: cannot be judged without running its code
 
@@ -104,7 +105,7 @@ class Catalog:
         result: dict[str, CheckpointError | None] = {}
         for info in self.checkpoints():
             try:
-                verify(info.path, storage_options=self._storage_options)
+                verify(info.path, storage=self._storage)
                 result[info.path] = None
             except CheckpointError as error:
                 result[info.path] = error

@@ -41,6 +41,8 @@ class Checkpointer:
             :meth:`raise_failure` or :meth:`close`; ``"warn"`` logs and counts it.
         storage_options: Passed to fsspec for paths that are URLs: endpoint, credentials and so on.
         listeners: Called with every event (:mod:`ckpt_core.events`).
+        storage: Keeps all checkpoints, whatever their path: your own :class:`~ckpt_core.storage.Storage`, or in tests a
+            :class:`~ckpt_core.storage.FaultyStorage`. By default the path says what to use.
 
     Attributes:
         raises_on_save: Whether :meth:`save` and :meth:`copy` raise a background failure of an earlier save. Set it to False
@@ -64,6 +66,7 @@ class Checkpointer:
         on_error: OnError = "raise",
         storage_options: dict[str, Any] | None = None,
         listeners: Sequence[Listener] = (),
+        storage: Storage | None = None,
     ) -> None:
         if strategy not in ("sync", "async"):
             raise ValueError(f"strategy must be 'sync' or 'async', not {strategy!r}")
@@ -77,6 +80,7 @@ class Checkpointer:
         self._on_error = on_error
         self._storage_options = storage_options
         self._listeners = list(listeners)
+        self._storage = storage
         self._buffers = BufferPool(max_pending)
         self._writer = BackgroundWriter(on_error=on_error, listeners=self._listeners)
         self._clean_directories: set[str] = set()
@@ -91,6 +95,7 @@ class Checkpointer:
             on_error=self._on_error,
             storage_options=self._storage_options,
             listeners=self._listeners,
+            storage=self._storage,
         )
         return settings, ()
 
@@ -128,7 +133,7 @@ class Checkpointer:
             self._writer.raise_failure()
         notify(self._listeners, SaveStarted(path=target))
         started = time.perf_counter()
-        storage = storage_for(target, self._storage_options)
+        storage = self._storage_for(target)
         try:
             self._remove_orphans_once(storage, target)
             # A signal handler can save while this thread is inside a save and holds the buffer: that one cannot wait.
@@ -195,7 +200,7 @@ class Checkpointer:
             self._writer.raise_failure()
         started = time.perf_counter()
         notify(self._listeners, SaveStarted(path=path))
-        storage = storage_for(path, self._options_for(path))
+        storage = self._storage_for(path)
         if self.strategy == "sync":
             size = storage.copy(original, path)
             stall = time.perf_counter() - started
@@ -226,7 +231,7 @@ class Checkpointer:
         self._writer.wait(source)
         started = time.perf_counter()
         state, verified, size = reader.load(
-            source, map_location=map_location, weights_only=weights_only, storage_options=self._options_for(source)
+            source, map_location=map_location, weights_only=weights_only, storage=self._storage_for(source)
         )
         seconds = time.perf_counter() - started
         notify(self._listeners, CheckpointLoaded(path=source, bytes=size, seconds=seconds, verified=verified))
@@ -235,7 +240,7 @@ class Checkpointer:
     def exists(self, path: Path) -> bool:
         """Return whether there is a checkpoint at ``path``, or a save of it is under way."""
         target = _full_path(path)
-        return self.is_pending(target) or storage_for(target, self._options_for(target)).exists(target)
+        return self.is_pending(target) or self._storage_for(target).exists(target)
 
     def remove(self, path: Path) -> None:
         """Delete the checkpoint at ``path`` once all saves asked for so far are durable.
@@ -243,7 +248,7 @@ class Checkpointer:
         If the newest of those fails, the checkpoint is kept, and a warning says so.
         """
         target = _full_path(path)
-        storage = storage_for(target, self._options_for(target))
+        storage = self._storage_for(target)
         if self.strategy == "sync":
             storage.remove(target)
             notify(self._listeners, CheckpointRemoved(path=target))
@@ -281,8 +286,8 @@ class Checkpointer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _options_for(self, path: str) -> dict[str, Any] | None:
-        return self._storage_options if is_remote(path) else None
+    def _storage_for(self, path: str) -> Storage:
+        return self._storage or storage_for(path, self._storage_options if is_remote(path) else None)
 
 
 def _full_path(path: Path) -> str:

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from ckpt_core.layouts.torch_file import load_torch_file, peek_torch_file, verify_torch_file
-from ckpt_core.storage import local_path, storage_for
+from ckpt_core.storage import Storage, local_path, storage_for
 
 __all__ = ["load", "peek", "verify"]
 
@@ -17,6 +17,7 @@ def load(
     map_location: Any = None,
     weights_only: bool | None = None,
     storage_options: dict[str, Any] | None = None,
+    storage: Storage | None = None,
 ) -> tuple[Any, bool, int]:
     """Load a checkpoint.
 
@@ -25,6 +26,7 @@ def load(
         map_location: As for ``torch.load``.
         weights_only: As for ``torch.load``: None means True.
         storage_options: For fsspec.
+        storage: Where the file is; by default, what the path says.
 
     Returns:
         The state; whether every byte was compared with its digest (False for files that other programs wrote); the
@@ -34,32 +36,38 @@ def load(
         CheckpointError: See the tree in :mod:`ckpt_core.errors`.
     """
     path = local_path(path)
-    with storage_for(path, storage_options).open(path) as reader:
+    with (storage or storage_for(path, storage_options)).open(path) as reader:
         state, verified = load_torch_file(reader, map_location=map_location, weights_only=weights_only)
         return state, verified, reader.size
 
 
-def peek(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> Any:
+def peek(
+    path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None, storage: Storage | None = None
+) -> Any:
     """Load a checkpoint without its tensors' bytes: their shapes and types are right, their values are undefined.
 
     Args:
         path: Local path or URL.
         storage_options: For fsspec.
+        storage: Where the file is; by default, what the path says.
 
     Raises:
         CheckpointError: As :func:`load`; damage inside a tensor is not found.
     """
     path = local_path(path)
-    with storage_for(path, storage_options).open(path) as reader:
+    with (storage or storage_for(path, storage_options)).open(path) as reader:
         return peek_torch_file(reader)
 
 
-def verify(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> bool:
+def verify(
+    path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None, storage: Storage | None = None
+) -> bool:
     """Compare every byte of a checkpoint with its digest, without building anything.
 
     Args:
         path: Local path or URL.
         storage_options: For fsspec.
+        storage: Where the file is; by default, what the path says.
 
     Returns:
         True if all bytes match; False if the file holds no digests, because another program wrote it.
@@ -69,5 +77,5 @@ def verify(path: str | os.PathLike[str], *, storage_options: dict[str, Any] | No
         CheckpointNotFoundError: There is no such file.
     """
     path = local_path(path)
-    with storage_for(path, storage_options).open(path) as reader:
+    with (storage or storage_for(path, storage_options)).open(path) as reader:
         return verify_torch_file(reader)

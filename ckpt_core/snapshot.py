@@ -99,13 +99,20 @@ class BackgroundCopy:
         if any(source.is_cuda for source in self._sources):
             self._stream = torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
+        self._claim = threading.Lock()  # for the thread, or for whoever gives up on it, whichever comes first
         self._ended = threading.Event()
         try:
             threading.Thread(target=self._run, name="ckpt-staging").start()
         except RuntimeError:  # the interpreter is shutting down: no new threads
             self._run()
+        except BaseException:  # Ctrl-C while the thread was starting: it may be writing to the targets already
+            if not self._claim.acquire(blocking=False):
+                wait_through(self._ended)
+            raise
 
     def _run(self) -> None:
+        if not self._claim.acquire(blocking=False):
+            return
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):  # a None stream changes nothing
                 if self._targets:

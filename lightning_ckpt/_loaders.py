@@ -142,9 +142,11 @@ class TrainingData:
         """Why going on from here would not be exact, in words."""
         if self._draws_while_reading and self.attempts:
             return [
-                "an iterable data set without state_dict draws random numbers in the main process while it is read; its "
-                "order is reproduced only if it does not depend on them (give it state_dict and load_state_dict, or use "
-                "num_workers=1)"
+                (
+                    "an iterable data set without state_dict draws random numbers in the main process while it is read; its "
+                    "order is reproduced only if it does not depend on them (give it state_dict and load_state_dict, or use "
+                    "num_workers=1)"
+                )
             ]
         return []
 

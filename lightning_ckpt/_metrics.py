@@ -153,7 +153,11 @@ def restore_metrics(internals: Internals, module: torch.nn.Module, state: Mappin
 
 
 def _decode_result(
-    internals: Internals, metrics: Mapping[str, Metric], collection: type, saved: Mapping[str, Any], device: torch.device
+    internals: Internals,
+    metrics: Mapping[str, Metric],
+    collection: type,
+    saved: Mapping[str, Any],
+    device: torch.device,
 ) -> Any:
     # what self.log() would have made of the same value
     module = sys.modules[collection.__module__]

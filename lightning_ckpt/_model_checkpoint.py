@@ -11,7 +11,8 @@ from weakref import proxy
 from ckpt_core import Catalog, verify
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.reader import peek
-from lightning_ckpt._outcomes import OutcomeWatch
+from ckpt_core.storage import storage_for
+from lightning_ckpt._outcomes import OutcomeWatch, raise_together
 from lightning_ckpt._private import ModelCheckpointBase, checkpoint_directory
 from lightning_ckpt.io import TorchFileIO
 
@@ -25,9 +26,9 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
 
     def __init__(self, **settings: Any) -> None:
         self._best_model_path = ""
-        self._looks_up_best = False
+        self._has_trained = False
+        self._best_of_earlier_run: str | None = None
         super().__init__(**settings)
-        self._looks_up_best = True
         self._watch: OutcomeWatch | None = None
         self._saved_by_this_trigger: str | None = None
         self._copy_of: str | None = None
@@ -37,16 +38,11 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            self._looks_up_best = False
-            # One watch per Trainer: several callbacks would announce a failure several times.
-            others = [cb for cb in trainer.callbacks if isinstance(cb, ReliableModelCheckpoint)]
-            if others[0] is self:
+            self._has_trained = True
+            # One watch per Trainer: several would announce a failure several times. The last callback has it, because what
+            # the others save at the end of training must be waited for too.
+            if [cb for cb in trainer.callbacks if isinstance(cb, ReliableModelCheckpoint)][-1] is self:
                 self._watch = OutcomeWatch(trainer)
-
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        if self._watch is not None:
-            self._watch.save_begun()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -59,7 +55,13 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             self._watch.after_training(trainer)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        super().on_exception(trainer, pl_module, exception)
+        plugin = trainer.strategy.checkpoint_io
+        if isinstance(plugin, TorchFileIO):
+            plugin.checkpointer.take_failure()  # was logged, and would be raised in place of what happened now
+        try:
+            super().on_exception(trainer, pl_module, exception)
+        except CheckpointError:
+            logger.exception("could not save a checkpoint on the exception %r", exception)
         if self._watch is not None:
             self._watch.after_exception()
 
@@ -95,9 +97,12 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             super()._save_checkpoint(trainer, filepath)
             self._saved_by_this_trigger = filepath
             return
-        if trainer.is_global_zero:
-            plugin.checkpointer.copy(source, filepath)
-        trainer.strategy.barrier("ResumableCheckpoint.save_last")
+
+        def copy() -> None:
+            if trainer.is_global_zero:
+                plugin.checkpointer.copy(source, filepath)
+
+        raise_together(trainer, copy)
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
         if trainer.is_global_zero:
@@ -109,21 +114,18 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         # A copy holds the state of its original, which was saved before the name of the copy was known.
         resumed = trainer.ckpt_path
         if resumed and os.path.basename(resumed).startswith(self.CHECKPOINT_NAME_LAST) and self._is_in_dirpath(resumed):
-            self.last_model_path = os.fspath(resumed)
+            self.last_model_path = os.path.join(self.dirpath, os.path.basename(resumed))  # as Lightning spells it
 
     def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
         # Lightning keeps the checkpoint that the run was resumed from, but not on remote filesystems.
         resumed = trainer.ckpt_path
-        if resumed and "://" in previous and (previous == os.fspath(resumed) or not self._is_in_dirpath(previous)):
+        if resumed and "://" in previous and (_same(previous, resumed) or not self._is_in_dirpath(previous)):
             return False
         decision: bool = super()._should_remove_checkpoint(trainer, previous, current)
         return decision
 
     def _is_in_dirpath(self, path: Any) -> bool:
-        directory = os.path.dirname(os.fspath(path))
-        if self.dirpath is None or directory == os.fspath(self.dirpath):
-            return self.dirpath is not None
-        return "://" not in directory and os.path.abspath(directory) == os.path.abspath(self.dirpath)
+        return self.dirpath is not None and _same(os.path.dirname(os.fspath(path)), self.dirpath)
 
     # ---- ckpt_path="last" and "best" ---------------------------------------------------------------------------------
 
@@ -143,10 +145,11 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         newest = catalog.newest_verified(_is_training_state)
         if newest is not None:
             return newest.path
-        checkpoints = catalog.checkpoints()
-        if checkpoints and not any(error is None for error in catalog.verify().values()):
+        damaged = [path for path, error in catalog.verify().items() if error is not None]
+        if damaged:
             raise CheckpointNotFoundError(
-                f"none of the {len(checkpoints)} checkpoints in the directory verifies",
+                f"none of the checkpoints in the directory can be resumed from: {len(damaged)} do not verify, such as "
+                f"{os.path.basename(damaged[0])}",
                 path=os.fspath(directory),
                 remedy="move them away to start from scratch, or give the path of another checkpoint",
             )
@@ -155,35 +158,49 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
     @property
     def best_model_path(self) -> str:
         """Path of the best checkpoint; in a process that has not trained, what the newest checkpoint says it is."""
-        if not self._best_model_path and self._looks_up_best and self.dirpath is not None:
-            self._best_model_path = self._best_of_earlier_run(self.dirpath)
-        return self._best_model_path
+        if self._best_model_path or self._has_trained or self.dirpath is None:
+            return self._best_model_path
+        # Kept apart: a run that begins later must not take it for its own and delete it.
+        if self._best_of_earlier_run is None:
+            self._best_of_earlier_run = self._look_up_best(os.fspath(self.dirpath))
+        return self._best_of_earlier_run
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
         self._best_model_path = path
 
-    def _best_of_earlier_run(self, directory: Any) -> str:
+    def _look_up_best(self, directory: str) -> str:
         newest = self._newest_verified(directory)
         if newest is None:
             return ""
-        saved = peek(newest).get("callbacks", {}).get(self.state_key, {}).get("best_model_path")
-        if not saved:
+        best = peek(newest).get("callbacks", {}).get(self.state_key, {}).get("best_model_path")
+        if not best:
+            if self.monitor is not None:
+                logger.warning("took %s for the best checkpoint: it does not know the best %s", newest, self.monitor)
             return newest
-        # The directory may have been moved since.
-        candidates = dict.fromkeys([saved, f"{os.fspath(directory).rstrip('/')}/{os.path.basename(saved)}"])
-        for path in candidates:
-            try:
-                verify(path)
-            except CheckpointError as error:
-                logger.warning("passed over the best checkpoint %s: %s", path, error.message)
-            else:
-                return str(path)
-        return newest
+        # The directory may have been moved or copied since.
+        moved = f"{directory.rstrip('/')}/{os.path.basename(best)}"
+        path = moved if storage_for(moved).exists(moved) else best
+        try:
+            verify(path)
+        except CheckpointError as error:
+            logger.warning("took %s instead of the best checkpoint %s: %s", newest, path, error.message)
+            return newest
+        return str(path)
 
 
 def _is_training_state(state: Any) -> bool:
     return isinstance(state, Mapping) and "optimizer_states" in state
+
+
+def _same(path: Any, other: Any) -> bool:
+    return _normal(os.fspath(path)) == _normal(os.fspath(other))
+
+
+def _normal(path: str) -> str:
+    protocol, found, rest = path.partition("://")
+    # fsspec spells one path in several ways: memory://a and memory:///a
+    return f"{protocol}://{rest.strip('/')}" if found else os.path.abspath(path)
 
 
 def _saves_through_plugin(strategy: Any) -> bool:

@@ -1,17 +1,39 @@
-"""Surfaces failures of background saves in the training loop, on every rank at the same batch."""
+"""Surfaces failures of saves in the training loop, on every rank at the same batch."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from ckpt_core.commit import SharedOutcome, connect_store, decode_error, encode_error
-from lightning_ckpt.io import AsyncCheckpointIO
+from ckpt_core.errors import CheckpointError
+from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
 
-__all__ = ["OutcomeWatch"]
+__all__ = ["OutcomeWatch", "raise_together"]
+
+
+def raise_together(trainer: Any, action: Callable[[], None]) -> None:
+    """Run ``action``; if that raises a :class:`CheckpointError` on rank 0, raise it on every rank.
+
+    Called on all ranks together. Without it the other ranks would wait for one that has left.
+
+    Raises:
+        CheckpointError: The failure, as the same class on every rank.
+    """
+    failure = None
+    try:
+        action()
+    except CheckpointError as error:
+        failure = error
+    if trainer.world_size > 1:
+        encoded = trainer.strategy.broadcast(encode_error(failure) if failure is not None else None)
+        failure = failure or (decode_error(encoded) if encoded is not None else None)
+    if failure is not None:
+        raise failure
 
 
 class OutcomeWatch:
-    """Watches the Trainer's :class:`~lightning_ckpt.AsyncCheckpointIO`; does nothing with any other plugin.
+    """Watches the saves of a Trainer that has one of our plugins; does nothing with any other plugin.
 
     Args:
         trainer: The Trainer, its processes launched and connected.
@@ -22,16 +44,33 @@ class OutcomeWatch:
         self._checkpointer = plugin.checkpointer if isinstance(plugin, AsyncCheckpointIO) else None
         self._writes = trainer.is_global_zero
         self._last_step = trainer.global_step
+        self._unwatch: Callable[[], None] = lambda: None
         store = None
         if self._checkpointer is not None and trainer.world_size > 1:
             store = connect_store(trainer.global_rank, trainer.world_size, trainer.strategy.broadcast)
-            # Raised inside the next save, a failure would end this rank alone and leave the others waiting.
+            # Raised inside the next save, a failure of an earlier one would come a batch after that of the other ranks.
             self._checkpointer.raises_on_save = False
         self._outcome = SharedOutcome(store)
+        if isinstance(plugin, TorchFileIO) and trainer.world_size > 1:
+            self._watch_saves(trainer)
 
-    def save_begun(self) -> None:
-        """Note a save; called on every rank."""
-        self._outcome.save_begun()
+    def _watch_saves(self, trainer: Any) -> None:
+        # There is no hook of a callback for this: a save of bare weights calls none.
+        attributes, original = vars(trainer.strategy), trainer.strategy.save_checkpoint
+        before = attributes.get("save_checkpoint")
+
+        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+            self._outcome.save_begun()
+            raise_together(trainer, lambda: original(*args, **kwargs))
+
+        def unwatch() -> None:
+            if before is not None:
+                attributes["save_checkpoint"] = before
+            else:
+                attributes.pop("save_checkpoint", None)
+
+        attributes["save_checkpoint"] = save_checkpoint
+        self._unwatch = unwatch
 
     def after_batch(self, trainer: Any) -> None:
         """Raise the failure of a background save, if all ranks know of it by now.
@@ -51,13 +90,13 @@ class OutcomeWatch:
         Raises:
             CheckpointError: The failure, as the same class on every rank.
         """
-        if self._checkpointer is None:
-            return
-        self._checkpointer.drain()
+        if self._checkpointer is not None:
+            self._checkpointer.drain()
+            raise_together(trainer, self._raise_failure)
+
+    def _raise_failure(self) -> None:
+        assert self._checkpointer is not None
         failure = self._outcome.unraised or self._checkpointer.take_failure()
-        if trainer.world_size > 1:
-            encoded = trainer.strategy.broadcast(encode_error(failure) if failure is not None else None)
-            failure = failure or (decode_error(encoded) if encoded is not None else None)
         if failure is not None:
             raise failure
 
@@ -66,9 +105,11 @@ class OutcomeWatch:
         if self._checkpointer is not None:
             self._checkpointer.drain()
             self._checkpointer.take_failure()
+        self.close()  # Lightning calls no teardown after an exception
 
     def close(self) -> None:
         """Wait for the background, free its memory and raise what was not raised yet."""
+        self._unwatch()
         if self._checkpointer is not None:
             self._checkpointer.raises_on_save = True
             self._checkpointer.close()

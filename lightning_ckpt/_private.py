@@ -17,7 +17,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_core.errors import CheckpointError
 
-__all__ = ["Internals", "ModelCheckpointBase", "check", "checkpoint_directory", "missing_internals", "rebuild_ddp_buckets"]
+__all__ = [
+    "Internals",
+    "ModelCheckpointBase",
+    "check",
+    "checkpoint_directory",
+    "missing_internals",
+    "rebuild_ddp_buckets",
+]
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import ModelCheckpoint as ModelCheckpointBase
@@ -46,8 +53,6 @@ _FIT_LOOP = (
     "_last_train_dl_reload_epoch",
     "_load_combined_loader_states",
     "_restarting",
-    "_restart_stage",
-    "_resuming_from_checkpoint",
     "epoch_progress",
     "on_advance_start",
 )
@@ -80,8 +85,6 @@ _CONNECTOR = (
     "update_train_epoch_metrics",
     "update_train_step_metrics",
 )
-# attributes that only some of the supported releases have
-_OPTIONAL = frozenset({"_restart_stage", "_resuming_from_checkpoint", "_loaded_from_state_dict"})
 
 
 def missing_internals(trainer: Any) -> list[str]:
@@ -94,12 +97,7 @@ def missing_internals(trainer: Any) -> list[str]:
         ("fit_loop.epoch_loop.val_loop", getattr(epoch_loop, "val_loop", None), _VAL_LOOP),
         ("_logger_connector", getattr(trainer, "_logger_connector", None), _CONNECTOR),
     )
-    missing = [
-        f"trainer.{path}.{name}"
-        for path, owner, names in owners
-        for name in names
-        if name not in _OPTIONAL and not hasattr(owner, name)
-    ]
+    missing = [f"trainer.{path}.{name}" for path, owner, names in owners for name in names if not hasattr(owner, name)]
     optimization = getattr(epoch_loop, "automatic_optimization", None)
     if not hasattr(optimization, "optim_progress"):
         missing.append("trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress")

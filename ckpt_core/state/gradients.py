@@ -40,8 +40,11 @@ def restore_gradients(
             continue
         if gradient.shape != parameter.shape:
             raise StateMismatchError(
-                f"the saved gradient has shape {tuple(gradient.shape)}, the parameter {tuple(parameter.shape)}", key=name
+                f"the saved gradient has shape {tuple(gradient.shape)}, the parameter {tuple(parameter.shape)}",
+                key=name,
             )
         parameter.grad = gradient.to(device=parameter.device, dtype=parameter.dtype, copy=True)
     if left:
-        raise StateMismatchError("the checkpoint holds gradients of parameters that the model does not have", key=min(left))
+        raise StateMismatchError(
+            "the checkpoint holds gradients of parameters that the model does not have", key=min(left)
+        )

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from ckpt_core.errors import StateMismatchError
+from ckpt_core.errors import CheckpointError, StateMismatchError
 from ckpt_core.state.rng import RngState, capture_generators, find_generators, restore_generators
 from ckpt_core.state.samplers import RecordingSampler, SamplerMoment, SamplerPass
 from ckpt_core.state.workers import RecordingCollate, RngIterableDataset, RngMapDataset, WorkerInit, WorkerRngLog
 
 __all__ = ["LoaderMark", "LoaderTracker"]
+
+log = logging.getLogger(__name__)
 
 Method = Literal["skip", "load", "replay"]
 
@@ -78,6 +81,7 @@ class LoaderTracker:
         self._begun_rng: RngState | None = None
         self._next_workers: list[Any] = []
         self._resumed_workers: list[Any] = []
+        self._problem: str | None = None
         self._state_before_pass: Mapping[str, Any] | None = None
         self.sampler: RecordingSampler | None = None
         if self.is_loader:
@@ -204,8 +208,12 @@ class LoaderTracker:
             # the state of a pass of which nothing was taken may still be that of the end of the pass before
             state["state"] = dict(mark.state or {}) if position else self._state_before_pass
         if self.method == "skip" and self.workers and self._collate is not None:
-            made = [self._worker_batches[i] + self._share(position, i) - self._throwaway_base for i in range(self.workers)]
+            made = [
+                self._worker_batches[i] + self._share(position, i) - self._throwaway_base for i in range(self.workers)
+            ]
+            self._problem = None
             state["workers"] = [self._worker_state(i, batches) for i, batches in enumerate(made)]
+            state["problem"] = self._problem
         return state
 
     def capture_between_passes(self) -> dict[str, Any]:
@@ -214,12 +222,20 @@ class LoaderTracker:
         state["state"] = self._state_between_passes()
         if self.method == "skip" and self.persistent and self._collate is not None:
             made = self._batches_after(self._pass())
+            self._problem = None
             state["workers"] = [self._worker_state(i, batches) for i, batches in enumerate(made)]
+            state["problem"] = self._problem
         return state
 
     def _worker_state(self, worker: int, batches: int) -> Any:
         if batches > 0 and self._collate is not None:
-            return self._collate.log.state_after(worker, batches)
+            try:
+                return self._collate.log.state_after(worker, batches)
+            except CheckpointError as error:
+                # a worker that hangs must not end a training that may still go on; the resume will say it
+                log.warning("%s", error.message)
+                self._problem = error.message
+                return None
         # it has made nothing yet: it is as it was when it started
         return self._resumed_workers[worker] if worker < len(self._resumed_workers) else None
 
@@ -258,6 +274,8 @@ class LoaderTracker:
         return self._inexact(state)
 
     def _inexact(self, state: Mapping[str, Any]) -> str | None:
+        if state.get("problem"):
+            return str(state["problem"])
         if state.get("draws_throughout") and self.workers:
             return "the sampler draws from the global random generators with every batch, ahead of its workers"
         left_early = (state.get("state") or {}).get("_iterator_finished") is False
@@ -267,7 +285,9 @@ class LoaderTracker:
             return "the data loader returns batches out of order (in_order=False)"
         held = [path for path, _ in find_generators(getattr(self.loader, "dataset", None))] if self.workers else []
         if held and not state.get("between"):
-            return f"the data set keeps its own random generator ({held[0]}) in worker processes, where it is not recorded"
+            return (
+                f"the data set keeps its own random generator ({held[0]}) in worker processes, where it is not recorded"
+            )
         if self._reads_again(state) and self.persistent and state["passes"] > 1:
             return "an iterable data set without state_dict in persistent workers keeps state that cannot be read again"
         return None

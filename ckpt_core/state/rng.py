@@ -58,7 +58,9 @@ class RngState:
     def capture(cls) -> RngState:
         """Read the global generators."""
         # asking CUDA for its state would start CUDA, so only when the program has done so already
-        cuda = tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
+        cuda = (
+            tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
+        )
         numpy_state = np.random.get_state(legacy=True)
         return cls(random.getstate(), tuple(numpy_state), torch.get_rng_state(), cuda)
 

@@ -34,7 +34,9 @@ class WorkerRngLog:
     def __init__(self, num_workers: int, depth: int) -> None:
         self.depth = depth
         self._counts = torch.full((num_workers,), _UNTOUCHED, dtype=torch.int64).share_memory_()
-        self._slots: torch.Tensor = torch.zeros((num_workers, depth, PACKED_RNG_BYTES), dtype=torch.uint8).share_memory_()
+        self._slots: torch.Tensor = torch.zeros(
+            (num_workers, depth, PACKED_RNG_BYTES), dtype=torch.uint8
+        ).share_memory_()
 
     def start(self, worker: int) -> None:
         """Called in a worker when it starts."""

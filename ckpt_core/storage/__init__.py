@@ -1,4 +1,4 @@
-"""Where bytes live: local disks and whatever fsspec reaches."""
+"""Where bytes live: local disks, whatever fsspec reaches, and one that misbehaves on purpose, for tests."""
 
 from __future__ import annotations
 
@@ -7,9 +7,22 @@ import re
 from typing import Any
 
 from ckpt_core.storage.base import FileInfo, FileReader, FileWriter, Storage
+from ckpt_core.storage.faulty import Fault, FaultyStorage, Operation
 from ckpt_core.storage.local import LocalStorage
 
-__all__ = ["FileInfo", "FileReader", "FileWriter", "LocalStorage", "Storage", "is_remote", "local_path", "storage_for"]
+__all__ = [
+    "Fault",
+    "FaultyStorage",
+    "FileInfo",
+    "FileReader",
+    "FileWriter",
+    "LocalStorage",
+    "Operation",
+    "Storage",
+    "is_remote",
+    "local_path",
+    "storage_for",
+]
 
 _URL = re.compile(r"^[a-zA-Z][a-zA-Z0-9+.-]+://|^[a-zA-Z0-9+]+::")
 _LOCAL_PROTOCOLS = ("file://", "local://")

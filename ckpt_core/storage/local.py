@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
 from ckpt_core.storage.base import FileInfo, FileReader, FileWriter, Storage
 
-__all__ = ["LocalStorage"]
+__all__ = ["LocalStorage", "storage_error"]
 
 _SUFFIX = ".ckpt-part"
 _BLOCK = 4096
@@ -36,11 +36,14 @@ _REMEDIES = {
     errno.ENOTDIR: "a part of the path is a file: choose another path",
     errno.EEXIST: "a part of the path is a file: choose another path",
     errno.ENAMETOOLONG: "choose a shorter file name",
+    errno.ECONNRESET: "the storage broke the connection: check the network and that it is up, then save again",
+    errno.ETIMEDOUT: "the storage does not answer: check the network and that it is up, then save again",
 }
 
 
-def _failure(action: str, path: str, error: OSError, needed: int | None = None) -> StorageError:
-    detail = error.strerror or str(error)
+def storage_error(action: str, path: str, error: OSError, needed: int | None = None) -> StorageError:
+    """Return the error for the user that an operating system's ``error`` stands for, with a remedy where one is known."""
+    detail = error.strerror or str(error) or type(error).__name__
     if error.errno == errno.ENOSPC and needed is not None:
         free = shutil.disk_usage(_existing_directory(os.path.dirname(os.path.abspath(path)))).free
         detail += f": {needed} bytes needed, {free} free"
@@ -72,7 +75,7 @@ class _LocalFileWriter(FileWriter):
             _reserve(self._descriptor, expected_size)
         except OSError as error:
             self.abort()
-            raise _failure("write", path, error, expected_size) from error
+            raise storage_error("write", path, error, expected_size) from error
 
     def _open(self) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -95,7 +98,7 @@ class _LocalFileWriter(FileWriter):
             else:
                 self._write(offset, data)
         except OSError as error:
-            raise _failure("write", self._path, error, self._expected_size) from error
+            raise storage_error("write", self._path, error, self._expected_size) from error
 
     def _write(self, offset: int, data: memoryview) -> None:
         while data:
@@ -124,7 +127,7 @@ class _LocalFileWriter(FileWriter):
             os.replace(self._part, self._path)
             _sync_directory(self._directory)
         except OSError as error:
-            raise _failure("commit", self._path, error, self._expected_size) from error
+            raise storage_error("commit", self._path, error, self._expected_size) from error
         self._close()
 
     def abort(self) -> None:
@@ -206,7 +209,7 @@ class _LocalFileReader(FileReader):
         except FileNotFoundError as error:
             raise CheckpointNotFoundError(f"Checkpoint file not found: {path}", path=path) from error
         except OSError as error:
-            raise _failure("read", path, error) from error
+            raise storage_error("read", path, error) from error
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
             os.close(self._descriptor)
@@ -225,7 +228,7 @@ class _LocalFileReader(FileReader):
             try:
                 count = os.preadv(self._descriptor, [target], offset)
             except OSError as error:
-                raise _failure("read", self.path, error) from error
+                raise storage_error("read", self.path, error) from error
             if count == 0:
                 raise CheckpointCorruptedError("the checkpoint is truncated", path=self.path)
             target, offset = target[count:], offset + count
@@ -255,7 +258,7 @@ class LocalStorage(Storage):
         except FileNotFoundError:
             return
         except OSError as error:
-            raise _failure("remove", path, error) from error
+            raise storage_error("remove", path, error) from error
 
     def copy(self, source: str, target: str) -> int:
         directory = os.path.dirname(os.path.abspath(target))
@@ -274,7 +277,7 @@ class LocalStorage(Storage):
         except FileNotFoundError as error:
             raise CheckpointNotFoundError("there is no checkpoint to copy", path=source) from error
         except OSError as error:
-            raise _failure("copy", target, error) from error
+            raise storage_error("copy", target, error) from error
         finally:
             # Still there after a failure, and after a rename onto another link of the same file, which does nothing.
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -288,7 +291,7 @@ class LocalStorage(Storage):
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise _failure("list", directory, error) from error
+            raise storage_error("list", directory, error) from error
         infos = []
         for entry in found:
             with contextlib.suppress(FileNotFoundError):  # deleted meanwhile

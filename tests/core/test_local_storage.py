@@ -152,7 +152,7 @@ def test_orphans_of_dead_processes_are_removed_and_live_ones_are_not(tmp_path: P
     processes = []
     for _ in range(2):
         ready, release = context.Event(), context.Event()
-        process = context.Process(target=_hold_a_part, args=(str(tmp_path), ready, release))
+        process = context.Process(target=_hold_a_part, args=(str(tmp_path), ready, release), daemon=True)
         process.start()
         assert ready.wait(60)
         processes.append((process, release))

@@ -196,16 +196,16 @@ def test_an_uncaught_exception_does_not_cost_the_pending_save(run_script: Script
 
 @pytest.fixture
 def alarm() -> Iterator[Any]:
-    """``alarm(handler)``: the handler runs on the main thread every two milliseconds."""
-    before = signal.getsignal(signal.SIGALRM)
+    """``alarm(handler)``: the handler runs on the main thread after every two milliseconds of processor time."""
+    before = signal.getsignal(signal.SIGVTALRM)
 
     def install(handler: Any) -> None:
-        signal.signal(signal.SIGALRM, lambda *_: handler())
-        signal.setitimer(signal.ITIMER_REAL, 0.002, 0.002)
+        signal.signal(signal.SIGVTALRM, lambda *_: handler())
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0.002, 0.002)
 
     yield install
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    signal.signal(signal.SIGVTALRM, before)
 
 
 @pytest.mark.parametrize("strategy", ["sync", "async"])

@@ -216,6 +216,23 @@ def test_objects_that_refer_to_tensors_in_another_order(tmp_path: Path) -> None:
         assert loaded["order"].tensors[1].data_ptr() == loaded["b"].data_ptr()
 
 
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_plain_data_that_the_walk_does_not_look_into(strategy: str, tmp_path: Path) -> None:
+    """Their tensors come later in the file than in the pickle."""
+    inside = tensor_of(torch.int32, 3, seed=1)
+    ordered = collections.OrderedDict(a=tensor_of(torch.int32, 4, seed=2))
+    ordered.extra = tensor_of(torch.int32, 5, seed=3)  # type: ignore[attr-defined]
+    state = {"set": {inside}, "ordered": ordered, "w": tensor_of(torch.int32, 6, seed=4), "again": inside}
+    path = save(state, tmp_path / "a.ckpt", strategy)
+    for loaded in all_loaders(path):
+        (found,) = loaded["set"]
+        assert found is loaded["again"]
+        assert_same_state(found, inside)
+        assert_same_state(loaded["ordered"].extra, ordered.extra)  # type: ignore[attr-defined]
+        assert_same_state(loaded["ordered"]["a"], ordered["a"])
+        assert_same_state(loaded["w"], state["w"])
+
+
 @pytest.mark.filterwarnings("ignore:.*quantiz.*:DeprecationWarning", "ignore:.*Sparse.*", "ignore:.*TypedStorage.*")
 def test_sparse_and_quantised_tensors(tmp_path: Path) -> None:
     dense = torch.tensor([[0.0, 1.5, 0.0], [2.5, 0.0, 0.0]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import struct
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -66,6 +67,13 @@ def test_data_is_aligned_wherever_the_header_begins(size: int, alignment: int) -
         assert record.offset % alignment == 0
         assert (record.header_offset, record.size) == (position, size)
         assert len(header) < 30 + 14 + 20 + alignment + 4
+        size32, name_length = struct.unpack_from("<I", header, 22)[0], struct.unpack_from("<H", header, 26)[0]
+        extra = header[30 + name_length :]
+        if size < 2**32 - 1:
+            assert size32 == size
+        else:  # the true sizes stand in the first extra field
+            assert size32 == 2**32 - 1
+            assert struct.unpack_from("<HHQQ", extra) == (1, 16, size, size)
 
 
 @pytest.mark.parametrize("comment", [b"", b"what stands here"])

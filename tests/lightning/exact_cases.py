@@ -177,7 +177,7 @@ def make_loader(kind: str, workers: int = 0, rank: int = 0, world: int = 1) -> A
         "stream": lambda: DataLoader(Stream(), **kw),
         "persistent_stream": lambda: DataLoader(Stream(), persistent_workers=True, **kw),
         "quiet_stream": lambda: DataLoader(QuietStream(), **kw),
-        "list": lambda: [batch for batch in DataLoader(QuietStream(), batch_size=BATCH)],
+        "list": lambda: list(DataLoader(QuietStream(), batch_size=BATCH)),
         "dict": lambda: {
             "a": DataLoader(samples, shuffle=True, **kw),
             "b": DataLoader(Samples(12), shuffle=True, **kw),

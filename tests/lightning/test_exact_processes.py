@@ -37,9 +37,7 @@ class Case:
 DDP = {"devices": 2, "strategy": "ddp"}
 CASES = {
     "plain": Case("on_train_batch_end", BATCHES + 3),
-    "workers, accumulation": Case(
-        "on_train_batch_end", BATCHES + 2, {"workers": 2}, {"accumulate_grad_batches": 3}
-    ),
+    "workers, accumulation": Case("on_train_batch_end", BATCHES + 2, {"workers": 2}, {"accumulate_grad_batches": 3}),
     "stateful, workers": Case("on_train_batch_end", BATCHES, {"loader": "stateful", "workers": 2}),
     "stateful stream, workers": Case("on_train_batch_end", 5, {"loader": "stateful_stream", "workers": 2}),
     "stream, workers": Case("on_train_batch_end", 3, {"loader": "stream", "workers": 2}),
@@ -64,7 +62,8 @@ class Zygote:
     """A clean process that forks the training processes."""
 
     def __init__(self, directory: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"}
         environment.pop("PL_GLOBAL_SEED", None)
         self.log = (directory / "zygote.log").open("w")
         self.process = subprocess.Popen(

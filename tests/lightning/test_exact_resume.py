@@ -11,9 +11,8 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import EMAWeightAveraging
 
-from lightning_ckpt.resumable import ResumableCheckpoint
 from tests.lightning.exact_cases import Model, Outcome, SaveAt, make_trainer, outcome
 
 BATCHES = 8
@@ -85,14 +84,16 @@ MID, LAST = BATCHES + 3, BATCHES
 
 def loader(kind: str, workers: int, hook: str = "on_train_batch_end", count: int = MID, **options: Any) -> Any:
     trainer = options.pop("trainer", {})
-    case = Case(hook, count, {"loader": kind, "workers": workers, **options}, trainer, warns=READING.get((kind, workers)))
+    case = Case(
+        hook, count, {"loader": kind, "workers": workers, **options}, trainer, warns=READING.get((kind, workers))
+    )
     return pytest.param(case, id=f"{kind}-{workers}-{hook.removeprefix('on_train_')}-{count}")
 
 
 READING = {("stream", 0): "draws random numbers in the main process"}
 
 LOADERS = [
-    *(loader("plain", 0, count=count) for count in (1, 7, LAST, MID)),
+    *(loader("plain", 0, count=count) for count in (1, 4, 7, LAST, MID)),
     *(loader("plain", 2, count=count) for count in (1, LAST, MID)),
     *(loader(kind, 0) for kind in ("generator", "sampler", "weighted", "replacement", "own_rng", "distributed")),
     *(loader(kind, 2) for kind in ("generator", "sampler", "batch_sampler", "replacement")),

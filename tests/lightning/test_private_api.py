@@ -52,6 +52,8 @@ def test_ddp_reducer() -> None:
 
 def test_a_moved_attribute_is_named(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_private, "_FIT_LOOP", (*_private._FIT_LOOP, "_renamed"))
-    trainer = pl.Trainer(callbacks=[ResumableCheckpoint(dirpath=str(tmp_path))], logger=False, accelerator="cpu", devices=1)
+    trainer = pl.Trainer(
+        callbacks=[ResumableCheckpoint(dirpath=str(tmp_path))], logger=False, accelerator="cpu", devices=1
+    )
     with pytest.raises(CheckpointError, match=r"it has no trainer\.fit_loop\._renamed"):
         trainer.fit(Model())

@@ -97,10 +97,10 @@ def test_runs_and_resumes_in_pytorch_lightning(tmp_path: Path) -> None:
 
 
 def test_last_in_a_fresh_object(tmp_path: Path) -> None:
-    first, _ = fit(make(tmp_path), tmp_path, max_steps=11)
+    _first, _ = fit(make(tmp_path), tmp_path, max_steps=11)
     model, trainer = fit(make(tmp_path), tmp_path, ckpt_path="last")
     assert trainer.global_step == 16
-    assert [row for row in model.seen if row[0] == 1][0][:2] == [1, 0]
+    assert next(row for row in model.seen if row[0] == 1)[:2] == [1, 0]
     assert len([row for row in model.seen if row[0] != "val"]) == 16 - 8
 
 
@@ -109,7 +109,7 @@ def test_last_falls_back_to_the_newest_that_verifies(tmp_path: Path, caplog: pyt
     newest = tmp_path / "saved" / "epoch=1-step=16.ckpt"
     newest.write_bytes(newest.read_bytes()[:-200])
     with caplog.at_level(logging.WARNING):
-        model, trainer = fit(make(tmp_path), tmp_path, ckpt_path="last")
+        model, _trainer = fit(make(tmp_path), tmp_path, ckpt_path="last")
     assert "epoch=1-step=16.ckpt" in caplog.text
     assert len([row for row in model.seen if row[0] != "val"]) == 4
 

@@ -1,0 +1,198 @@
+"""A storage that misbehaves on purpose, for tests of what depends on one."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ckpt_core.errors import CheckpointError
+from ckpt_core.storage.base import FileInfo, FileReader, FileWriter, Storage
+from ckpt_core.storage.local import storage_error
+
+__all__ = ["Fault", "FaultyStorage", "Operation"]
+
+Result = TypeVar("Result")
+
+
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """One call of a storage, of a file being written or of a file being read.
+
+    Attributes:
+        name: The method: ``"create"``, ``"write_at"``, ``"commit"``, ``"abort"``, ``"open"``, ``"read_into"``,
+            ``"exists"``, ``"remove"``, ``"copy"``, ``"list"`` or ``"remove_orphans"``.
+        path: The file or directory; for a copy, its target.
+        size: Bytes to write or read; 0 for the others.
+    """
+
+    name: str
+    path: str
+    size: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """What goes wrong, and where.
+
+    Args:
+        at: Name of the operation (:class:`Operation`), or a function that says whether an operation is meant.
+        number: Which of the operations meant, from 1; None for all of them.
+        error: Raised instead of carrying the operation out. An ``OSError`` (``OSError(errno.ENOSPC, "...")``,
+            ``ConnectionResetError()``, ``TimeoutError()``) comes as the :class:`~ckpt_core.StorageError` that the local
+            storage makes of it; any other exception comes as it is.
+        delay: Seconds to wait before.
+        until: Wait before until this event is set: a storage that hangs.
+        written: For ``write_at`` with an ``error``: this many of the bytes reach the inner storage (a torn write).
+        reply_lost: Carry the operation out and raise ``error`` after it, like a store whose answer is lost on the way. Not
+            for ``create`` and ``open``.
+    """
+
+    at: str | Callable[[Operation], bool]
+    number: int | None = 1
+    error: BaseException | None = None
+    delay: float = 0.0
+    until: threading.Event | None = None
+    written: int = 0
+    reply_lost: bool = False
+
+    def is_meant_for(self, operation: Operation) -> bool:
+        """Whether :attr:`at` is about this operation, whatever its number."""
+        return operation.name == self.at if isinstance(self.at, str) else self.at(operation)
+
+
+class FaultyStorage(Storage):
+    """Another storage, with faults injected at chosen operations, and a record of all operations.
+
+    Args:
+        inner: The storage that does the work.
+        faults: What goes wrong. Several may meet in one operation: it waits for all of them and raises the first error.
+
+    Attributes:
+        operations: What was asked for so far, in the order in which it began.
+
+    Example:
+        >>> import errno, os, tempfile, torch
+        >>> from ckpt_core import Checkpointer, StorageError
+        >>> from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
+        >>> disk_is_full = Fault("write_at", number=2, error=OSError(errno.ENOSPC, "No space left on device"), written=4096)
+        >>> storage = FaultyStorage(LocalStorage(), [disk_is_full])
+        >>> directory = tempfile.mkdtemp()
+        >>> checkpointer = Checkpointer(strategy="sync", storage=storage)
+        >>> try:
+        ...     checkpointer.save({"weight": torch.ones(2)}, os.path.join(directory, "step=1.ckpt"))
+        ... except StorageError as error:
+        ...     print(error.message, error.errno == errno.ENOSPC, os.listdir(directory))
+        cannot write the checkpoint: No space left on device True []
+        >>> [operation.name for operation in storage.operations]
+        ['remove_orphans', 'create', 'write_at', 'write_at', 'abort']
+    """
+
+    def __init__(self, inner: Storage, faults: Sequence[Fault] = ()) -> None:
+        self.operations: list[Operation] = []
+        self._inner = inner
+        self._faults = tuple(faults)
+        self._met: collections.Counter[int] = collections.Counter()
+        self._lock = threading.Lock()
+
+    def perform(
+        self, operation: Operation, action: Callable[[], Result], tear: Callable[[int], object] | None = None
+    ) -> Result:
+        """Record ``operation`` and carry it out by ``action``, unless a fault says otherwise.
+
+        Args:
+            operation: What is asked for.
+            action: Asks the inner storage for it.
+            tear: Has the inner storage write only so many bytes.
+        """
+        faults = self._meet(operation)
+        for fault in faults:
+            time.sleep(fault.delay)
+            if fault.until is not None:
+                fault.until.wait()
+        failing = next((fault for fault in faults if fault.error is not None), None)
+        if failing is None:
+            return action()
+        if failing.reply_lost:
+            action()
+        elif failing.written and tear is not None:
+            tear(failing.written)
+        error = failing.error
+        if isinstance(error, OSError) and not isinstance(error, CheckpointError):
+            raise storage_error(operation.name.partition("_")[0], operation.path, error) from error
+        assert error is not None
+        raise error
+
+    def _meet(self, operation: Operation) -> list[Fault]:
+        met = []
+        with self._lock:  # files are written from several threads
+            self.operations.append(operation)
+            for index, fault in enumerate(self._faults):
+                if fault.is_meant_for(operation):
+                    self._met[index] += 1
+                    if fault.number in (None, self._met[index]):
+                        met.append(fault)
+        return met
+
+    def create(self, path: str, expected_size: int) -> FileWriter:
+        return self.perform(
+            Operation("create", path), lambda: _FaultyWriter(self, path, self._inner.create(path, expected_size))
+        )
+
+    def open(self, path: str) -> FileReader:
+        return self.perform(Operation("open", path), lambda: _FaultyReader(self, self._inner.open(path)))
+
+    def exists(self, path: str) -> bool:
+        return self.perform(Operation("exists", path), lambda: self._inner.exists(path))
+
+    def remove(self, path: str) -> None:
+        self.perform(Operation("remove", path), lambda: self._inner.remove(path))
+
+    def copy(self, source: str, target: str) -> int:
+        return self.perform(Operation("copy", target), lambda: self._inner.copy(source, target))
+
+    def list(self, directory: str) -> Sequence[FileInfo]:
+        return self.perform(Operation("list", directory), lambda: self._inner.list(directory))
+
+    def remove_orphans(self, directory: str) -> Sequence[str]:
+        return self.perform(Operation("remove_orphans", directory), lambda: self._inner.remove_orphans(directory))
+
+
+class _FaultyWriter(FileWriter):
+    def __init__(self, storage: FaultyStorage, path: str, inner: FileWriter) -> None:
+        self.parallel = inner.parallel
+        self._storage = storage
+        self._path = path
+        self._inner = inner
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        self._storage.perform(
+            Operation("write_at", self._path, len(data)),
+            lambda: self._inner.write_at(offset, data),
+            lambda count: self._inner.write_at(offset, data[:count]),
+        )
+
+    def commit(self, size: int) -> None:
+        self._storage.perform(Operation("commit", self._path), lambda: self._inner.commit(size))
+
+    def abort(self) -> None:
+        self._storage.perform(Operation("abort", self._path), self._inner.abort)
+
+
+class _FaultyReader(FileReader):
+    def __init__(self, storage: FaultyStorage, inner: FileReader) -> None:
+        self.path = inner.path
+        self.size = inner.size
+        self._storage = storage
+        self._inner = inner
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        self._storage.perform(
+            Operation("read_into", self.path, len(target)), lambda: self._inner.read_into(offset, target)
+        )
+
+    def close(self) -> None:
+        self._inner.close()
