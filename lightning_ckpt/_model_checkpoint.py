@@ -14,7 +14,7 @@ from ckpt_core.reader import peek
 from ckpt_core.storage import storage_for
 from lightning_ckpt._outcomes import OutcomeWatch, raise_together
 from lightning_ckpt._private import ModelCheckpointBase, checkpoint_directory
-from lightning_ckpt.io import TorchFileIO
+from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
 
 __all__ = ["ReliableModelCheckpoint"]
 
@@ -91,30 +91,34 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             self._copy_of = None
 
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
-        plugin = trainer.strategy.checkpoint_io
-        source = self._copy_of
+        source, plugin = self._copy_of, trainer.strategy.checkpoint_io
         if source is None or source == filepath or not isinstance(plugin, TorchFileIO):
             super()._save_checkpoint(trainer, filepath)
             self._saved_by_this_trigger = filepath
             return
-
-        def copy() -> None:
-            if trainer.is_global_zero:
-                plugin.checkpointer.copy(source, filepath)
-
-        raise_together(trainer, copy)
+        _copy(trainer, plugin, source, filepath)
         self._last_global_step_saved = trainer.global_step
         self._last_checkpoint_saved = filepath
         if trainer.is_global_zero:
             for logger_ in trainer.loggers:
                 logger_.after_save_checkpoint(proxy(self))
 
+    def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:  # type: ignore[override]
+        plugin = trainer.strategy.checkpoint_io
+        if isinstance(plugin, AsyncCheckpointIO) and _saves_through_plugin(trainer.strategy):
+            # A symbolic link would lead nowhere until the file is written.
+            _copy(trainer, plugin, filepath, linkpath)
+        else:
+            super()._link_checkpoint(trainer, filepath, linkpath)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
         # A copy holds the state of its original, which was saved before the name of the copy was known.
-        resumed = trainer.ckpt_path
-        if resumed and os.path.basename(resumed).startswith(self.CHECKPOINT_NAME_LAST) and self._is_in_dirpath(resumed):
-            self.last_model_path = os.path.join(self.dirpath, os.path.basename(resumed))  # as Lightning spells it
+        resumed = os.path.basename(trainer.ckpt_path or "")
+        if resumed.startswith(self.CHECKPOINT_NAME_LAST) and self._is_in_dirpath(trainer.ckpt_path):
+            self.last_model_path = os.path.join(os.fspath(self.dirpath or ""), resumed)  # as Lightning spells it
+        if not self._is_in_dirpath(self._last_checkpoint_saved):
+            self._last_checkpoint_saved = ""  # that of another directory: nothing to link to
 
     def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
         # Lightning keeps the checkpoint that the run was resumed from, but not on remote filesystems.
@@ -187,6 +191,14 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             logger.warning("took %s instead of the best checkpoint %s: %s", newest, path, error.message)
             return newest
         return str(path)
+
+
+def _copy(trainer: Any, plugin: TorchFileIO, source: str, target: str) -> None:
+    def copy() -> None:
+        if trainer.is_global_zero:
+            plugin.checkpointer.copy(source, target)
+
+    raise_together(trainer, copy)
 
 
 def _is_training_state(state: Any) -> bool:

@@ -132,14 +132,19 @@ class _LocalFileWriter(FileWriter):
 
     def abort(self) -> None:
         if self._descriptor != -1:
-            try:
-                with contextlib.suppress(FileNotFoundError):  # gone already when the directory could not be synced
-                    os.unlink(self._part)
-            finally:
-                self._close()
+            # It is gone already when the directory could not be synced. What a failing disk does not let go of is an
+            # orphan: the next save removes it, and the failure that led here is the one to be told.
+            with contextlib.suppress(OSError):
+                os.unlink(self._part)
+            self._close()
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
+        _close(descriptor)
+
+
+def _close(descriptor: int) -> None:
+    with contextlib.suppress(OSError):  # what counts is durable or read by now, and the descriptor is gone in any case
         os.close(descriptor)
 
 
@@ -210,7 +215,11 @@ class _LocalFileReader(FileReader):
             raise CheckpointNotFoundError(f"Checkpoint file not found: {path}", path=path) from error
         except OSError as error:
             raise storage_error("read", path, error) from error
-        status = os.fstat(self._descriptor)
+        try:
+            status = os.fstat(self._descriptor)
+        except OSError as error:
+            _close(self._descriptor)
+            raise storage_error("read", path, error) from error
         if not stat.S_ISREG(status.st_mode):
             os.close(self._descriptor)
             if not stat.S_ISDIR(status.st_mode):
@@ -234,7 +243,7 @@ class _LocalFileReader(FileReader):
             target, offset = target[count:], offset + count
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        _close(self._descriptor)
 
 
 class LocalStorage(Storage):
@@ -280,7 +289,7 @@ class LocalStorage(Storage):
             raise storage_error("copy", target, error) from error
         finally:
             # Still there after a failure, and after a rename onto another link of the same file, which does nothing.
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            with contextlib.suppress(OSError):
                 os.unlink(part)
         return size
 
@@ -327,4 +336,4 @@ def _is_abandoned(path: str) -> bool:
     else:
         return True
     finally:
-        os.close(descriptor)
+        _close(descriptor)

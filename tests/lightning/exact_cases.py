@@ -7,7 +7,7 @@ import hashlib
 import logging
 import random
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,179 +17,17 @@ import torch
 import torchmetrics
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
-from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    WeightedRandomSampler,
-    get_worker_info,
-)
-from torchdata.stateful_dataloader import StatefulDataLoader
-from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+from torch.utils.data import DataLoader
 
 from lightning_ckpt.resumable import ResumableCheckpoint
+from tests.lightning.exact_data import BATCH, Samples, make_loader
 
 for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
-SAMPLES = 32
-BATCH = 4
 
-
-def augment(index: int) -> torch.Tensor:
-    """A sample with noise of all three global generators in it."""
-    base = torch.sin(torch.arange(4.0) + index)
-    return base + 0.1 * torch.randn(4) + 0.1 * float(np.random.randn()) + 0.1 * random.gauss(0, 1)
-
-
-class Samples(Dataset):
-    def __init__(self, size: int = SAMPLES) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        return index, augment(index)
-
-
-class GeneratorSamples(Samples):
-    """Augments from a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rng = np.random.default_rng(3)
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        return index, augment(index) + float(self.rng.normal())
-
-
-class StatefulSamples(Samples):
-    """A map-style data set with a state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.taken = 0
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        self.taken += 1
-        return index, augment(index) + 0.01 * self.taken
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"taken": self.taken}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.taken = state["taken"]
-
-
-class Stream(IterableDataset):
-    """An iterable data set without a state."""
-
-    def __init__(self, size: int = SAMPLES) -> None:
-        self.size = size
-
-    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
-        worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        for index in range(first, self.size, step):
-            yield index, augment(index)
-
-
-class QuietStream(Stream):
-    """An iterable data set without a state that draws no random numbers."""
-
-    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
-        for index in range(self.size):
-            yield index, torch.sin(torch.arange(4.0) + index)
-
-
-class StatefulStream(IterableDataset):
-    """An iterable data set with a state."""
-
-    def __init__(self, size: int = SAMPLES) -> None:
-        self.size = size
-        self.position = 0
-        self.resumed = False
-
-    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
-        worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        if not self.resumed:
-            self.position = first
-        self.resumed = False
-        while self.position < self.size:
-            index = self.position
-            self.position += step
-            yield index, augment(index)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
-        self.resumed = True
-
-
-class OwnSampler(Sampler[int]):
-    """A user's sampler with a NumPy generator of its own and a counter of passes."""
-
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(11)
-        self.passes = 0
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __iter__(self) -> Iterator[int]:
-        self.passes += 1
-        yield from (int(i) for i in np.roll(self.rng.permutation(SAMPLES), self.passes))
-
-
-def make_loader(kind: str, workers: int = 0, rank: int = 0, world: int = 1) -> Any:
-    kw: dict[str, Any] = {"batch_size": BATCH, "num_workers": workers}
-    own = {"num_replicas": world, "rank": rank, "seed": 3}
-    samples = Samples()
-    makers: dict[str, Callable[[], Any]] = {
-        "plain": lambda: DataLoader(samples, shuffle=True, **kw),
-        "generator": lambda: DataLoader(samples, shuffle=True, generator=torch.Generator().manual_seed(5), **kw),
-        "sampler": lambda: DataLoader(samples, sampler=OwnSampler(), **kw),
-        "weighted": lambda: DataLoader(samples, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES), **kw),
-        "replacement": lambda: DataLoader(samples, sampler=RandomSampler(samples, replacement=True), **kw),
-        "batch_sampler": lambda: DataLoader(
-            samples, batch_sampler=BatchSampler(RandomSampler(samples), BATCH, False), num_workers=workers
-        ),
-        "persistent": lambda: DataLoader(samples, shuffle=True, persistent_workers=True, **kw),
-        "distributed": lambda: DataLoader(samples, sampler=DistributedSampler(samples, **own), **kw),
-        "own_rng": lambda: DataLoader(GeneratorSamples(), shuffle=True, **kw),
-        "stateful": lambda: StatefulDataLoader(samples, shuffle=True, **kw),
-        "stateful_persistent": lambda: StatefulDataLoader(samples, shuffle=True, persistent_workers=True, **kw),
-        "stateful_dataset": lambda: StatefulDataLoader(StatefulSamples(), shuffle=True, **kw),
-        "stateful_distributed": lambda: StatefulDataLoader(
-            samples, sampler=StatefulDistributedSampler(samples, **own), **kw
-        ),
-        "stateful_stream": lambda: StatefulDataLoader(StatefulStream(), **kw),
-        "stateful_stateless_stream": lambda: StatefulDataLoader(Stream(), **kw),
-        "stream": lambda: DataLoader(Stream(), **kw),
-        "persistent_stream": lambda: DataLoader(Stream(), persistent_workers=True, **kw),
-        "quiet_stream": lambda: DataLoader(QuietStream(), **kw),
-        "list": lambda: list(DataLoader(QuietStream(), batch_size=BATCH)),
-        "dict": lambda: {
-            "a": DataLoader(samples, shuffle=True, **kw),
-            "b": DataLoader(Samples(12), shuffle=True, **kw),
-        },
-        "min_size": lambda: CombinedLoader(
-            [DataLoader(samples, shuffle=True, **kw), DataLoader(Samples(20), shuffle=True, **kw)], "min_size"
-        ),
-        "max_size": lambda: CombinedLoader(
-            [DataLoader(samples, shuffle=True, **kw), DataLoader(Samples(12), shuffle=True, **kw)], "max_size"
-        ),
-    }
-    return makers[kind]()
+class PlannedError(RuntimeError):
+    """Raised by a run that is told to fail."""
 
 
 def first_batches(batch: Any) -> list[Any]:
@@ -248,7 +86,7 @@ class Model(pl.LightningModule):
         self.log("average", self.average, on_step=False, on_epoch=True)
         self.unlogged.update(loss.detach() + 1)
         if self.raise_at is not None and len(self.seen) == self.raise_at:
-            raise RuntimeError("told to")
+            raise PlannedError
         self.note(batch, batch_idx)
         if self.automatic_optimization:
             return loss

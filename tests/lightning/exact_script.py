@@ -11,11 +11,13 @@ statuses. Each rank writes ``RESULT.<rank>.json``, or is killed right after a sa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import json
 import os
 import signal
 import sys
+import time
 import traceback
 import warnings
 from pathlib import Path
@@ -27,8 +29,10 @@ import torch
 from tests.lightning.exact_cases import Model, SaveAt, make_trainer, outcome
 
 
-def die() -> None:
-    """Kill all ranks and their workers, as losing the machine would."""
+def die(saved: Path) -> None:
+    """Kill all ranks and their workers, as losing the machine would, once the checkpoint is there."""
+    while not saved.exists():
+        time.sleep(0.01)
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
@@ -43,7 +47,9 @@ def main(spec: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     pl.seed_everything(spec["seed"], verbose=False)
     model = Model(spec["options"])
-    save = SaveAt(*spec["save"], Path(spec["checkpoint"]), die if spec["kill"] else None) if spec["save"] else None
+    saved = Path(spec["checkpoint"])
+    after_save = functools.partial(die, saved) if spec["kill"] else None
+    save = SaveAt(*spec["save"], saved, after_save) if spec["save"] else None
     directory = Path(spec["result"]).parent
     plugins = checkpoint_io(spec["io"])
     trainer = make_trainer(directory, [save] if save else [], plugins=plugins, **spec["trainer"])
@@ -77,7 +83,7 @@ def fork_rank(spec: dict[str, Any], rank: int, group: int) -> int:
     try:
         main(spec)
         status = 0
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - a forked child must never return into its parent's code
         traceback.print_exc()
     finally:
         sys.stdout.flush()

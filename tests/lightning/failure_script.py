@@ -109,7 +109,7 @@ def fork_rank(spec: dict[str, Any], rank: int) -> int:
     os.environ.update(address, LOCAL_RANK=str(rank))
     try:
         main(spec, rank)
-    except BaseException:
+    except BaseException:  # noqa: BLE001 - the test shows it
         traceback.print_exc()
     finally:
         sys.stdout.flush()

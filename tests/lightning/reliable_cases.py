@@ -42,7 +42,7 @@ def model_of(package: str = "lightning.pytorch", *, raise_at: int | None = None,
             self.weight = torch.nn.Parameter(torch.zeros(NUMBERS))
             self.batches = 0
 
-        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
             self.batches += 1
             if self.batches == raise_at:
                 raise ValueError("the model is on fire")
@@ -50,10 +50,10 @@ def model_of(package: str = "lightning.pytorch", *, raise_at: int | None = None,
                 self.log("loss", metrics[(self.batches - 1) % len(metrics)])
             return -self.weight.sum()
 
-        def validation_step(self, batch: torch.Tensor, _: int) -> None:
+        def validation_step(self, batch: torch.Tensor, index: int) -> None:
             self.log("val_loss", self.weight.mean())
 
-        def test_step(self, batch: torch.Tensor, _: int) -> None:
+        def test_step(self, batch: torch.Tensor, index: int) -> None:
             self.log("test_loss", self.weight.mean())
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
@@ -91,13 +91,13 @@ def fill(directory: Path) -> Path:
     path = directory / "filler"
     with path.open("wb", buffering=0) as file:
         for size in (2**16, 2**12, 1):
-            with contextlib.suppress(_Full):
+            with contextlib.suppress(_FullError):
                 while True:
                     _write(file, b"x" * size)
     return path
 
 
-class _Full(Exception):
+class _FullError(Exception):
     pass
 
 
@@ -107,7 +107,7 @@ def _write(file: Any, data: bytes) -> None:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        raise _Full from error
+        raise _FullError from error
 
 
 def wait_until(condition: Any) -> None:

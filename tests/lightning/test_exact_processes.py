@@ -55,7 +55,15 @@ CASES = {
 }
 THREE = {"devices": 3, "strategy": "ddp", "accumulate_grad_batches": 2}
 CASES["three ranks"] = Case("on_train_batch_end", 3, {"wide": True}, THREE)
-IOS = ["stock"]
+# with each of our own ways to store where one process and where several save
+RUNS = [
+    *((name, "stock") for name in CASES),
+    *(
+        (name, f"lightning_ckpt.io:{io}CheckpointIO")
+        for name in ("plain", "two ranks, workers, accumulation")
+        for io in ("Sync", "Async")
+    ),
+]
 
 
 class Zygote:
@@ -118,9 +126,9 @@ def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
     started.close()
 
 
-@pytest.mark.parametrize("io", IOS)
-@pytest.mark.parametrize("case", CASES.values(), ids=[name.replace(" ", "-") for name in CASES])
-def test_killed_run_goes_on(zygote: Zygote, tmp_path: Path, case: Case, io: str) -> None:
+@pytest.mark.parametrize(("name", "io"), RUNS)
+def test_killed_run_goes_on(zygote: Zygote, tmp_path: Path, name: str, io: str) -> None:
+    case = CASES[name]
     save, saved = [case.hook, case.count], str(tmp_path / "killed.ckpt")
     _, expected = zygote.run(tmp_path, "whole", case, save=save, io=io)
     statuses, results = zygote.run(tmp_path, "killed", case, save=save, kill=True, checkpoint=saved, io=io)

@@ -64,10 +64,10 @@ def test_both_packages_take_it_as_their_checkpoint_callback(package: Any, tmp_pa
 def test_runs_and_resumes_in_pytorch_lightning(tmp_path: Path) -> None:
     class Small(pytorch_lightning.LightningModule):
         train_dataloader = Model.train_dataloader
-        options: dict[str, Any] = {}
 
         def __init__(self) -> None:
             super().__init__()
+            self.options: dict[str, Any] = {}
             self.net = Model().net
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:

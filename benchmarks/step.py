@@ -1,0 +1,75 @@
+"""What the callback costs per batch: a model so small that Lightning itself is most of a step."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_ckpt import ResumableCheckpoint
+
+__all__ = ["seconds_per_batch"]
+
+
+class _Tiny(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        # As many parameters as a 12-layer GPT, of next to no size.
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(74))
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        loss: torch.Tensor = self.layers[0](batch[0]).pow(2).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class _Clock(Callback):
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self.times.append(time.perf_counter())
+
+
+def seconds_per_batch(directory: str, *, batches: int = 600, rounds: int = 5) -> dict[str, float]:
+    """Return the median time of a batch with stock ``ModelCheckpoint`` and with ours, round by round in turn."""
+    kinds: dict[str, Callable[[], Callback]] = {
+        "ModelCheckpoint": lambda: ModelCheckpoint(every_n_train_steps=10**6),
+        "ResumableCheckpoint": lambda: ResumableCheckpoint(every_n_train_steps=10**6),
+    }
+    found: dict[str, list[float]] = {name: [] for name in kinds}
+    for _ in range(rounds):
+        for name, make in kinds.items():
+            found[name].append(_one_round(make(), batches, directory))
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def _one_round(callback: Callback, batches: int, directory: str) -> float:
+    clock = _Clock()
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = L.Trainer(
+            default_root_dir=directory,
+            max_steps=batches,
+            accelerator="cpu",
+            devices=1,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[clock, callback],
+        )
+        trainer.fit(_Tiny(), DataLoader(TensorDataset(torch.randn(4 * batches, 8)), batch_size=4, shuffle=True))
+    gaps = [after - before for before, after in zip(clock.times[50:-1], clock.times[51:], strict=True)]
+    return statistics.median(gaps)
