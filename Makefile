@@ -6,7 +6,7 @@ BIN := .venv/bin
 PACKAGES := ckpt_core lightning_ckpt accelerate_ckpt
 READY := .venv/.ready
 
-.PHONY: help venv demo test lint bench acceptance clean
+.PHONY: help venv demo test lint bench chaos acceptance clean
 
 help:
 	@echo "make venv        set up .venv with the pinned versions (the others do it when it is missing or out of date)"
@@ -14,6 +14,7 @@ help:
 	@echo "make test        run the tests; ARGS='-k name' picks some"
 	@echo "make lint        check format, style, types, and run the examples of README.md and docs/"
 	@echo "make bench       measure stalls, time to durable and memory"
+	@echo "make chaos       kill trainings with SIGKILL, resume them, and check that nothing is lost; ARGS='--kills 100'"
 	@echo "make acceptance  run Lightning's own checkpoint tests: LIGHTNING_TESTS=/path/to/a/checkout/of/Lightning"
 	@echo "make clean       remove .venv and everything that the targets write"
 
@@ -42,6 +43,11 @@ lint: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/run.py $(ARGS)
+
+# One thread each: two ranks and the campaign share the cores.
+chaos: export OMP_NUM_THREADS = 1
+chaos: $(READY)
+	$(BIN)/python tools/chaos.py $(ARGS)
 
 acceptance: $(READY)
 	@test -n "$(LIGHTNING_TESTS)" || { echo "LIGHTNING_TESTS is not set: give the path of a checkout of Lightning" >&2; exit 2; }

@@ -116,21 +116,21 @@ class ExactState:
             self._internals.set_progress(self._loaded[Kind.REPLICATED.value]["progress"])
             self._internals.instead_of_next_epoch_start(self._go_on)
 
-    def _moment(self) -> _Moment:
+    def _moment(self, rng: RngState) -> _Moment:
         metrics = MetricsMoment.take(self._internals, self._metrics)
-        return _Moment(RngState.capture(), metrics, sum(tensor._version for tensor in self._tensors))
+        return _Moment(rng, metrics, sum(tensor._version for tensor in self._tensors))
 
     def _before_iterators(self) -> None:
         self._data.follow()
         self._data.idle = self._loaded is not None
 
-    def _before_fetch(self) -> None:
-        self._batch = self._moment()
+    def _before_fetch(self, rng: RngState) -> None:
+        self._batch = self._moment(rng)
         self._backward = False
 
     def _before_validation(self) -> None:
         if not self._trainer.sanity_checking:
-            self._validation, self._validation_over = self._moment(), False
+            self._validation, self._validation_over = self._moment(RngState.capture()), False
             self._validation_progress = self._internals.progress()
 
     def _end_validation(self) -> None:

@@ -37,10 +37,10 @@ class TrainingData:
     Args:
         internals: Access to the Trainer.
         replay: Always go back by reading again.
-        before_fetch: Called before each batch is fetched.
+        before_fetch: Called before each batch is fetched, with the random generators of that moment.
     """
 
-    def __init__(self, internals: Internals, replay: bool, before_fetch: Callable[[], None]) -> None:
+    def __init__(self, internals: Internals, replay: bool, before_fetch: Callable[[RngState], None]) -> None:
         self._internals = internals
         self._replay = replay
         self._before_fetch = before_fetch
@@ -92,7 +92,7 @@ class TrainingData:
             raise StopIteration
         moment = self._moment()
         self._fetches.append(moment)
-        self._before_fetch()
+        self._before_fetch(moment.rng)
         before = list(self._internals.iterators(self._combined))
         self.attempts += 1
         batch = fetch()

@@ -37,7 +37,7 @@ def test_the_first_error_is_raised_when_all_threads_have_stopped() -> None:
     with pytest.raises(ValueError, match="job 3"):
         run_parallel(work, range(10_000), threads=4)
     count = len(done)
-    assert count < 10_000
+    assert count < 9_999  # without the failed one, all the others
     time.sleep(0.05)
     assert len(done) == count
 

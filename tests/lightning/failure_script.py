@@ -23,10 +23,10 @@ from torch.distributed._composable.fsdp import fully_shard
 import ckpt_core.checkpointer as checkpointer_module
 import lightning_ckpt
 from lightning_ckpt import ResumableCheckpoint
-from tests.lightning.reliable_cases import FillsDisk, GatedStorage, callback_base, model_of, names, trainer_of
+from tests.lightning.reliable_cases import Callback, FillsDisk, GatedStorage, model_of, names, trainer_of
 
 
-class Opens(callback_base()):
+class Opens(Callback):
     """Lets the storage go on when training has raised."""
 
     at_exception: Any = None
@@ -64,7 +64,9 @@ def main(spec: dict[str, Any], rank: int) -> None:
     strategy: Any = "ddp"
     model = model_of(raise_at=spec.get("raise_at"))
     if spec.get("strategy") == "model_parallel":
-        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False)
+        strategy = ModelParallelStrategy(
+            data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
         model.configure_model = lambda: fully_shard(model, mesh=model.device_mesh["data_parallel"])
     trainer_options = {"accumulate_grad_batches": 1, **spec.get("trainer", {})}
     epochs = 2 * trainer_options["accumulate_grad_batches"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
+import importlib.util
 import logging
 import os
 import threading
@@ -22,11 +22,17 @@ SECONDS = 20.0
 NUMBERS = SMALL_STATE_BYTES // 4 + 1000  # float32 parameters: a state just over the limit
 BATCHES = 6  # per epoch
 
+Callback: Any = importlib.import_module(
+    next(name for name in ("lightning.pytorch", "pytorch_lightning") if importlib.util.find_spec(name.split(".")[0]))
+).Callback
+
 for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero", "pytorch_lightning"):
     logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def model_of(package: str = "lightning.pytorch", *, raise_at: int | None = None, metrics: tuple[float, ...] = ()) -> Any:
+def model_of(
+    package: str = "lightning.pytorch", *, raise_at: int | None = None, metrics: tuple[float, ...] = ()
+) -> Any:
     """A model of ``NUMBERS`` parameters that count the optimizer steps.
 
     Args:
@@ -121,10 +127,6 @@ def names(directory: Path) -> list[str]:
     return sorted(os.listdir(directory))
 
 
-def callback_base(package: str = "lightning.pytorch") -> Any:
-    return importlib.import_module(package).Callback
-
-
 class GatedStorage(LocalStorage):
     """Holds every write back while its gate is closed."""
 
@@ -135,7 +137,7 @@ class GatedStorage(LocalStorage):
         return super().create(path, expected_size)
 
 
-class FillsDisk(callback_base()):
+class FillsDisk(Callback):
     """Fills the disk before the save of one step, and gives the room back before that of another.
 
     Holds the gate of :class:`GatedStorage` closed from a save to the next batch: saves fail between two batches.

@@ -23,9 +23,9 @@ from ckpt_core import StorageError, verify
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
 from tests.lightning.reliable_cases import (
     NUMBERS,
+    Callback,
     FillsDisk,
     GatedStorage,
-    callback_base,
     model_of,
     names,
     trainer_of,
@@ -141,9 +141,7 @@ def test_with_warn_training_goes_on_and_saves_again(
 def test_the_last_good_checkpoint_outlives_a_failed_successor(small_filesystem: Path, tmp_path: Path) -> None:
     saved = small_filesystem / "saved"
     callback = each_second_step(saved, save_top_k=1, save_last=True)
-    trainer = trainer_of(
-        tmp_path, [callback, FillsDisk(small_filesystem, full_at=6)], plugins=[AsyncCheckpointIO()]
-    )
+    trainer = trainer_of(tmp_path, [callback, FillsDisk(small_filesystem, full_at=6)], plugins=[AsyncCheckpointIO()])
     with pytest.raises(StorageError):
         trainer.fit(model_of())
     assert names(saved) == ["last.ckpt", "step=4.ckpt"]
@@ -155,9 +153,7 @@ def test_the_last_good_checkpoint_outlives_a_failed_successor(small_filesystem: 
 def test_the_failure_of_the_last_save_is_raised_by_fit(small_filesystem: Path, tmp_path: Path) -> None:
     saved = small_filesystem / "saved"
     plugin = AsyncCheckpointIO()
-    trainer = trainer_of(
-        tmp_path, [each_second_step(saved), FillsDisk(small_filesystem, full_at=12)], plugins=[plugin]
-    )
+    trainer = trainer_of(tmp_path, [each_second_step(saved), FillsDisk(small_filesystem, full_at=12)], plugins=[plugin])
     with pytest.raises(StorageError) as caught:
         trainer.fit(model_of())
     assert trainer.global_step == 12
@@ -167,12 +163,10 @@ def test_the_failure_of_the_last_save_is_raised_by_fit(small_filesystem: Path, t
     assert_freed(plugin)
 
 
-def test_a_failure_inside_an_accumulation_window(
-    gate: threading.Event, small_filesystem: Path, tmp_path: Path
-) -> None:
+def test_a_failure_inside_an_accumulation_window(gate: threading.Event, small_filesystem: Path, tmp_path: Path) -> None:
     saved = small_filesystem / "saved"
 
-    class SavesInside(callback_base()):
+    class SavesInside(Callback):
         def on_train_batch_end(self, trainer: Any, _: Any, __: Any, ___: Any, batch_idx: int) -> None:
             if batch_idx == 1:
                 trainer.save_checkpoint(saved / "inside.ckpt")
@@ -192,9 +186,7 @@ def test_a_failure_inside_an_accumulation_window(
 
 
 @pytest.mark.parametrize("save_last", [False, True])
-def test_a_sync_save_on_a_full_disk_raises_at_once(
-    small_filesystem: Path, tmp_path: Path, save_last: bool
-) -> None:
+def test_a_sync_save_on_a_full_disk_raises_at_once(small_filesystem: Path, tmp_path: Path, save_last: bool) -> None:
     saved = small_filesystem / "saved"
     callback = each_second_step(saved, save_top_k=1, save_last=save_last, save_on_exception=True)
     trainer = trainer_of(tmp_path, [callback, FillsDisk(small_filesystem, full_at=6)], plugins=[SyncCheckpointIO()])
@@ -213,7 +205,7 @@ def test_an_exception_of_the_user_surfaces_and_the_save_under_way_is_finished(
 ) -> None:
     under_way: list[Any] = []
 
-    class Opens(callback_base()):
+    class Opens(Callback):
         def on_exception(self, *_: Any) -> None:
             under_way.append((plugin.checkpointer.pending, names(tmp_path / "saved")))
             threading.Timer(0.2, gate.set).start()

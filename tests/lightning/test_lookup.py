@@ -292,8 +292,10 @@ def test_no_checkpoint_at_all_is_lightnings_error(tmp_path: Path) -> None:
 def test_a_run_after_a_look_at_the_best_deletes_nothing_of_it(tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     fit(saved, tmp_path, save_top_k=1)
-    trainer = evaluate(fresh(saved, tmp_path, save_top_k=1, filename="new-{step}"), "validate")
+    trainer = fresh(saved, tmp_path, save_top_k=1, filename="new-{step}")
+    assert trainer.checkpoint_callback.best_model_path == str(saved / "step=6.ckpt")
     trainer.fit(model_of())
+    assert trainer.checkpoint_callback.best_model_path == str(saved / "new-step=6.ckpt")
     assert names(saved) == ["new-step=6.ckpt", "step=6.ckpt"]
 
 

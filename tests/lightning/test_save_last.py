@@ -19,7 +19,7 @@ import ckpt_core.checkpointer as checkpointer_module
 from ckpt_core import verify
 from ckpt_core.storage import FileWriter, LocalStorage
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
-from tests.lightning.reliable_cases import BATCHES, NUMBERS, callback_base, model_of, names, trainer_of
+from tests.lightning.reliable_cases import BATCHES, NUMBERS, Callback, model_of, names, trainer_of
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
@@ -185,7 +185,7 @@ def test_a_link_leads_to_nothing_in_another_directory(slow_disk: None, plugin: A
 def test_each_trigger_writes_once(plugin: Any, save_top_k: int, tmp_path: Path) -> None:
     same: list[bool] = []
 
-    class Compares(callback_base()):
+    class Compares(Callback):
         def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
             trainer.strategy.checkpoint_io.checkpointer.drain()
             if trainer.global_step:
