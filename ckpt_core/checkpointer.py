@@ -21,7 +21,7 @@ from ckpt_core.events import (
     SnapshotTaken,
 )
 from ckpt_core.layouts.torch_file import FileImage, StateLayout
-from ckpt_core.snapshot import BufferPool, take_snapshot
+from ckpt_core.snapshot import BufferPool, TornSnapshotGuard, take_snapshot
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 from ckpt_core.writer import BackgroundWriter, OnError, notify, write_image
 
@@ -152,8 +152,10 @@ class Checkpointer:
         return size
 
     def _save_now(self, state: Any, storage: Storage, path: str, started: float) -> int:
-        image = StateLayout(state).image(state, staged=None)
-        size = write_image(image, storage, path)
+        layout = StateLayout(state)
+        guard = TornSnapshotGuard(layout.tensors)
+        image = layout.image(state, staged=None)
+        size = write_image(image, storage, path, before_commit=lambda: guard.check(path=path))
         stall = time.perf_counter() - started
         notify(self._listeners, SnapshotTaken(path=path, bytes=size, stall_seconds=stall))
         notify(self._listeners, SaveCommitted(path=path, bytes=size, background_seconds=0.0))

@@ -36,10 +36,18 @@ def notify(listeners: Sequence[Listener], event: Event) -> None:
             logger.exception("an event listener failed on %s", type(event).__name__)
 
 
-def write_image(image: FileImage, storage: Storage, path: str) -> int:
+def write_image(
+    image: FileImage, storage: Storage, path: str, *, before_commit: Callable[[], None] = lambda: None
+) -> int:
     """Write ``image`` to ``path`` so that it is durable and whole there, or not there at all.
 
     Needs at most ``IO_THREADS`` windows of memory (64 MiB), none for a staged image.
+
+    Args:
+        image: What to write.
+        storage: Where.
+        path: Under which name.
+        before_commit: Called when all is written; if it raises, nothing appears.
 
     Returns:
         The file's size in bytes.
@@ -79,6 +87,7 @@ def write_image(image: FileImage, storage: Storage, path: str) -> int:
                 writer.write_at(image.region_size, whole_blocks)
         else:
             writer.write_at(image.region_size, memoryview(tail))
+        before_commit()
         writer.commit(size)
     except BaseException:
         writer.abort()
@@ -104,6 +113,10 @@ class _Job:
         self.is_save = is_save
         self.error: CheckpointError | None = None
         self.done = threading.Event()
+
+
+def _nothing() -> None:
+    """What a job does that has been done."""
 
 
 class BackgroundWriter:
@@ -233,6 +246,7 @@ class BackgroundWriter:
             finally:
                 with self._lock:
                     self._jobs.popleft()
+                job.action = _nothing  # lets go of the state
                 job.done.set()
 
     def _attempt(self, job: _Job) -> None:

@@ -1,7 +1,7 @@
-"""The ``CheckpointIO`` base classes of the installed Lightning packages.
+"""The base classes of the installed Lightning packages.
 
-``lightning`` and ``pytorch_lightning`` are two distributions with two sets of classes; a Trainer accepts only plugins
-that derive from its own. Ours derive from both where both are installed.
+``lightning`` and ``pytorch_lightning`` are two distributions with two sets of classes. A Trainer accepts only plugins that
+derive from its own, and looks for "last" and "best" only in callbacks that do. Ours derive from both where both are installed.
 """
 
 from __future__ import annotations
@@ -9,24 +9,28 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["CheckpointIOBase"]
+__all__ = ["CheckpointIOBase", "ModelCheckpointBase"]
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO as CheckpointIOBase
+    from lightning.pytorch.callbacks import ModelCheckpoint as ModelCheckpointBase
 else:
 
-    def _installed_bases() -> tuple[type[Any], ...]:
+    def _derived_from_installed(name: str, *modules: str) -> type[Any]:
         bases = []
-        for package in ("lightning.fabric.plugins", "lightning_fabric.plugins"):
+        for module in modules:
             try:
-                bases.append(importlib.import_module(package).CheckpointIO)
+                bases.append(getattr(importlib.import_module(module), name))
             except ModuleNotFoundError as error:
-                if error.name is None or not package.startswith(error.name):
+                if error.name is None or not module.startswith(error.name):
                     raise
         if not bases:
             raise ModuleNotFoundError(
                 "lightning_ckpt needs Lightning: install ckpt-plugins[lightning] or ckpt-plugins[pytorch-lightning]"
             )
-        return tuple(bases)
+        return type(f"{name}Base", tuple(bases), {"__module__": __name__})
 
-    CheckpointIOBase = type("CheckpointIOBase", _installed_bases(), {"__module__": __name__})
+    CheckpointIOBase = _derived_from_installed("CheckpointIO", "lightning.fabric.plugins", "lightning_fabric.plugins")
+    ModelCheckpointBase = _derived_from_installed(
+        "ModelCheckpoint", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks"
+    )

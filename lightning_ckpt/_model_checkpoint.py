@@ -11,9 +11,9 @@ from weakref import proxy
 from ckpt_core import Catalog, verify
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.reader import peek
-from ckpt_core.storage import storage_for
+from lightning_ckpt._bases import ModelCheckpointBase
 from lightning_ckpt._outcomes import OutcomeWatch, raise_together
-from lightning_ckpt._private import ModelCheckpointBase, checkpoint_directory
+from lightning_ckpt._private import checkpoint_directory
 from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
 
 __all__ = ["ReliableModelCheckpoint"]
@@ -184,13 +184,17 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             return newest
         # The directory may have been moved or copied since.
         moved = f"{directory.rstrip('/')}/{os.path.basename(best)}"
-        path = moved if storage_for(moved).exists(moved) else best
-        try:
-            verify(path)
-        except CheckpointError as error:
-            logger.warning("took %s instead of the best checkpoint %s: %s", newest, path, error.message)
-            return newest
-        return str(path)
+        for path in dict.fromkeys([moved, best]):
+            try:
+                verify(path)
+            except CheckpointNotFoundError:
+                continue
+            except CheckpointError as error:
+                logger.warning("took %s instead of the best checkpoint %s: %s", newest, path, error.message)
+                return newest
+            return str(path)
+        logger.warning("took %s instead of the best checkpoint %s, which is not there", newest, best)
+        return newest
 
 
 def _copy(trainer: Any, plugin: TorchFileIO, source: str, target: str) -> None:

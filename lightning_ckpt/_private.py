@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,33 +19,11 @@ from ckpt_core.errors import CheckpointError
 
 __all__ = [
     "Internals",
-    "ModelCheckpointBase",
     "check",
     "checkpoint_directory",
     "missing_internals",
     "rebuild_ddp_buckets",
 ]
-
-if TYPE_CHECKING:
-    from lightning.pytorch.callbacks import ModelCheckpoint as ModelCheckpointBase
-else:
-
-    def _installed_model_checkpoints() -> tuple[type[Any], ...]:
-        found = []
-        for package in ("lightning.pytorch.callbacks", "pytorch_lightning.callbacks"):
-            try:
-                found.append(importlib.import_module(package).ModelCheckpoint)
-            except ModuleNotFoundError as error:
-                if error.name is None or not package.startswith(error.name):
-                    raise
-        if not found:
-            raise ModuleNotFoundError(
-                "lightning_ckpt needs Lightning: install ckpt-plugins[lightning] or ckpt-plugins[pytorch-lightning]"
-            )
-        return tuple(found)
-
-    # a Trainer takes part in "last" and "best" only with callbacks derived from the ModelCheckpoint of its own package
-    ModelCheckpointBase = type("ModelCheckpointBase", _installed_model_checkpoints(), {"__module__": __name__})
 
 _FIT_LOOP = (
     "_combined_loader",

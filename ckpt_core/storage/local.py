@@ -25,6 +25,7 @@ __all__ = ["LocalStorage", "storage_error"]
 _SUFFIX = ".ckpt-part"
 _BLOCK = 4096
 _CANNOT_LINK = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
+_CANNOT_LOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _REMEDIES = {
     errno.ENOSPC: "free some space, keep fewer checkpoints, or save to another disk",
     errno.EDQUOT: "your disk quota is used up: delete something or save to another disk",
@@ -70,8 +71,9 @@ class _LocalFileWriter(FileWriter):
             if os.path.isdir(path) and not os.path.islink(path):
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
             self._open()
-            # Held as long as this process lives: it tells the orphan of a dead process from work in progress.
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            while not _claim(self._descriptor):
+                self._close()
+                self._open()
             _reserve(self._descriptor, expected_size)
         except OSError as error:
             self.abort()
@@ -310,30 +312,39 @@ class LocalStorage(Storage):
         return infos
 
     def remove_orphans(self, directory: str) -> Sequence[str]:
-        removed = []
         try:
             with os.scandir(directory or ".") as entries:
                 parts = [entry.path for entry in entries if entry.name.startswith(".") and entry.name.endswith(_SUFFIX)]
         except OSError:
             return []
-        for path in parts:
-            if _is_abandoned(path):
-                with contextlib.suppress(OSError):  # another user's, or another process was faster
-                    os.unlink(path)
-                    removed.append(path)
-        return removed
+        return [path for path in parts if _remove_if_abandoned(path)]
 
 
-def _is_abandoned(path: str) -> bool:
+def _claim(descriptor: int) -> bool:
+    """Lock an unfinished file until this process closes it or dies: it tells the orphan of a dead process from work.
+
+    Returns:
+        False if another process took the file for an orphan before it was locked, and has deleted it.
+    """
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        if error.errno not in _CANNOT_LOCK:
+            raise
+        return True  # where nobody can lock, nobody takes it for an orphan
+    return os.fstat(descriptor).st_nlink > 0
+
+
+def _remove_if_abandoned(path: str) -> bool:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return False  # gone, or not ours to read: somebody else's business
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        os.unlink(path)  # while it is locked, so that nobody begins to write into it
     except OSError:
-        return False  # its writer lives
-    else:
-        return True
+        return False  # its writer lives, or it is another user's
     finally:
         _close(descriptor)
+    return True

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -269,8 +269,11 @@ class Meddler:
         return dict, ()
 
 
+@pytest.mark.parametrize("strategy", ["sync", "async"])
 @pytest.mark.parametrize("change", ["add", "view", "out"])
-def test_a_tensor_changed_while_it_is_copied_fails_the_save(change: str, tmp_path: Path) -> None:
+def test_a_tensor_changed_while_it_is_copied_fails_the_save(
+    change: str, strategy: Literal["sync", "async"], tmp_path: Path
+) -> None:
     weight, other = torch.zeros(1000), torch.zeros(10)
     changes: dict[str, Callable[[], Any]] = {
         "add": lambda: weight.add_(1),
@@ -278,7 +281,7 @@ def test_a_tensor_changed_while_it_is_copied_fails_the_save(change: str, tmp_pat
         "out": lambda: torch.ones(1000, out=weight),
     }
     path = tmp_path / "a.ckpt"
-    with Checkpointer() as checkpointer:
+    with Checkpointer(strategy=strategy) as checkpointer:
         checkpointer.save({"weight": torch.ones(3)}, path)
         for _ in range(2):
             with pytest.raises(SnapshotTornError, match="1 of 2 tensors changed") as caught:

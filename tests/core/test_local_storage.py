@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import multiprocessing
 import os
@@ -187,3 +188,39 @@ def test_a_failed_copy_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(StorageError):
         LocalStorage().copy(str(tmp_path / "a.ckpt"), str(tmp_path / "folder"))
     assert sorted(os.listdir(tmp_path)) == ["a.ckpt", "folder"]
+
+
+def test_a_file_taken_for_an_orphan_before_it_was_locked_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = LocalStorage()
+    lock, stolen = fcntl.flock, []
+
+    def lock_late(descriptor: int, operation: int) -> None:
+        if not stolen:
+            stolen.append(True)  # between the writer's open and its lock, another process looks for orphans
+            monkeypatch.setattr(fcntl, "flock", lock)
+            stolen.extend(storage.remove_orphans(str(tmp_path)))
+            monkeypatch.setattr(fcntl, "flock", lock_late)
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", lock_late)
+    writer = storage.create(str(tmp_path / "a"), 3)
+    assert len(stolen) == 2
+    writer.write_at(0, memoryview(b"abc"))
+    writer.commit(3)
+    assert (tmp_path / "a").read_bytes() == b"abc"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_filesystem_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    storage = LocalStorage()
+    writer = storage.create(str(tmp_path / "a"), 3)
+    assert storage.remove_orphans(str(tmp_path)) == []
+    writer.write_at(0, memoryview(b"abc"))
+    writer.commit(3)
+    assert (tmp_path / "a").read_bytes() == b"abc"

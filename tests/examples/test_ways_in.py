@@ -28,7 +28,6 @@ def fit(run_script: RunScript, directory: Path, config: str, *more: str) -> None
         "fit",
         "--config",
         str(ROOT / "configs/lightning" / config),
-        "--trainer.logger=false",
         "--trainer.enable_progress_bar=false",
         "--data.characters=4000",
         *more,

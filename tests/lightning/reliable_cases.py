@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib.util
+import importlib
 import logging
 import os
 import threading
@@ -18,13 +18,14 @@ from torch.utils.data import DataLoader
 from ckpt_core.storage import FileWriter, LocalStorage
 from lightning_ckpt.io import SMALL_STATE_BYTES, AsyncCheckpointIO
 
+try:
+    from lightning.pytorch import Callback
+except ModuleNotFoundError:
+    from pytorch_lightning import Callback
+
 SECONDS = 20.0
 NUMBERS = SMALL_STATE_BYTES // 4 + 1000  # float32 parameters: a state just over the limit
 BATCHES = 6  # per epoch
-
-Callback: Any = importlib.import_module(
-    next(name for name in ("lightning.pytorch", "pytorch_lightning") if importlib.util.find_spec(name.split(".")[0]))
-).Callback
 
 for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero", "pytorch_lightning"):
     logging.getLogger(name).setLevel(logging.ERROR)

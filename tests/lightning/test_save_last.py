@@ -110,7 +110,7 @@ def one_trainer_twice(kind: type[Any], plugin: Any, folder: Path, settings: dict
 def resumed(kind: type[Any], plugin: Any, folder: Path, settings: dict[str, Any]) -> list[dict[str, int]]:
     # In the middle of an epoch: at its end Lightning would save once more what it was resumed from.
     run(kind, plugin, folder, settings, max_steps=BATCHES + 4)
-    last = sorted(name for name in names(folder) if name.startswith("last"))[-1]
+    last = max(name for name in names(folder) if name.startswith("last"))
     run(kind, plugin, folder, settings, max_epochs=3, ckpt_path=folder / last)
     return [contents(folder)]
 
