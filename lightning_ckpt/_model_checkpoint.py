@@ -28,6 +28,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         self._best_model_path = ""
         self._has_trained = False
         self._best_of_earlier_run: str | None = None
+        if not hasattr(ModelCheckpointBase.__mro__[1], "_should_save_on_exception") and settings.pop("save_on_exception"):
+            raise ValueError("save_on_exception=True needs Lightning 2.5.6 or newer")
         super().__init__(**settings)
         self._watch: OutcomeWatch | None = None
         self._saved_by_this_trigger: str | None = None

@@ -219,25 +219,18 @@ def _open(reader: FileReader) -> tuple[Manifest, Segments] | None:
     manifest = Manifest.decode(tail[begin : begin + length], path=path, end=footer.tail_offset)
 
     names = set(manifest.storages)
-    segments: Segments = []
-    gaps, position = [], 0
+    gaps = _read_gaps(reader, manifest, footer.tail_offset)
+    if digest_of_parts(gap for _, gap in gaps) != manifest.structure:
+        raise _damaged("the archive's structure differs from what was saved", path)
+    segments: Segments = [*gaps, (footer.tail_offset, tail + footer.encode())]
     hash_of = digest_with(manifest.algorithm, path=path)
     for record in manifest.records:
-        gap = _read(reader, position, record.offset)
-        gaps.append(gap)
-        segments.append((position, gap))
-        position = record.offset + record.size
         if record.name not in names:
-            data = _read(reader, record.offset, position)
+            data = _read(reader, record.offset, record.offset + record.size)
             for index, (first, last) in enumerate(pieces(record.offset, record.size)):
                 cut = memoryview(data)[first - record.offset : last - record.offset]
                 _compare(hash_of, cut, record, index, path)
             segments.append((record.offset, data))
-    gaps.append(_read(reader, position, footer.tail_offset))
-    if digest_of_parts(gaps) != manifest.structure:
-        raise _damaged("the archive's structure differs from what was saved", path)
-    segments.append((position, gaps[-1]))
-    segments.append((footer.tail_offset, tail + footer.encode()))
     by_name = {record.name: record for record in manifest.records}
     if not {f"{ARCHIVE}/data.pkl", f"{ARCHIVE}/byteorder"} <= by_name.keys() - names:
         raise _damaged("the archive lacks its pickle", path)
@@ -249,6 +242,19 @@ def _open(reader: FileReader) -> tuple[Manifest, Segments] | None:
             remedy="load it there and save it with torch.save",
         )
     return manifest, segments
+
+
+def _read_gaps(reader: FileReader, manifest: Manifest, end: int) -> Segments:
+    """Read what stands between the records, in file order; several at a time, for a store answers each only after a while."""
+    begins = [0, *(record.offset + record.size for record in manifest.records)]
+    ends = [*(record.offset for record in manifest.records), end]
+    found: dict[int, bytes] = {}
+
+    def read(index: int) -> None:
+        found[index] = _read(reader, begins[index], ends[index])
+
+    run_parallel(read, range(len(begins)))
+    return [(begins[index], found[index]) for index in range(len(begins))]
 
 
 def _damaged(message: str, path: str) -> CheckpointCorruptedError:
