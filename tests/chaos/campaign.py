@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import glob
 import hashlib
+import itertools
 import json
 import os
 import random
@@ -100,7 +102,7 @@ class Report:
             f"{'runs resumed to their end and compared':<43}{self.runs:>6}",
             f"{'checkpoints verified':<43}{self.verified:>6}",
             f"{'unfinished files found after a kill':<43}{self.orphans:>6}",
-            f"{'checkpoints that retention forgot':<43}{self.left_over:>6}",
+            f"{'checkpoints left over at the end':<43}{self.left_over:>6}",
             f"{'violations':<43}{len(self.violations):>6}",
             f"seed {self.seed}, {self.seconds:.0f} s",
         ]
@@ -233,15 +235,20 @@ def kill_at(job: Job, aim: str, pace: Pace, dice: random.Random) -> bool:
     elif aim == BETWEEN:
         delay = dice.uniform(pace.start, pace.whole)
     else:
-        # Some saves later, so that the run gets on.
-        event = wait_for_event(job, "SaveCommitted" if aim == RETENTION else "SaveStarted", dice.randint(0, 6))
+        # Some saves later, so that the run gets on. Copies are over at once, so they are aimed at less often.
+        file = "step=" if dice.random() < 0.8 else ""
+        event = wait_for_event(job, "SaveCommitted" if aim == RETENTION else "SaveStarted", file, dice.randint(0, 3))
         if event is None:
             return False
-        if aim == COMMIT and not job.wait_until(lambda: published_since(event["path"], event["time"]), 0.0001):
+        path, begun = event["path"], event["time"]
+        orphans = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.*")
+        if aim == WRITING and not job.wait_until(lambda: bool(glob.glob(orphans)) or published_since(path, begun), 0.0):
+            return False
+        if aim == COMMIT and not job.wait_until(lambda: published_since(path, begun), 0.0):
             return False
         delay = {
-            STAGING: dice.uniform(0.0, pace.stall),
-            WRITING: dice.uniform(0.0, pace.write),
+            STAGING: dice.uniform(0.0, min(pace.stall, 0.01)),
+            WRITING: dice.uniform(0.0, 0.7 * pace.write),
             COMMIT: 0.0,
             RETENTION: dice.uniform(0.0, 0.001),
         }[aim]
@@ -249,12 +256,14 @@ def kill_at(job: Job, aim: str, pace: Pace, dice: random.Random) -> bool:
     return job.kill()
 
 
-def wait_for_event(job: Job, name: str, passed_over: int) -> dict[str, Any] | None:
-    """Wait for an event of that name after ``passed_over`` others; None when the job ended before."""
+def wait_for_event(job: Job, name: str, file: str, passed_over: int) -> dict[str, Any] | None:
+    """Wait for an event about a file whose name begins so, after ``passed_over`` others; None when the job ended."""
     found: list[dict[str, Any]] = []
 
     def happened() -> bool:
-        found.extend(event for event in job.new_events() if event["event"] == name)
+        for event in job.new_events():
+            if event["event"] == name and os.path.basename(event["path"]).startswith(file):
+                found.append(event)
         return len(found) > passed_over
 
     return found[passed_over] if job.wait_until(happened) else None
@@ -298,6 +307,8 @@ class Campaign:
         self._directory = directory
         self._dice = random.Random(seed)
         self._say = say
+        self._settings = itertools.cycle(SETTINGS)
+        self._parallel_settings = itertools.cycle(PARALLEL_SETTINGS)
         self._alone: dict[Setting, tuple[Pace, dict[str, Any]]] = {}
 
     def run(self, kills: int, *, parallel_share: float = 0.1) -> Report:
@@ -311,7 +322,7 @@ class Campaign:
         with Nursery() as nursery:
             while self.report.kills < kills:
                 parallel = self._dice.random() < parallel_share
-                setting = self._dice.choice(PARALLEL_SETTINGS if parallel else SETTINGS)
+                setting = next(self._parallel_settings if parallel else self._settings)
                 most = self._dice.randint(2, 4) if parallel else self._dice.randint(6, 14)
                 self._one_run(nursery, setting, min(most, kills - self.report.kills))
         self.report.seconds = time.monotonic() - began
