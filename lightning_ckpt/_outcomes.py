@@ -48,8 +48,6 @@ class OutcomeWatch:
         store = None
         if self._checkpointer is not None and trainer.world_size > 1:
             store = connect_store(trainer.global_rank, trainer.world_size, trainer.strategy.broadcast)
-            # Raised inside the next save, a failure of an earlier one would come a batch after that of the other ranks.
-            self._checkpointer.raises_on_save = False
         self._outcome = SharedOutcome(store)
         if isinstance(plugin, TorchFileIO) and trainer.world_size > 1:
             self._watch_saves(trainer)
@@ -111,5 +109,4 @@ class OutcomeWatch:
         """Wait for the background, free its memory and raise what was not raised yet."""
         self._unwatch()
         if self._checkpointer is not None:
-            self._checkpointer.raises_on_save = True
             self._checkpointer.close()

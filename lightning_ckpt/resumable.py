@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from lightning_ckpt._exact_state import ExactState
+from lightning_ckpt._mismatch import name_mismatches, unwrap
 from lightning_ckpt._model_checkpoint import ReliableModelCheckpoint
 
 __all__ = ["ResumableCheckpoint"]
@@ -105,6 +106,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
+        name_mismatches(trainer)
         if self.exact and stage == "fit":
             self._state = ExactState.of(trainer, self.data_resume == "replay", self._warn_inexact)
 
@@ -162,6 +164,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
             self._state.training_ended()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        unwrap(trainer)
         super().teardown(trainer, pl_module, stage)
         if self._state is not None:
             self._state.release()

@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -261,9 +261,8 @@ def wait_for_event(job: Job, name: str, file: str, passed_over: int) -> dict[str
     found: list[dict[str, Any]] = []
 
     def happened() -> bool:
-        for event in job.new_events():
-            if event["event"] == name and os.path.basename(event["path"]).startswith(file):
-                found.append(event)
+        new = (event for event in job.new_events() if os.path.basename(event["path"]).startswith(file))
+        found.extend(event for event in new if event["event"] == name)
         return len(found) > passed_over
 
     return found[passed_over] if job.wait_until(happened) else None
@@ -300,15 +299,26 @@ class Campaign:
         directory: Where the runs live; runs with a violation stay there.
         seed: Where chance comes from. The moment of a kill also depends on the machine, so a seed repeats the plan only.
         say: Told what happens, line by line.
+        settings: How the trainings on one process run, in turn.
+        kills_per_run: From how many to how many times a run is killed.
     """
 
-    def __init__(self, directory: Path, seed: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        seed: int,
+        say: Callable[[str], None],
+        *,
+        settings: Sequence[Setting] = SETTINGS,
+        kills_per_run: tuple[int, int] = (6, 14),
+    ) -> None:
         self.report = Report(seed)
         self._directory = directory
         self._dice = random.Random(seed)
         self._say = say
-        self._settings = itertools.cycle(SETTINGS)
+        self._settings = itertools.cycle(settings)
         self._parallel_settings = itertools.cycle(PARALLEL_SETTINGS)
+        self._kills_per_run = kills_per_run
         self._alone: dict[Setting, tuple[Pace, dict[str, Any]]] = {}
 
     def run(self, kills: int, *, parallel_share: float = 0.1) -> Report:
@@ -323,7 +333,7 @@ class Campaign:
             while self.report.kills < kills:
                 parallel = self._dice.random() < parallel_share
                 setting = next(self._parallel_settings if parallel else self._settings)
-                most = self._dice.randint(2, 4) if parallel else self._dice.randint(6, 14)
+                most = self._dice.randint(2, 4) if parallel else self._dice.randint(*self._kills_per_run)
                 self._one_run(nursery, setting, min(most, kills - self.report.kills))
         self.report.seconds = time.monotonic() - began
         return self.report

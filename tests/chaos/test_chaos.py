@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_core import Checkpointer
-from tests.chaos.campaign import RETENTION, STAGING, STARTING, Campaign, Job, phase_hit
+from tests.chaos.campaign import RETENTION, SETTINGS, STAGING, STARTING, Campaign, Job, phase_hit
 from tests.chaos.judge import Judge
 
 KILLS = 6
@@ -20,10 +20,12 @@ KILLS = 6
 @pytest.mark.slow
 def test_killed_trainings_lose_nothing_and_end_as_if_never_killed(tmp_path: Path) -> None:
     said: list[str] = []
-    report = Campaign(tmp_path, 20, said.append).run(KILLS, parallel_share=0.0)
+    campaign = Campaign(tmp_path, 20, said.append, settings=SETTINGS[::2], kills_per_run=(3, 3))
+    report = campaign.run(KILLS, parallel_share=0.0)
     assert report.violations == []
     assert report.kills >= KILLS
-    assert report.runs >= 1
+    assert report.runs >= 2
+    assert set(report.by_setting) == {"async", "sync"}
     assert report.verified >= 2 * KILLS
     assert set(report.hit) != {STARTING}
     assert f"{report.kills} kills, 0 violations so far" in said[-1]

@@ -69,7 +69,6 @@ def assert_freed(plugin: AsyncCheckpointIO) -> None:
     assert plugin.checkpointer.pending == ()
     assert plugin.checkpointer._buffers._lent == 0
     assert plugin.checkpointer._buffers._idle == []
-    assert plugin.checkpointer.raises_on_save
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ckpt-")]
 
 
@@ -244,6 +243,28 @@ def test_an_exception_of_the_user_is_not_hidden_by_a_failed_save(
     assert_freed(plugin)
 
 
+def test_the_save_on_an_exception_is_made_after_a_failed_save(
+    gate: threading.Event, small_filesystem: Path, tmp_path: Path
+) -> None:
+    class SavesAndFrees(Callback):
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            if trainer.global_step == 3:
+                trainer.save_checkpoint(saved / "other.ckpt")
+
+        def on_exception(self, *_: Any) -> None:
+            assert disk.filler is not None
+            disk.filler.unlink()
+
+    saved, disk, plugin = small_filesystem / "saved", FillsDisk(small_filesystem, full_at=3), AsyncCheckpointIO()
+    callback = each_second_step(saved, save_on_exception=True)
+    trainer = trainer_of(tmp_path, [disk, SavesAndFrees(), callback], plugins=[plugin])
+    with pytest.raises(ValueError, match="the model is on fire"):
+        trainer.fit(model_of(raise_at=4))
+    assert plugin.checkpointer.failures == 1
+    assert names(saved) == ["step=2.ckpt", "step=3.ckpt"]
+    assert verify(saved / "step=3.ckpt")
+
+
 def test_an_exception_of_the_user_is_not_hidden_by_a_failing_sync_save_on_exception(
     small_filesystem: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -262,26 +283,6 @@ def test_nothing_is_left_after_fit(tmp_path: Path) -> None:
     trainer.fit(model_of())
     assert_freed(plugin)
     assert trainer.state.status == "finished"
-
-
-def test_a_save_that_another_callback_of_ours_makes_at_the_end_is_waited_for(
-    small_filesystem: Path, tmp_path: Path
-) -> None:
-    class SavesAtEnd(ResumableCheckpoint):
-        def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            trainer.save_checkpoint(saved / "end.ckpt")
-            super().on_train_end(trainer, pl_module)
-
-    saved = small_filesystem / "saved"
-    first = ResumableCheckpoint(saved, save_top_k=0)
-    second = SavesAtEnd(saved, save_top_k=0, every_n_train_steps=1000)
-    trainer = trainer_of(
-        tmp_path, [first, second, FillsDisk(small_filesystem, full_at=12)], plugins=[AsyncCheckpointIO()]
-    )
-    with pytest.raises(StorageError) as caught:
-        trainer.fit(model_of())
-    assert_tells_of_full_disk(caught.value, saved / "end.ckpt")
-    assert trainer.state.status == "interrupted"
 
 
 # ---- several processes ------------------------------------------------------------------------------------------------
@@ -347,7 +348,7 @@ def assert_all_raised(results: list[dict[str, Any]], path: Path, *, step: int) -
         ({"callback": {"save_last": True, "save_top_k": 1}}, 4, 6),
         ({"trainer": {"accumulate_grad_batches": 4}}, 2, 4),
         ({"callback": {"save_weights_only": True}}, 4, 6),
-        ({"callback": {"every_n_train_steps": 1}}, 4, 6),
+        ({"callback": {"every_n_train_steps": 1}}, 4, 5),  # found by the save of step 5
         ({}, 12, 12),  # the last save
         ({"callback": {"every_n_train_steps": 11}}, 11, 12),  # announced for a step that does not come
         ({"io": "SyncCheckpointIO"}, 4, 4),
@@ -378,6 +379,16 @@ def test_every_rank_raises_the_same_at_the_same_step(
     assert names(saved) == sorted(kept)
     for path in saved.iterdir():
         assert verify(path)
+
+
+def test_what_another_callback_saves_at_the_end_is_waited_for(
+    ranks: Ranks, small_filesystem: Path, tmp_path: Path
+) -> None:
+    saved = small_filesystem / "saved"
+    several = {"callback": {"every_n_train_steps": 5}, "saves_at_end": True}
+    results = ranks.run(tmp_path, saved=str(saved), full_at=12, **several)
+    assert_all_raised(results, saved / "end.ckpt", step=12)
+    assert names(saved) == ["step=10.ckpt", "step=5.ckpt"]
 
 
 def test_with_warn_all_ranks_train_to_the_end(ranks: Ranks, small_filesystem: Path, tmp_path: Path) -> None:

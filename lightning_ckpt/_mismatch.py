@@ -1,0 +1,78 @@
+"""A checkpoint of another model: one error that names the file, the first tensors that differ, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_core.errors import StateMismatchError
+
+__all__ = ["name_mismatches", "unwrap"]
+
+_SHOWN = 5
+_WRAPPED = ("load_model_state_dict", "load_optimizer_state_dict")
+
+
+def name_mismatches(trainer: Any) -> None:
+    """Let a Trainer's strategy raise :class:`StateMismatchError` where a checkpoint does not fit the model.
+
+    Lightning loads the model before it asks any callback, so the public methods of the strategy that load are wrapped.
+    """
+    unwrap(trainer)
+    strategy = trainer.strategy
+    load_model, load_optimizers = (getattr(strategy, name) for name in _WRAPPED)
+
+    def load_model_state_dict(checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        try:
+            load_model(checkpoint, strict=strict)
+        except StateMismatchError:
+            raise
+        except RuntimeError as error:
+            found = _differences(checkpoint.get("state_dict", {}), trainer.lightning_module)
+            raise StateMismatchError(
+                f"the checkpoint is of another model: {'; '.join(found[:_SHOWN]) or error}"
+                + (f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""),
+                path=_path(trainer),
+                key="state_dict",
+                remedy="build the model with the settings it was saved with, or load what fits with "
+                "LightningModule.strict_loading = False",
+            ) from error
+
+    def load_optimizer_state_dict(checkpoint: Mapping[str, Any]) -> None:
+        try:
+            load_optimizers(checkpoint)
+        except StateMismatchError:
+            raise
+        except (ValueError, KeyError, IndexError) as error:
+            raise StateMismatchError(
+                f"the checkpoint's optimizers do not fit those of this run: {error}",
+                path=_path(trainer),
+                key="optimizer_states",
+                remedy="return the same optimizers over the same parameters from configure_optimizers, or load the "
+                "weights only",
+            ) from error
+
+    strategy.load_model_state_dict = load_model_state_dict
+    strategy.load_optimizer_state_dict = load_optimizer_state_dict
+
+
+def unwrap(trainer: Any) -> None:
+    """Leave the strategy as it was (a wrapped one could not be sent to a spawned process)."""
+    for name in _WRAPPED:
+        vars(trainer.strategy).pop(name, None)
+
+
+def _path(trainer: Any) -> str | None:
+    return None if trainer.ckpt_path is None else str(trainer.ckpt_path)
+
+
+def _differences(saved: Mapping[str, Any], module: Any) -> list[str]:
+    own = module.state_dict()
+    missing = [f"{name} is missing" for name in own if name not in saved]
+    unexpected = [f"{name} is not in the model" for name in saved if name not in own]
+    shapes = [
+        f"{name} has shape {list(saved[name].shape)}, the model's {list(tensor.shape)}"
+        for name, tensor in own.items()
+        if name in saved and hasattr(saved[name], "shape") and saved[name].shape != tensor.shape
+    ]
+    return shapes + missing + unexpected
