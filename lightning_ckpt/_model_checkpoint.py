@@ -28,7 +28,9 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         self._best_model_path = ""
         self._has_trained = False
         self._best_of_earlier_run: str | None = None
-        if not hasattr(ModelCheckpointBase.__mro__[1], "_should_save_on_exception") and settings.pop("save_on_exception"):
+        if not hasattr(ModelCheckpointBase.__mro__[1], "_should_save_on_exception") and settings.pop(
+            "save_on_exception"
+        ):
             raise ValueError("save_on_exception=True needs Lightning 2.5.6 or newer")
         super().__init__(**settings)
         self._watch: OutcomeWatch | None = None
@@ -41,8 +43,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._has_trained = True
-            # One watch per Trainer: several would announce a failure several times. The last callback has it, because what
-            # the others save at the end of training must be waited for too.
+            # One watch per Trainer: several would announce a failure several times. The last callback has it, which must
+            # wait for what all of them save on an exception.
             if [cb for cb in trainer.callbacks if isinstance(cb, ReliableModelCheckpoint)][-1] is self:
                 self._watch = OutcomeWatch(trainer)
 

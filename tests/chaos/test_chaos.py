@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ckpt_core import Checkpointer
-from tests.chaos.campaign import RETENTION, SETTINGS, STAGING, STARTING, Campaign, Job, phase_hit
+from tests.chaos.campaign import RETENTION, SETTINGS, STAGING, STARTING, Campaign, phase_hit
+from tests.chaos.jobs import Job, LogTail
 from tests.chaos.judge import Judge
 
 KILLS = 6
@@ -122,10 +123,18 @@ def test_the_judge_notices_what_the_engine_complains_about(event: str, run: Path
     assert judge.look([{"event": event, "path": "x", "time": 0.0}]) != []
 
 
+def test_a_job_that_ends_just_before_its_kill_was_not_killed(run: Path) -> None:
+    answers = iter([None, 0])
+    job = Job(2**30, LogTail(run / "events.jsonl"), lambda _: next(answers), run)
+    assert not job.kill()
+    job.finish()  # its end is not awaited again
+    assert job.is_over()
+
+
 def test_retention_is_no_violation(run: Path, judge: Judge) -> None:
     save(run, 9, "step=9.ckpt", "last.ckpt")
     events = saved(run, 9, "step=9.ckpt") + saved(run, 9, "last.ckpt")
-    job = Job(0, None, lambda: True, lambda: "0", run)  # type: ignore[arg-type]
+    job = Job(0, LogTail(run / "events.jsonl"), lambda _: 0, run)
     job.launched, job.events = 0.0, events
     assert judge.look(events) == []
     assert phase_hit(job, judge, run) == RETENTION

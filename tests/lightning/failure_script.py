@@ -26,14 +26,6 @@ from lightning_ckpt import ResumableCheckpoint
 from tests.lightning.reliable_cases import Callback, FillsDisk, GatedStorage, model_of, names, trainer_of
 
 
-class SavesAtEnd(ResumableCheckpoint):
-    """Saves after the first callback has waited for the end of all saves."""
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        trainer.save_checkpoint(Path(self.dirpath or "") / "end.ckpt")
-        super().on_train_end(trainer, pl_module)
-
-
 class Opens(Callback):
     """Lets the storage go on when training has raised."""
 
@@ -63,8 +55,6 @@ def main(spec: dict[str, Any], rank: int) -> None:
     plugin = getattr(lightning_ckpt, spec.get("io", "AsyncCheckpointIO"))(**options)
     settings = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}", **spec.get("callback", {})}
     callbacks: list[Any] = [opens, ResumableCheckpoint(saved, **settings)]
-    if spec.get("saves_at_end"):
-        callbacks.append(SavesAtEnd(saved, save_top_k=0))
     if "raise_at" not in spec:
         callbacks.append(FillsDisk(saved.parent, spec.get("full_at", -1), spec.get("free_at")))
     if plugin.checkpointer.strategy == "async" and ("full_at" in spec or "raise_at" in spec):

@@ -243,6 +243,19 @@ def test_an_exception_of_the_user_is_not_hidden_by_a_failed_save(
     assert_freed(plugin)
 
 
+def test_an_exception_of_the_user_is_not_hidden_by_a_save_of_another_callback(
+    small_filesystem: Path, tmp_path: Path
+) -> None:
+    saved, plugin = small_filesystem / "saved", AsyncCheckpointIO()
+    first = each_second_step(saved, every_n_train_steps=50)
+    second = each_second_step(saved, every_n_train_steps=60, save_on_exception=True)
+    disk = FillsDisk(small_filesystem, full_at=3)
+    with pytest.raises(ValueError, match="the model is on fire"):
+        trainer_of(tmp_path, [first, second, disk], plugins=[plugin]).fit(model_of(raise_at=4))
+    assert plugin.checkpointer.failures == 1
+    assert_freed(plugin)
+
+
 def test_the_save_on_an_exception_is_made_after_a_failed_save(
     gate: threading.Event, small_filesystem: Path, tmp_path: Path
 ) -> None:
@@ -379,16 +392,6 @@ def test_every_rank_raises_the_same_at_the_same_step(
     assert names(saved) == sorted(kept)
     for path in saved.iterdir():
         assert verify(path)
-
-
-def test_what_another_callback_saves_at_the_end_is_waited_for(
-    ranks: Ranks, small_filesystem: Path, tmp_path: Path
-) -> None:
-    saved = small_filesystem / "saved"
-    several = {"callback": {"every_n_train_steps": 5}, "saves_at_end": True}
-    results = ranks.run(tmp_path, saved=str(saved), full_at=12, **several)
-    assert_all_raised(results, saved / "end.ckpt", step=12)
-    assert names(saved) == ["step=10.ckpt", "step=5.ckpt"]
 
 
 def test_with_warn_all_ranks_train_to_the_end(ranks: Ranks, small_filesystem: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ import fsspec
 import pytest
 import torch
 
-from ckpt_core import CheckpointNotFoundError, verify
+from ckpt_core import CheckpointNotFoundError
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
 from tests.lightning.reliable_cases import BATCHES, NUMBERS, model_of, names, trainer_of
 
@@ -317,16 +318,20 @@ def listing(url: str) -> list[str]:
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
-def test_last_in_memory(plugin: Any, memory: str, tmp_path: Path) -> None:
-    fit(memory, tmp_path, plugin=plugin, max_steps=4, save_top_k=1, save_last=True)
+@pytest.mark.parametrize("resume", ["last", "memory:///{}/step=4.ckpt", "memory://{}/last.ckpt"])
+def test_resumed_in_memory(resume: str, plugin: Any, memory: str, tmp_path: Path) -> None:
+    options = {"plugin": plugin, "every_n_train_steps": 4, "save_top_k": 1, "save_last": True}
+    fit(memory, tmp_path, max_steps=4, **options)
     assert listing(memory) == ["last.ckpt", "step=4.ckpt"]
-    trainer = fit(memory, tmp_path, plugin=plugin, save_top_k=1, save_last=True, ckpt_path="last")
-    assert steps_after(trainer) == BATCHES - 4
-    assert torch.equal(trainer.model.weight, torch.full((NUMBERS,), float(BATCHES)))
-    # as on a local disk, what the run was resumed from stays, and last.ckpt goes on under its name
-    resumed = trainer.ckpt_path.rsplit("/", 1)[1]
-    assert listing(memory) == sorted({"last.ckpt", "step=6.ckpt", resumed})
-    assert verify(f"{memory}/last.ckpt")
+    path = resume.format(memory.removeprefix("memory://"))
+    trainer = fit(memory, tmp_path, max_epochs=2, max_steps=8, ckpt_path=path, **options)
+    assert steps_after(trainer) == 4
+    assert torch.equal(trainer.model.weight, torch.full((NUMBERS,), 8.0))
+    # As on a local disk: what the run was resumed from stays, and last.ckpt goes on under its name, if it is that.
+    named = trainer.ckpt_path.rsplit("/", 1)[1]
+    second = "last.ckpt" if named == "last.ckpt" else "last-v1.ckpt"
+    assert listing(memory) == sorted({"last.ckpt", second, "step=8.ckpt", named})
+    assert torch.load(io.BytesIO(fsspec.filesystem("memory").cat_file(f"{memory}/{second}")))["global_step"] == 8
 
 
 @pytest.mark.parametrize("name", ["last.ckpt", "step=4.ckpt"])

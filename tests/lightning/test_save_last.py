@@ -46,6 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "epochs": {"save_last": True, "save_top_k": -1},
     "second epochs": {"every_n_epochs": 2, "save_last": True},
     "after validation": {"save_on_train_epoch_end": False, "save_last": True, "monitor": "val_loss", "mode": "max"},
+    "seldom": {"every_n_train_steps": 9, "save_last": True},
     "one name": {"every_n_train_steps": 2, "filename": "model", "save_last": True},
     "one name, best 2": {"every_n_train_steps": 1, "filename": "m", "monitor": "loss", "save_top_k": 2},
     "no counter": {"every_n_train_steps": 2, "filename": "m", "enable_version_counter": False, "save_last": True},
