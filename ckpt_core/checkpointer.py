@@ -21,7 +21,8 @@ from ckpt_core.events import (
     SnapshotTaken,
 )
 from ckpt_core.layouts.torch_file import FileImage, StateLayout
-from ckpt_core.snapshot import BufferPool, TornSnapshotGuard, take_snapshot
+from ckpt_core.memory import ScratchBuffers
+from ckpt_core.snapshot import BufferPool, Snapshot, TornSnapshotGuard
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 from ckpt_core.writer import BackgroundWriter, OnError, notify, write_image
 
@@ -43,10 +44,6 @@ class Checkpointer:
         listeners: Called with every event (:mod:`ckpt_core.events`).
         storage: Keeps all checkpoints, whatever their path: your own :class:`~ckpt_core.storage.Storage`, or in tests a
             :class:`~ckpt_core.storage.FaultyStorage`. By default the path says what to use.
-
-    Attributes:
-        raises_on_save: Whether :meth:`save` and :meth:`copy` raise a background failure of an earlier save. Set it to False
-            where ranks must fail together, and take the failure with :meth:`take_failure`.
 
     Example:
         >>> import os, tempfile, torch
@@ -75,13 +72,13 @@ class Checkpointer:
         if on_error not in ("raise", "warn"):
             raise ValueError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
         self.strategy = strategy
-        self.raises_on_save = True
         self._max_pending = max_pending
         self._on_error = on_error
         self._storage_options = storage_options
         self._listeners = list(listeners)
         self._storage = storage
         self._buffers = BufferPool(max_pending)
+        self._scratch = ScratchBuffers()
         self._writer = BackgroundWriter(on_error=on_error, listeners=self._listeners)
         self._clean_directories: set[str] = set()
         self._saving_thread: int | None = None
@@ -129,8 +126,7 @@ class Checkpointer:
             StorageError: The storage refused, or had refused an earlier save in the background.
         """
         target = _full_path(path)
-        if self.raises_on_save:
-            self._writer.raise_failure()
+        self._writer.raise_failure()
         notify(self._listeners, SaveStarted(path=target))
         started = time.perf_counter()
         storage = self._storage_for(target)
@@ -154,8 +150,16 @@ class Checkpointer:
     def _save_now(self, state: Any, storage: Storage, path: str, started: float) -> int:
         layout = StateLayout(state)
         guard = TornSnapshotGuard(layout.tensors)
-        image = layout.image(state, staged=None)
-        size = write_image(image, storage, path, before_commit=lambda: guard.check(path=path))
+        image = layout.live_image()
+
+        def complete() -> None:
+            layout.pickle_into(image, state)
+            image.seal()
+
+        def check() -> None:
+            guard.check(path=path)
+
+        size = write_image(image, storage, path, scratch=self._scratch, meanwhile=complete, before_commit=check)
         stall = time.perf_counter() - started
         notify(self._listeners, SnapshotTaken(path=path, bytes=size, stall_seconds=stall))
         notify(self._listeners, SaveCommitted(path=path, bytes=size, background_seconds=0.0))
@@ -166,22 +170,41 @@ class Checkpointer:
         if self._buffers.exhausted:
             self._buffers.wait()
             waited = time.perf_counter() - started
-        image = take_snapshot(state, path=path, buffers=self._buffers)
-        stall = time.perf_counter() - started
-        event = SnapshotTaken(path=path, bytes=image.approximate_size, stall_seconds=stall, waited_seconds=waited)
+        snapshot = Snapshot(state, path=path, buffers=self._buffers)
+        image = snapshot.image
+        # Writing begins while the state is still being copied; the commit waits for the seal.
+        write = functools.partial(self._write_staged, image, storage, path)
+        running = False
         try:
+            running = self._writer.save(path, write, staged_at=lambda: image.sealed_at)
+            snapshot.finish()
+            size = image.approximate_size
+            stall = time.perf_counter() - started
+            event = SnapshotTaken(path=path, bytes=size, stall_seconds=stall, waited_seconds=waited)
             notify(self._listeners, event)
-        except BaseException:  # Ctrl-C: a buffer that never came back would block the next save for ever
-            self._release(image)
+            image.seal()
+        except BaseException:  # Ctrl-C too: a buffer that never came back would block the next save for ever
+            self._give_up(snapshot, path)
             raise
-        size = image.approximate_size
-        self._writer.save(path, lambda: self._write_staged(image, storage, path))
+        finally:
+            if not running:
+                self._writer.run_queued()
         return size
+
+    def _give_up(self, snapshot: Snapshot, path: str) -> None:
+        try:
+            snapshot.wait()
+        finally:
+            snapshot.image.abandon()
+            self._writer.run_queued()
+            self._writer.wait(path)  # until nothing is left of it
+            self._release(snapshot.image)  # in case it was not even queued
 
     def _write_staged(self, image: FileImage, storage: Storage, path: str) -> int:
         try:
-            return write_image(image, storage, path)
+            return write_image(image, storage, path, scratch=self._scratch)
         finally:
+            image.wait_settled()  # until then the training thread may be copying into the buffer
             self._release(image)
 
     def _release(self, image: FileImage) -> None:
@@ -198,8 +221,7 @@ class Checkpointer:
             CheckpointError: There is no ``source``, or an earlier save failed in the background.
         """
         original, path = _full_path(source), _full_path(target)
-        if self.raises_on_save:
-            self._writer.raise_failure()
+        self._writer.raise_failure()
         started = time.perf_counter()
         notify(self._listeners, SaveStarted(path=path))
         storage = self._storage_for(path)
@@ -280,6 +302,7 @@ class Checkpointer:
         """Wait for everything, free the buffers, and raise a failure that was not raised yet. It may be used again."""
         self._writer.wait()
         self._buffers.close()
+        self._scratch.close()
         self._writer.raise_failure()
 
     def __enter__(self) -> Checkpointer:

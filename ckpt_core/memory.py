@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import mmap
+import threading
 
 import torch
 
-__all__ = ["StagingBuffer", "bytes_of"]
+__all__ = ["ScratchBuffers", "StagingBuffer", "bytes_of"]
 
 _PAGE = mmap.PAGESIZE
 
@@ -42,6 +43,34 @@ class StagingBuffer:
         self.memory.release()
         self.tensor = torch.empty(0, dtype=torch.uint8)
         del self._map
+
+
+class ScratchBuffers:
+    """A few small buffers that several threads take and give back, kept until :meth:`close`."""
+
+    def __init__(self) -> None:
+        self._idle: list[StagingBuffer] = []
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> StagingBuffer:
+        """Return a buffer of at least ``nbytes``."""
+        with self._lock:
+            found = self._idle.pop() if self._idle else None
+        if found is not None and found.nbytes < nbytes:
+            found.close()
+            found = None
+        return found if found is not None else StagingBuffer(nbytes)
+
+    def give(self, buffer: StagingBuffer) -> None:
+        """Take a buffer back."""
+        with self._lock:
+            self._idle.append(buffer)
+
+    def close(self) -> None:
+        """Free the buffers that are not in use."""
+        with self._lock:
+            while self._idle:
+                self._idle.pop().close()
 
 
 def _pin(memory: torch.Tensor) -> bool:

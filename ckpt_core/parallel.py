@@ -30,7 +30,13 @@ def wait_through(event: threading.Event) -> None:
         raise interruption
 
 
-def run_parallel(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: int = IO_THREADS) -> None:
+def run_parallel(
+    work: Callable[[Job], None],
+    jobs: Iterable[Job],
+    *,
+    threads: int = IO_THREADS,
+    meanwhile: Callable[[], None] | None = None,
+) -> None:
     """Call ``work`` on every job from several threads and raise the first error, after all threads have stopped.
 
     The calling thread takes part, so that this also works while the interpreter shuts down, when no thread can be started.
@@ -39,6 +45,7 @@ def run_parallel(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: i
         work: Called once for each job, on any of the threads.
         jobs: What to do, in the order in which it should be begun.
         threads: How many threads, the calling one included.
+        meanwhile: What the calling thread does before it takes part.
     """
     errors: list[BaseException] = []
     lock = threading.Lock()
@@ -52,8 +59,10 @@ def run_parallel(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: i
                 return (job,)
             return None
 
-    def loop() -> None:
+    def loop(first: Callable[[], None] | None = None) -> None:
         try:
+            if first is not None:
+                first()
             while (taken := take()) is not None:
                 work(*taken)
         except BaseException as error:  # noqa: BLE001 - raised again below, on the calling thread
@@ -72,7 +81,7 @@ def run_parallel(work: Callable[[Job], None], jobs: Iterable[Job], *, threads: i
         except RuntimeError:
             break  # the interpreter is shutting down: go on with the threads there are
         helpers.append(ended)
-    loop()
+    loop(meanwhile)
     for ended in helpers:
         try:
             wait_through(ended)

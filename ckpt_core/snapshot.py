@@ -6,18 +6,21 @@ because every page must first be found and cleared. So buffers are kept between 
 
 from __future__ import annotations
 
+import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ckpt_core.errors import SnapshotTornError
-from ckpt_core.layouts.torch_file.image import FileImage, StateLayout
+from ckpt_core.layouts.torch_file.image import ImageAbandonedError, StateLayout
 from ckpt_core.memory import StagingBuffer
 from ckpt_core.parallel import wait_through
 
-__all__ = ["BackgroundCopy", "BufferPool", "TornSnapshotGuard", "take_snapshot"]
+__all__ = ["BackgroundCopy", "BufferPool", "Snapshot", "TornSnapshotGuard"]
+
+_GROUP = 64 * 2**20  # bytes copied by one call: long enough that taking the GIL between two does not count
 
 
 class BufferPool:
@@ -81,22 +84,22 @@ class BufferPool:
 
 
 class BackgroundCopy:
-    """Copies tensors into host memory on its own thread, so that the caller can pickle meanwhile.
+    """Copies tensors into host memory on its own thread, in order, so that others can pickle and write meanwhile.
 
-    The whole copy is one call into torch, which holds no GIL and uses torch's threads. CUDA tensors are copied on a side
-    stream that starts after the work already queued on the current one; the training thread waits for it in :meth:`wait`.
+    Each group of pieces is one call into torch, which holds no GIL and uses torch's threads. CUDA tensors are copied on a
+    side stream that starts after the work already queued on the current one; the training thread waits in :meth:`wait`.
 
     Args:
-        targets: ``uint8`` host tensors.
-        sources: Tensors of the same sizes on any device.
+        pieces: ``(end, target, source)``: ``uint8`` tensors of the same size, and the offset that is reached with them.
     """
 
-    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        self._targets = list(targets)
-        self._sources = list(sources)
+    def __init__(self, pieces: Iterable[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+        self._pieces = list(pieces)
+        self._reached = 0
         self._error: BaseException | None = None
+        self._progress = threading.Condition()
         self._stream = None
-        if any(source.is_cuda for source in self._sources):
+        if any(source.is_cuda for _, _, source in self._pieces):
             self._stream = torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
         self._claim = threading.Lock()  # for the thread, or for whoever gives up on it, whichever comes first
@@ -115,20 +118,56 @@ class BackgroundCopy:
             return
         try:
             with torch.no_grad(), torch.cuda.stream(self._stream):  # a None stream changes nothing
-                if self._targets:
-                    torch._foreach_copy_(self._targets, self._sources, non_blocking=True)
+                for end, targets, sources in _groups(self._pieces):
+                    torch._foreach_copy_(targets, sources, non_blocking=True)
+                    if self._stream is None:
+                        self._advance(end)
             if self._stream is not None:
                 self._stream.synchronize()
         except BaseException as error:  # noqa: BLE001 - raised again by wait()
             self._error = error
         finally:
             self._ended.set()
+            self._advance(sys.maxsize)
+
+    def _advance(self, offset: int) -> None:
+        with self._progress:
+            self._reached = offset
+            self._progress.notify_all()
+
+    def wait_until(self, offset: int) -> None:
+        """Return when everything up to ``offset`` is copied.
+
+        Raises:
+            ImageAbandonedError: The copy has failed; :meth:`wait` raises why.
+        """
+        with self._progress:
+            self._progress.wait_for(lambda: self._reached >= offset)
+        if self._error is not None:
+            raise ImageAbandonedError("the state could not be copied")
 
     def wait(self) -> None:
         """Return when all bytes are copied; raise what the copy raised."""
         wait_through(self._ended)
         if self._error is not None:
             raise self._error
+
+
+def _groups(
+    pieces: Iterable[tuple[int, torch.Tensor, torch.Tensor]],
+) -> Iterator[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    nbytes = end = 0
+    for end, target, source in pieces:
+        targets.append(target)
+        sources.append(source)
+        nbytes += source.numel()
+        if nbytes >= _GROUP:
+            yield end, targets, sources
+            targets, sources, nbytes = [], [], 0
+    if targets:
+        yield end, targets, sources
 
 
 class TornSnapshotGuard:
@@ -160,30 +199,45 @@ class TornSnapshotGuard:
             )
 
 
-def take_snapshot(state: Any, *, path: str, buffers: BufferPool) -> FileImage:
-    """Copy ``state`` into a buffer, as the image of a torch file; the caller may change it as soon as this returns.
+class Snapshot:
+    """A copy of a state in a buffer, being made; its image can be written already, but not committed.
 
     Args:
         state: What ``torch.save`` would take.
         path: Where it will go, for messages.
         buffers: Lends the memory. It goes back by ``buffers.release(image.release())``.
 
-    Raises:
-        SerializationError: An object cannot be pickled; the error names its key.
-        SnapshotTornError: A tensor changed while it was being copied.
+    Attributes:
+        image: The file's image.
     """
-    layout = StateLayout(state)
-    guard = TornSnapshotGuard(layout.tensors)
-    buffer = buffers.acquire(layout.region_size)
-    try:
-        copy = BackgroundCopy(layout.targets_in(buffer), layout.sources)
+
+    def __init__(self, state: Any, *, path: str, buffers: BufferPool) -> None:
+        self._state = state
+        self._path = path
+        self._layout = StateLayout(state)
+        self._guard = TornSnapshotGuard(self._layout.tensors)
+        buffer = buffers.acquire(self._layout.region_size)
         try:
-            layout.fill_gaps(buffer)
-            image = layout.image(state, staged=buffer)
+            self._layout.fill_gaps(buffer)
+            self._copy = BackgroundCopy(self._layout.pieces_in(buffer, _GROUP))
+        except BaseException:
+            buffers.release(buffer)
+            raise
+        self.image = self._layout.staged_image(buffer, self._copy.wait_until)
+
+    def finish(self) -> None:
+        """Return when the copy is complete: the caller may change the state, and seal the image.
+
+        Raises:
+            SerializationError: An object cannot be pickled; the error names its key.
+            SnapshotTornError: A tensor changed while it was being copied.
+        """
+        try:
+            self._layout.pickle_into(self.image, self._state)
         finally:
-            copy.wait()
-        guard.check(path=path)
-    except BaseException:
-        buffers.release(buffer)
-        raise
-    return image
+            self.wait()
+        self._guard.check(path=self._path)
+
+    def wait(self) -> None:
+        """Return when nothing is copied into the buffer any more; raise what the copy raised."""
+        self._copy.wait()

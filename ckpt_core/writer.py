@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,11 +11,11 @@ from typing import Literal
 
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import CheckpointRemoved, Event, Listener, SaveCommitted, SaveFailed
-from ckpt_core.layouts.torch_file.image import FileImage
+from ckpt_core.layouts.torch_file.image import FileImage, ImageAbandonedError
 from ckpt_core.layouts.torch_file.manifest import WINDOW
-from ckpt_core.memory import StagingBuffer
+from ckpt_core.memory import ScratchBuffers, StagingBuffer
 from ckpt_core.parallel import IO_THREADS, run_parallel
-from ckpt_core.storage.base import Storage
+from ckpt_core.storage.base import FileWriter, Storage
 
 __all__ = ["BackgroundWriter", "OnError", "notify", "write_image"]
 
@@ -37,16 +36,22 @@ def notify(listeners: Sequence[Listener], event: Event) -> None:
 
 
 def write_image(
-    image: FileImage, storage: Storage, path: str, *, before_commit: Callable[[], None] = lambda: None
+    image: FileImage,
+    storage: Storage,
+    path: str,
+    *,
+    scratch: ScratchBuffers,
+    meanwhile: Callable[[], None] | None = None,
+    before_commit: Callable[[], None] | None = None,
 ) -> int:
     """Write ``image`` to ``path`` so that it is durable and whole there, or not there at all.
-
-    Needs at most ``IO_THREADS`` windows of memory (64 MiB), none for a staged image.
 
     Args:
         image: What to write.
         storage: Where.
         path: Under which name.
+        scratch: Lends up to ``IO_THREADS`` windows of memory (64 MiB); not used for a staged image.
+        meanwhile: What the calling thread does while others write.
         before_commit: Called when all is written; if it raises, nothing appears.
 
     Returns:
@@ -55,47 +60,45 @@ def write_image(
     Raises:
         StorageError: The storage refused; what was at ``path`` before is untouched.
     """
-    staged = image.is_staged
     writer = storage.create(path, image.approximate_size)
-    threads = IO_THREADS if writer.parallel else 1
-    windows = range(0, image.region_size, WINDOW)
-    scratch: queue.SimpleQueue[StagingBuffer | None] = queue.SimpleQueue()
-    buffers: list[StagingBuffer] = []
 
     def write_window(begin: int) -> None:
-        buffer = scratch.get()
+        if image.is_staged:
+            writer.write_at(begin, image.window(begin, None))
+            return
+        buffer = scratch.take(min(WINDOW, image.region_size))
         try:
             writer.write_at(begin, image.window(begin, buffer))
         finally:
-            scratch.put(buffer)
+            scratch.give(buffer)
 
     try:
-        for _ in range(min(threads, len(windows))):
-            buffer = None if staged else StagingBuffer(min(WINDOW, image.region_size))
-            scratch.put(buffer)
-            if buffer is not None:
-                buffers.append(buffer)
-        run_parallel(write_window, windows, threads=threads)
+        windows = range(0, image.region_size, WINDOW)
+        run_parallel(write_window, windows, threads=IO_THREADS if writer.parallel else 1, meanwhile=meanwhile)
         tail = image.tail()
         size = image.region_size + len(tail)
         if writer.parallel:
-            # Direct I/O wants whole blocks from aligned memory; commit cuts the file to its size.
-            aligned = StagingBuffer(len(tail))
-            buffers.append(aligned)
-            aligned.memory[: len(tail)] = tail
-            with aligned.memory[: -(-len(tail) // _BLOCK) * _BLOCK] as whole_blocks:
-                writer.write_at(image.region_size, whole_blocks)
+            _write_whole_blocks(writer, image.region_size, tail)
         else:
             writer.write_at(image.region_size, memoryview(tail))
-        before_commit()
+        if before_commit is not None:
+            before_commit()
         writer.commit(size)
     except BaseException:
         writer.abort()
         raise
-    finally:
-        for buffer in buffers:
-            buffer.close()
     return size
+
+
+def _write_whole_blocks(writer: FileWriter, offset: int, data: bytes) -> None:
+    # Direct I/O wants whole blocks from aligned memory; commit cuts the file to its size.
+    aligned = StagingBuffer(len(data))
+    try:
+        aligned.memory[: len(data)] = data
+        with aligned.memory[: -(-len(data) // _BLOCK) * _BLOCK] as whole_blocks:
+            writer.write_at(offset, whole_blocks)
+    finally:
+        aligned.close()
 
 
 class _Job:
@@ -145,18 +148,27 @@ class BackgroundWriter:
         with self._lock:
             return tuple(job.path for job in self._jobs if job.is_save)
 
-    def save(self, path: str, write: Callable[[], int]) -> None:
-        """Run ``write`` in the background; it makes ``path`` durable and returns its size in bytes."""
-        staged_at = time.perf_counter()
+    def save(self, path: str, write: Callable[[], int], *, staged_at: Callable[[], float] | None = None) -> bool:
+        """Run ``write`` in the background; it makes ``path`` durable and returns its size in bytes.
+
+        Args:
+            path: The checkpoint.
+            write: May wait for the calling thread.
+            staged_at: Gives the ``time.perf_counter()`` from which the background time counts; by default, now.
+
+        Returns:
+            Whether it runs. If no thread can be started, it waits for :meth:`run_queued`.
+        """
+        now = time.perf_counter()
 
         def action() -> None:
             size = write()
-            seconds = time.perf_counter() - staged_at
+            seconds = time.perf_counter() - (now if staged_at is None else staged_at())
             notify(self._listeners, SaveCommitted(path=path, bytes=size, background_seconds=seconds))
 
         job = _Job(path, action, is_save=True)
         self._last_save = job
-        self._submit(job)
+        return self._submit(job)
 
     def copy(self, source: str, target: str, copy: Callable[[], int]) -> None:
         """Run ``copy``, which makes ``target`` a copy of ``source``, after the save of ``source``, unless that fails."""
@@ -167,7 +179,8 @@ class BackgroundWriter:
                 raise CheckpointError(f"not copied to {target}: the save of {source} failed", path=target)
             return copy()
 
-        self.save(target, copy_if_saved)
+        if not self.save(target, copy_if_saved):
+            self.run_queued()
 
     def remove(self, path: str, delete: Callable[[], None]) -> None:
         """Run ``delete`` after all saves asked for so far, unless the newest of them fails; its own failure is logged."""
@@ -184,7 +197,8 @@ class BackgroundWriter:
             delete()
             notify(self._listeners, CheckpointRemoved(path=path))
 
-        self._submit(_Job(path, action, is_save=False))
+        if not self._submit(_Job(path, action, is_save=False)):
+            self.run_queued()
 
     def wait(self, path: str | None = None, *, timeout: float | None = None) -> None:
         """Return when everything asked for so far (about ``path``, if given) is over, failed or not.
@@ -215,22 +229,32 @@ class BackgroundWriter:
         if failure is not None:
             raise failure
 
-    def _submit(self, job: _Job) -> None:
+    def _submit(self, job: _Job) -> bool:
         with self._lock:
             self._jobs.append(job)
             if self._thread is not None:
-                return
+                return True
+            # While the interpreter shuts down, Python before 3.12 would not wait for a new thread, and later ones refuse it.
+            if not threading.main_thread().is_alive():
+                return False
             # Lives as long as there is work. Not a daemon: the interpreter waits for the checkpoint before it exits.
             self._thread = threading.Thread(target=self._run, name="ckpt-writer")
             thread = self._thread
-        # While the interpreter shuts down, Python before 3.12 would not wait for a new thread, and later ones refuse it.
-        if not threading.main_thread().is_alive():
-            self._run()
-            return
         try:
             thread.start()
         except RuntimeError:
-            self._run()
+            with self._lock:
+                self._thread = None
+            return False
+        return True
+
+    def run_queued(self) -> None:
+        """Do on the calling thread what no thread could be started for."""
+        with self._lock:
+            if self._thread is not None or not self._jobs:
+                return
+            self._thread = threading.current_thread()
+        self._run()
 
     def _run(self) -> None:
         while True:
@@ -252,6 +276,8 @@ class BackgroundWriter:
     def _attempt(self, job: _Job) -> None:
         try:
             job.action()
+        except ImageAbandonedError as error:
+            job.error = error  # was raised where the image was made
         except CheckpointError as error:
             self._record(job, error)
         except BaseException as error:  # noqa: BLE001 - a background failure must reach the training thread

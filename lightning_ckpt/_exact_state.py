@@ -170,9 +170,7 @@ class ExactState:
     # ---- capture -----------------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Put the exact state of all ranks into a checkpoint, on rank 0; every rank must call it."""
-        if KEY in checkpoint:
-            return
+        """Put the exact state of all ranks into a checkpoint, on rank 0; every rank must call it, once for each checkpoint."""
         mine = self._after_fit if self._after_fit is not None else self._capture_rank()
         if not mine:
             return

@@ -132,6 +132,9 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         decision: bool = super()._should_remove_checkpoint(trainer, previous, current)
         return decision
 
+    def _is_last(self, path: str) -> bool:
+        return os.path.basename(path).startswith(self.CHECKPOINT_NAME_LAST)
+
     def _is_in_dirpath(self, path: Any) -> bool:
         return self.dirpath is not None and _same(os.path.dirname(os.fspath(path)), self.dirpath)
 
@@ -152,7 +155,9 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         catalog = Catalog(directory, suffix=self.FILE_EXTENSION, storage_options=options)
         newest = catalog.newest_verified(_is_training_state)
         if newest is not None:
-            return newest.path
+            # Under both of its names it is the same file; resumed from the other name, that one would never be deleted.
+            others = [info.path for info in catalog.checkpoints() if self._is_last(info.path)]
+            return next((path for path in others if _is_same_file(path, newest.path)), newest.path)
         damaged = [path for path, error in catalog.verify().items() if error is not None]
         if damaged:
             raise CheckpointNotFoundError(
@@ -207,6 +212,10 @@ def _copy(trainer: Any, plugin: TorchFileIO, source: str, target: str) -> None:
             plugin.checkpointer.copy(source, target)
 
     raise_together(trainer, copy)
+
+
+def _is_same_file(path: str, other: str) -> bool:
+    return "://" not in path and os.path.samefile(path, other)
 
 
 def _is_training_state(state: Any) -> bool:

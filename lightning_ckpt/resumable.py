@@ -115,8 +115,12 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
-        if self._state is not None:
+        if self._state is not None and self._is_first(trainer):
             self._state.save(checkpoint)
+
+    def _is_first(self, trainer: Any) -> bool:
+        # The callbacks on a Trainer share the exact state; all ranks take part in each gathering of it.
+        return next(cb for cb in trainer.callbacks if isinstance(cb, ResumableCheckpoint) and cb.exact) is self
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)

@@ -18,7 +18,15 @@ import pytest
 import torch
 
 import ckpt_core.checkpointer as checkpointer_module
-from ckpt_core import Checkpointer, CheckpointError, CheckpointNotFoundError, SnapshotTornError, StorageError, verify
+from ckpt_core import (
+    Checkpointer,
+    CheckpointError,
+    CheckpointNotFoundError,
+    SerializationError,
+    SnapshotTornError,
+    StorageError,
+    verify,
+)
 from ckpt_core.events import (
     CheckpointLoaded,
     CheckpointRemoved,
@@ -548,3 +556,23 @@ def test_errors_survive_a_trip_to_another_process() -> None:
     error = StorageError("full", path="/a", key="k", remedy="free", errno=28)
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy), copy.path, copy.key, copy.remedy) == (StorageError, str(error), "/a", "k", "free")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_save_is_made_where_no_thread_can_be_started(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    state = {"weight": torch.arange(100_000), **({"lambda": lambda: 0} if fails else {})}
+    with Checkpointer() as checkpointer, monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        if fails:
+            with pytest.raises(SerializationError):
+                checkpointer.save(state, tmp_path / "a.ckpt")
+        else:
+            checkpointer.save(state, tmp_path / "a.ckpt")
+            assert checkpointer.pending == ()
+    assert names(tmp_path) == ([] if fails else ["a.ckpt"])
+    assert fails or verify(tmp_path / "a.ckpt")

@@ -55,6 +55,8 @@ def main(spec: dict[str, Any], rank: int) -> None:
     plugin = getattr(lightning_ckpt, spec.get("io", "AsyncCheckpointIO"))(**options)
     settings = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}", **spec.get("callback", {})}
     callbacks: list[Any] = [opens, ResumableCheckpoint(saved, **settings)]
+    if "second" in spec:
+        callbacks.append(ResumableCheckpoint(Path(spec["second"]), every_n_train_steps=3, filename="{step}"))
     if "raise_at" not in spec:
         callbacks.append(FillsDisk(saved.parent, spec.get("full_at", -1), spec.get("free_at")))
     if plugin.checkpointer.strategy == "async" and ("full_at" in spec or "raise_at" in spec):

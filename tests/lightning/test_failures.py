@@ -427,3 +427,13 @@ def test_nothing_is_left_where_the_strategy_never_tears_its_plugin_down(ranks: R
     )
     assert [(result["type"], result["left"]) for result in results] == [(None, [])] * 2
     assert names(tmp_path / "saved") == ["last.ckpt", *sorted(f"step={step}.ckpt" for step in (2, 4, 6, 8, 10, 12))]
+
+
+def test_two_callbacks_gather_the_exact_state_once_for_each_save(ranks: Ranks, tmp_path: Path) -> None:
+    first, second = tmp_path / "saved", tmp_path / "second"
+    results = ranks.run(tmp_path, saved=str(first), second=str(second))
+    assert [result["type"] for result in results] == [None, None]
+    assert [result["step"] for result in results] == [12, 12]
+    for path in (first / "step=12.ckpt", second / "step=12.ckpt"):
+        assert verify(path)
+        assert len(torch.load(path, weights_only=True)["lightning_ckpt"]["per-rank"]) == 2

@@ -87,6 +87,17 @@ def test_the_newest_by_time_is_the_last(newest: str, tmp_path: Path) -> None:
     assert torch.equal(trainer.model.weight, torch.full((NUMBERS,), float(BATCHES)))
 
 
+@pytest.mark.parametrize("plugin", PLUGINS)
+def test_a_file_with_two_names_is_taken_by_the_last_so_that_the_other_can_go(plugin: Any, tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    options = {"save_top_k": 1, "save_last": True, "plugin": plugin}
+    fit(saved, tmp_path, max_steps=3, **options)
+    assert os.path.samefile(saved / "step=3.ckpt", saved / "last.ckpt")
+    trainer = fit(saved, tmp_path, ckpt_path="last", **options)
+    assert trainer.ckpt_path == str(saved / "last.ckpt")
+    assert names(saved) == ["last.ckpt", f"step={BATCHES}.ckpt"]
+
+
 def test_a_damaged_newest_is_passed_over_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved = tmp_path / "saved"
     fit(saved, tmp_path, max_steps=3)

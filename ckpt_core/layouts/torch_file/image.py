@@ -10,13 +10,16 @@ import ctypes
 import dataclasses
 import functools
 import sys
+import threading
+import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ckpt_core.digest import digest, digest_of_parts
+from ckpt_core.errors import CheckpointError
 from ckpt_core.layouts.torch_file.manifest import (
     ARCHIVE,
     MANIFEST_NAME,
@@ -30,7 +33,7 @@ from ckpt_core.layouts.torch_file.pickling import StorageTable, collect_storages
 from ckpt_core.layouts.torch_file.zip_format import ZipRecord, central_directory, local_header
 from ckpt_core.memory import StagingBuffer, bytes_of
 
-__all__ = ["FileImage", "StateLayout"]
+__all__ = ["FileImage", "ImageAbandonedError", "StateLayout"]
 
 _ALIGNMENT = 64  # bytes, torch's own: a mapped tensor can be used as it lies
 _BLOCK = 4096  # bytes: the region's size is a multiple, so that the tail begins at a block of the disk
@@ -66,30 +69,74 @@ def _region(sizes: tuple[int, ...]) -> _Region:
     return _Region(tuple(records), tuple(headers), -(-position // _BLOCK) * _BLOCK)
 
 
+class ImageAbandonedError(CheckpointError):
+    """Whoever was making the image has given up; the reason was raised there."""
+
+
 class FileImage:
     """The bytes of a torch file, either staged in a buffer of ours or still in the live tensors.
 
+    It can be written while it is being made: :meth:`window` waits for its bytes, :meth:`tail` for :meth:`seal`.
+
+    Args:
+        region: The layout of the tensors.
+        sources: The live tensors; none where they are staged.
+        staged: The buffer that holds them, or is being filled.
+        wait_staged: Returns when the buffer is filled up to an offset.
+
     Attributes:
         region_size: Length in bytes of the first part of the file, which :meth:`window` gives; a multiple of 4096.
+        sealed_at: ``time.perf_counter()`` of the moment in which it was complete.
     """
 
     def __init__(
         self,
         region: _Region,
-        sources: Sequence[torch.Tensor],
-        pickled: bytes,
-        references: list[int],
-        late: list[bytes],
-        staged: StagingBuffer | None,
+        sources: Sequence[torch.Tensor] = (),
+        staged: StagingBuffer | None = None,
+        wait_staged: Callable[[int], None] | None = None,
     ) -> None:
         self.region_size = region.size
+        self.sealed_at = 0.0
         self._region = region
         self._sources = list(sources)
-        self._pickled = pickled
-        self._references = references
-        self._late = late
         self._staged = staged
+        self._wait_staged = wait_staged
+        self._pickled = b""
+        self._references: list[int] = []
+        self._late: list[bytes] = []
         self._digests: list[dict[int, str]] = [{} for _ in region.records]
+        self._abandoned = False
+        self._settled = threading.Event()
+
+    def add_pickle(self, pickled: bytes, references: list[int], late: list[bytes]) -> None:
+        """Add everything but the tensors.
+
+        Args:
+            pickled: The pickle.
+            references: Indices of the storages, in the order in which the pickle first refers to them.
+            late: Bytes of the storages that are not in the region.
+        """
+        self._pickled, self._references, self._late = pickled, references, late
+
+    def seal(self) -> None:
+        """Declare the image complete: it may be committed."""
+        self.sealed_at = time.perf_counter()
+        self._settled.set()
+
+    def abandon(self) -> None:
+        """Declare that the image will never be complete. Does nothing after :meth:`seal`."""
+        if not self._settled.is_set():
+            self._abandoned = True
+            self._settled.set()
+
+    def wait_settled(self) -> None:
+        """Return when nobody writes into the image any more: it is sealed or abandoned."""
+        self._settled.wait()
+
+    def _check(self) -> None:
+        if self._abandoned:
+            raise ImageAbandonedError("the save was given up while the state was being collected")
 
     @property
     def is_staged(self) -> bool:
@@ -98,7 +145,7 @@ class FileImage:
 
     @property
     def approximate_size(self) -> int:
-        """The file's size in bytes but for its last few kilobytes."""
+        """The file's size in bytes but for its last few kilobytes, and for its pickle while that is not known."""
         return self.region_size + len(self._pickled) + sum(map(len, self._late))
 
     def window(self, begin: int, scratch: StagingBuffer | None) -> memoryview:
@@ -109,6 +156,9 @@ class FileImage:
             scratch: Memory of at least ``WINDOW`` bytes to assemble the window in; not needed when staged.
         """
         end = min(begin + WINDOW, self.region_size)
+        self._check()
+        if self._wait_staged is not None:
+            self._wait_staged(end)
         if self._staged is not None:
             memory = self._staged.memory[begin:end]
         else:
@@ -156,6 +206,8 @@ class FileImage:
 
     def tail(self) -> bytes:
         """Return the rest of the file, from ``region_size`` on; every window must have been taken before."""
+        self.wait_settled()
+        self._check()
         region = self._region
         records = [
             RecordDigests(r.name, r.offset, r.size, tuple(found[begin] for begin, _ in pieces(r.offset, r.size)))
@@ -199,6 +251,7 @@ class FileImage:
         """Forget the state; return the staging buffer, if there is one, for its owner to use again."""
         staged, self._staged = self._staged, None
         self._sources = []
+        self._wait_staged = None
         return staged
 
 
@@ -227,9 +280,18 @@ class StateLayout:
         self._region = _region(tuple(source.numel() for source in self.sources))
         self.region_size = self._region.size
 
-    def targets_in(self, buffer: StagingBuffer) -> list[torch.Tensor]:
-        """Return the place of each of ``sources`` in ``buffer``."""
-        return [buffer.tensor[record.offset : record.offset + record.size] for record in self._region.records]
+    def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Yield what is to be copied into ``buffer`` as ``(end, target, source)``, in file order.
+
+        Args:
+            buffer: At least ``region_size`` bytes.
+            nbytes: Largest size of a piece; ``end`` is the file offset at which it ends.
+        """
+        for record, source in zip(self._region.records, self.sources, strict=True):
+            for begin in range(0, record.size, nbytes):
+                end = min(begin + nbytes, record.size)
+                at = record.offset
+                yield at + end, buffer.tensor[at + begin : at + end], source[begin:end]
 
     def fill_gaps(self, buffer: StagingBuffer) -> None:
         """Write what stands between the tensors into ``buffer``."""
@@ -238,13 +300,25 @@ class StateLayout:
             buffer.memory[position : position + len(gap)] = gap
             position = record.offset + record.size if record is not None else position
 
-    def image(self, state: Any, *, staged: StagingBuffer | None) -> FileImage:
-        """Pickle ``state`` and return the image of the whole file.
+    def live_image(self) -> FileImage:
+        """Return the image that takes the tensors' bytes from where they are, when they are written."""
+        return FileImage(self._region, self.sources)
+
+    def staged_image(self, buffer: StagingBuffer, wait_staged: Callable[[int], None]) -> FileImage:
+        """Return the image that takes the tensors' bytes from ``buffer``.
 
         Args:
-            state: The same state.
-            staged: The buffer that holds (or will hold, before the image is used) the tensors' bytes; None to take them
-                from the live tensors when they are written.
+            buffer: Is being filled.
+            wait_staged: Returns when it is filled up to an offset.
+        """
+        return FileImage(self._region, staged=buffer, wait_staged=wait_staged)
+
+    def pickle_into(self, image: FileImage, state: Any) -> None:
+        """Add everything but the tensors to ``image``.
+
+        Args:
+            image: An image of this layout.
+            state: The state that this is the layout of.
 
         Raises:
             SerializationError: An object cannot be pickled; the error names its key.
@@ -253,4 +327,4 @@ class StateLayout:
         pickled, references = pickle_state(state, self._table)
         # Tensors inside objects that only pickle can open: met when the layout of the others is already fixed.
         late = [bytes_of(storage).cpu().numpy().tobytes() for storage in self._table.storages[known:]]
-        return FileImage(self._region, self.sources if staged is None else [], pickled, references, late, staged)
+        image.add_pickle(pickled, references, late)
