@@ -31,7 +31,9 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         filename: Name pattern of the checkpoints, such as ``"{epoch}-{step}"``.
         monitor: Name of the logged quantity that ranks the checkpoints.
         verbose: Whether to say when a checkpoint is saved.
-        save_last: Whether to keep a checkpoint ``last.ckpt`` as well; ``"link"`` makes it a symbolic link.
+        save_last: Whether to keep a checkpoint ``last.ckpt`` as well; ``"link"`` makes it a link
+            (a hard one with ``AsyncCheckpointIO``, whose file is still being written). With our plugins neither costs a
+            second write.
         save_top_k: Number of best checkpoints to keep; -1 keeps all.
         save_on_exception: Whether to save when training raises. SIGTERM raises too, after the batch.
         save_weights_only: Whether to save the weights only; such a checkpoint cannot be resumed exactly.
