@@ -136,8 +136,11 @@ def measure(state: dict[str, Any], directory: Path, *, repeats: int, idle_second
     """Time every contender in turn, round by round, each save after ``idle_seconds`` of idling; the first round is a warm-up."""
     contenders = {name: make(state, directory / f"{i}.ckpt") for i, (name, make) in enumerate(CONTENDERS.items())}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    names = list(contenders)
     for repeat in range(repeats + 1):
-        for name, contender in contenders.items():
+        # Each round begins with another one, so that none always follows the same one.
+        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+            contender = contenders[name]
             os.sync()
             time.sleep(idle_seconds)
             started = time.perf_counter()
