@@ -35,7 +35,7 @@ class Checkpointer:
     """Saves states as single torch-loadable files, durable and verified, in the foreground or in the background.
 
     Args:
-        strategy: ``"sync"`` returns from :meth:`save` when the checkpoint is durable and needs 64 MiB of extra memory;
+        strategy: ``"sync"`` returns from :meth:`save` when the checkpoint is durable and needs 112 MiB of extra memory;
             ``"async"`` returns when the state is copied and needs as much memory as ``max_pending`` states.
         max_pending: How many saves may be under way before the next one waits (async only).
         on_error: What a failure in the background does: ``"raise"`` at the next call of :meth:`save`, :meth:`wait`,

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 OnError = Literal["raise", "warn"]
 
 _BLOCK = 4096
+_WINDOWS_IN_MEMORY = IO_THREADS + 3  # at most 112 MiB
 
 
 def notify(listeners: Sequence[Listener], event: Event) -> None:
@@ -50,7 +51,7 @@ def write_image(
         image: What to write.
         storage: Where.
         path: Under which name.
-        scratch: Lends up to ``IO_THREADS`` windows of memory (64 MiB); not used for a staged image.
+        scratch: Lends up to 7 windows of memory (112 MiB); not used for a staged image.
         meanwhile: What the calling thread does while others write.
         before_commit: Called when all is written; if it raises, nothing appears.
 
@@ -62,19 +63,25 @@ def write_image(
     """
     writer = storage.create(path, image.approximate_size)
 
+    # More windows are assembled than written at a time: the disk never waits for a copy.
+    writing = threading.Semaphore(IO_THREADS)
+
     def write_window(begin: int) -> None:
         if image.is_staged:
             writer.write_at(begin, image.window(begin, None))
             return
         buffer = scratch.take(min(WINDOW, image.region_size))
         try:
-            writer.write_at(begin, image.window(begin, buffer))
+            window = image.window(begin, buffer)
+            with writing:
+                writer.write_at(begin, window)
         finally:
             scratch.give(buffer)
 
     try:
         windows = range(0, image.region_size, WINDOW)
-        run_parallel(write_window, windows, threads=IO_THREADS if writer.parallel else 1, meanwhile=meanwhile)
+        threads = 1 if not writer.parallel else IO_THREADS if image.is_staged else _WINDOWS_IN_MEMORY
+        run_parallel(write_window, windows, threads=threads, meanwhile=meanwhile)
         tail = image.tail()
         size = image.region_size + len(tail)
         if writer.parallel:
