@@ -33,7 +33,8 @@ from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
 from ckpt_core.state.rng import RngState, capture_generators, restore_generators
 from lightning_ckpt._loaders import TrainingData
 from lightning_ckpt._metrics import MetricsMoment, restore_metrics, torchmetrics_of
-from lightning_ckpt._private import Internals, check, rebuild_ddp_buckets
+from lightning_ckpt._private import Internals, rebuild_ddp_buckets
+from lightning_ckpt._private_guard import check
 
 __all__ = ["KEY", "VERSION", "ExactState"]
 

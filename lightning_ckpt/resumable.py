@@ -13,6 +13,7 @@ import torch
 from lightning_ckpt._exact_state import ExactState
 from lightning_ckpt._mismatch import name_mismatches, unwrap
 from lightning_ckpt._model_checkpoint import ReliableModelCheckpoint
+from lightning_ckpt._private_guard import check_callback
 
 __all__ = ["ResumableCheckpoint"]
 
@@ -98,6 +99,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
             save_on_train_epoch_end=save_on_train_epoch_end,
             enable_version_counter=enable_version_counter,
         )
+        check_callback(self)
         self.exact = exact
         self.data_resume = data_resume
         self._state: ExactState | None = None

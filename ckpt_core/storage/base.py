@@ -12,7 +12,7 @@ import io
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["FileInfo", "FileReader", "FileWriter", "ReaderIO", "Storage"]
+__all__ = ["FileInfo", "FileReader", "FileWriter", "RandomAccessIO", "ReaderIO", "Storage"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,11 +132,15 @@ class Storage(abc.ABC):
         """Delete the unfinished files that dead processes left in ``directory``; return their paths."""
 
 
-class ReaderIO(io.RawIOBase):
-    """A :class:`FileReader` as a seekable, read-only Python file."""
+class RandomAccessIO(io.RawIOBase):
+    """A seekable, read-only Python file of known size; a subclass gives :meth:`readinto`.
 
-    def __init__(self, reader: FileReader) -> None:
-        self._reader = reader
+    Args:
+        size: Length in bytes.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
         self._position = 0
 
     def readable(self) -> bool:
@@ -146,16 +150,23 @@ class ReaderIO(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        origin = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._reader.size}[whence]
-        self._position = origin + offset
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
         return self._position
 
     def tell(self) -> int:
         return self._position
 
+
+class ReaderIO(RandomAccessIO):
+    """A :class:`FileReader` as a seekable, read-only Python file."""
+
+    def __init__(self, reader: FileReader) -> None:
+        super().__init__(reader.size)
+        self._reader = reader
+
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._reader.size - self._position))
+        count = max(0, min(len(view), self._size - self._position))
         if count:
             self._reader.read_into(self._position, view[:count])
             self._position += count

@@ -20,7 +20,11 @@ from ckpt_core import (
     CheckpointFormatError,
     verify,
 )
+from ckpt_core.layouts.torch_file import StateLayout
 from ckpt_core.layouts.torch_file.manifest import FOOTER_SIZE, FORMAT_VERSION, WINDOW
+from ckpt_core.memory import ScratchBuffers
+from ckpt_core.storage import LocalStorage
+from ckpt_core.writer import write_image
 from tests.support.states import tensor_of
 
 REFUSALS = (CheckpointCorruptedError, CheckpointFormatError)
@@ -238,3 +242,17 @@ def test_the_catalog_walks_back_over_damaged_and_foreign_files(whole: bytes, tmp
     assert all(name in caplog.text for name in names[1:])
     errors = catalog.verify()
     assert [Path(path).stem for path, error in errors.items() if error is None] == ["1-good"]
+
+
+def test_a_pickle_of_other_sizes_than_its_records_is_refused(tmp_path: Path) -> None:
+    saved, claimed = {"weight": torch.ones(8)}, {"weight": torch.ones(16)}
+    layout, other = StateLayout(saved), StateLayout(claimed)
+    image, donor = layout.live_image(), other.live_image()
+    other.pickle_into(donor, claimed)
+    image.add_pickle(donor._pickled, donor._references, [])
+    image.seal()
+    path = tmp_path / "mixed.ckpt"
+    write_image(image, LocalStorage(), str(path), scratch=ScratchBuffers())
+    verify(path)  # every digest matches: only the sizes tell
+    with pytest.raises(CheckpointCorruptedError, match="size in the pickle differs"):
+        Checkpointer().load(path)

@@ -8,7 +8,7 @@ import pytorch_lightning
 import torch
 
 from ckpt_core.errors import CheckpointError
-from lightning_ckpt import _private
+from lightning_ckpt import _private, _private_guard
 from lightning_ckpt.resumable import ResumableCheckpoint
 from tests.lightning.exact_cases import Model
 
@@ -16,7 +16,7 @@ from tests.lightning.exact_cases import Model
 @pytest.mark.parametrize("package", [pl, pytorch_lightning])
 def test_nothing_has_moved(package: object) -> None:
     trainer = package.Trainer(logger=False, accelerator="cpu", devices=1)  # type: ignore[attr-defined]
-    assert _private.missing_internals(trainer) == [], "this release of Lightning has moved private attributes"
+    assert _private_guard.missing_internals(trainer) == [], "this release of Lightning has moved private attributes"
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
@@ -40,9 +40,17 @@ def test_combined_loader(package: str) -> None:
     assert next(combined)[1] == 2
 
 
-def test_model_checkpoint() -> None:
-    for name in ("_ModelCheckpoint__resolve_ckpt_dir", "_find_last_checkpoints", "_save_checkpoint"):
-        assert hasattr(pl.callbacks.ModelCheckpoint, name), name
+@pytest.mark.parametrize("package", [pl, pytorch_lightning])
+def test_model_checkpoint(package: object) -> None:
+    callback = package.callbacks.ModelCheckpoint()  # type: ignore[attr-defined]
+    _private_guard.check_callback(callback)
+
+
+def test_a_moved_method_of_model_checkpoint_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = (*_private_guard._MODEL_CHECKPOINT, "_renamed_too")
+    monkeypatch.setattr(_private_guard, "_MODEL_CHECKPOINT", names)
+    with pytest.raises(CheckpointError, match="its ModelCheckpoint has no _renamed_too"):
+        ResumableCheckpoint()
 
 
 def test_ddp_reducer() -> None:
@@ -51,7 +59,7 @@ def test_ddp_reducer() -> None:
 
 
 def test_a_moved_attribute_is_named(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_private, "_FIT_LOOP", (*_private._FIT_LOOP, "_renamed"))
+    monkeypatch.setattr(_private_guard, "_FIT_LOOP", (*_private_guard._FIT_LOOP, "_renamed"))
     trainer = pl.Trainer(
         callbacks=[ResumableCheckpoint(dirpath=str(tmp_path))], logger=False, accelerator="cpu", devices=1
     )

@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import bisect
-import io
 from typing import Any
+
+from ckpt_core.storage.base import RandomAccessIO
 
 __all__ = ["SegmentIO", "Segments"]
 
 Segments = list[tuple[int, bytes]]  # offset in the file, bytes
 
 
-class SegmentIO(io.RawIOBase):
+class SegmentIO(RandomAccessIO):
     """A read-only file of which only some segments are known; the rest reads as zeros."""
 
     def __init__(self, segments: Segments, size: int) -> None:
+        super().__init__(size)
         self._segments = sorted(segments)
         self._offsets = [offset for offset, _ in self._segments]
-        self._size = size
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")

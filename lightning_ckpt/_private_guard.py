@@ -1,0 +1,116 @@
+"""The guard of the private names: one clear error at the start of a fit instead of a traceback in the middle of it."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torchmetrics import SumMetric
+
+from ckpt_core.errors import CheckpointError
+
+__all__ = ["check", "check_callback", "missing_internals"]
+
+_FIT_LOOP = (
+    "_combined_loader",
+    "_data_fetcher",
+    "_last_train_dl_reload_epoch",
+    "_load_combined_loader_states",
+    "_restarting",
+    "epoch_progress",
+    "on_advance_start",
+)
+_EPOCH_LOOP = (
+    "_batches_that_stepped",
+    "_num_ready_batches_reached",
+    "_restarting",
+    "_results",
+    "_should_check_val_epoch",
+    "_should_check_val_fx",
+    "advance",
+    "automatic_optimization",
+    "batch_progress",
+    "manual_optimization",
+    "on_run_start",
+    "reset",
+    "scheduler_progress",
+    "update_lr_schedulers",
+    "val_loop",
+)
+_VAL_LOOP = ("_combined_loader", "_has_run", "_last_val_dl_reload_epoch", "_on_evaluation_end", "batch_progress", "run")
+_CONNECTOR = (
+    "_callback_metrics",
+    "_current_fx",
+    "_first_loop_iter",
+    "_logged_metrics",
+    "_progress_bar_metrics",
+    "on_batch_end",
+    "on_epoch_end",
+    "update_train_epoch_metrics",
+    "update_train_step_metrics",
+)
+_MODEL_CHECKPOINT = (
+    "_ModelCheckpoint__resolve_ckpt_dir",
+    "_find_last_checkpoints",
+    "_last_checkpoint_saved",
+    "_last_global_step_saved",
+    "_link_checkpoint",
+    "_monitor_candidates",
+    "_save_checkpoint",
+    "_save_last_checkpoint",
+    "_should_remove_checkpoint",
+)
+_METRIC = ("_computed", "_defaults", "_update_count")
+
+
+def missing_internals(trainer: Any) -> list[str]:
+    """Return the private attributes this file uses that the Trainer does not have."""
+    fit_loop = getattr(trainer, "fit_loop", None)
+    epoch_loop = getattr(fit_loop, "epoch_loop", None)
+    owners = (
+        ("fit_loop", fit_loop, _FIT_LOOP),
+        ("fit_loop.epoch_loop", epoch_loop, _EPOCH_LOOP),
+        ("fit_loop.epoch_loop.val_loop", getattr(epoch_loop, "val_loop", None), _VAL_LOOP),
+        ("_logger_connector", getattr(trainer, "_logger_connector", None), _CONNECTOR),
+    )
+    missing = [f"trainer.{path}.{name}" for path, owner, names in owners for name in names if not hasattr(owner, name)]
+    optimization = getattr(epoch_loop, "automatic_optimization", None)
+    if not hasattr(optimization, "optim_progress"):
+        missing.append("trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress")
+    if not hasattr(getattr(epoch_loop, "manual_optimization", None), "optim_step_progress"):
+        missing.append("trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress")
+    metric = SumMetric()
+    return missing + [f"torchmetrics.Metric.{name}" for name in _METRIC if not hasattr(metric, name)]
+
+
+def check(trainer: Any) -> None:
+    """Make sure that this release of Lightning is built as we know it.
+
+    Raises:
+        CheckpointError: It is not, so exact resume is not possible with it.
+    """
+    missing = missing_internals(trainer)
+    if missing:
+        package = importlib.import_module(type(trainer).__module__.partition(".")[0])
+        raise CheckpointError(
+            f"exact resume does not work with {package.__name__} {package.__version__}: it has no {', '.join(missing)}",
+            remedy="use Lightning 2.5 to 2.7, or ResumableCheckpoint(exact=False)",
+        )
+
+
+def check_callback(callback: Any) -> None:
+    """Make sure that ``ModelCheckpoint`` is built as we know it: some of what it does in private, ours does otherwise.
+
+    Args:
+        callback: A ``ModelCheckpoint`` that derives from it.
+
+    Raises:
+        CheckpointError: It is not.
+    """
+    missing = [name for name in _MODEL_CHECKPOINT if not hasattr(callback, name)]
+    if missing:
+        raise CheckpointError(
+            f"{type(callback).__name__} does not work with this release of Lightning: its ModelCheckpoint has no "
+            f"{', '.join(missing)}",
+            remedy="use Lightning 2.5 to 2.7",
+        )
