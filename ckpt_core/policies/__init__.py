@@ -1,0 +1,29 @@
+"""Pure decisions about checkpoints: which ones to keep.
+
+A policy sees what is known of each committed checkpoint and says which it wants kept. It reads no file and deletes none; who
+asks it deletes the others, and only after their successor is durable.
+"""
+
+from ckpt_core.policies.retention import (
+    AnyOf,
+    KeepAtSteps,
+    KeepBest,
+    KeepEverySteps,
+    KeepEveryTime,
+    KeepLatest,
+    RetentionPolicy,
+    SavedCheckpoint,
+    to_delete,
+)
+
+__all__ = [
+    "AnyOf",
+    "KeepAtSteps",
+    "KeepBest",
+    "KeepEverySteps",
+    "KeepEveryTime",
+    "KeepLatest",
+    "RetentionPolicy",
+    "SavedCheckpoint",
+    "to_delete",
+]

@@ -1,0 +1,204 @@
+"""Which checkpoints to keep. The shape is that of Orbax's preservation policies: small, and combined by *any of*."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Literal, Protocol, runtime_checkable
+
+__all__ = [
+    "AnyOf",
+    "KeepAtSteps",
+    "KeepBest",
+    "KeepEverySteps",
+    "KeepEveryTime",
+    "KeepLatest",
+    "RetentionPolicy",
+    "SavedCheckpoint",
+    "to_delete",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedCheckpoint:
+    """What a policy knows of a committed checkpoint.
+
+    Attributes:
+        path: Local path or URL.
+        step: Optimizer steps that had been taken.
+        time: Unix time of the save in seconds.
+        metrics: Values at that moment, by name.
+    """
+
+    path: str
+    step: int
+    time: float
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@runtime_checkable
+class RetentionPolicy(Protocol):
+    """Says which checkpoints to keep; any object with this method is one."""
+
+    def kept(self, checkpoints: Sequence[SavedCheckpoint]) -> Collection[SavedCheckpoint]:
+        """Return those to keep.
+
+        Args:
+            checkpoints: All committed ones, in the order in which they were saved.
+        """
+
+
+def to_delete(
+    policy: RetentionPolicy, checkpoints: Iterable[SavedCheckpoint], *, protected: Collection[str] = ()
+) -> list[SavedCheckpoint]:
+    """Return the checkpoints that may go, oldest first.
+
+    The newest one never may: it is what a run that dies now resumes from.
+
+    Args:
+        policy: Says which to keep.
+        checkpoints: All committed ones.
+        protected: Paths that stay in any case, such as the one that the run was resumed from.
+
+    Example:
+        >>> from ckpt_core.policies import KeepLatest, SavedCheckpoint, to_delete
+        >>> saved = [SavedCheckpoint(f"step={step}", step, time=float(step)) for step in (1, 2, 3)]
+        >>> [checkpoint.path for checkpoint in to_delete(KeepLatest(2), saved)]
+        ['step=1']
+    """
+    ordered = sorted(checkpoints, key=lambda checkpoint: (checkpoint.step, checkpoint.time))
+    kept = {checkpoint.path for checkpoint in policy.kept(ordered)} | set(protected)
+    return [checkpoint for checkpoint in ordered[:-1] if checkpoint.path not in kept]
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} must be positive, not {value!r}")
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepLatest:
+    """Keep the newest ones.
+
+    Args:
+        count: How many.
+    """
+
+    count: int = 1
+
+    def __post_init__(self) -> None:
+        _require_positive("count", self.count)
+
+    def kept(self, checkpoints: Sequence[SavedCheckpoint]) -> Collection[SavedCheckpoint]:
+        return checkpoints[-self.count :]
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepBest:
+    """Keep those with the best values of a metric; of equal ones, the later.
+
+    A checkpoint without the metric, or for which it is not a number, is none of the best.
+
+    Args:
+        metric: Name of the metric.
+        count: How many.
+        mode: Whether the smallest (``"min"``) or the largest (``"max"``) is the best.
+    """
+
+    metric: str
+    count: int = 1
+    mode: Literal["min", "max"] = "min"
+
+    def __post_init__(self) -> None:
+        _require_positive("count", self.count)
+        if self.mode not in ("min", "max"):
+            raise ValueError(f"mode must be 'min' or 'max', not {self.mode!r}")
+
+    def kept(self, checkpoints: Sequence[SavedCheckpoint]) -> Collection[SavedCheckpoint]:
+        sign = 1 if self.mode == "max" else -1
+        measured = [c for c in checkpoints if not math.isnan(c.metrics.get(self.metric, math.nan))]
+        return sorted(measured, key=lambda c: sign * c.metrics[self.metric])[-self.count :]
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepEverySteps:
+    """Keep the first one at or after each multiple of so many steps.
+
+    Args:
+        steps: The distance in optimizer steps.
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        _require_positive("steps", self.steps)
+
+    def kept(self, checkpoints: Sequence[SavedCheckpoint]) -> Collection[SavedCheckpoint]:
+        return _first_of_each([(c.step // self.steps, c) for c in checkpoints if c.step >= self.steps])
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepEveryTime:
+    """Keep the first one of each stretch of time, counted from the epoch of Unix time.
+
+    The stretches do not depend on which checkpoints exist, so that a deletion never changes what is kept.
+
+    Args:
+        interval: Their length; a number counts hours.
+    """
+
+    interval: datetime.timedelta | float
+
+    def __post_init__(self) -> None:
+        _require_positive("interval", self._seconds)
+
+    @property
+    def _seconds(self) -> float:
+        hours = self.interval
+        return hours.total_seconds() if isinstance(hours, datetime.timedelta) else hours * 3600
+
+    def kept(self, checkpoints: Sequence[SavedCheckpoint]) -> Collection[SavedCheckpoint]:
+        return _first_of_each([(math.floor(c.time / self._seconds), c) for c in checkpoints])
+
+
+@dataclasses.dataclass(frozen=True)
+class KeepAtSteps:
+    """Keep those of certain steps.
+
+    Args:
+        steps: The steps.
+    """
+
+    steps: Sequence[int]
+
+    def kept(self, checkpoints: Sequence[SavedCheckpoint]) -> Collection[SavedCheckpoint]:
+        wanted = set(self.steps)
+        return [checkpoint for checkpoint in checkpoints if checkpoint.step in wanted]
+
+
+@dataclasses.dataclass(frozen=True)
+class AnyOf:
+    """Keep what at least one of several policies keeps.
+
+    Args:
+        policies: The policies.
+
+    Example:
+        >>> from ckpt_core.policies import AnyOf, KeepBest, KeepEverySteps, KeepLatest
+        >>> policy = AnyOf([KeepLatest(2), KeepBest("val_loss"), KeepEverySteps(10_000)])
+    """
+
+    policies: Sequence[RetentionPolicy]
+
+    def kept(self, checkpoints: Sequence[SavedCheckpoint]) -> Collection[SavedCheckpoint]:
+        kept = {checkpoint.path for policy in self.policies for checkpoint in policy.kept(checkpoints)}
+        return [checkpoint for checkpoint in checkpoints if checkpoint.path in kept]
+
+
+def _first_of_each(stretches: Iterable[tuple[int, SavedCheckpoint]]) -> list[SavedCheckpoint]:
+    first: dict[int, SavedCheckpoint] = {}
+    for number, checkpoint in stretches:
+        first.setdefault(number, checkpoint)
+    return list(first.values())
