@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 TABLES = {
     "save": "benchmarks.save_table",
     "step": "benchmarks.step",
+    "sharded": "benchmarks.sharded",
 }
 
 

@@ -2,6 +2,8 @@
 
 from ckpt_core.catalog import Catalog, CheckpointInfo
 from ckpt_core.checkpointer import Checkpointer
+from ckpt_core.commit import RankGroup
+from ckpt_core.directory_checkpointer import DirectoryCheckpoint, DirectoryCheckpointer
 from ckpt_core.errors import (
     CheckpointCorruptedError,
     CheckpointError,
@@ -15,6 +17,7 @@ from ckpt_core.errors import (
     UnsafeCheckpointError,
 )
 from ckpt_core.reader import verify
+from ckpt_core.state.kinds import Kind, Part
 
 __all__ = [
     "Catalog",
@@ -24,7 +27,12 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointNotFoundError",
     "Checkpointer",
+    "DirectoryCheckpoint",
+    "DirectoryCheckpointer",
+    "Kind",
+    "Part",
     "RankFailedError",
+    "RankGroup",
     "SerializationError",
     "SnapshotTornError",
     "StateMismatchError",

@@ -25,21 +25,23 @@ class CheckpointInfo:
 
     Attributes:
         path: Local path or URL.
-        size: Length in bytes.
+        size: Length in bytes; of a directory, that of all files directly in it.
         modified: Unix time at which it was committed, in seconds.
+        is_directory: Whether it is a directory and not one file.
     """
 
     path: str
     size: int
     modified: float
+    is_directory: bool = False
 
 
 class Catalog:
-    """The committed checkpoints directly in one directory.
+    """The committed checkpoints directly in one directory, be they files or directories.
 
     Args:
         root: Local directory or URL.
-        suffix: Ending of the file names that count.
+        suffix: Ending of the names that count; ``""`` for all, which is for directories that hold nothing else.
         storage_options: For fsspec.
         listeners: Told about checkpoints that are passed over.
         storage: Where the directory is; by default, what ``root`` says.
@@ -66,9 +68,11 @@ class Catalog:
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Return all committed checkpoints, the newest first."""
+        files = [(file, False) for file in self._storage.list(self.root)]
+        directories = [(file, True) for file in self._storage.list_directories(self.root)]
         found = [
-            CheckpointInfo(file.path, file.size, file.modified)
-            for file in self._storage.list(self.root)
+            CheckpointInfo(file.path, file.size, file.modified, is_directory)
+            for file, is_directory in files + directories
             if file.path.endswith(self._suffix)
         ]
         return sorted(found, key=lambda info: (info.modified, info.path), reverse=True)
@@ -79,8 +83,8 @@ class Catalog:
         Each damaged one is named in a warning. A file without digests (another program's) counts as it is.
 
         Args:
-            accept: Called with a checkpoint's state, its tensors without values (:func:`ckpt_core.reader.peek`); says
-                whether it is of the kind that is looked for.
+            accept: Called with a checkpoint's state, its tensors without values, or with the metadata of a directory
+                (:func:`ckpt_core.reader.peek`); says whether it is of the kind that is looked for.
         """
         for info in self.checkpoints():
             try:
@@ -112,5 +116,5 @@ class Catalog:
         return result
 
     def prune(self) -> list[str]:
-        """Delete what dead processes left unfinished in the directory; return the deleted paths."""
+        """Delete what dead processes left unfinished in the directory, files and directories; return the deleted paths."""
         return list(self._storage.remove_orphans(self.root))

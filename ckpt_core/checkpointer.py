@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ckpt_core import reader
 from ckpt_core.errors import CheckpointError
@@ -26,34 +26,14 @@ from ckpt_core.snapshot import BufferPool, Snapshot, TornSnapshotGuard
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 from ckpt_core.writer import BackgroundWriter, OnError, notify, write_image
 
-__all__ = ["Checkpointer"]
+__all__ = ["Checkpointer", "CheckpointerBase", "Path", "full_path"]
 
 Path = str | os.PathLike[str]
+Base = TypeVar("Base", bound="CheckpointerBase")
 
 
-class Checkpointer:
-    """Saves states as single torch-loadable files, durable and verified, in the foreground or in the background.
-
-    Args:
-        strategy: ``"sync"`` returns from :meth:`save` when the checkpoint is durable and needs 112 MiB of extra memory;
-            ``"async"`` returns when the state is copied and needs as much memory as ``max_pending`` states.
-        max_pending: How many saves may be under way before the next one waits (async only).
-        on_error: What a failure in the background does: ``"raise"`` at the next call of :meth:`save`, :meth:`wait`,
-            :meth:`raise_failure` or :meth:`close`; ``"warn"`` logs and counts it.
-        storage_options: Passed to fsspec for paths that are URLs: endpoint, credentials and so on.
-        listeners: Called with every event (:mod:`ckpt_core.events`).
-        storage: Keeps all checkpoints, whatever their path: your own :class:`~ckpt_core.storage.Storage`, or in tests a
-            :class:`~ckpt_core.storage.FaultyStorage`. By default the path says what to use.
-
-    Example:
-        >>> import os, tempfile, torch
-        >>> from ckpt_core import Checkpointer
-        >>> path = os.path.join(tempfile.mkdtemp(), "step=1.ckpt")
-        >>> with Checkpointer(strategy="async") as checkpointer:
-        ...     checkpointer.save({"weight": torch.ones(2)}, path)
-        >>> Checkpointer(strategy="sync").load(path)
-        {'weight': tensor([1., 1.])}
-    """
+class CheckpointerBase:
+    """What the checkpointers of all layouts share: settings, a queue of background work, its failures and its memory."""
 
     def __init__(
         self,
@@ -103,12 +83,99 @@ class Checkpointer:
 
     def is_pending(self, path: Path) -> bool:
         """Return whether a save of ``path`` is under way."""
-        return _full_path(path) in self.pending
+        return full_path(path) in self.pending
 
     @property
     def failures(self) -> int:
         """How many background saves and removals have failed so far."""
         return self._writer.failures
+
+    def _remove_orphans_once(self, storage: Storage, path: str) -> None:
+        directory = os.path.dirname(path)
+        if directory not in self._clean_directories and not is_remote(path):
+            self._clean_directories.add(directory)
+            storage.remove_orphans(directory)
+
+    def exists(self, path: Path) -> bool:
+        """Return whether there is a checkpoint at ``path``, or a save of it is under way."""
+        target = full_path(path)
+        return self.is_pending(target) or self._storage_for(target).exists(target)
+
+    def remove(self, path: Path) -> None:
+        """Delete the checkpoint at ``path`` once all saves asked for so far are durable.
+
+        If the newest of those fails, the checkpoint is kept, and a warning says so.
+        """
+        target = full_path(path)
+        storage = self._storage_for(target)
+        if self.strategy == "sync":
+            self._delete(storage, target)
+            notify(self._listeners, CheckpointRemoved(path=target))
+        else:
+            self._writer.remove(target, lambda: self._delete(storage, target))
+            if not self.pending:
+                self._writer.wait(target)  # a caller who saved nothing does not expect work in the background
+
+    def _delete(self, storage: Storage, path: str) -> None:
+        storage.remove(path)
+
+    def wait(self, path: Path | None = None) -> None:
+        """Block until all saves (or that of ``path``) have ended; raise the failure of one, if there was any."""
+        self._writer.wait(None if path is None else full_path(path))
+        self._writer.raise_failure()
+
+    def drain(self, *, timeout: float | None = None) -> None:
+        """Block until all saves and removals have ended, whether they failed or not; at most ``timeout`` seconds."""
+        self._writer.wait(timeout=timeout)
+
+    def take_failure(self) -> CheckpointError | None:
+        """Return, instead of raising, a background failure that was not raised yet; returns at once."""
+        return self._writer.take_failure()
+
+    def raise_failure(self) -> None:
+        """Raise a background failure that was not raised yet; returns at once."""
+        self._writer.raise_failure()
+
+    def close(self) -> None:
+        """Wait for everything, free the buffers, and raise a failure that was not raised yet. It may be used again."""
+        self._writer.wait()
+        self._buffers.close()
+        self._scratch.close()
+        self._writer.raise_failure()
+
+    def __enter__(self: Base) -> Base:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _storage_for(self, path: str) -> Storage:
+        return self._storage or storage_for(path, self._storage_options if is_remote(path) else None)
+
+
+class Checkpointer(CheckpointerBase):
+    """Saves states as single torch-loadable files, durable and verified, in the foreground or in the background.
+
+    Args:
+        strategy: ``"sync"`` returns from :meth:`save` when the checkpoint is durable and needs 112 MiB of extra memory;
+            ``"async"`` returns when the state is copied and needs as much memory as ``max_pending`` states.
+        max_pending: How many saves may be under way before the next one waits (async only).
+        on_error: What a failure in the background does: ``"raise"`` at the next call of :meth:`save`, :meth:`wait`,
+            :meth:`raise_failure` or :meth:`close`; ``"warn"`` logs and counts it.
+        storage_options: Passed to fsspec for paths that are URLs: endpoint, credentials and so on.
+        listeners: Called with every event (:mod:`ckpt_core.events`).
+        storage: Keeps all checkpoints, whatever their path: your own :class:`~ckpt_core.storage.Storage`, or in tests a
+            :class:`~ckpt_core.storage.FaultyStorage`. By default the path says what to use.
+
+    Example:
+        >>> import os, tempfile, torch
+        >>> from ckpt_core import Checkpointer
+        >>> path = os.path.join(tempfile.mkdtemp(), "step=1.ckpt")
+        >>> with Checkpointer(strategy="async") as checkpointer:
+        ...     checkpointer.save({"weight": torch.ones(2)}, path)
+        >>> Checkpointer(strategy="sync").load(path)
+        {'weight': tensor([1., 1.])}
+    """
 
     def save(self, state: Any, path: Path) -> int:
         """Save ``state`` at ``path``.
@@ -125,7 +192,7 @@ class Checkpointer:
             SnapshotTornError: A tensor was changed while it was being copied.
             StorageError: The storage refused, or had refused an earlier save in the background.
         """
-        target = _full_path(path)
+        target = full_path(path)
         self._writer.raise_failure()
         notify(self._listeners, SaveStarted(path=target))
         started = time.perf_counter()
@@ -220,7 +287,7 @@ class Checkpointer:
         Raises:
             CheckpointError: There is no ``source``, or an earlier save failed in the background.
         """
-        original, path = _full_path(source), _full_path(target)
+        original, path = full_path(source), full_path(target)
         self._writer.raise_failure()
         started = time.perf_counter()
         notify(self._listeners, SaveStarted(path=path))
@@ -234,12 +301,6 @@ class Checkpointer:
         notify(self._listeners, SnapshotTaken(path=path, bytes=0, stall_seconds=time.perf_counter() - started))
         self._writer.copy(original, path, lambda: storage.copy(original, path))
 
-    def _remove_orphans_once(self, storage: Storage, path: str) -> None:
-        directory = os.path.dirname(path)
-        if directory not in self._clean_directories and not is_remote(path):
-            self._clean_directories.add(directory)
-            storage.remove_orphans(directory)
-
     def load(self, path: Path, *, map_location: Any = None, weights_only: bool | None = None) -> Any:
         """Load a checkpoint, waiting for it if its save is under way, and verify every byte of it.
 
@@ -251,7 +312,7 @@ class Checkpointer:
         Raises:
             CheckpointError: See the tree in :mod:`ckpt_core.errors`.
         """
-        source = _full_path(path)
+        source = full_path(path)
         self._writer.wait(source)
         started = time.perf_counter()
         state, verified, size = reader.load(
@@ -261,61 +322,9 @@ class Checkpointer:
         notify(self._listeners, CheckpointLoaded(path=source, bytes=size, seconds=seconds, verified=verified))
         return state
 
-    def exists(self, path: Path) -> bool:
-        """Return whether there is a checkpoint at ``path``, or a save of it is under way."""
-        target = _full_path(path)
-        return self.is_pending(target) or self._storage_for(target).exists(target)
 
-    def remove(self, path: Path) -> None:
-        """Delete the checkpoint at ``path`` once all saves asked for so far are durable.
-
-        If the newest of those fails, the checkpoint is kept, and a warning says so.
-        """
-        target = _full_path(path)
-        storage = self._storage_for(target)
-        if self.strategy == "sync":
-            storage.remove(target)
-            notify(self._listeners, CheckpointRemoved(path=target))
-        else:
-            self._writer.remove(target, lambda: storage.remove(target))
-            if not self.pending:
-                self._writer.wait(target)  # a caller who saved nothing does not expect work in the background
-
-    def wait(self, path: Path | None = None) -> None:
-        """Block until all saves (or that of ``path``) have ended; raise the failure of one, if there was any."""
-        self._writer.wait(None if path is None else _full_path(path))
-        self._writer.raise_failure()
-
-    def drain(self, *, timeout: float | None = None) -> None:
-        """Block until all saves and removals have ended, whether they failed or not; at most ``timeout`` seconds."""
-        self._writer.wait(timeout=timeout)
-
-    def take_failure(self) -> CheckpointError | None:
-        """Return, instead of raising, a background failure that was not raised yet; returns at once."""
-        return self._writer.take_failure()
-
-    def raise_failure(self) -> None:
-        """Raise a background failure that was not raised yet; returns at once."""
-        self._writer.raise_failure()
-
-    def close(self) -> None:
-        """Wait for everything, free the buffers, and raise a failure that was not raised yet. It may be used again."""
-        self._writer.wait()
-        self._buffers.close()
-        self._scratch.close()
-        self._writer.raise_failure()
-
-    def __enter__(self) -> Checkpointer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def _storage_for(self, path: str) -> Storage:
-        return self._storage or storage_for(path, self._storage_options if is_remote(path) else None)
-
-
-def _full_path(path: Path) -> str:
+def full_path(path: Path) -> str:
+    """Return the name under which a checkpoint is known, however ``path`` is spelled."""
     # A background save must not depend on a later chdir, and two spellings of a path are one checkpoint.
     text = local_path(path)
     return text if is_remote(text) else os.path.abspath(text)

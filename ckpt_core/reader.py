@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ckpt_core.errors import CheckpointNotFoundError, StorageError
+from ckpt_core.layouts.sharded.reading import DirectoryCheckpoint
 from ckpt_core.layouts.torch_file import load_torch_file, peek_torch_file, verify_torch_file
-from ckpt_core.storage import Storage, local_path, storage_for
+from ckpt_core.storage import MANIFEST_NAME, Storage, local_path, storage_for
 
-__all__ = ["load", "peek", "verify"]
+__all__ = ["is_directory_checkpoint", "load", "peek", "verify"]
 
 
 def load(
@@ -46,6 +48,8 @@ def peek(
 ) -> Any:
     """Load a checkpoint without its tensors' bytes: their shapes and types are right, their values are undefined.
 
+    Of a checkpoint that is a directory, the metadata are returned.
+
     Args:
         path: Local path or URL.
         storage_options: For fsspec.
@@ -55,7 +59,11 @@ def peek(
         CheckpointError: As :func:`load`; damage inside a tensor is not found.
     """
     path = local_path(path)
-    with (storage or storage_for(path, storage_options)).open(path) as reader:
+    storage = storage or storage_for(path, storage_options)
+    if is_directory_checkpoint(storage, path):
+        with DirectoryCheckpoint(path, storage) as checkpoint:
+            return checkpoint.metadata
+    with storage.open(path) as reader:
         return peek_torch_file(reader)
 
 
@@ -74,8 +82,21 @@ def verify(
 
     Raises:
         CheckpointCorruptedError: Bytes are missing or differ; the error names the record.
-        CheckpointNotFoundError: There is no such file.
+        CheckpointNotFoundError: There is no such file, and no such directory with a manifest.
     """
     path = local_path(path)
-    with (storage or storage_for(path, storage_options)).open(path) as reader:
-        return verify_torch_file(reader)
+    storage = storage or storage_for(path, storage_options)
+    try:
+        with storage.open(path) as reader:
+            return verify_torch_file(reader)
+    except (CheckpointNotFoundError, StorageError):
+        if not is_directory_checkpoint(storage, path):
+            raise
+    with DirectoryCheckpoint(path, storage) as checkpoint:
+        checkpoint.verify()
+    return True
+
+
+def is_directory_checkpoint(storage: Storage, path: str) -> bool:
+    """Return whether ``path`` is a directory with a manifest."""
+    return storage.exists(f"{path}/{MANIFEST_NAME}")

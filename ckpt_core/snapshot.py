@@ -18,9 +18,9 @@ from ckpt_core.layouts.torch_file.image import ImageAbandonedError, StateLayout
 from ckpt_core.memory import StagingBuffer
 from ckpt_core.parallel import wait_through
 
-__all__ = ["BackgroundCopy", "BufferPool", "Snapshot", "TornSnapshotGuard"]
+__all__ = ["COPY_GROUP", "BackgroundCopy", "BufferPool", "Snapshot", "TornSnapshotGuard"]
 
-_GROUP = 64 * 2**20  # bytes copied by one call: long enough that taking the GIL between two does not count
+COPY_GROUP = 64 * 2**20  # bytes copied by one call: long enough that taking the GIL between two does not count
 
 
 class BufferPool:
@@ -146,9 +146,13 @@ class BackgroundCopy:
         if self._error is not None:
             raise ImageAbandonedError("the state could not be copied")
 
+    def settle(self) -> None:
+        """Return when nothing is copied any more, whatever has become of the copy."""
+        wait_through(self._ended)
+
     def wait(self) -> None:
         """Return when all bytes are copied; raise what the copy raised."""
-        wait_through(self._ended)
+        self.settle()
         if self._error is not None:
             raise self._error
 
@@ -163,7 +167,7 @@ def _groups(
         targets.append(target)
         sources.append(source)
         nbytes += source.numel()
-        if nbytes >= _GROUP:
+        if nbytes >= COPY_GROUP:
             yield end, targets, sources
             targets, sources, nbytes = [], [], 0
     if targets:
@@ -219,7 +223,7 @@ class Snapshot:
         buffer = buffers.acquire(self._layout.region_size)
         try:
             self._layout.fill_gaps(buffer)
-            self._copy = BackgroundCopy(self._layout.pieces_in(buffer, _GROUP))
+            self._copy = BackgroundCopy(self._layout.pieces_in(buffer, COPY_GROUP))
         except BaseException:
             buffers.release(buffer)
             raise

@@ -11,7 +11,8 @@ from typing import Literal
 
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import CheckpointRemoved, Event, Listener, SaveCommitted, SaveFailed
-from ckpt_core.layouts.torch_file.image import FileImage, ImageAbandonedError
+from ckpt_core.layouts.image import Image
+from ckpt_core.layouts.torch_file.image import ImageAbandonedError
 from ckpt_core.layouts.torch_file.manifest import WINDOW
 from ckpt_core.memory import ScratchBuffers, StagingBuffer
 from ckpt_core.parallel import IO_THREADS, run_parallel
@@ -37,7 +38,7 @@ def notify(listeners: Sequence[Listener], event: Event) -> None:
 
 
 def write_image(
-    image: FileImage,
+    image: Image,
     storage: Storage,
     path: str,
     *,
@@ -98,6 +99,8 @@ def write_image(
 
 
 def _write_whole_blocks(writer: FileWriter, offset: int, data: bytes) -> None:
+    if not data:
+        return
     # Direct I/O wants whole blocks from aligned memory; commit cuts the file to its size.
     aligned = StagingBuffer(len(data))
     try:
@@ -113,13 +116,15 @@ class _Job:
 
     Attributes:
         path: The checkpoint it is about.
+        number: How many saves were asked for before it, itself included.
         error: What went wrong; None while running and when all went well.
         done: Set when it is over.
     """
 
-    def __init__(self, path: str, action: Callable[[], None], *, is_save: bool) -> None:
+    def __init__(self, path: str, action: Callable[[], None], number: int, *, is_save: bool) -> None:
         self.path = path
         self.action = action
+        self.number = number
         self.is_save = is_save
         self.error: CheckpointError | None = None
         self.done = threading.Event()
@@ -146,7 +151,8 @@ class BackgroundWriter:
         self._lock = threading.RLock()  # a signal handler that saves may interrupt a save on the same thread
         self._thread: threading.Thread | None = None
         self._last_save: _Job | None = None
-        self._failure: CheckpointError | None = None
+        self._failed: tuple[int, CheckpointError] | None = None
+        self._begun = 0
         self.failures = 0
 
     @property
@@ -173,7 +179,8 @@ class BackgroundWriter:
             seconds = time.perf_counter() - (now if staged_at is None else staged_at())
             notify(self._listeners, SaveCommitted(path=path, bytes=size, background_seconds=seconds))
 
-        job = _Job(path, action, is_save=True)
+        self._begun += 1
+        job = _Job(path, action, self._begun, is_save=True)
         self._last_save = job
         return self._submit(job)
 
@@ -204,7 +211,7 @@ class BackgroundWriter:
             delete()
             notify(self._listeners, CheckpointRemoved(path=path))
 
-        if not self._submit(_Job(path, action, is_save=False)):
+        if not self._submit(_Job(path, action, self._begun, is_save=False)):
             self.run_queued()
 
     def wait(self, path: str | None = None, *, timeout: float | None = None) -> None:
@@ -220,11 +227,29 @@ class BackgroundWriter:
         for job in jobs:
             job.done.wait(None if deadline is None else deadline - time.monotonic())
 
+    def wait_for_turn(self, limit: int) -> None:
+        """Return when fewer than ``limit`` saves are under way.
+
+        Raises:
+            CheckpointError: One of those that had to be over by now has failed. Where several processes save the same ones,
+                all of them raise here, although a later save may have ended in some and not in others.
+        """
+        while True:
+            with self._lock:
+                saves = [job for job in self._jobs if job.is_save]
+            if len(saves) < limit:
+                break
+            saves[0].done.wait()
+        with self._lock:
+            if self._failed is None or self._failed[0] > self._begun + 1 - limit:
+                return
+        self.raise_failure()
+
     def take_failure(self) -> CheckpointError | None:
         """Return the oldest failure that was not taken yet, once; None if there is none or they are only logged."""
         with self._lock:
-            failure, self._failure = self._failure, None
-        return failure
+            failed, self._failed = self._failed, None
+        return None if failed is None else failed[1]
 
     def raise_failure(self) -> None:
         """Raise the oldest failure that was not taken yet, once.
@@ -301,8 +326,8 @@ class BackgroundWriter:
             return
         if self._on_error == "raise":
             with self._lock:
-                if self._failure is None:
-                    self._failure = error
+                if self._failed is None:
+                    self._failed = job.number, error
         level = logging.ERROR if self._on_error == "raise" else logging.WARNING
         logger.log(level, "could not save the checkpoint %s: %s", job.path, error)
         notify(self._listeners, SaveFailed(path=job.path, error=str(error)))

@@ -18,23 +18,27 @@ DISTRIBUTION = "ckpt-plugins"
 PACKAGES = ("ckpt_core", "lightning_ckpt", "accelerate_ckpt")
 VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
 
-# What ckpt_core must work without: everything but its four dependencies and what those need themselves.
+# What ckpt_core must work without: everything but its five dependencies and what those need themselves.
 NOT_FOR_CORE = (
     "accelerate",
     "adlfs",
     "aiobotocore",
+    "azure",
     "boto3",
+    "botocore",
     "gcsfs",
     "jsonargparse",
     "lightning",
     "lightning_fabric",
     "lightning_utilities",
     "matplotlib",
+    "obstore",
     "omegaconf",
     "pandas",
     "psutil",
     "pytorch_lightning",
     "s3fs",
+    "safetensors",
     "sklearn",
     "torchdata",
     "torchmetrics",
@@ -96,9 +100,9 @@ def test_the_licence(metadata) -> None:
     assert "Version 2.0, January 2004" in (ROOT / "LICENSE").read_text()
 
 
-def test_only_the_four_dependencies_are_required(metadata) -> None:
+def test_only_the_five_dependencies_are_required(metadata) -> None:
     required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
-    assert {re.match(r"[\w-]+", line)[0] for line in required} == {"fsspec", "numpy", "torch", "xxhash"}
+    assert {re.match(r"[\w-]+", line)[0] for line in required} == {"fsspec", "numpy", "stamina", "torch", "xxhash"}
 
 
 @pytest.mark.parametrize("extra", ["lightning", "pytorch-lightning"])
@@ -115,10 +119,17 @@ def test_every_pin_is_exact() -> None:
     assert [pin for pin in pins if not re.fullmatch(r"[\w.-]+==[\w.]+", pin)] == []
 
 
-def test_the_console_script_works(metadata) -> None:
-    (script,) = importlib.metadata.distribution(DISTRIBUTION).entry_points.select(group="console_scripts")
-    assert script.name == "ckpt"
-    assert callable(script.load())
+def test_the_console_scripts_work(metadata) -> None:
+    scripts = importlib.metadata.distribution(DISTRIBUTION).entry_points.select(group="console_scripts")
+    assert {script.name for script in scripts} == {"ckpt", "accelerate-ckpt"}
+    assert all(callable(script.load()) for script in scripts)
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_lightning_finds_the_callback_of_the_sharded_plugin(metadata, package: str) -> None:
+    points = importlib.metadata.distribution(DISTRIBUTION).entry_points.select(group=f"{package}.callbacks_factory")
+    (callback,) = next(iter(points)).load()()
+    assert type(callback).__name__ == "ShardedRouting"
 
 
 def test_importing_the_engine_imports_no_framework(run_script) -> None:
@@ -132,7 +143,7 @@ def test_importing_the_engine_imports_no_framework(run_script) -> None:
     assert done.stdout == "[]\n"
 
 
-def test_every_module_of_the_engine_works_with_its_four_dependencies_alone(run_script) -> None:
+def test_every_module_of_the_engine_works_with_its_five_dependencies_alone(run_script) -> None:
     done = run_script(
         f"""
         import importlib, pkgutil, sys
@@ -155,5 +166,8 @@ def test_every_module_of_the_engine_works_with_its_four_dependencies_alone(run_s
     assert done.stdout == "True\n"
 
 
-def test_the_plugin_that_is_not_released_promises_nothing() -> None:
-    assert importlib.import_module("accelerate_ckpt").__all__ == []
+@pytest.mark.parametrize("package", PACKAGES)
+def test_what_a_package_promises_is_there(package: str) -> None:
+    module = importlib.import_module(package)
+    assert list(module.__all__) == sorted(module.__all__)
+    assert [name for name in module.__all__ if not hasattr(module, name)] == []

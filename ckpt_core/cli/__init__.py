@@ -10,8 +10,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckpt_core import reader
-from ckpt_core.catalog import Catalog
+from ckpt_core.catalog import Catalog, CheckpointInfo
+from ckpt_core.cli.interchange import add_commands
 from ckpt_core.errors import CheckpointError
+from ckpt_core.layouts.sharded.reading import DirectoryCheckpoint
+from ckpt_core.storage import local_path, storage_for
 from ckpt_core.tree import leaves
 
 __all__ = ["main"]
@@ -57,9 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint, or a directory of them")
     verify.set_defaults(run=_verify)
 
-    prune = commands.add_parser("prune", help="delete the unfinished files that killed processes left in a directory")
+    prune = commands.add_parser("prune", help="delete what killed processes left unfinished in a directory")
     prune.add_argument("directory")
     prune.set_defaults(run=_prune)
+
+    add_commands(commands)
     return parser
 
 
@@ -74,18 +79,41 @@ def _json_object(text: str) -> dict[str, Any]:
 
 
 def _ls(options: argparse.Namespace) -> int:
-    for info in Catalog(options.directory, storage_options=options.storage_options).checkpoints():
+    for info in _checkpoints(options.directory, options.storage_options):
         when = datetime.datetime.fromtimestamp(info.modified).isoformat(sep=" ", timespec="seconds")
         print(f"{when}  {info.size:>14,}  {info.path}")
     return 0
 
 
 def _inspect(options: argparse.Namespace) -> int:
-    state, verified, size = reader.load(options.path, map_location="cpu", storage_options=options.storage_options)
+    path = local_path(options.path)
+    storage = storage_for(path, options.storage_options)
+    if reader.is_directory_checkpoint(storage, path):
+        with DirectoryCheckpoint(path, storage) as checkpoint:
+            _inspect_directory(checkpoint)
+        return 0
+    state, verified, size = reader.load(path, map_location="cpu", storage_options=options.storage_options)
     print(f"{options.path}: {size:,} bytes, {'verified' if verified else 'no digests: written by another program'}")
     for name, leaf in leaves(state):
         print(f"  {name}: {_describe(leaf)}")
     return 0
+
+
+def _inspect_directory(checkpoint: DirectoryCheckpoint) -> None:
+    checkpoint.verify()
+    print(f"{checkpoint.path}: {checkpoint.size:,} bytes, saved by {_count(checkpoint.world_size, 'rank')}, verified")
+    for name, leaf in leaves(checkpoint.metadata, "metadata"):
+        print(f"  {name}: {_describe(leaf)}")
+    for part in checkpoint.parts.values():
+        print(f"  {part.name}: {part.kind}, {_count(len(part.tensors), 'tensor')}")
+        for key, tensor in part.tensors.items():
+            print(f"    {key}: {_describe(tensor)}")
+    for file, size in checkpoint.files.items():
+        print(f"  {size:>14,}  {file}")
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
 
 
 def _describe(leaf: Any) -> str:
@@ -111,9 +139,16 @@ def _verify(options: argparse.Namespace) -> int:
 def _expand(paths: Sequence[str], storage_options: dict[str, Any] | None) -> list[str]:
     result = []
     for path in paths:
-        found = Catalog(path, storage_options=storage_options).checkpoints()
-        result.extend([info.path for info in found] or [path])
+        if reader.is_directory_checkpoint(storage_for(path, storage_options), local_path(path)):
+            result.append(path)
+            continue
+        result.extend([info.path for info in _checkpoints(path, storage_options)] or [path])
     return result
+
+
+def _checkpoints(directory: str, storage_options: dict[str, Any] | None) -> list[CheckpointInfo]:
+    found = Catalog(directory, suffix="", storage_options=storage_options).checkpoints()
+    return [info for info in found if info.is_directory or info.path.endswith(".ckpt")]
 
 
 def _prune(options: argparse.Namespace) -> int:

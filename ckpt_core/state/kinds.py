@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt_core.errors import StateMismatchError
 
-__all__ = ["Kind", "join_ranks", "state_of_rank"]
+__all__ = ["Kind", "Part", "join_ranks", "state_of_rank"]
 
 
 class Kind(enum.Enum):
@@ -23,6 +24,21 @@ class Kind(enum.Enum):
     REPLICATED = "replicated"
     SHARDED = "sharded"
     PER_RANK = "per-rank"
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A named part of the state.
+
+    Attributes:
+        name: Letters, digits and underscores; beginning of the name of its file.
+        state: Nested dictionaries, lists and tuples of tensors and plain values.
+        kind: Who holds it.
+    """
+
+    name: str
+    state: Any
+    kind: Kind
 
 
 def join_ranks(replicated: Mapping[str, Any], per_rank: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:

@@ -6,11 +6,12 @@ import os
 import re
 from typing import Any
 
-from ckpt_core.storage.base import FileInfo, FileReader, FileWriter, Storage
+from ckpt_core.storage.base import MANIFEST_NAME, FileInfo, FileReader, FileWriter, Storage
 from ckpt_core.storage.faulty import Fault, FaultyStorage, Operation
 from ckpt_core.storage.local import LocalStorage
 
 __all__ = [
+    "MANIFEST_NAME",
     "Fault",
     "FaultyStorage",
     "FileInfo",

@@ -2,6 +2,10 @@
 
 A storage is small on purpose: it writes one file so that it appears whole or not at all, reads ranges, lists and deletes.
 A third party's storage derives from :class:`Storage` and passes ``tests/core/test_storage.py``.
+
+Checkpoints that are directories need little more. What is here for them is right for a store of objects: files go below the
+final name under names that no committed checkpoint uses, and the manifest, written last by one call, is what makes them a
+checkpoint. A storage that can rename a directory overrides it.
 """
 
 from __future__ import annotations
@@ -9,10 +13,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import io
+import os
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["FileInfo", "FileReader", "FileWriter", "RandomAccessIO", "ReaderIO", "Storage"]
+__all__ = ["MANIFEST_NAME", "FileInfo", "FileReader", "FileWriter", "RandomAccessIO", "ReaderIO", "Storage"]
+
+MANIFEST_NAME = "manifest.json"  # what makes a directory a checkpoint
+_CHUNK = 16 * 2**20  # bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +137,97 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def remove_orphans(self, directory: str) -> Sequence[str]:
-        """Delete the unfinished files that dead processes left in ``directory``; return their paths."""
+        """Delete the unfinished files and directories that dead processes left in ``directory``; return their paths."""
+
+    def subdirectories(self, directory: str) -> Sequence[str]:
+        """Return the paths of the directories directly in ``directory``; none if it does not exist."""
+        return []
+
+    def put_file(self, source: str, target: str) -> None:
+        """Make the local file ``source``, which may be gone afterwards, the file ``target``, durable.
+
+        Raises:
+            StorageError: The storage refused.
+        """
+        size = os.path.getsize(source)
+        writer = self.create(target, size)
+        try:
+            with open(source, "rb") as file:
+                for offset in range(0, size, _CHUNK):
+                    writer.write_at(offset, memoryview(bytearray(file.read(_CHUNK))))
+            writer.commit(size)
+        except BaseException:
+            writer.abort()
+            raise
+
+    def begin_directory(self, path: str, token: str) -> str:
+        """Begin a checkpoint that is a directory; everyone who writes a part of it does, and ends with ``leave_directory``.
+
+        Args:
+            path: The directory's final path.
+            token: The same for all who write this checkpoint, and for nobody else, ever.
+
+        Returns:
+            Where its files are to be created, by :meth:`create` and :meth:`put_file`. If this is ``path`` itself, they
+            must have names that the checkpoint which is there now does not use.
+        """
+        return path
+
+    def publish_directory(self, path: str, token: str, manifest: bytes, *, gone: Sequence[str] = ()) -> None:
+        """Commit: the directory is a checkpoint from now on, in the place of the one that was there; called by one process.
+
+        Args:
+            path: The directory's final path.
+            token: As for :meth:`begin_directory`.
+            manifest: The bytes of its manifest, which names files that are all durable.
+            gone: Relative names of files at ``path`` that belong to the checkpoint which is replaced, and not to this one.
+                Whatever else is there stays.
+
+        Raises:
+            StorageError: The storage refused; what was at ``path`` before is untouched.
+        """
+        writer = self.create(f"{path}/{MANIFEST_NAME}", len(manifest))
+        try:
+            writer.write_at(0, memoryview(bytearray(manifest)))
+            writer.commit(len(manifest))
+        except BaseException:
+            writer.abort()
+            raise
+        self._remove_files(path, gone)
+
+    def discard_directory(self, path: str, token: str, names: Sequence[str] = ()) -> None:
+        """Delete what was written for a checkpoint that is never going to be published.
+
+        Args:
+            path: The directory's final path.
+            token: As for :meth:`begin_directory`.
+            names: The files that this process has created.
+        """
+        self._remove_files(path, names)
+
+    def _remove_files(self, path: str, names: Sequence[str]) -> None:
+        for name in names:
+            self.remove(f"{path}/{name}")
+
+    def leave_directory(self, path: str, token: str) -> None:  # noqa: B027 - most storages have nothing to do
+        """End what :meth:`begin_directory` began in this process, whatever has become of the checkpoint."""
+
+    def remove_directory(self, path: str) -> None:
+        """Delete the checkpoint that is the directory ``path``; from the first moment on, it is none any more."""
+        self.remove(f"{path}/{MANIFEST_NAME}")
+        self.remove(path)
+
+    def list_directories(self, directory: str) -> Sequence[FileInfo]:
+        """Return the committed checkpoints directly in ``directory`` that are directories.
+
+        Their size is that of all files directly in them, their time that of the commit.
+        """
+        found: list[FileInfo] = []
+        for path in self.subdirectories(directory):
+            files = self.list(path)
+            commits = [file.modified for file in files if os.path.basename(file.path) == MANIFEST_NAME]
+            found.extend(FileInfo(path, sum(file.size for file in files), modified) for modified in commits)
+        return found
 
 
 class RandomAccessIO(io.RawIOBase):

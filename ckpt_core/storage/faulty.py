@@ -24,7 +24,9 @@ class Operation:
 
     Attributes:
         name: The method: ``"create"``, ``"write_at"``, ``"commit"``, ``"abort"``, ``"open"``, ``"read_into"``,
-            ``"exists"``, ``"remove"``, ``"copy"``, ``"list"`` or ``"remove_orphans"``.
+            ``"exists"``, ``"remove"``, ``"copy"``, ``"list"``, ``"remove_orphans"``, ``"put_file"``,
+            ``"begin_directory"``, ``"publish_directory"``, ``"discard_directory"``, ``"leave_directory"``,
+            ``"remove_directory"``, ``"subdirectories"`` or ``"list_directories"``.
         path: The file or directory; for a copy, its target.
         size: Bytes to write or read; 0 for the others.
     """
@@ -159,6 +161,33 @@ class FaultyStorage(Storage):
 
     def remove_orphans(self, directory: str) -> Sequence[str]:
         return self.perform(Operation("remove_orphans", directory), lambda: self._inner.remove_orphans(directory))
+
+    def put_file(self, source: str, target: str) -> None:
+        self.perform(Operation("put_file", target), lambda: self._inner.put_file(source, target))
+
+    def begin_directory(self, path: str, token: str) -> str:
+        return self.perform(Operation("begin_directory", path), lambda: self._inner.begin_directory(path, token))
+
+    def publish_directory(self, path: str, token: str, manifest: bytes, *, gone: Sequence[str] = ()) -> None:
+        self.perform(
+            Operation("publish_directory", path, len(manifest)),
+            lambda: self._inner.publish_directory(path, token, manifest, gone=gone),
+        )
+
+    def discard_directory(self, path: str, token: str, names: Sequence[str] = ()) -> None:
+        self.perform(Operation("discard_directory", path), lambda: self._inner.discard_directory(path, token, names))
+
+    def leave_directory(self, path: str, token: str) -> None:
+        self.perform(Operation("leave_directory", path), lambda: self._inner.leave_directory(path, token))
+
+    def remove_directory(self, path: str) -> None:
+        self.perform(Operation("remove_directory", path), lambda: self._inner.remove_directory(path))
+
+    def subdirectories(self, directory: str) -> Sequence[str]:
+        return self.perform(Operation("subdirectories", directory), lambda: self._inner.subdirectories(directory))
+
+    def list_directories(self, directory: str) -> Sequence[FileInfo]:
+        return self.perform(Operation("list_directories", directory), lambda: self._inner.list_directories(directory))
 
 
 class _FaultyWriter(FileWriter):

@@ -18,14 +18,16 @@ import uuid
 from collections.abc import Sequence
 
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
+from ckpt_core.storage import local_directory
 from ckpt_core.storage.base import FileInfo, FileReader, FileWriter, Storage
+from ckpt_core.storage.local_directory import CANNOT_LINK as _CANNOT_LINK
+from ckpt_core.storage.local_directory import CANNOT_LOCK as _CANNOT_LOCK
+from ckpt_core.storage.local_directory import SUFFIX as _SUFFIX
+from ckpt_core.storage.local_directory import sync_directory as _sync_directory
 
 __all__ = ["LocalStorage", "storage_error"]
 
-_SUFFIX = ".ckpt-part"
 _BLOCK = 4096
-_CANNOT_LINK = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
-_CANNOT_LOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _REMEDIES = {
     errno.ENOSPC: "free some space, keep fewer checkpoints, or save to another disk",
     errno.EDQUOT: "your disk quota is used up: delete something or save to another disk",
@@ -195,18 +197,6 @@ def _existing_directory(path: str) -> str:
     return path
 
 
-def _sync_directory(directory: str) -> None:
-    descriptor = os.open(directory or ".", os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        # Some network filesystems refuse to sync a directory; on those a rename is durable by itself.
-        if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP):
-            raise
-    finally:
-        os.close(descriptor)
-
-
 class _LocalFileReader(FileReader):
     def __init__(self, path: str) -> None:
         self.path = path
@@ -251,6 +241,13 @@ class _LocalFileReader(FileReader):
 class LocalStorage(Storage):
     """Files on a local (or mounted) filesystem."""
 
+    def __init__(self) -> None:
+        self._staging = local_directory.StagingDirectories()
+
+    def __reduce__(self) -> tuple[type[LocalStorage], tuple[()]]:
+        """A copy, and what a spawned process gets, has no directories in the making."""
+        return LocalStorage, ()
+
     def create(self, path: str, expected_size: int) -> FileWriter:
         return _LocalFileWriter(path, expected_size)
 
@@ -263,7 +260,7 @@ class LocalStorage(Storage):
     def remove(self, path: str) -> None:
         try:
             if os.path.isdir(path) and not os.path.islink(path):
-                shutil.rmtree(path)
+                local_directory.delete_directory(path)
             else:
                 os.unlink(path)
         except FileNotFoundError:
@@ -317,7 +314,65 @@ class LocalStorage(Storage):
                 parts = [entry.path for entry in entries if entry.name.startswith(".") and entry.name.endswith(_SUFFIX)]
         except OSError:
             return []
-        return [path for path in parts if _remove_if_abandoned(path)]
+        local_directory.restore(directory)
+        return [path for path in parts if local_directory.remove_if_abandoned(path)]
+
+    def put_file(self, source: str, target: str) -> None:
+        directory = os.path.dirname(os.path.abspath(target))
+        try:
+            _make_directories(directory)
+            descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.fsync(descriptor)
+            finally:
+                _close(descriptor)
+            os.replace(source, target)
+            _sync_directory(directory)
+        except OSError as error:
+            if error.errno != errno.EXDEV:
+                raise storage_error("write", target, error) from error
+            super().put_file(source, target)
+
+    def begin_directory(self, path: str, token: str) -> str:
+        try:
+            _make_directories(os.path.dirname(os.path.abspath(path)))
+            return self._staging.begin(path, token)
+        except OSError as error:
+            raise storage_error("write", path, error) from error
+
+    def publish_directory(self, path: str, token: str, manifest: bytes, *, gone: Sequence[str] = ()) -> None:
+        staging = self.begin_directory(path, token)
+        try:
+            super().publish_directory(staging, token, manifest)
+            self._staging.publish(path, token, gone)
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise storage_error("commit", path, error) from error
+        finally:
+            self._staging.leave(path, token)
+
+    def discard_directory(self, path: str, token: str, names: Sequence[str] = ()) -> None:
+        try:
+            self._staging.discard(path, token)
+        except OSError as error:
+            raise storage_error("remove", path, error) from error
+
+    def leave_directory(self, path: str, token: str) -> None:
+        self._staging.leave(path, token)
+
+    def remove_directory(self, path: str) -> None:
+        self.remove(path)
+
+    def subdirectories(self, directory: str) -> Sequence[str]:
+        local_directory.restore(directory)
+        try:
+            with os.scandir(directory) as entries:
+                return [entry.path for entry in entries if entry.is_dir() and not entry.name.endswith(_SUFFIX)]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise storage_error("list", directory, error) from error
 
 
 def _claim(descriptor: int) -> bool:
@@ -333,18 +388,3 @@ def _claim(descriptor: int) -> bool:
             raise
         return True  # where nobody can lock, nobody takes it for an orphan
     return os.fstat(descriptor).st_nlink > 0
-
-
-def _remove_if_abandoned(path: str) -> bool:
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False  # gone, or not ours to read: somebody else's business
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        os.unlink(path)  # while it is locked, so that nobody begins to write into it
-    except OSError:
-        return False  # its writer lives, or it is another user's
-    finally:
-        _close(descriptor)
-    return True

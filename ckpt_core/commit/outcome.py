@@ -6,41 +6,17 @@ They talk through a ``TCPStore`` of their own, on the training thread, and only 
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-from collections.abc import Callable
-from typing import Any
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ckpt_core import errors
-from ckpt_core.errors import CheckpointError, RankFailedError, StorageError
+from ckpt_core.commit.errors_as_data import decode_error, encode_error
+from ckpt_core.errors import CheckpointError
 
-__all__ = ["SharedOutcome", "connect_store", "decode_error", "encode_error"]
+__all__ = ["SharedOutcome"]
 
 _FAILURE = "failure"
 _ENDED = "ended"
-
-
-def connect_store(
-    rank: int, world_size: int, broadcast: Callable[[Any], Any], *, timeout_seconds: float = 300.0
-) -> Store:
-    """Open a ``TCPStore`` that only checkpointing uses; call it on all ranks together.
-
-    Args:
-        rank: This process's rank; rank 0 serves.
-        world_size: Number of ranks.
-        broadcast: Sends an object from rank 0 to all ranks and returns it.
-        timeout_seconds: How long an operation may take before it fails.
-    """
-    timeout = datetime.timedelta(seconds=timeout_seconds)
-    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    server = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout) if rank == 0 else None
-    port = broadcast(server.port if server is not None else None)
-    if server is not None:
-        return server
-    return TCPStore(host, port, world_size=world_size, is_master=False, timeout=timeout)
 
 
 class SharedOutcome:
@@ -106,27 +82,3 @@ class SharedOutcome:
     def unraised(self) -> CheckpointError | None:
         """A failure that was announced but whose boundary has not come."""
         return self._announced[1] if self._announced is not None else None
-
-
-def encode_error(error: CheckpointError) -> dict[str, Any]:
-    """Return the error as plain data that another rank can rebuild it from."""
-    return {
-        "class": type(error).__name__,
-        "message": error.message,
-        "path": error.path,
-        "key": error.key,
-        "remedy": error.remedy,
-        "errno": getattr(error, "errno", None),
-    }
-
-
-def decode_error(encoded: dict[str, Any]) -> CheckpointError:
-    """Rebuild an error of another rank, as the same class where it is one of ours."""
-    known = (
-        getattr(errors, encoded["class"], RankFailedError) if encoded["class"] in errors.__all__ else RankFailedError
-    )
-    fields = {name: encoded[name] for name in ("path", "key", "remedy")}
-    if known is StorageError:
-        return StorageError(encoded["message"], errno=encoded["errno"], **fields)
-    error: CheckpointError = known(encoded["message"], **fields)
-    return error

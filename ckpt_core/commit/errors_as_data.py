@@ -1,0 +1,34 @@
+"""Errors as plain data, so that the ranks can tell each other of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt_core import errors
+from ckpt_core.errors import CheckpointError, RankFailedError, StorageError
+
+__all__ = ["decode_error", "encode_error"]
+
+
+def encode_error(error: CheckpointError) -> dict[str, Any]:
+    """Return the error as plain data that another rank can rebuild it from."""
+    return {
+        "class": type(error).__name__,
+        "message": error.message,
+        "path": error.path,
+        "key": error.key,
+        "remedy": error.remedy,
+        "errno": getattr(error, "errno", None),
+    }
+
+
+def decode_error(encoded: dict[str, Any]) -> CheckpointError:
+    """Rebuild an error of another rank, as the same class where it is one of ours."""
+    known = (
+        getattr(errors, encoded["class"], RankFailedError) if encoded["class"] in errors.__all__ else RankFailedError
+    )
+    fields = {name: encoded[name] for name in ("path", "key", "remedy")}
+    if known is StorageError:
+        return StorageError(encoded["message"], errno=encoded["errno"], **fields)
+    error: CheckpointError = known(encoded["message"], **fields)
+    return error

@@ -1,0 +1,288 @@
+"""Directories on a local filesystem that appear whole and durable under their name, or not at all.
+
+A directory is filled under a hidden name beside its final one, and renamed. One that is there already changes places with
+it in one step (``RENAME_EXCHANGE``); where the filesystem cannot do that, two renames do it, and :func:`restore` mends what
+a crash between them leaves. Everyone who writes into a hidden directory holds a shared lock on it, which tells the orphan of
+dead processes from work in progress.
+
+The functions here raise ``OSError``; :class:`~ckpt_core.storage.LocalStorage` makes it an error for the user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+import stat
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+
+from ckpt_core.storage.base import MANIFEST_NAME
+
+__all__ = [
+    "CANNOT_LINK",
+    "CANNOT_LOCK",
+    "SUFFIX",
+    "StagingDirectories",
+    "delete_directory",
+    "remove_if_abandoned",
+    "restore",
+    "sync_directory",
+]
+
+SUFFIX = ".ckpt-part"
+CANNOT_LINK = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
+CANNOT_LOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
+_CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+_REPLACED = "-replaced"
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def sync_directory(directory: str) -> None:
+    """Make the names in ``directory`` durable."""
+    descriptor = os.open(directory or ".", os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        # Some network filesystems refuse to sync a directory; on those a rename is durable by itself.
+        if error.errno not in (errno.EINVAL, errno.EBADF, errno.EOPNOTSUPP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+class StagingDirectories:
+    """The hidden directories that this process is writing into."""
+
+    def __init__(self) -> None:
+        self._locks: dict[str, list[int]] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, path: str, token: str) -> str:
+        """Create the hidden directory of ``path``, or join those who have, and return its path."""
+        staging = _hidden(path, token)
+        descriptor = _create_locked(staging)
+        with self._lock:
+            self._locks.setdefault(staging, []).append(descriptor)
+        return staging
+
+    def publish(self, path: str, token: str, gone: Sequence[str]) -> None:
+        """Give the hidden directory, all of whose files are durable, its final name; keep what others put there."""
+        staging = _hidden(path, token)
+        parent = os.path.dirname(staging)
+        if not os.path.lexists(path):
+            _sync_tree(staging)
+            os.rename(staging, path)
+            sync_directory(parent)
+            return
+        if os.path.isdir(path) and not os.path.islink(path):
+            _keep_others(path, staging, {*gone, MANIFEST_NAME})
+        _sync_tree(staging)
+        if _exchange(staging, path):
+            replaced = staging
+            sync_directory(parent)
+        else:
+            replaced = _replace_by_two_renames(staging, path, token)
+        with contextlib.suppress(OSError):  # it is committed; what cannot be deleted is an orphan
+            _delete_tree(replaced)
+
+    def discard(self, path: str, token: str) -> None:
+        """Delete the hidden directory, whoever is still writing into it."""
+        _delete_tree(_hidden(path, token))
+
+    def leave(self, path: str, token: str) -> None:
+        """Stop writing into the hidden directory, and delete it if it is there still and nobody else writes into it."""
+        staging = _hidden(path, token)
+        with self._lock:
+            descriptors = self._locks.get(staging, [])
+            descriptor = descriptors.pop() if descriptors else -1
+            if not descriptors:
+                self._locks.pop(staging, None)
+        with contextlib.suppress(OSError):
+            if descriptor != -1:
+                # Closing alone would leave the lock to the forked workers of a data loader, who have the descriptor too.
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+        remove_if_abandoned(staging)
+
+
+def _hidden(path: str, token: str) -> str:
+    directory, name = os.path.split(os.path.abspath(path))
+    return os.path.join(directory, f".{name}.{token}{SUFFIX}")
+
+
+def _create_locked(staging: str) -> int:
+    while True:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(staging)
+        try:
+            descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # somebody took it for an orphan before it was locked
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        except OSError as error:
+            if error.errno not in CANNOT_LOCK:
+                os.close(descriptor)
+                raise
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(staging), os.fstat(descriptor)):
+                return descriptor
+        os.close(descriptor)
+
+
+def _sync_tree(directory: str) -> None:
+    for folder, _, _ in os.walk(directory, topdown=False):
+        sync_directory(folder)
+
+
+def _keep_others(path: str, staging: str, ours: set[str]) -> None:
+    """Link into ``staging`` the files of ``path`` that the checkpoint there does not consist of."""
+    for name in _files_in(path):
+        target = os.path.join(staging, name)
+        if name in ours or name.endswith(SUFFIX) or os.path.lexists(target):
+            continue
+        os.makedirs(os.path.dirname(target), exist_ok=True)
+        source = os.path.join(path, name)
+        try:
+            os.link(source, target, follow_symlinks=False)
+        except OSError as error:
+            if error.errno not in CANNOT_LINK:
+                raise
+            shutil.copy2(source, target, follow_symlinks=False)
+            if not os.path.islink(target):
+                _sync_file(target)
+
+
+def _files_in(directory: str) -> Iterator[str]:
+    for folder, folders, files in os.walk(directory):
+        links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
+        for name in files + links:
+            yield os.path.relpath(os.path.join(folder, name), directory)
+
+
+def _sync_file(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: str, other: str) -> bool:
+    """Let two paths change places in one step; False where the system or the filesystem cannot."""
+    rename: Callable[..., int] | None = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _CANNOT_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), other)
+
+
+def _replace_by_two_renames(staging: str, path: str, token: str) -> str:
+    parent = os.path.dirname(staging)
+    replaced = _hidden(path, token + _REPLACED)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_SH)  # so that nobody mends what is not broken
+        os.rename(path, replaced)
+        try:
+            os.rename(staging, path)
+        except OSError:
+            os.rename(replaced, path)
+            raise
+        sync_directory(parent)
+    finally:
+        os.close(descriptor)
+    return replaced
+
+
+def restore(directory: str) -> None:
+    """Give those their name back that a process was replacing, by two renames, when it died between the two."""
+    ending = _REPLACED + SUFFIX
+    with contextlib.suppress(OSError), os.scandir(directory or ".") as entries:
+        for entry in entries:
+            if entry.name.startswith(".") and entry.name.endswith(ending):
+                name = entry.name[1 : -len(ending)].rpartition(".")[0]
+                _restore(entry.path, os.path.join(os.path.dirname(entry.path), name))
+
+
+def _restore(replaced: str, path: str) -> None:
+    with _locked_alone(replaced) as abandoned:
+        if abandoned and not os.path.lexists(path):
+            os.rename(replaced, path)
+            sync_directory(os.path.dirname(path))
+
+
+@contextlib.contextmanager
+def _locked_alone(path: str) -> Iterator[bool]:
+    """Hold the only lock on ``path``; gives False if that is not to be had."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield False  # gone, or not ours to read: somebody else's business
+        return
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        yield False  # somebody writes into it, or nobody can lock here
+        return
+    try:
+        yield True
+    finally:
+        os.close(descriptor)
+
+
+def remove_if_abandoned(path: str) -> bool:
+    """Delete an unfinished file or directory if nobody writes into it; return whether it is gone."""
+    with _locked_alone(path) as abandoned, contextlib.suppress(OSError):
+        if abandoned:
+            _delete_tree(path)  # while it is locked, so that nobody begins to write into it
+            return True
+    return False
+
+
+def delete_directory(path: str) -> None:
+    """Delete the directory ``path`` so that it disappears in one step, as far as the filesystem allows."""
+    hidden = _hidden(path, uuid.uuid4().hex[:12])
+    try:
+        os.rename(path, hidden)
+    except FileNotFoundError:
+        return
+    except OSError:
+        hidden = path  # a mount point, or a directory above that may not be written to
+    _delete_tree(hidden)
+
+
+def _delete_tree(path: str) -> None:
+    """Delete a file or a directory with all that is in it; others may be doing the same."""
+    try:
+        is_directory = stat.S_ISDIR(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return
+    if not is_directory:
+        _delete(os.unlink, path)
+        return
+    for folder, folders, files in os.walk(path, topdown=False):
+        for name in files:
+            _delete(os.unlink, os.path.join(folder, name))
+        for name in folders:
+            inside = os.path.join(folder, name)
+            _delete(os.unlink if os.path.islink(inside) else os.rmdir, inside)
+    _delete(os.rmdir, path)
+
+
+def _delete(remove: Callable[[str], None], path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        remove(path)

@@ -1,0 +1,356 @@
+"""Manifests made by an attacker, with a digest that is right: refused by name, without reading or filling what they want."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_core import CheckpointCorruptedError, CheckpointError
+from ckpt_core.digest import digest
+from ckpt_core.geometry import Box
+from ckpt_core.layouts.sharded import MANIFEST_NAME
+from ckpt_core.layouts.sharded.manifest import Manifest
+from tests.support.sharded import open_directory, rows, save_directory
+
+PIECES = {"w": rows((4, 3), 2), "b": [[Box((0,), (2,))], [Box((2,), (2,))]]}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    state = {"w": torch.ones(4, 3), "b": torch.ones(4, dtype=torch.uint8), "n": 1}
+    rng = [("per-rank", {"s": torch.ones(rank + 1)}) for rank in range(2)]
+    states = [{"model": ("sharded", state), "rng": own} for own in rng]
+    return save_directory(tmp_path_factory.mktemp("attack") / "c", states, spread=True, cuts=PIECES)
+
+
+def document_of(path: Path) -> dict[str, Any]:
+    document: dict[str, Any] = json.loads((path / MANIFEST_NAME).read_bytes())
+    document.pop("check")
+    return document
+
+
+def signed(text: str) -> bytes:
+    data = text.encode("ascii")
+    return data + f'"check":"{digest(data)}"}}\n'.encode()
+
+
+def encoded(document: dict[str, Any]) -> bytes:
+    return signed(json.dumps(document, separators=(",", ":"))[:-1] + ",\n")
+
+
+@pytest.fixture
+def attack(saved: Path, tmp_path: Path) -> Callable[[bytes], Path]:
+    """A copy of the checkpoint with another manifest."""
+
+    def with_manifest(data: bytes) -> Path:
+        path = tmp_path / "c"
+        path.mkdir(exist_ok=True)
+        for file in saved.iterdir():
+            if not (path / file.name).exists():
+                os.link(file, path / file.name)
+        (path / MANIFEST_NAME).unlink(missing_ok=True)
+        (path / MANIFEST_NAME).write_bytes(data)
+        return path
+
+    return with_manifest
+
+
+def refused(path: Path) -> CheckpointError:
+    """Both ways to read it refuse it, and loading changes nothing."""
+    into = {"w": torch.zeros(4, 3), "b": torch.zeros(4, dtype=torch.uint8)}
+    with pytest.raises(CheckpointError) as caught, open_directory(path) as checkpoint:
+        checkpoint.load("model", into=into)
+        checkpoint.load("rng", rank=0)
+        checkpoint.load("rng", rank=1)
+    assert all(bool((value == 0).all()) for value in into.values()) or caught.value.key == "rng"
+    with pytest.raises(CheckpointError), open_directory(path) as checkpoint:
+        checkpoint.verify()
+    return caught.value
+
+
+def test_the_manifest_itself_is_accepted(saved: Path, attack: Callable[[bytes], Path]) -> None:
+    path = attack(encoded(document_of(saved)))
+    with open_directory(path) as checkpoint:
+        checkpoint.verify()
+        assert torch.equal(checkpoint.load("model")["w"], torch.ones(4, 3))
+
+
+def file_of(document: dict[str, Any], rank: int = 0, index: int = 0) -> list[Any]:
+    found: list[Any] = document["ranks"][rank]["files"][index]
+    return found
+
+
+NAMES = [
+    *("../c/model.safetensors", "/etc/passwd", "a/b.safetensors", "..", ".", "", "\x00", "model\n", ".hidden", "-x"),
+    *("a\\b", "C:x", "x" * 300, "manifest.json", 7, None, ["a"]),
+]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=repr)
+@pytest.mark.parametrize("where", ["shard", "digests"])
+def test_names_that_lead_elsewhere(saved: Path, attack: Callable[[bytes], Path], name: Any, where: str) -> None:
+    document = document_of(saved)
+    if where == "shard":
+        file_of(document)[0] = name
+    else:
+        document["ranks"][0]["digests"][0] = name
+    refused(attack(encoded(document)))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../x",
+        "/etc/passwd",
+        "a/../../x",
+        "a//b",
+        "./a",
+        "a/.",
+        "",
+        "a\\..\\b",
+        "C:/x",
+        "a\x00b",
+        MANIFEST_NAME,
+        5,
+        "a/" * 30 + "b",
+    ],
+)
+def test_files_of_others_that_lie_elsewhere(saved: Path, attack: Callable[[bytes], Path], name: Any) -> None:
+    document = document_of(saved)
+    document["ranks"][0]["extra"] = [[name, 0, digest(b"")]]
+    refused(attack(encoded(document)))
+
+
+def set_in(where: str, value: Any) -> Callable[[dict[str, Any]], None]:
+    """A change of the entry at a path such as ``ranks.0.files.0.3``."""
+
+    def change(document: dict[str, Any]) -> None:
+        *path, last = (int(key) if key.isdigit() else key for key in where.split("."))
+        node: Any = document
+        for key in path:
+            node = node[key]
+        node[last] = value
+
+    return change
+
+
+def blocks_of_another_file(document: dict[str, Any]) -> None:
+    file_of(document)[4] += 1
+    file_of(document, index=1)[4] -= 1
+
+
+CHANGES = {
+    **{
+        f"{field} is {value!r}": set_in(field, value)
+        for field in (
+            "ranks.0.files.0.2",  # size of the header
+            "ranks.0.files.0.3",  # size of the file
+            "ranks.0.files.0.4",  # number of blocks
+            "ranks.0.digests.1",  # size of the digests
+            "parts.model.tensors.0",
+            "parts.model.types.0.1.0",  # a size
+            "ranks.0.files.0.5.0.0",  # number of a tensor
+            "ranks.0.files.0.5.1.0",  # offset of a chunk
+            "ranks.0.files.0.5.2.0",  # size of a chunk
+            "ranks.0.rank",
+        )
+        for value in (-1, 2**63, 2**63 - 1, 10**30, 3.0, "4", None, [], 17)
+    },
+    "other algorithm": set_in("digest", "none"),
+    "id of the save": set_in("save", "a b"),
+    "no ranks": set_in("ranks", []),
+    "ranks are an object": set_in("ranks", {}),
+    "rank twice": lambda document: document["ranks"].append(document["ranks"][0]),
+    "rank missing": lambda document: document["ranks"].pop(0),
+    "the last rank missing": lambda document: document["ranks"].pop(),
+    "unknown kind": set_in("kinds.model", "mine"),
+    "another kind": set_in("kinds.model", "per-rank"),
+    "a part without a kind": lambda document: document["kinds"].pop("model"),
+    "a part that is a path": lambda document: document["kinds"].update({"../x": "per-rank"}),
+    "unknown type": set_in("parts.model.types.0.0", "load"),
+    "quantised type": set_in("parts.model.types.0.0", "qint8"),
+    "enormous shape": set_in("parts.model.types.0.1", [2**32, 2**32]),
+    "enormous empty shape": set_in("parts.model.types.0.1", [0, 2**62, 2**62]),
+    "other type": set_in("parts.model.types.0.0", "float16"),
+    "other shape": set_in("parts.model.types.0.1", [2, 6]),
+    "more dimensions": set_in("parts.model.types.0.1", [4, 3, 1]),
+    "file of no part": set_in("ranks.0.files.0.1", "nothing"),
+    "file of a per-rank part": set_in("ranks.0.files.0.1", "rng"),
+    "file of all per-rank parts": set_in("ranks.0.files.0.1", None),
+    "same file twice": lambda document: document["ranks"][0]["files"].append(file_of(document)),
+    "no digests": set_in("ranks.0.digests", None),
+    "digests of nothing": set_in("ranks.0.files", []),
+    "digests are not those": set_in("ranks.0.digests.2", "0" * 16),
+    "all tensors in half a file": set_in("ranks.0.files.0.5", None),
+    "one chunk less": lambda document: [column.pop() for column in file_of(document)[5]],
+    "chunks are missing": set_in("ranks.0.files.0.5", []),
+    "chunks of an object": set_in("ranks.0.files.0.5", {}),
+    "a chunk of the other half": set_in("ranks.0.files.0.5.1", [2, 0, 2]),
+    "overlapping": set_in("ranks.1.files.0.5.1", [0, 0, 2]),
+    "chunks in another order": set_in("ranks.0.files.0.5", [[1, 0], [0, 0, 0], [2, 2, 3]]),
+    "true for one": set_in("ranks.0.files.0.5.0", [False, True]),
+    "a reference to nothing": set_in("parts.model.state.w", "$9"),
+    "a reference that is none": set_in("parts.model.state.w", "$x"),
+    "a tag that is none": set_in("parts.model.state.w", {"$pickle": "gASV"}),
+    "an array that is a tensor": set_in("parts.model.state.w", {"$array": ["<f4", [12], "$0"]}),
+    "an array of another size": set_in("parts.model.state.b", {"$array": ["<f4", [2], "$1"]}),
+    "a tensor in a set": set_in("parts.model.state.w", {"$set": ["$0"]}),
+    "a tensor for a key": set_in("parts.model.state.w", {"$dict": [["$0", 1]]}),
+    "blocks of another file": blocks_of_another_file,
+    "metadata that are no dictionary": set_in("metadata", [1]),
+    "metadata with a tensor": set_in("metadata", {"a": "$0"}),
+    "no metadata": lambda document: document.pop("metadata"),
+    "a rank's part that is shared": lambda document: document["ranks"][0]["parts"].update(
+        model=document["parts"]["model"]
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
+def test_a_manifest_that_lies(saved: Path, attack: Callable[[bytes], Path], change: Callable[[Any], None]) -> None:
+    document = document_of(saved)
+    before = repr(document)
+    change(document)
+    assert repr(document) != before
+    assert refused(attack(encoded(document))).path is not None
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"format":"ckpt_core.sharded","version":1,' + '"a":[' * 200_000,
+        '{"format":"ckpt_core.sharded","version":1,"a":' + "[" * 200_000 + "]" * 200_000 + ",\n",
+        '{"format":"ckpt_core.sharded","version":1,"a":' + '{"a":' * 100_000 + "1" + "}" * 100_000 + ",\n",
+        '{"format":"ckpt_core.sharded","version":1,"a":' + "9" * 100_000 + ",\n",
+        '{"format":"ckpt_core.sharded","version":1,"a":1e999999,\n',
+        '{"format":"ckpt_core.sharded","version":1,"a":NaN,\n',
+        '{"format":"ckpt_core.sharded","version":1,\n',
+    ],
+    ids=["open", "deep lists", "deep objects", "long number", "large float", "nan", "nothing"],
+)
+def test_json_that_hurts(attack: Callable[[bytes], Path], text: str) -> None:
+    assert isinstance(refused(attack(signed(text))), CheckpointCorruptedError)
+
+
+def test_a_structure_that_is_too_deep(saved: Path, attack: Callable[[bytes], Path]) -> None:
+    document = document_of(saved)
+    text = json.dumps(document, separators=(",", ":"))[:-1] + ",\n"
+    deep = "[" * 900 + "]" * 900
+    assert isinstance(refused(attack(signed(text.replace('"n":1', f'"n":{deep}')))), CheckpointCorruptedError)
+
+
+def test_keys_that_are_there_twice(saved: Path, attack: Callable[[bytes], Path]) -> None:
+    text = json.dumps(document_of(saved), separators=(",", ":"))[:-1] + ",\n"
+    error = refused(attack(signed(text.replace('"n":1', '"n":1,"n":2'))))
+    assert "twice" in str(error)
+
+
+def test_a_sparse_file_that_claims_to_be_large_fills_no_memory(saved: Path, attack: Callable[[bytes], Path]) -> None:
+    document = document_of(saved)
+    size = 2**40
+    document["parts"]["model"]["types"][0][1] = [size // 8]
+    path = attack(encoded(document))
+    refused(path)
+    (path / MANIFEST_NAME).write_bytes(b"")
+    os.truncate(path / MANIFEST_NAME, 2**42)
+    with pytest.raises(CheckpointError):
+        open_directory(path)
+
+
+@pytest.mark.parametrize("which", ["digests", "extra"])
+def test_a_sparse_file_beside_the_tensors_fills_no_memory(
+    saved: Path, attack: Callable[[bytes], Path], which: str
+) -> None:
+    document = document_of(saved)
+    size = 2**42
+    if which == "digests":
+        name = document["ranks"][0]["digests"][0]
+        document["ranks"][0]["digests"][1] = size
+    else:
+        name = "notes"
+        document["ranks"][0]["extra"] = [[name, size, "0" * 16]]
+    path = attack(encoded(document))
+    (path / name).unlink(missing_ok=True)
+    (path / name).touch()
+    os.truncate(path / name, size)
+    with pytest.raises(CheckpointError), open_directory(path) as checkpoint:
+        checkpoint.load("model")
+        checkpoint.read_file(name)
+
+
+def test_digests_that_are_not_one_for_each_block_are_refused_before_any_file_is_read(saved: Path) -> None:
+    document = document_of(saved)
+    document["ranks"][0]["digests"][1] += 8
+    with pytest.raises(CheckpointCorruptedError, match="one digest for each block"):
+        Manifest.decode(encoded(document), path="manifest.json")
+
+
+def test_a_link_to_another_file_is_read_and_found_to_differ(saved: Path, attack: Callable[[bytes], Path]) -> None:
+    path = attack((saved / MANIFEST_NAME).read_bytes())
+    shard = path / "model-00001-of-00002.safetensors"
+    secret = path.parent / "secret"
+    secret.write_bytes(b"s" * shard.stat().st_size)
+    shard.unlink()
+    shard.symlink_to(secret)
+    error = refused(path)
+    assert error.path == str(shard)
+    assert "ssss" not in str(error)
+
+
+def test_a_link_to_the_right_file_is_fine(saved: Path, attack: Callable[[bytes], Path]) -> None:
+    path = attack((saved / MANIFEST_NAME).read_bytes())
+    shard = path / "model-00001-of-00002.safetensors"
+    shard.unlink()
+    shard.symlink_to(saved / shard.name)
+    with open_directory(path) as checkpoint:
+        checkpoint.verify()
+
+
+def test_a_directory_in_place_of_a_file(saved: Path, attack: Callable[[bytes], Path]) -> None:
+    path = attack((saved / MANIFEST_NAME).read_bytes())
+    shard = path / "model-00001-of-00002.safetensors"
+    shard.unlink()
+    shard.mkdir()
+    refused(path)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data())
+def test_any_value_anywhere_is_accepted_or_refused_by_name(saved: Path, data: st.DataObject) -> None:
+    document = document_of(saved)
+    node: Any = document
+    while True:
+        keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+        key = data.draw(st.sampled_from(keys))
+        if isinstance(node[key], (dict, list)) and node[key] and data.draw(st.booleans() | st.just(True)):
+            node = node[key]
+            continue
+        node[key] = data.draw(JSON)
+        break
+    with contextlib.suppress(CheckpointError):
+        Manifest.decode(encoded(document), path="manifest.json")
+
+
+def test_a_million_ranks_that_are_none_take_no_time(attack: Callable[[bytes], Path], saved: Path) -> None:
+    document = document_of(saved)
+    document["ranks"] = [0] * 1_000_001
+    begin = time.monotonic()
+    refused(attack(encoded(document)))
+    assert time.monotonic() - begin < 60
