@@ -53,6 +53,6 @@ def storage_for(path: str | os.PathLike[str], storage_options: dict[str, Any] | 
     """
     if not is_remote(path):
         return LocalStorage()
-    from ckpt_core.storage.fsspec_storage import FsspecStorage
+    from ckpt_core.storage.remote import remote_storage
 
-    return FsspecStorage(os.fspath(path), storage_options)
+    return remote_storage(os.fspath(path), storage_options)

@@ -1,117 +1,100 @@
-"""Any store that fsspec knows (``s3://``, ``gs://``, ``memory://``, ...), by whole objects and ranged reads."""
+"""Any store that fsspec knows (``s3://``, ``abfs://``, ``gs://``, ``memory://``, ...)."""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import io
-from collections.abc import Sequence
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import fsspec
-from fsspec.asyn import AsyncFileSystem
+import fsspec.asyn
+import numpy as np
 
-from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StorageError
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
+from ckpt_core.parallel import run_parallel
+from ckpt_core.storage.azure_parts import AzureUpload, wait_for_copy
 from ckpt_core.storage.base import FileInfo, FileReader, FileWriter, Storage
+from ckpt_core.storage.conditional import PROBE_PREFIX, ConditionalStore, create_new
+from ckpt_core.storage.credentials import Secrets
+from ckpt_core.storage.failures import Describe, describer, translated
+from ckpt_core.storage.fsspec_writers import ResumableWriter, WholeObjectWriter
+from ckpt_core.storage.parts import PartsWriter
+from ckpt_core.storage.retrying import Retries, http_status
+from ckpt_core.storage.s3_parts import S3Upload, abandoned_uploads, s3_defaults
 
 __all__ = ["FsspecStorage"]
 
-_PART = 16 * 2**20  # bytes of one part of a multipart upload
+Result = TypeVar("Result")
+
+_READ_BYTES = 8 * 2**20  # of one request
+_REQUESTS_UNDER_WAY = 4  # of one call
+_S3 = ("s3", "s3a")
+_AZURE = ("abfs", "abfss", "az", "adl")
+_GCS = ("gs", "gcs")
+_OBJECT_STORES = (_S3, _AZURE, _GCS)
+_EXTRAS = {**dict.fromkeys(_S3, "s3"), **dict.fromkeys(_AZURE, "azure"), **dict.fromkeys(_GCS, "gcs")}
 
 
-def _failure(action: str, path: str, error: Exception) -> CheckpointError:
-    if isinstance(error, FileNotFoundError):
-        return CheckpointNotFoundError(f"Checkpoint file not found: {path}", path=path)
-    return StorageError(
-        f"cannot {action} the checkpoint: {type(error).__name__}: {error}",
-        path=path,
-        remedy="check the URL, the credentials and the storage_options",
-        errno=getattr(error, "errno", None),
-    )
+class _Shared:
+    """What all storages of one fsspec filesystem know about its server."""
+
+    def __init__(self) -> None:
+        self.retries = Retries()
+        self.honours_conditions: dict[str, bool] = {}
 
 
-class _MultipartWriter(FileWriter):
-    """Uploads parts as they come; the object exists only when the upload is completed by ``commit``."""
+_SHARED: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()
 
-    def __init__(self, filesystem: Any, path: str) -> None:
-        self._path = path
-        self._position = 0
-        self._file = filesystem.open(path, "wb", block_size=_PART)
 
-    def write_at(self, offset: int, data: memoryview) -> None:
-        assert offset == self._position
+def _open_filesystem(url: str, options: dict[str, Any], secrets: Secrets) -> Any:
+    protocol = url.partition("://")[0]
+    with_defaults = s3_defaults(options) if protocol in _S3 else options
+    with translated(describer(secrets, "open", url)):
         try:
-            self._file.write(bytes(data))
-        except Exception as error:
-            raise _failure("write", self._path, error) from error
-        self._position += len(data)
-
-    def commit(self, size: int) -> None:
-        try:
-            self._file.close()
-        except Exception as error:
-            raise _failure("commit", self._path, error) from error
-
-    def abort(self) -> None:
-        if not self._file.closed:
-            # Closing would publish what has been written so far: mark it closed before anything can.
-            self._file.closed = True
-            self._file.discard()
-
-    def __del__(self) -> None:
-        # fsspec publishes a file that is merely forgotten, whole or not.
-        if hasattr(self, "_file"):
-            self._file.closed = True
-
-
-class _WholeObjectWriter(FileWriter):
-    """Collects the object in memory and stores it by one call, for stores that would show an unfinished file."""
-
-    def __init__(self, filesystem: Any, path: str) -> None:
-        self._filesystem = filesystem
-        self._path = path
-        self._buffer = io.BytesIO()
-
-    def write_at(self, offset: int, data: memoryview) -> None:
-        self._buffer.seek(offset)
-        self._buffer.write(data)
-
-    def commit(self, size: int) -> None:
-        try:
-            self._filesystem.makedirs(self._filesystem._parent(self._path), exist_ok=True)
-            self._filesystem.pipe_file(self._path, self._buffer.getvalue()[:size])
-        except Exception as error:
-            raise _failure("commit", self._path, error) from error
-
-    def abort(self) -> None:
-        self._buffer = io.BytesIO()
+            filesystem, _ = fsspec.core.url_to_fs(url, **with_defaults)
+        except ImportError as error:
+            extra = _EXTRAS.get(protocol)
+            install = f"pip install 'ckpt-plugins[{extra}]'" if extra else f"install what fsspec asks for: {error}"
+            raise StorageError(f"the package for {protocol}:// is not installed", path=url, remedy=install) from error
+    if protocol in _S3:
+        filesystem.retries = 1  # ours take over
+    return filesystem
 
 
 class _FsspecReader(FileReader):
-    def __init__(self, filesystem: Any, path: str) -> None:
+    def __init__(self, storage: FsspecStorage, path: str) -> None:
         self.path = path
-        self._filesystem = filesystem
-        try:
-            filesystem.invalidate_cache()  # another process may have replaced the object
-            info = filesystem.info(path)
-        except Exception as error:
-            raise _failure("read", path, error) from error
+        self._storage = storage
+        info = storage.info(path)
         if info["type"] == "directory":
             raise StorageError("the path is a directory, not a checkpoint file", path=path)
         self.size = int(info["size"])
         self._whole: memoryview | None = None
 
     def read_into(self, offset: int, target: memoryview) -> None:
+        if self._whole is None and len(target) > _READ_BYTES:
+            begins = range(0, len(target), _READ_BYTES)
+            run_parallel(
+                lambda begin: self._read(offset + begin, target[begin : begin + _READ_BYTES]),
+                begins,
+                threads=min(_REQUESTS_UNDER_WAY, len(begins)),
+            )
+        elif target:
+            self._read(offset, target)
+
+    def _read(self, offset: int, target: memoryview) -> None:
         end = offset + len(target)
+        if end > self.size:
+            raise CheckpointCorruptedError("the checkpoint is truncated", path=self.path)
         data = self._fetch(offset, end) if self._whole is None else self._whole[offset:end]
         if len(data) != len(target):
             raise CheckpointCorruptedError("the checkpoint is truncated", path=self.path)
-        target[:] = data
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(data, np.uint8))  # without the GIL
 
     def _fetch(self, begin: int, end: int) -> memoryview:
-        try:
-            data = memoryview(self._filesystem.cat_file(self.path, start=begin, end=end))
-        except Exception as error:
-            raise _failure("read", self.path, error) from error
+        data = memoryview(self._storage.fetch(self.path, begin, end))
         if len(data) == self.size > end - begin:
             # An HTTP server that knows no ranges sends the whole file, whatever it is asked for: once is enough.
             self._whole = data
@@ -122,67 +105,200 @@ class _FsspecReader(FileReader):
         """Nothing is held open."""
 
 
-class FsspecStorage(Storage):
+class FsspecStorage(Storage, ConditionalStore):
     """A store reached through fsspec.
+
+    Uploads to S3 and Azure go in parts of 16 MiB, several at a time; to GCS in one resumable upload; to any other store
+    in one call. Requests that fail for the moment are repeated.
 
     Args:
         url: Any URL in the store; says which filesystem it is.
-        storage_options: Passed to fsspec: endpoint, credentials and so on. Never logged.
+        storage_options: Passed to fsspec: endpoint, credentials and so on. They show in no error, log or ``repr``.
+
+    Raises:
+        StorageError: The package for the URL is not installed, or the options do not fit.
     """
 
+    #: An unfinished upload is an orphan when nothing was added to it for so long.
+    abandoned_after_seconds = 3600.0
+
     def __init__(self, url: str, storage_options: dict[str, Any] | None = None) -> None:
-        self._filesystem, _ = fsspec.core.url_to_fs(url, **(storage_options or {}))
+        self._options = dict(storage_options or {})
+        self._url = url
+        self._secrets = Secrets(self._options)
+        self._filesystem = _open_filesystem(url, self._options, self._secrets)
+        shared = _SHARED.setdefault(self._filesystem, _Shared())
+        self._retries = shared.retries
+        self.honours_conditions = shared.honours_conditions
+        protocol = self._filesystem.protocol
+        self._protocols = {protocol} if isinstance(protocol, str) else set(protocol)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._url, self._options)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._secrets.hide(self._url)!r})"
 
     def create(self, path: str, expected_size: int) -> FileWriter:
-        try:
-            if isinstance(self._filesystem, AsyncFileSystem):
-                return _MultipartWriter(self._filesystem, path)
-            return _WholeObjectWriter(self._filesystem, path)
-        except Exception as error:
-            raise _failure("write", path, error) from error
+        describe = self._describing("write", path)
+        if not self._is_in(*_OBJECT_STORES):
+            return WholeObjectWriter(self._filesystem, path, self._retries, describe)
+        with translated(describe):
+            if self._is_in(_GCS):
+                return ResumableWriter(self._filesystem, path, describe)
+            upload = S3Upload if self._is_in(_S3) else AzureUpload
+            parts = upload(self._filesystem, path, self._retries, self._describing)
+            return PartsWriter(parts, self._filesystem.loop, expected_size)
 
     def open(self, path: str) -> FileReader:
-        return _FsspecReader(self._filesystem, path)
+        return _FsspecReader(self, path)
+
+    def info(self, path: str) -> dict[str, Any]:
+        """Return what fsspec knows about the object or directory."""
+
+        def request() -> dict[str, Any]:
+            self._filesystem.invalidate_cache()  # another process may have replaced the object
+            found: dict[str, Any] = self._filesystem.info(path)
+            return found
+
+        return self._ask("read", path, request)
+
+    def fetch(self, path: str, begin: int, end: int) -> bytes:
+        """Return the bytes from ``begin`` up to ``end``, by one request."""
+        return self._ask("read", path, lambda: bytes(self._filesystem.cat_file(path, start=begin, end=end)))
 
     def exists(self, path: str) -> bool:
         try:
-            self._filesystem.invalidate_cache()
-            return bool(self._filesystem.exists(path))
-        except Exception as error:
-            raise _failure("find", path, error) from error
+            self.info(path)  # fsspec's own exists() takes every error for "no"
+        except CheckpointNotFoundError:
+            return False
+        return True
 
     def remove(self, path: str) -> None:
-        try:
-            if self._filesystem.exists(path):
-                self._filesystem.rm(path, recursive=True)
-        except Exception as error:
-            raise _failure("remove", path, error) from error
+        def request() -> None:
+            self._filesystem.invalidate_cache()
+            # Not rm(): it takes a name with brackets or stars in it for a pattern.
+            if self._is_in(*_OBJECT_STORES):
+                self._remove_all(self._filesystem.find(path))
+                return
+            found = self._filesystem.find(path, withdirs=True, detail=True)
+            files = [name for name, info in found.items() if info["type"] == "file"]
+            self._remove_all(files)
+            for directory in sorted(set(found) - set(files), key=len, reverse=True):
+                self._filesystem.rmdir(directory)
+
+        if self.exists(path):
+            try:
+                self._ask("remove", path, request)
+            except CheckpointNotFoundError:
+                return  # by somebody else
+
+    def _remove_all(self, names: Sequence[str]) -> None:
+        threads = min(_REQUESTS_UNDER_WAY, max(1, len(names)))
+        run_parallel(self._filesystem.rm_file, names, threads=threads)
 
     def copy(self, source: str, target: str) -> int:
-        try:
-            if source != target:  # S3 refuses to copy an object to itself
-                self._filesystem.copy(source, target)
-            return int(self._filesystem.info(target)["size"])
-        except Exception as error:
-            raise _failure("copy", target, error) from error
+        def request() -> None:
+            self._filesystem.cp_file(source, target)  # copy() would take names for patterns
+            if self._is_in(_AZURE):
+                fsspec.asyn.sync(self._filesystem.loop, wait_for_copy, self._filesystem, target)
+
+        if source != target:  # S3 refuses to copy an object to itself
+            self._ask("copy", target, request)
+        return int(self.info(target)["size"])
 
     def list(self, directory: str) -> Sequence[FileInfo]:
-        try:
-            self._filesystem.invalidate_cache()
-            found = self._filesystem.ls(directory, detail=True)
-        except FileNotFoundError:
-            return []
-        except Exception as error:
-            raise _failure("list", directory, error) from error
         return [
-            FileInfo(self._filesystem.unstrip_protocol(info["name"]), int(info["size"] or 0), _modified(info))
-            for info in found
-            if info["type"] == "file"
+            FileInfo(path, int(info["size"] or 0), _modified(info))
+            for path, info in self._listing(directory)
+            if info["type"] == "file" and not path.rpartition("/")[2].startswith(PROBE_PREFIX)
         ]
 
+    def subdirectories(self, directory: str) -> Sequence[str]:
+        return [path for path, info in self._listing(directory) if info["type"] == "directory"]
+
+    def _listing(self, directory: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        def request() -> Any:
+            self._filesystem.invalidate_cache()
+            return self._filesystem.ls(directory, detail=True)
+
+        try:
+            found = self._ask("list", directory, request)
+        except CheckpointNotFoundError:
+            return
+        inside = self._filesystem._strip_protocol(directory).strip("/") + "/"
+        for info in found:
+            name = info["name"].strip("/")
+            if name.startswith(inside):  # a file gives itself, and on some stores a directory too
+                yield f"{directory.rstrip('/')}/{name.removeprefix(inside)}", info
+
     def remove_orphans(self, directory: str) -> Sequence[str]:
-        """Nothing to do: an unfinished object is not visible."""
-        return []
+        """Abort the uploads into ``directory`` to which nobody has added for :attr:`abandoned_after_seconds` (S3).
+
+        GCS and Azure delete unfinished uploads by themselves after a week; elsewhere there are none.
+        """
+        if not self._is_in(_S3):
+            return []
+
+        def request() -> list[str]:
+            removed = []
+            for upload in abandoned_uploads(self._filesystem, directory, self.abandoned_after_seconds):
+                with contextlib.suppress(FileNotFoundError):  # ended meanwhile
+                    self._filesystem.call_s3("abort_multipart_upload", **upload)
+                removed.append(self._filesystem.unstrip_protocol(f"{upload['Bucket']}/{upload['Key']}"))
+            return removed
+
+        try:
+            return self._ask("clean up", directory, request)
+        except CheckpointNotFoundError:
+            return []  # there is no bucket
+
+    # ---- objects that only one writer may make -----------------------------------------------------------------------
+
+    def create_new(self, path: str, data: bytes) -> bool:
+        """Make ``path`` a small object unless there is one; see :func:`ckpt_core.storage.conditional.create_new`."""
+        return create_new(self, path, data)
+
+    def put_new(self, path: str, data: bytes) -> bool:
+        def request() -> bool:
+            try:
+                if self._is_in(_S3):
+                    bucket, key, _ = self._filesystem.split_path(path)
+                    self._filesystem.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+                else:
+                    self._filesystem.pipe_file(path, data, mode="create")
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if http_status(error) == 412:  # Ceph gives no reason, so s3fs does not know it
+                    return False
+                raise
+            return True
+
+        return self._ask("write", path, request)
+
+    def put(self, path: str, data: bytes) -> None:
+        self._ask("write", path, lambda: self._filesystem.pipe_file(path, data))
+
+    def get(self, path: str) -> bytes | None:
+        try:
+            return self._ask("read", path, lambda: bytes(self._filesystem.cat_file(path)))
+        except CheckpointNotFoundError:
+            return None
+
+    def delete(self, path: str) -> None:
+        self._ask("remove", path, lambda: self._filesystem.rm_file(path))
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    def _is_in(self, *groups: tuple[str, ...]) -> bool:
+        return any(self._protocols.intersection(group) for group in groups)
+
+    def _ask(self, action: str, path: str, request: Callable[[], Result]) -> Result:
+        return self._retries.call(request, self._describing(action, path))
+
+    def _describing(self, action: str, path: str) -> Describe:
+        return describer(self._secrets, action, path)
 
 
 def _modified(info: dict[str, Any]) -> float:

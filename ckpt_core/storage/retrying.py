@@ -1,0 +1,169 @@
+"""Ask a store again when it refused for the moment, and only then."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any, TypeVar
+
+import stamina
+
+from ckpt_core.errors import CheckpointError
+from ckpt_core.storage.failures import Describe
+
+__all__ = ["Retries", "http_status", "is_transient"]
+
+Result = TypeVar("Result")
+
+_TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+# Refused with another status, but only because of the moment or of bytes lost on the way.
+_TRANSIENT_CODES = frozenset(
+    {
+        "BadDigest",
+        "ConditionalRequestConflict",
+        "IncompleteBody",
+        "OperationAborted",
+        "RequestTimeout",
+        "SlowDown",
+        "XAmzContentSHA256Mismatch",
+    }
+)
+# Broken and silent connections, as the clients behind fsspec name them; by name, so that none of them is imported.
+_TRANSIENT_CLASSES = frozenset(
+    {
+        "ChunkedEncodingError",
+        "ClientConnectionError",
+        "ClientPayloadError",
+        "ConnectionError",
+        "FSTimeoutError",
+        "HTTPClientError",
+        "IncompleteRead",
+        "IncompleteReadError",
+        "ProtocolError",
+        "ResponseParserError",
+        "ServiceRequestError",
+        "ServiceResponseError",
+        "Timeout",
+        "TimeoutError",
+    }
+)
+# A store that never answered is more likely a wrong address than an outage.
+_ATTEMPTS_BEFORE_FIRST_ANSWER = 3
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        yield link
+        # An error of ours that was raised while another was handled is about something else.
+        link = link.__cause__ or (None if isinstance(link, CheckpointError) else link.__context__)
+
+
+def _status_and_code(error: BaseException) -> tuple[int | None, str]:
+    response = getattr(error, "response", None)
+    if isinstance(response, dict):  # botocore
+        status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+        return (int(status) if status else None), str(response.get("Error", {}).get("Code", ""))
+    # azure, aiohttp, gcsfs; aiohttp's parser gives its complaints about broken replies a code of their own
+    names = ("status_code", "status", "code") if type(error).__name__ == "HttpError" else ("status_code", "status")
+    for name in names:
+        value = getattr(error, name, None)
+        if isinstance(value, int) or (isinstance(value, str) and value.isdigit()):
+            return int(value), str(getattr(error, "error_code", ""))
+    return None, ""
+
+
+def http_status(error: BaseException) -> int | None:
+    """Return the HTTP status that is behind ``error``; None if no server has answered."""
+    return next((status for link in _chain(error) if (status := _status_and_code(link)[0]) is not None), None)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether the same request may succeed a moment later: overload, internal errors, broken connections."""
+    for link in _chain(error):
+        if any(cls.__name__ in _TRANSIENT_CLASSES for cls in type(link).__mro__):
+            return True
+        status, code = _status_and_code(link)
+        if status is not None:
+            return status in _TRANSIENT_STATUS or code in _TRANSIENT_CODES
+    return False
+
+
+class _TransientError(Exception):
+    """Carries the described failure through stamina, which logs what it retries: no word of the original gets there."""
+
+    def __init__(self, failure: CheckpointError) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+class Retries:
+    """Carries out requests to one store; transient failures are retried with growing, random pauses.
+
+    Up to 10 attempts, for at most about 5 minutes; 3 attempts while the store has never answered.
+    """
+
+    def __init__(self) -> None:
+        self._has_answered = False
+
+    def call(self, request: Callable[[], Result], describe: Describe) -> Result:
+        """Return what ``request`` returns.
+
+        Args:
+            request: Asks the store; may be called several times.
+            describe: Makes the error for the user out of the one that ``request`` raised.
+
+        Raises:
+            CheckpointError: From ``describe``: the failure is no transient one, or did not go away.
+        """
+        try:
+            for attempt in self._attempts():
+                with attempt:
+                    try:
+                        result = request()
+                    except Exception as error:  # noqa: BLE001 - described and raised below
+                        failure = self._judged(error, describe)
+                    else:
+                        self._has_answered = True
+                        return result
+                    raise failure
+        except _TransientError as last:
+            failure = last.failure
+        raise failure
+
+    async def call_async(self, request: Callable[[], Awaitable[Result]], describe: Describe) -> Result:
+        """Do the same as :meth:`call`, on an event loop."""
+        try:
+            async for attempt in self._attempts():
+                with attempt:
+                    try:
+                        result = await request()
+                    except Exception as error:  # noqa: BLE001 - described and raised below
+                        failure = self._judged(error, describe)
+                    else:
+                        self._has_answered = True
+                        return result
+                    raise failure
+        except _TransientError as last:
+            failure = last.failure
+        raise failure
+
+    def _attempts(self) -> Any:
+        failed = itertools.count(1)
+
+        def is_worth_another(error: Exception) -> bool:
+            if not isinstance(error, _TransientError):
+                return False
+            return next(failed) < _ATTEMPTS_BEFORE_FIRST_ANSWER or self._has_answered
+
+        return stamina.retry_context(
+            is_worth_another, attempts=10, timeout=300.0, wait_initial=0.2, wait_max=30.0, wait_jitter=1.0
+        )
+
+    def _judged(self, error: Exception, describe: Describe) -> Exception:
+        if http_status(error) is not None:
+            self._has_answered = True
+        failure = describe(error)
+        return _TransientError(failure) if is_transient(error) else failure

@@ -1,0 +1,142 @@
+"""Multipart uploads through s3fs, and the clean-up of those that dead processes left."""
+
+from __future__ import annotations
+
+import datetime
+import email.utils
+import uuid
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_core.storage.failures import Describe
+from ckpt_core.storage.parts import PartUpload
+from ckpt_core.storage.retrying import Retries, is_transient
+
+__all__ = ["S3Upload", "abandoned_uploads", "s3_defaults"]
+
+_MARK = "ckpt-upload"  # user metadata: tells whether an object is the one that an upload has made
+_Describe = Callable[[str, str], Describe]
+
+
+def s3_defaults(options: dict[str, Any]) -> dict[str, Any]:
+    """Return the options for s3fs with what we rely on added where the user has not decided otherwise."""
+    config = {
+        # The checksums that botocore adds otherwise cost a fifth of the processor time, and other stores than AWS answer
+        # ranged reads with ones that do not fit.
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "retries": {"max_attempts": 0},  # ours take over
+        "connect_timeout": 10,
+        "read_timeout": 60,
+        **(options.get("config_kwargs") or {}),
+    }
+    return {"use_listings_cache": False, **options, "config_kwargs": config}
+
+
+class S3Upload(PartUpload):
+    """An object under construction.
+
+    Args:
+        filesystem: An ``s3fs.S3FileSystem``.
+        path: URL of the object.
+        retries: Carries out the requests.
+        describe: ``describe(action, path)`` makes errors for the user.
+    """
+
+    most_parts = 10_000
+
+    def __init__(self, filesystem: Any, path: str, retries: Retries, describe: _Describe) -> None:
+        self._filesystem = filesystem
+        bucket, key, _ = filesystem.split_path(path)
+        self._object = {"Bucket": bucket, "Key": key}
+        self._path = path
+        self._retries = retries
+        self._describe = describe
+        self._mark = uuid.uuid4().hex
+        self._upload_id = ""
+        self._tags: dict[int, str] = {}
+
+    async def _call(self, action: str, method: str, **arguments: Any) -> dict[str, Any]:
+        async def request() -> dict[str, Any]:
+            answer: dict[str, Any] = await self._filesystem._call_s3(method, **self._object, **arguments)
+            return answer
+
+        return await self._retries.call_async(request, self._describe(action, self._path))
+
+    async def begin(self) -> None:
+        answer = await self._call("write", "create_multipart_upload", Metadata={_MARK: self._mark})
+        self._upload_id = answer["UploadId"]
+
+    async def send(self, number: int, data: bytearray) -> None:
+        answer = await self._call("write", "upload_part", UploadId=self._upload_id, PartNumber=number + 1, Body=data)
+        self._tags[number] = answer["ETag"]
+
+    async def complete(self, count: int) -> None:
+        parts = [{"PartNumber": number + 1, "ETag": self._tags[number]} for number in range(count)]
+        try:
+            await self._call(
+                "commit", "complete_multipart_upload", UploadId=self._upload_id, MultipartUpload={"Parts": parts}
+            )
+        except CheckpointError as error:
+            # An earlier attempt may have done it, and its answer was lost.
+            if is_transient(error) or not await self._is_there():
+                raise
+
+    async def _is_there(self) -> bool:
+        try:
+            answer = await self._call("commit", "head_object")
+        except CheckpointError:
+            return False
+        return bool(answer.get("Metadata", {}).get(_MARK) == self._mark)
+
+    async def put(self, data: bytearray) -> None:
+        await self._call("commit", "put_object", Body=data)
+
+    async def abandon(self) -> None:
+        try:
+            await self._call("abort", "abort_multipart_upload", UploadId=self._upload_id)
+        except CheckpointNotFoundError:
+            return  # gone already
+
+
+def abandoned_uploads(filesystem: Any, directory: str, silent_seconds: float) -> Iterator[dict[str, str]]:
+    """Yield the uploads into ``directory``, or a directory directly in it, to which nobody has added for so long.
+
+    Args:
+        filesystem: An ``s3fs.S3FileSystem``.
+        directory: URL.
+        silent_seconds: By the clock of the store.
+
+    Yields:
+        Arguments of ``abort_multipart_upload``.
+    """
+    bucket, key, _ = filesystem.split_path(directory)
+    prefix = f"{key.rstrip('/')}/" if key else ""
+    more: dict[str, str] = {}
+    while True:
+        page = filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **more)
+        for upload in page.get("Uploads", []):
+            name = upload["Key"].removeprefix(prefix)
+            if upload["Key"].startswith(prefix) and name.count("/") <= 1:
+                arguments = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                if _seconds_silent(filesystem, arguments, upload["Initiated"], page) >= silent_seconds:
+                    yield arguments
+        if not page.get("IsTruncated"):
+            return
+        more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+
+def _seconds_silent(filesystem: Any, upload: dict[str, str], begun: datetime.datetime, page: dict[str, Any]) -> float:
+    now = email.utils.parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
+    latest = begun
+    more: dict[str, int] = {}
+    try:
+        while True:
+            parts = filesystem.call_s3("list_parts", **upload, **more)
+            latest = max([latest, *(part["LastModified"] for part in parts.get("Parts", []))])
+            if not parts.get("IsTruncated"):
+                return float((now - latest).total_seconds())
+            more = {"PartNumberMarker": parts["NextPartNumberMarker"]}
+    except FileNotFoundError:
+        return 0.0  # completed or aborted meanwhile

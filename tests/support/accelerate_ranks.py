@@ -1,0 +1,205 @@
+"""Runs Accelerate on several real processes for a test, and tells what each of them found.
+
+One fresh interpreter imports torch and Accelerate once, and then forks a process per rank for every case; all of them run the
+same piece of code over gloo. A rank says what it found with ``tell(name=value)``; what it raised is told too. Nothing is
+judged by an exit status: gloo now and then aborts a process that has done all its work.
+"""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclasses.dataclass
+class RankResult:
+    """What one rank came to.
+
+    Attributes:
+        told: Everything it told, by name.
+        error: Class of the exception that ended it, None if it came to its end.
+        message: The exception in words.
+        ended: Whether it came to an end at all.
+    """
+
+    told: dict[str, Any]
+    error: str | None
+    message: str
+    ended: bool
+
+
+class Ranks:
+    """Runs cases, one after the other, on ranks that are forked for each.
+
+    Args:
+        directory: For the output of the ranks.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
+        self._log = (directory / "log").open("w+", encoding="utf-8")
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            cwd=directory,
+            env=environment,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(
+        self, body: str, world_size: int, *, timeout: float = 60.0, real_exit: bool = False, **names: Any
+    ) -> list[RankResult]:
+        """Run ``body`` on ``world_size`` ranks, each a process of its own; return what each came to.
+
+        Args:
+            body: Code; it has ``Accelerator``, ``attach``, ``torch``, ``nn``, ``Path``, ``tell`` and ``rank``.
+            world_size: Number of ranks; with 1 there is no process group.
+            timeout: Seconds after which ranks that have not ended are killed.
+            real_exit: Whether the ranks' interpreters end as usual.
+            **names: More names that ``body`` has; plain data.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        begin = self._log.seek(0, os.SEEK_END)
+        spec = {
+            "body": textwrap.dedent(body),
+            "world_size": world_size,
+            "timeout": timeout,
+            "real_exit": real_exit,
+            "names": names,
+        }
+        self._process.stdin.write(json.dumps(spec) + "\n")
+        self._process.stdin.flush()
+        answer = self._process.stdout.readline()
+        self._log.seek(begin)
+        print(self._log.read()[-8000:])  # pytest shows it if the test fails
+        return [RankResult(**result) for result in json.loads(answer)]
+
+    def close(self) -> None:
+        """End everything."""
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._log.close()
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """Real ranks, for tests that import this fixture."""
+    found = Ranks(tmp_path_factory.mktemp("ranks"))
+    yield found
+    found.close()
+
+
+def _run_rank(spec: dict[str, Any], rank: int, port: int, output: str) -> None:
+    world_size = spec["world_size"]
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    if world_size > 1:
+        os.environ.update(
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE=str(world_size),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(port),
+        )
+    import torch
+    from accelerate import Accelerator
+    from torch import nn
+
+    from accelerate_ckpt import attach
+
+    torch.set_num_threads(1)
+    result = RankResult({}, None, "", ended=False)
+
+    def write() -> None:
+        temporary = f"{output}.new"
+        Path(temporary).write_text(json.dumps(dataclasses.asdict(result)))
+        os.replace(temporary, output)
+
+    def tell(**values: Any) -> None:
+        result.told.update(values)
+        write()
+
+    write()
+    scope = {
+        "Accelerator": Accelerator,
+        "Path": Path,
+        "attach": attach,
+        "nn": nn,
+        "rank": rank,
+        "tell": tell,
+        "torch": torch,
+        **spec["names"],
+    }
+    try:
+        exec(compile(spec["body"], "<body>", "exec"), scope)  # noqa: S102 - the test's own code
+    except BaseException as error:  # noqa: BLE001 - told to the test
+        result.error, result.message = type(error).__name__, str(error)
+        traceback.print_exc()
+    result.ended = True
+    write()
+
+
+def _run_case(spec: dict[str, Any], directory: str) -> list[dict[str, Any]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    outputs = [os.path.join(directory, f"{time.monotonic_ns()}-{rank}.json") for rank in range(spec["world_size"])]
+    children = []
+    for rank, output in enumerate(outputs):
+        child = os.fork()
+        if child == 0:
+            os.dup2(2, 1)  # the answers are not its business
+            _run_rank(spec, rank, port, output)
+            if spec["real_exit"]:
+                sys.exit(0)
+            # What an interpreter does at its end but for freeing torch's memory, which takes seconds in a forked process.
+            threading._shutdown()  # type: ignore[attr-defined]
+            atexit._run_exitfuncs()
+            sys.stderr.flush()
+            os._exit(0)
+        children.append(child)
+    deadline = time.monotonic() + spec["timeout"]
+    left = set(children)
+    while left and time.monotonic() < deadline:
+        for child in list(left):
+            if os.waitpid(child, os.WNOHANG)[0]:
+                left.discard(child)
+        time.sleep(0.01)
+    for child in left:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    results = [json.loads(Path(output).read_text()) for output in outputs]
+    return [{**result, "ended": child not in left} for result, child in zip(results, children, strict=True)]
+
+
+def main() -> None:
+    """Import once; then run the cases that are asked for, one a line."""
+    import torch._dynamo  # noqa: F401 - which DDP imports otherwise, in every rank
+
+    import accelerate_ckpt.attach  # noqa: F401 - once for all ranks
+
+    for line in sys.stdin:
+        print(json.dumps(_run_case(json.loads(line), os.getcwd())), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,37 @@
+"""Fixtures that start servers of object stores; a folder's ``conftest.py`` imports them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import NoReturn
+
+# gcsfs would probe the kind of a bucket by gRPC and TLS, which the emulator does not speak; read when it is imported.
+os.environ["GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT"] = "false"
+# Without credentials, clients would wait for the metadata service of a cloud that is not there.
+os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
+
+import pytest
+
+from tests.support.servers import MissingServerError, Server, ServerPool
+
+
+@pytest.fixture(scope="session")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
+    """All servers, started when they are first asked for."""
+    pool = ServerPool(tmp_path_factory.mktemp)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
+def server_of(servers: ServerPool, unavailable: Callable[[str], NoReturn]) -> Callable[[str], Server]:
+    """``server_of(kind)`` returns the running server, or ends the test where it is not installed."""
+
+    def get(kind: str) -> Server:
+        try:
+            return servers[kind]
+        except MissingServerError as missing:
+            unavailable(str(missing))
+
+    return get
