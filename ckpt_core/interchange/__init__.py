@@ -1,0 +1,13 @@
+"""Other programs' checkpoints: PyTorch's DCP and Hugging Face's safetensors models, read and written.
+
+``dcp_reader``, ``dcp_writer``: what ``torch.distributed.checkpoint`` needs to load and save our checkpoints. ``dcp_files``,
+``dcp_metadata``: its own format. ``model_files``, ``safetensors_header``: a model as safetensors files. ``naming``, ``shards``,
+``saving``, ``local_directory``: what they have in common.
+"""
+
+from ckpt_core.interchange.dcp_files import export_dcp, import_dcp
+from ckpt_core.interchange.dcp_reader import CkptStorageReader
+from ckpt_core.interchange.dcp_writer import CkptStorageWriter
+from ckpt_core.interchange.model_files import export_model, import_model
+
+__all__ = ["CkptStorageReader", "CkptStorageWriter", "export_dcp", "export_model", "import_dcp", "import_model"]

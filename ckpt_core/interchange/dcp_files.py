@@ -1,0 +1,278 @@
+"""DCP's own format, out of our directory checkpoints and into them, one tensor at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+import uuid
+import warnings
+from collections.abc import Collection, Hashable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from ckpt_core.checkpointer import full_path
+from ckpt_core.errors import (
+    CheckpointCorruptedError,
+    CheckpointNotFoundError,
+    StateMismatchError,
+)
+from ckpt_core.geometry import Box
+from ckpt_core.interchange.dcp_metadata import METADATA_NAME, DcpEntry, Location, read_dcp_metadata
+from ckpt_core.interchange.dcp_objects import load_stored
+from ckpt_core.interchange.dcp_reader import TensorBatches, load_values, structure_of
+from ckpt_core.interchange.dcp_writer import value_chunks
+from ckpt_core.interchange.local_directory import new_directory
+from ckpt_core.interchange.naming import ROOT, Entry, EntryPath, entries_of, entry_name, split_path
+from ckpt_core.interchange.saving import DirectorySave
+from ckpt_core.interchange.shards import Chunk, Value
+from ckpt_core.interchange.tensor_memory import TensorMemory
+from ckpt_core.layouts.sharded.dtypes import dtype_name
+from ckpt_core.layouts.sharded.joining import file_pieces
+from ckpt_core.layouts.sharded.reading import DirectoryCheckpoint
+from ckpt_core.storage import Storage, is_remote, storage_for
+
+__all__ = ["export_dcp", "import_dcp"]
+
+PathLike = str | os.PathLike[str]
+_REMEDY = "copy the checkpoint again, or import another one"
+
+
+def export_dcp(source: PathLike, target: PathLike, *, storage_options: dict[str, Any] | None = None) -> None:
+    """Write a directory checkpoint in DCP's own format, which ``torch.distributed.checkpoint.load`` reads as it is.
+
+    It is written by this process alone, one tensor in memory at a time. Names are those of
+    :class:`~ckpt_core.interchange.CkptStorageReader`; but of a per-rank part, all ranks' states are there, with the rank's
+    number behind the part's name: ``rng.0.seed``.
+
+    Args:
+        source: The checkpoint's directory or URL.
+        target: A local directory that is not there yet, or is empty.
+        storage_options: Passed to fsspec for a URL.
+
+    Raises:
+        CheckpointCorruptedError: A byte of ``source`` differs from what was saved. Nothing is left at ``target``.
+        StorageError: There is something at ``target`` already, or the disk refused.
+    """
+    path = full_path(source)
+    storage = storage_for(path, storage_options if is_remote(path) else None)
+    with DirectoryCheckpoint(path, storage) as checkpoint, new_directory(target) as directory:
+        # No copy ahead, one thread: tensors are asked for one after the other.
+        writer = FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            try:
+                dcp_save({}, storage_writer=writer, planner=_ExportPlanner(checkpoint), no_dist=True)
+            except CheckpointException as error:
+                raise error.failures[0][0] from error  # the one of this process, whose class says what happened
+
+
+class _ExportPlanner(SavePlanner):
+    """Gives DCP's writer the entries of a checkpoint, each when it is asked for.
+
+    Args:
+        checkpoint: The checkpoint.
+    """
+
+    def __init__(self, checkpoint: DirectoryCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self._entries: dict[str, tuple[str, int, Entry]] = {}
+        for part, rank, entry in _all_entries(checkpoint):
+            name = entry_name(entry.path)
+            if name in self._entries:
+                raise StateMismatchError(
+                    f"two entries would both be named {name} in DCP",
+                    path=checkpoint.path,
+                    key=name,
+                    remedy="rename one",
+                )
+            self._entries[name] = part, rank, entry
+        wanted: dict[tuple[str, int], list[tuple[tuple[Hashable, ...], torch.Tensor]]] = {}
+        for part, rank, entry in self._entries.values():
+            if isinstance(entry.value, torch.Tensor):
+                wanted.setdefault((part, rank), []).append((entry.where, entry.value))
+        self._batches = {where: TensorBatches(checkpoint, *where, found) for where, found in wanted.items()}
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Do nothing: the state is the checkpoint."""
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([_item(name, entry.value) for name, (_, _, entry) in self._entries.items()])
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        for item in all_plans[0].items:
+            data = item.tensor_data
+            described[item.index.fqn] = (
+                BytesStorageMetadata()
+                if data is None
+                else TensorStorageMetadata(data.properties, data.size, [data.chunk])
+            )
+        return all_plans, Metadata(described, planner_data={n: e.path for n, (_, _, e) in self._entries.items()})
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        part, rank, entry = self._entries[write_item.index.fqn]
+        if isinstance(entry.value, torch.Tensor):
+            return self._batches[part, rank].load(entry.where)
+        data = io.BytesIO()
+        torch.save(load_values(self._checkpoint, part, rank, {}, [entry])[0], data)
+        data.seek(0)
+        return data
+
+
+def _all_entries(checkpoint: DirectoryCheckpoint) -> Iterator[tuple[str, int, Entry]]:
+    for name, part in checkpoint.parts.items():
+        prefix: EntryPath = () if name == ROOT else (name,)
+        for rank in range(checkpoint.world_size if part.kind == "per-rank" else 1):
+            try:
+                state = structure_of(checkpoint, name, rank)
+            except StateMismatchError:
+                continue  # not every rank must have saved it
+            of_rank = (*prefix, str(rank)) if part.kind == "per-rank" else prefix
+            for entry in entries_of(state, of_rank):
+                yield name, rank, entry
+
+
+def _item(name: str, value: Any) -> WriteItem:
+    if not isinstance(value, torch.Tensor):
+        return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
+    begin = torch.Size([0] * value.ndim)
+    data = TensorWriteData(
+        chunk=ChunkStorageMetadata(begin, value.shape),
+        properties=TensorProperties(dtype=value.dtype),
+        size=value.shape,
+    )
+    return WriteItem(MetadataIndex(name, begin), WriteItemType.TENSOR, tensor_data=data)
+
+
+def import_dcp(
+    source: PathLike,
+    target: PathLike,
+    *,
+    only: Collection[str] | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> int:
+    """Make a directory checkpoint of one in DCP's own format, and return its size in bytes.
+
+    One tensor, or DCP's part of one, is in memory at a time. No code from the checkpoint is run: its metadata are read by a
+    reader that knows descriptions of tensors only, and its objects by ``torch.load(weights_only=True)``. DCP keeps no digests,
+    so what was damaged before the import stays so.
+
+    Args:
+        source: The DCP checkpoint: a directory or a URL.
+        target: Path or URL of the directory checkpoint, which replaces the one that is there.
+        only: First keys of the state (``"model"``), where not all of it is wanted.
+        storage_options: Passed to fsspec for URLs.
+
+    Raises:
+        UnsafeCheckpointError: An object in the checkpoint is no plain data; the error names it.
+        CheckpointFormatError: It is no DCP checkpoint.
+        CheckpointCorruptedError: A file is missing or truncated, or does not hold what the metadata say.
+    """
+    origin, path = full_path(source), full_path(target)
+    storage = storage_for(origin, storage_options if is_remote(origin) else None)
+    entries = read_dcp_metadata(_bytes_of(storage, f"{origin}/{METADATA_NAME}"), path=f"{origin}/{METADATA_NAME}")
+    if only is not None:
+        missing = sorted(set(only) - {entry.path[0] for entry in entries})
+        if missing:
+            raise StateMismatchError(
+                f"the checkpoint has nothing below {missing}", path=origin, key=str(missing[0]), remedy="check only="
+            )
+        entries = [entry for entry in entries if entry.path[0] in only]
+    chunks: dict[str, list[Chunk]] = {}
+    values: dict[str, dict[EntryPath, Value]] = {}
+    memory = TensorMemory()
+    for entry in entries:
+        part, below = split_path(entry.path)
+        if entry.info is None:
+            found = load_stored(storage, origin, entry, entry.chunks[0][1], memory)
+            value, inside = value_chunks(found, below, key=entry_name(entry.path))
+            values.setdefault(part, {})[below] = value
+            chunks.setdefault(part, []).extend(inside)
+            continue
+        for box, location in entry.chunks:
+            if box.numel or 0 in entry.info.shape:
+                load = _ChunkLoader(storage, origin, entry, box, location, memory)
+                chunks.setdefault(part, []).append(Chunk(below, 0, entry.info, box, load))
+    order = [split_path(entry.path) for entry in entries]
+    return save_alone(path, chunks, values, kind="sharded", order=order, storage_options=storage_options)
+
+
+def save_alone(
+    path: str,
+    chunks: dict[str, list[Chunk]],
+    values: dict[str, dict[EntryPath, Value]],
+    *,
+    kind: str,
+    storage_options: dict[str, Any] | None,
+    order: Iterable[tuple[str, EntryPath]] = (),
+) -> int:
+    """Write a checkpoint by this process alone, one tensor in memory at a time; return its size in bytes."""
+    storage = storage_for(path, storage_options if is_remote(path) else None)
+    save = DirectorySave(storage, path, f"import-{uuid.uuid4().hex[:16]}")
+    try:
+        shards = save.write(chunks, values, one_by_one=True)
+        size = save.commit([shards], kind=kind, metadata={}, order=order)
+    except BaseException:
+        save.abandon()
+        raise
+    save.leave()
+    return size
+
+
+@dataclasses.dataclass(frozen=True)
+class _ChunkLoader:
+    storage: Storage
+    directory: str
+    entry: DcpEntry
+    box: Box
+    location: Location
+    memory: TensorMemory
+
+    def __call__(self) -> torch.Tensor:
+        found = load_stored(self.storage, self.directory, self.entry, self.location, self.memory)
+        info = self.entry.info
+        assert info is not None
+        if isinstance(found, torch.Tensor) and (found.dtype, tuple(found.shape)) == (info.dtype, self.box.shape):
+            return found
+        what = type(found).__name__
+        if isinstance(found, torch.Tensor):
+            what = f"{dtype_name(found.dtype)}{list(found.shape)}"
+        key = entry_name(self.entry.path)
+        raise CheckpointCorruptedError(
+            f"{key} is {dtype_name(info.dtype)}{list(self.box.shape)} in the metadata and {what} in its file",
+            path=f"{self.directory}/{self.location.file}",
+            key=key,
+            remedy=_REMEDY,
+        )
+
+
+def _bytes_of(storage: Storage, path: str) -> bytes:
+    try:
+        with storage.open(path) as reader:
+            return b"".join(map(bytes, file_pieces(reader)))
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"there is no DCP checkpoint: it has no {METADATA_NAME}, which is written last",
+            path=path,
+            remedy="check the path",
+        ) from error

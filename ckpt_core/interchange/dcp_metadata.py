@@ -1,0 +1,213 @@
+"""DCP's ``.metadata``, which is a pickle, read without running anything from it.
+
+What DCP writes there is not public: the names of its classes, and what is in them. It is known to this file alone, as text. No
+class of torch is made from the file: each known name stands for one of the few shapes below, and every other name is refused.
+A release of torch that writes something else is found by ``tests/core/test_interchange_dcp.py``, which reads what it saves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pathlib
+import pickle
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from ckpt_core.errors import CheckpointFormatError, UnsafeCheckpointError
+from ckpt_core.geometry import Box
+from ckpt_core.interchange.naming import EntryPath
+from ckpt_core.layouts.sharded.dtypes import DTYPES
+from ckpt_core.layouts.sharded.safetensors_file import TensorInfo
+
+__all__ = ["METADATA_NAME", "DcpEntry", "Location", "read_dcp_metadata"]
+
+METADATA_NAME = ".metadata"
+_DCP = "torch.distributed.checkpoint"
+
+
+@dataclasses.dataclass(frozen=True)
+class Location:
+    """Where DCP has put an object: a torch file inside of one of its files.
+
+    Attributes:
+        file: Path of the file in the checkpoint's directory.
+        offset: Where the object begins.
+        length: Its size in bytes.
+    """
+
+    file: str
+    offset: int
+    length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DcpEntry:
+    """An entry of a DCP checkpoint.
+
+    Attributes:
+        path: Its path in the state.
+        info: Type and shape of the tensor; None where it is none.
+        chunks: The parts of the tensor; one, without a meaning, where it is none.
+    """
+
+    path: EntryPath
+    info: TensorInfo | None
+    chunks: tuple[tuple[Box, Location], ...]
+
+
+class _Record:
+    """Stands for an object of one of DCP's classes: its fields, and nothing that it could do."""
+
+    fields: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.fields = state
+
+    def __getitem__(self, name: str) -> Any:
+        if type(self.fields) is not dict:
+            raise TypeError(f"a record has no field {name!r}")
+        return self.fields[name]
+
+
+class _Metadata(_Record): ...
+
+
+class _Tensor(_Record): ...
+
+
+class _Bytes(_Record): ...
+
+
+class _Properties(_Record): ...
+
+
+class _Chunk(_Record): ...
+
+
+class _Stored(_Record): ...
+
+
+class _Other(_Record): ...
+
+
+class _Index(_Record):
+    """Of DCP's records, the only one that is a key."""
+
+    def key(self) -> Hashable:
+        offset = self.fields.get("offset")  # what has the default is not in the file
+        return self["fqn"], None if offset is None else tuple(offset)
+
+
+def _text(*parts: Any) -> str:
+    return str(pathlib.PurePosixPath(*map(str, parts)))
+
+
+def _known(*_: Any) -> None:
+    """Stands for what is of no interest: layouts and memory formats."""
+
+
+_NAMES: dict[tuple[str, str], Callable[..., Any]] = {
+    (f"{_DCP}.metadata", "Metadata"): _Metadata,
+    (f"{_DCP}.metadata", "TensorStorageMetadata"): _Tensor,
+    (f"{_DCP}.metadata", "BytesStorageMetadata"): _Bytes,
+    (f"{_DCP}.metadata", "TensorProperties"): _Properties,
+    (f"{_DCP}.metadata", "ChunkStorageMetadata"): _Chunk,
+    (f"{_DCP}.metadata", "MetadataIndex"): _Index,
+    (f"{_DCP}.metadata", "StorageMeta"): _Other,
+    (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _known,
+    (f"{_DCP}.filesystem", "_StorageInfo"): _Stored,
+    ("torch.serialization", "_get_layout"): _known,
+    ("torch", "Size"): tuple,
+    **{(module, name): _text for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, path: str) -> None:
+        super().__init__(io.BytesIO(data))
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        if (module, name) not in _NAMES:
+            raise UnsafeCheckpointError(
+                f"the metadata of the checkpoint ask for {module}.{name}, which DCP does not write there; it could run any code",
+                path=self._path,
+                remedy="do not use this checkpoint, unless you know its author: then load it with dcp.load and save it again",
+            )
+        return _NAMES[module, name]
+
+
+def read_dcp_metadata(data: bytes, *, path: str) -> list[DcpEntry]:
+    """Return what is in a DCP checkpoint.
+
+    Args:
+        data: The bytes of ``.metadata``.
+        path: The file, for messages.
+
+    Raises:
+        UnsafeCheckpointError: There is more in it than descriptions of tensors.
+        CheckpointFormatError: It makes no sense.
+    """
+    try:
+        metadata = _Unpickler(data, path).load()
+        if not isinstance(metadata, _Metadata):
+            raise TypeError("it is no description of a checkpoint")
+        return _entries(metadata)
+    except UnsafeCheckpointError:
+        raise
+    except Exception as error:  # bytes that make no sense fail anywhere in pickle, and in what is made of them
+        raise CheckpointFormatError(
+            f"this is not the metadata file of a DCP checkpoint: {type(error).__name__}: {error}",
+            path=path,
+            remedy="check that the path is a checkpoint of torch.distributed.checkpoint, and that its copy is complete",
+        ) from error
+
+
+def _entries(metadata: _Metadata) -> list[DcpEntry]:
+    # Records are compared by what they are, so that the checkpoint cannot say what is equal.
+    where = {index.key(): _location(stored) for index, stored in metadata["storage_data"].items()}
+    paths, entries = metadata["planner_data"] or {}, metadata["state_dict_metadata"]
+    found = []
+    for name in dict.fromkeys([*(name for name in paths if name in entries), *entries]):
+        described = entries[name]
+        path: EntryPath = tuple(paths.get(name, (name,)))
+        if not path or not all(type(key) in (str, int) for key in path):
+            raise TypeError(f"{name!r} has no path")
+        if isinstance(described, _Bytes):
+            found.append(DcpEntry(path, None, ((Box.whole(()), where[name, None]),)))
+            continue
+        dtype: Any = described["properties"].fields[0]
+        info = TensorInfo(dtype, _sizes(described["size"]))
+        boxes = [Box(_sizes(chunk["offsets"]), _sizes(chunk["sizes"])) for chunk in described["chunks"]]
+        if not isinstance(dtype, torch.dtype) or any(not _is_inside(box, info.shape) for box in boxes):
+            raise ValueError(f"{name!r} has chunks that are not inside of it")
+        found.append(DcpEntry(path, info, tuple((box, where[name, box.offset]) for box in boxes)))
+    return found
+
+
+def _location(stored: _Stored) -> Location:
+    if stored.fields.get("transform_descriptors"):
+        raise ValueError("its files are compressed or encrypted by an extension")
+    file, offset, length = stored["relative_path"], stored["offset"], stored["length"]
+    if type(file) is not str or type(offset) is not int or type(length) is not int or min(offset, length) < 0:
+        raise TypeError("an object has no place")
+    parts = pathlib.PurePosixPath(file).parts
+    if not parts or file.startswith("/") or ".." in parts:
+        raise ValueError(f"{file!r} is no file in the checkpoint")
+    return Location(file, offset, length)
+
+
+def _sizes(values: Any) -> tuple[int, ...]:
+    sizes = tuple(values)
+    if any(type(size) is not int or size < 0 for size in sizes):
+        raise TypeError("a size is no list of numbers")
+    return sizes
+
+
+def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
+    return len(box.shape) == len(shape) and all(end <= extent for end, extent in zip(box.end, shape, strict=True))

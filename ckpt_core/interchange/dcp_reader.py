@@ -1,0 +1,304 @@
+"""``torch.distributed.checkpoint.load`` from our directory checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import operator
+import os
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from ckpt_core.checkpointer import full_path
+from ckpt_core.errors import StateMismatchError
+from ckpt_core.geometry import Box
+from ckpt_core.interchange.naming import ROOT, Entry, EntryPath, entries_of, entry_name, subtree
+from ckpt_core.interchange.tensor_memory import TensorMemory
+from ckpt_core.layouts.sharded.matching import tensor_paths
+from ckpt_core.layouts.sharded.reading import DirectoryCheckpoint
+from ckpt_core.layouts.sharded.safetensors_file import TensorInfo
+from ckpt_core.plan import Piece
+from ckpt_core.storage import Storage, is_remote, storage_for
+
+__all__ = ["CkptStorageReader", "TensorBatches", "load_values", "structure_of"]
+
+_BATCH = 16 * 2**20  # bytes of tensors that are loaded together
+
+
+class CkptStorageReader(StorageReader):
+    """Lets ``torch.distributed.checkpoint.load`` read a directory checkpoint, whatever wrote it.
+
+    Every rank reads only the bytes that its pieces need, whatever mesh and number of ranks the checkpoint is from, and compares
+    them with their digests. Names begin with the part's: ``{"model": ...}`` is loaded from the part ``model``; entries of the
+    part ``root`` have no prefix. Of a per-rank part, each rank reads its own.
+
+    Args:
+        path: The checkpoint's directory or URL; ``checkpoint_id=`` of ``load`` comes before it.
+        part: The part that the whole state is loaded from, without a prefix in the names.
+        rank: Whose per-rank parts to read; by default those of this process's rank.
+        storage_options: Passed to fsspec for a URL.
+        storage: Where checkpoints are, whatever their path.
+
+    Raises:
+        CheckpointError: Out of ``load``, inside the ``CheckpointException`` that it makes of any error: ``failures`` of that
+            has it by rank. A tensor of another type than the saved one is refused, and not rounded.
+
+    Example:
+        >>> import os, tempfile, torch, torch.distributed.checkpoint as dcp
+        >>> from ckpt_core import DirectoryCheckpointer, Kind, Part
+        >>> from ckpt_core.interchange import CkptStorageReader
+        >>> path = os.path.join(tempfile.mkdtemp(), "step=1")
+        >>> with DirectoryCheckpointer(strategy="sync") as checkpointer:
+        ...     size = checkpointer.save([Part("model", {"weight": torch.ones(2)}, Kind.REPLICATED)], path)
+        >>> state = {"model": {"weight": torch.zeros(2)}}
+        >>> dcp.load(state, storage_reader=CkptStorageReader(path), no_dist=True)
+        >>> state
+        {'model': {'weight': tensor([1., 1.])}}
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        part: str | None = None,
+        rank: int | None = None,
+        storage_options: dict[str, Any] | None = None,
+        storage: Storage | None = None,
+    ) -> None:
+        self._path = None if path is None else full_path(path)
+        self._part = part
+        self._rank = rank
+        self._storage_options = storage_options
+        self._storage = storage
+        self._checkpoint: DirectoryCheckpoint | None = None
+        self._entries: dict[str, tuple[str, Entry]] = {}
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The path."""
+        return self._path
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a load, of another checkpoint if one is named."""
+        if checkpoint_id is not None:
+            self._path = full_path(checkpoint_id)
+        self._checkpoint = None
+        self._entries = {}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Return DCP's description of the checkpoint; reads the manifest, and the arrays among the values."""
+        if self._path is None:
+            raise ValueError("name the checkpoint: CkptStorageReader(path), or load(..., checkpoint_id=path)")
+        storage = self._storage or storage_for(self._path, self._storage_options if is_remote(self._path) else None)
+        with DirectoryCheckpoint(self._path, storage) as checkpoint:
+            self._checkpoint = checkpoint
+            self._entries = {}
+            for part, entry in self._all_entries(checkpoint):
+                name = entry_name(entry.path)
+                if name in self._entries:
+                    raise StateMismatchError(
+                        f"the checkpoint has two entries that are both named {name} in DCP",
+                        path=self._path,
+                        key=name,
+                        remedy="load one of its parts, with part=, or use DirectoryCheckpointer",
+                    )
+                self._entries[name] = part, entry
+        found = {name: _describe(entry.value) for name, (_, entry) in self._entries.items()}
+        return Metadata(found, planner_data={name: entry.path for name, (_, entry) in self._entries.items()})
+
+    def _all_entries(self, checkpoint: DirectoryCheckpoint) -> Iterator[tuple[str, Entry]]:
+        names = list(checkpoint.parts) if self._part is None else [self._part]
+        for name in names:
+            prefix: EntryPath = () if self._part is not None or name == ROOT else (name,)
+            try:
+                state = structure_of(checkpoint, name, self._own_rank())
+            except StateMismatchError:
+                continue  # a per-rank part that this rank has not saved: whoever asks for it is told so by DCP
+            for entry in entries_of(state, prefix):
+                yield name, entry
+
+    def _own_rank(self) -> int:
+        if self._rank is not None:
+            return self._rank
+        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: all is known from :meth:`read_metadata`."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Fill what the plan names."""
+        by_part: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_part.setdefault(self._entries[item.storage_index.fqn][0], []).append(item)
+        for part, items in by_part.items():
+            self._read_part(part, items, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_part(self, part: str, items: list[ReadItem], planner: LoadPlanner) -> None:
+        assert self._checkpoint is not None  # read_metadata comes first
+        pieces: dict[tuple[Hashable, ...], list[Piece]] = {}
+        values: list[tuple[ReadItem, Entry]] = []
+        targets: list[tuple[ReadItem, torch.Tensor]] = []
+        shapes = {}
+        for item in items:
+            entry = self._entries[item.storage_index.fqn][1]
+            if item.type == LoadItemType.BYTE_IO:
+                values.append((item, entry))
+                continue
+            target = planner.resolve_tensor(item).detach()
+            origin = item.storage_index.offset or (0,) * len(item.lengths)
+            offset = tuple(a + b for a, b in zip(origin, item.storage_offsets, strict=True))
+            pieces.setdefault(entry.where, []).append(Piece(Box(offset, tuple(item.lengths)), target))
+            shapes[entry.where] = tuple(entry.value.shape)
+            targets.append((item, target))
+        wanted = {where: Loaded(found[0].tensor.dtype, shapes[where], tuple(found)) for where, found in pieces.items()}
+        found = load_values(self._checkpoint, part, self._own_rank(), wanted, [entry for _, entry in values])
+        for item, target in targets:
+            planner.commit_tensor(item, target)
+        for (item, _), value in zip(values, found, strict=True):
+            data = io.BytesIO()
+            torch.save(value, data)
+            data.seek(0)
+            planner.load_bytes(item, data)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether this could be a path: anything could."""
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Loaded:
+    """What is to be filled of a tensor.
+
+    Attributes:
+        dtype: Type of its elements.
+        shape: Of the whole tensor.
+        pieces: What of it, and the memory that it goes into.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+def structure_of(checkpoint: DirectoryCheckpoint, part: str, rank: int = 0) -> Any:
+    """Return a part of the state with tensors that have no values, on the ``meta`` device."""
+    return checkpoint.load(part, into={}, rank=rank, strict=False)
+
+
+def load_values(
+    checkpoint: DirectoryCheckpoint,
+    part: str,
+    rank: int,
+    tensors: Mapping[tuple[Hashable, ...], Loaded],
+    values: Sequence[Entry],
+) -> list[Any]:
+    """Fill tensors of a part, all together, and return entries that are no tensors, with the tensors that they hold.
+
+    Args:
+        checkpoint: The checkpoint.
+        part: The part.
+        rank: Whose, if it is per-rank.
+        tensors: What to fill, by the keys below the part.
+        values: The entries, from the part's structure.
+    """
+    views: dict[int, Loaded] = {}
+    into: dict[tuple[Hashable, ...], torch.Tensor] = {}
+    for where, wanted in tensors.items():
+        into[where] = torch.empty(0)  # stands for the pieces, wherever they are
+        views[id(into[where])] = wanted
+    for entry in values:
+        for inside, tensor in tensor_paths(entry.value, torch.Tensor):
+            where, shape = (*entry.where, *inside), tuple(tensor.shape)
+            into[where] = torch.empty(shape, dtype=tensor.dtype)
+            views[id(into[where])] = Loaded(tensor.dtype, shape, (Piece(Box.whole(shape), into[where]),))
+    if not into:
+        return [entry.value for entry in values]
+    with checkpoint:
+        state = checkpoint.load(part, into=subtree(into), local=lambda _, t: views[id(t)], rank=rank, strict=False)
+    return [functools.reduce(operator.getitem, entry.where, state) for entry in values]
+
+
+class TensorBatches:
+    """Tensors of a part, loaded one after the other; small ones that follow each other together.
+
+    Args:
+        checkpoint: The checkpoint.
+        part: The part.
+        rank: Whose, if it is per-rank.
+        wanted: Keys below the part, and a tensor of that type and shape, in the order in which they are going to be loaded.
+    """
+
+    def __init__(
+        self,
+        checkpoint: DirectoryCheckpoint,
+        part: str,
+        rank: int,
+        wanted: Sequence[tuple[tuple[Hashable, ...], torch.Tensor]],
+    ) -> None:
+        self._load = functools.partial(load_values, checkpoint, part, rank)
+        self._wanted = list(wanted)
+        self._number_of = {where: number for number, (where, _) in enumerate(wanted)}
+        self._loaded: dict[tuple[Hashable, ...], torch.Tensor] = {}
+        self._memory = TensorMemory()
+
+    def load(self, where: tuple[Hashable, ...]) -> torch.Tensor:
+        """Return a tensor; the others have lost their values if it was not loaded together with them."""
+        if where not in self._loaded:
+            self._loaded.clear()
+            self._load_from(self._number_of[where])
+        return self._loaded[where]
+
+    def _load_from(self, first: int) -> None:
+        batch = [self._wanted[first]]
+        room = _BATCH - batch[0][1].nbytes
+        for where, like in self._wanted[first + 1 :]:
+            room -= like.nbytes
+            if room < 0:
+                break
+            batch.append((where, like))
+        infos = [TensorInfo(like.dtype, tuple(like.shape)) for _, like in batch]
+        made = self._memory.tensors(infos)
+        self._loaded = {where: tensor for (where, _), tensor in zip(batch, made, strict=True)}
+        targets = {
+            where: Loaded(info.dtype, info.shape, (Piece(Box.whole(info.shape), self._loaded[where]),))
+            for (where, _), info in zip(batch, infos, strict=True)
+        }
+        try:
+            self._load(targets, [])
+        except BaseException:
+            self._loaded.clear()
+            raise
+
+
+def _describe(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    if not isinstance(value, torch.Tensor):
+        return BytesStorageMetadata()
+    # One chunk, wherever the bytes are: which of them a box needs is found out when it is read.
+    chunk = ChunkStorageMetadata(torch.Size([0] * value.ndim), value.shape)
+    return TensorStorageMetadata(TensorProperties(dtype=value.dtype), value.shape, [chunk])

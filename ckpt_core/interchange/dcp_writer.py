@@ -1,0 +1,282 @@
+"""``torch.distributed.checkpoint.save`` to our directory checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import pickle
+import uuid
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ckpt_core.checkpointer import full_path
+from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
+from ckpt_core.geometry import Box
+from ckpt_core.interchange.naming import EntryPath, split_path
+from ckpt_core.interchange.saving import DirectorySave
+from ckpt_core.interchange.shards import Chunk, RankShards, Value, given
+from ckpt_core.layouts.sharded.plain import encode_plain
+from ckpt_core.layouts.sharded.safetensors_file import TensorInfo
+from ckpt_core.plan import local_tensor
+from ckpt_core.snapshot import TornSnapshotGuard
+from ckpt_core.storage import Storage, is_remote, storage_for
+
+__all__ = ["CkptStorageWriter", "value_chunks"]
+
+_last_saves: dict[str, int] = {}  # by session: the number of the last save that this process took part in
+
+
+@dataclasses.dataclass(frozen=True)
+class _SaveNumber:
+    """Which save it is, and who takes part; the coordinator tells the ranks in their plans.
+
+    Attributes:
+        session: The coordinator's process.
+        number: Of the save. A rank whose plan has not changed is given none: DCP takes the plan from a save before, and the
+            rank counts on from there.
+        rank: This rank.
+        world_size: Number of ranks.
+    """
+
+    session: str
+    number: int
+    rank: int
+    world_size: int
+
+    def token(self) -> str:
+        number = max(self.number, _last_saves.get(self.session, 0) + 1)
+        _last_saves[self.session] = number
+        return f"dcp-{self.session}-{number}"
+
+
+@functools.lru_cache(maxsize=1)
+def _session(process: int) -> str:
+    return uuid.uuid4().hex[:16]
+
+
+class CkptStorageWriter(StorageWriter):
+    """Lets ``torch.distributed.checkpoint.save`` and ``async_save`` write a directory checkpoint.
+
+    It is committed when all ranks' bytes are durable; until then, and if any rank fails, what was at the path before stays as it
+    is. What is no tensor must be plain data, since nothing is pickled. Dictionaries at the top of the state, and lists with tensors, are parts of the
+    checkpoint (``{"model": ..., "optimizer": ...}``); what else there is, is the part ``root``.
+
+    Args:
+        path: The directory or URL; ``checkpoint_id=`` of ``save`` comes before it.
+        part: The part that the whole state becomes.
+        metadata: Plain data to keep with the checkpoint; that of the coordinator counts.
+        storage_options: Passed to fsspec for a URL.
+        storage: Where checkpoints go, whatever their path.
+
+    Raises:
+        CheckpointError: Out of ``save``, inside the ``CheckpointException`` that it makes of any error: ``failures`` of that
+            has it by rank.
+
+    Example:
+        >>> import os, tempfile, torch, torch.distributed.checkpoint as dcp
+        >>> from ckpt_core import DirectoryCheckpointer
+        >>> from ckpt_core.interchange import CkptStorageWriter
+        >>> path = os.path.join(tempfile.mkdtemp(), "step=1")
+        >>> state = {"model": {"weight": torch.ones(2)}, "step": 1}
+        >>> metadata = dcp.save(state, storage_writer=CkptStorageWriter(path), no_dist=True)
+        >>> with DirectoryCheckpointer().load(path) as checkpoint:
+        ...     checkpoint.load("model"), checkpoint.load("root")
+        ({'weight': tensor([1., 1.])}, {'step': 1})
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        part: str | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        storage_options: dict[str, Any] | None = None,
+        storage: Storage | None = None,
+    ) -> None:
+        self._path = None if path is None else full_path(path)
+        self._part = part
+        self._metadata = dict(metadata or {})
+        self._storage_options = storage_options
+        self._storage = storage
+        self._held: DirectorySave | None = None
+        self._cleanup: weakref.finalize[..., Any] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, such as the one that a process of ``async_save`` gets, is in the middle of no save."""
+        return {**self.__dict__, "_held": None, "_cleanup": None}
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """The path."""
+        return self._path
+
+    def storage_meta(self) -> StorageMeta | None:
+        """Return what DCP tells planners about the storage."""
+        return StorageMeta(checkpoint_id=self._path)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a save, of another checkpoint if one is named."""
+        self._end()
+        if checkpoint_id is not None:
+            self._path = full_path(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Refuse what cannot end in one checkpoint of all ranks."""
+        if kwargs.get("use_collectives") is False:
+            raise CheckpointError(
+                "use_collectives=False saves a checkpoint of its own for each rank, which this storage does not have",
+                path=self._path,
+                remedy="save with use_collectives=True",
+            )
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Begin the checkpoint, and tell all ranks which save it is; on the coordinator."""
+        self._end()
+        session = _session(os.getpid())
+        number = _last_saves.get(session, 0) + 1
+        held = DirectorySave(self._storage_for_path(), self._named_path(), f"dcp-{session}-{number}")
+        # DCP does not say that another rank has failed: what is not finished ends with the next save, or this object.
+        self._held, self._cleanup = held, weakref.finalize(self, held.abandon)
+        return [
+            dataclasses.replace(plan, storage_data=_SaveNumber(session, number, rank, len(plans)))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def _named_path(self) -> str:
+        if self._path is None:
+            raise ValueError("name the checkpoint: CkptStorageWriter(path), or save(..., checkpoint_id=path)")
+        return self._path
+
+    def _storage_for_path(self) -> Storage:
+        path = self._named_path()
+        return self._storage or storage_for(path, self._storage_options if is_remote(path) else None)
+
+    def _end(self) -> None:
+        if self._cleanup is not None:
+            self._cleanup()
+        self._held = self._cleanup = None
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors, durably."""
+        own: _SaveNumber = plan.storage_data
+        save = DirectorySave(self._storage_for_path(), self._named_path(), own.token())
+        try:
+            chunks, values = self._contents(plan, planner)
+            guard = TornSnapshotGuard([chunk.load() for of_part in chunks.values() for chunk in of_part])
+            shards = save.write(chunks, values, rank=own.rank, world_size=own.world_size)
+            guard.check(path=save.path)
+        except BaseException:
+            save.give_up()
+            if own.world_size == 1:
+                self._end()
+            raise
+        finally:
+            save.leave()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result([WriteResult(MetadataIndex(""), sum(shards.sizes.values()), shards)])
+        return done
+
+    def _contents(
+        self, plan: SavePlan, planner: SavePlanner
+    ) -> tuple[dict[str, list[Chunk]], dict[str, dict[EntryPath, Value]]]:
+        paths = plan.planner_data if isinstance(plan.planner_data, dict) else {}
+        chunks: dict[str, list[Chunk]] = {}
+        values: dict[str, dict[EntryPath, Value]] = {}
+        for item in plan.items:
+            name = item.index.fqn
+            part, path = split_path(paths.get(name, (name,)), self._part)
+            if item.type == WriteItemType.BYTE_IO:
+                value, inside = value_chunks(_value(planner, item), path, key=name)
+                values.setdefault(part, {})[path] = value
+                chunks.setdefault(part, []).extend(inside)
+            else:
+                chunks.setdefault(part, []).extend(_chunk(planner, item, path))
+        return chunks, values
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit; on the coordinator, when all ranks have written."""
+        held = self._held
+        if held is None:
+            raise RuntimeError("finish() ends a save that prepare_global_plan() of the same writer has begun")
+        ranks: list[RankShards] = [result.storage_data for of_rank in results for result in of_rank]
+        strays = [rank.rank for rank in ranks if rank.save_id != held.token]
+        if strays:
+            raise RankFailedError(
+                f"ranks {strays} have written another save than the coordinator: a save before has failed on some ranks",
+                path=self._path,
+                remedy="begin again, or save with DefaultSavePlanner(enable_plan_caching=False)",
+            )
+        ranks.sort(key=lambda rank: rank.rank)
+        paths = metadata.planner_data if isinstance(metadata.planner_data, dict) else {}
+        order = [split_path(path, self._part) for path in paths.values()]
+        held.commit(ranks, kind="sharded", metadata=self._metadata, order=order)
+        if self._cleanup is not None:
+            self._cleanup.detach()
+        held.leave()
+        self._held = self._cleanup = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether this could be a path: anything could."""
+        return isinstance(checkpoint_id, (str, os.PathLike))
+
+
+def _chunk(planner: SavePlanner, item: WriteItem, path: EntryPath) -> list[Chunk]:
+    data = item.tensor_data
+    assert data is not None  # of an item that is a tensor
+    resolved = planner.resolve_data(item)
+    if not isinstance(resolved, torch.Tensor):
+        raise SerializationError(f"the planner gives no tensor for {item.index.fqn}", key=item.index.fqn)
+    tensor = local_tensor(resolved.detach(), key=item.index.fqn, rank=0, world_size=1, replicated=True).pieces[0].tensor
+    shape = tuple(data.size)
+    if not tensor.numel() and 0 not in shape:
+        return []  # an uneven mesh leaves some ranks without elements
+    box = Box(tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+    return [Chunk(path, 0, TensorInfo(tensor.dtype, shape), box, given(tensor))]
+
+
+def _value(planner: SavePlanner, item: WriteItem) -> Any:
+    if isinstance(planner, DefaultSavePlanner):
+        return planner.lookup_object(item.index)  # what resolve_data() would pickle
+    data = planner.resolve_data(item)
+    try:
+        return torch.load(data, weights_only=True)  # type: ignore[arg-type] # the BytesIO that goes with BYTE_IO
+    except pickle.UnpicklingError as error:
+        raise SerializationError(
+            f"the object at {item.index.fqn} is no plain data, and the planner gives it as a pickle only",
+            key=item.index.fqn,
+            remedy="save what it is made of, or use a planner derived from DefaultSavePlanner",
+        ) from error
+
+
+def value_chunks(value: Any, path: EntryPath, *, key: str) -> tuple[Value, list[Chunk]]:
+    """Take apart an entry that is no tensor.
+
+    Args:
+        value: Plain data, maybe with tensors in it.
+        path: The entry's path below its part.
+        key: Its name, for errors.
+
+    Raises:
+        SerializationError: It is no plain data.
+    """
+    skeleton, tensors = encode_plain(value, key=key)
+    chunks = []
+    for number, (name, tensor) in enumerate(tensors):
+        own = local_tensor(tensor, key=f"{key}.{name}", rank=0, world_size=1, replicated=True).pieces[0]
+        info = TensorInfo(own.tensor.dtype, tuple(own.tensor.shape))
+        chunks.append(Chunk(path, number, info, own.box, given(own.tensor)))
+    return Value(skeleton, tuple(chunk.info for chunk in chunks)), chunks

@@ -1,0 +1,271 @@
+"""A model as safetensors files in the way of Hugging Face, out of our checkpoints and into them, one tensor at a time.
+
+``model.safetensors``; or, where that would be too large, ``model-00001-of-00002.safetensors`` and so on, with
+``model.safetensors.index.json`` that says which tensor is in which of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ckpt_core import reader
+from ckpt_core.checkpointer import full_path
+from ckpt_core.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    SerializationError,
+    StateMismatchError,
+)
+from ckpt_core.geometry import Box
+from ckpt_core.interchange.dcp_files import save_alone
+from ckpt_core.interchange.dcp_reader import TensorBatches, structure_of
+from ckpt_core.interchange.local_directory import new_directory
+from ckpt_core.interchange.safetensors_header import StoredTensor, can_store, read_header
+from ckpt_core.interchange.saving import write_in_order
+from ckpt_core.interchange.shards import Chunk, LazyTensors, given
+from ckpt_core.interchange.tensor_memory import TensorMemory
+from ckpt_core.layouts.sharded.dtypes import dtype_name
+from ckpt_core.layouts.sharded.joining import file_pieces
+from ckpt_core.layouts.sharded.matching import key_of, tensor_paths
+from ckpt_core.layouts.sharded.reading import DirectoryCheckpoint
+from ckpt_core.layouts.sharded.safetensors_file import SafetensorsImage, TensorInfo, file_layout, file_order
+from ckpt_core.storage import LocalStorage, Storage, is_remote, storage_for
+
+__all__ = ["DEFAULT_SHARD_SIZE", "export_model", "import_model"]
+
+PathLike = str | os.PathLike[str]
+DEFAULT_SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it
+_NAME = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_PLAIN_NAME = re.compile(r"[^/\\:\0]+\.safetensors")
+_LARGEST_INDEX = 2**28  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    info: TensorInfo
+    load: Callable[[], torch.Tensor]
+
+
+def export_model(
+    source: PathLike,
+    target: PathLike,
+    *,
+    part: str | None = None,
+    prefix: str = "",
+    max_shard_size: int = DEFAULT_SHARD_SIZE,
+    storage_options: dict[str, Any] | None = None,
+) -> list[str]:
+    """Write the tensors of a model as safetensors files that ``from_pretrained`` and any other program reads.
+
+    Of a directory checkpoint, one tensor is in memory at a time. Of a torch file (``.ckpt``) on a local disk too: every byte is
+    verified first, then the file is mapped into memory; of one on an object store, all of it is in memory.
+
+    Args:
+        source: A directory checkpoint or a torch file; path or URL.
+        target: A local directory that is not there yet, or is empty.
+        part: Where the model is: a part of the checkpoint (``"model"`` unless given), or a key of the torch file
+            (``"state_dict"`` unless given). Values that are no tensors are left out.
+        prefix: Only tensors whose names begin so, without it: ``"model."`` for a LightningModule that holds the model there.
+        max_shard_size: Bytes of tensors in one file; a tensor that is larger has one of its own.
+        storage_options: Passed to fsspec for a URL.
+
+    Returns:
+        The files' names.
+
+    Raises:
+        CheckpointCorruptedError: A byte of ``source`` differs from what was saved. Nothing is left at ``target``.
+        CheckpointNotFoundError: The checkpoint has no such part.
+        SerializationError: safetensors has no name for the type of a tensor.
+        StateMismatchError: There is no tensor below ``part`` and ``prefix``.
+    """
+    if max_shard_size < 1:
+        raise ValueError(f"max_shard_size must be at least 1 byte, not {max_shard_size}")
+    with _tensors_of(full_path(source), part, storage_options) as found, new_directory(target) as directory:
+        tensors = {key.removeprefix(prefix): tensor for key, tensor in found.items() if key.startswith(prefix)}
+        if not tensors:
+            raise StateMismatchError(
+                f"no tensor's name begins with {prefix!r}; the first is {next(iter(found), None)!r}",
+                path=full_path(source),
+                remedy="change part= or prefix=",
+            )
+        for key, tensor in tensors.items():
+            if not can_store(tensor.info):
+                raise SerializationError(
+                    f"safetensors has no name for the type of {key}, {dtype_name(tensor.info.dtype)}",
+                    key=key,
+                    remedy="convert it to a type that safetensors has",
+                )
+        return _write_model(tensors, directory, max_shard_size)
+
+
+@contextlib.contextmanager
+def _tensors_of(path: str, part: str | None, storage_options: dict[str, Any] | None) -> Iterator[dict[str, _Tensor]]:
+    storage = storage_for(path, storage_options if is_remote(path) else None)
+    if not reader.is_directory_checkpoint(storage, path):
+        yield _tensors_of_file(path, part or "state_dict", storage)
+        return
+    with DirectoryCheckpoint(path, storage) as checkpoint:
+        name = part or "model"
+        state = structure_of(checkpoint, name)
+        wanted = list(tensor_paths(state, torch.Tensor))
+        infos = [TensorInfo(like.dtype, tuple(like.shape)) for _, like in wanted]
+        batches = TensorBatches(checkpoint, name, 0, [wanted[index] for index in file_order(infos)])
+        loads = [functools.partial(batches.load, where) for where, _ in wanted]
+        keys = [key_of(where) for where, _ in wanted]
+        yield {key: _Tensor(info, load) for key, info, load in zip(keys, infos, loads, strict=True)}
+
+
+def _tensors_of_file(path: str, key: str, storage: Storage) -> dict[str, _Tensor]:
+    if is_remote(path):
+        state, _, _ = reader.load(path, map_location="cpu", storage=storage)
+    else:
+        reader.verify(path, storage=storage)
+        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    if not isinstance(state, Mapping) or key not in state:
+        raise CheckpointNotFoundError(
+            f"the checkpoint has no {key!r}; it has {', '.join(map(str, state)) if isinstance(state, Mapping) else 'no keys'}",
+            path=path,
+            key=key,
+            remedy="say with part= where the model is",
+        )
+    return {
+        key_of(where): _Tensor(TensorInfo(tensor.dtype, tuple(tensor.shape)), given(tensor))
+        for where, tensor in tensor_paths(state[key], torch.Tensor)
+    }
+
+
+def _write_model(tensors: Mapping[str, _Tensor], directory: str, max_shard_size: int) -> list[str]:
+    groups: list[dict[str, _Tensor]] = [{}]
+    size = 0
+    for key, tensor in tensors.items():
+        if groups[-1] and size + tensor.info.nbytes > max_shard_size:
+            groups.append({})
+            size = 0
+        groups[-1][key] = tensor
+        size += tensor.info.nbytes
+    if len(groups) == 1:
+        _write_file(groups[0], f"{directory}/{_NAME}")
+        return [_NAME]
+    names = [f"model-{number + 1:05d}-of-{len(groups):05d}.safetensors" for number in range(len(groups))]
+    for name, group in zip(names, groups, strict=True):
+        _write_file(group, f"{directory}/{name}")
+    index = {
+        "metadata": {"total_size": sum(tensor.info.nbytes for tensor in tensors.values())},
+        "weight_map": {key: name for name, group in zip(names, groups, strict=True) for key in group},
+    }
+    with open(f"{directory}/{_INDEX}", "w", encoding="utf-8") as file:
+        json.dump(index, file, indent=2)
+    return [*names, _INDEX]
+
+
+def _write_file(tensors: Mapping[str, _Tensor], path: str) -> None:
+    keys, found = list(tensors), list(tensors.values())
+    order = file_order([tensor.info for tensor in found])
+    layout = file_layout(tuple((keys[index], found[index].info) for index in order), ())
+    sources = LazyTensors([found[index].load for index in order])
+    image = SafetensorsImage(layout, layout.header(uuid.uuid4().hex), sources)
+    write_in_order(image, LocalStorage(), path)
+
+
+def import_model(
+    source: PathLike, target: PathLike, *, part: str = "model", storage_options: dict[str, Any] | None = None
+) -> int:
+    """Make a directory checkpoint of a model that is safetensors files, and return its size in bytes.
+
+    One tensor is in memory at a time. Safetensors keeps no digests, so what was damaged before the import stays so.
+
+    Args:
+        source: The model's directory or URL: ``model.safetensors``, or the index and the files that it names.
+        target: Path or URL of the directory checkpoint, which replaces the one that is there.
+        part: The part that it becomes, with the tensors' names as its keys.
+        storage_options: Passed to fsspec for URLs.
+
+    Raises:
+        CheckpointNotFoundError: There is no model.
+        CheckpointFormatError: The index is none, or a tensor has a type that torch does not have.
+        CheckpointCorruptedError: A file is missing, truncated or damaged where that shows, or a tensor is missing.
+    """
+    origin = full_path(source)
+    storage = storage_for(origin, storage_options if is_remote(origin) else None)
+    chunks = []
+    memory = TensorMemory()
+    for name, wanted in _files_of(storage, origin).items():
+        path = f"{origin}/{name}"
+        stored = _stored_in(storage, path)
+        for key in stored if wanted is None else wanted:
+            if key not in stored:
+                raise CheckpointCorruptedError(
+                    f"{key} is not in the file that the index names",
+                    path=path,
+                    key=key,
+                    remedy="download the model again",
+                )
+            box = Box.whole(stored[key].info.shape)
+            chunks.append(Chunk((key,), 0, stored[key].info, box, _StoredLoader(storage, path, stored[key], memory)))
+    if len({chunk.path for chunk in chunks}) != len(chunks):
+        raise CheckpointFormatError("two files of the model hold the same tensor", path=origin, remedy="remove one")
+    return save_alone(full_path(target), {part: chunks}, {}, kind="replicated", storage_options=storage_options)
+
+
+def _stored_in(storage: Storage, path: str) -> dict[str, StoredTensor]:
+    try:
+        with storage.open(path) as file:
+            return read_header(file)
+    except CheckpointNotFoundError as error:
+        raise CheckpointCorruptedError(
+            "a file of the model is missing", path=path, remedy="download the model again"
+        ) from error
+
+
+def _files_of(storage: Storage, directory: str) -> dict[str, Sequence[str] | None]:
+    """Return the model's files, and which tensors to take from each; None: all of them."""
+    if storage.exists(f"{directory}/{_NAME}"):
+        return {_NAME: None}
+    path = f"{directory}/{_INDEX}"
+    try:
+        with storage.open(path) as file:
+            if file.size > _LARGEST_INDEX:
+                raise CheckpointFormatError(f"an index of {file.size} bytes is none", path=path)
+            data = b"".join(map(bytes, file_pieces(file)))
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(
+            f"there is no model: neither {_NAME} nor {_INDEX}", path=directory, remedy="check the path"
+        ) from error
+    files: dict[str, list[str]] = {}
+    try:
+        for key, name in json.loads(data)["weight_map"].items():
+            if _PLAIN_NAME.fullmatch(name) is None:
+                raise ValueError(f"{name!r} is no name of a file")
+            files.setdefault(name, []).append(key)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise CheckpointFormatError(
+            f"the model's index makes no sense: {error}", path=path, remedy="download the model again"
+        ) from error
+    return dict(files)
+
+
+@dataclasses.dataclass(frozen=True)
+class _StoredLoader:
+    storage: Storage
+    path: str
+    tensor: StoredTensor
+    memory: TensorMemory
+
+    def __call__(self) -> torch.Tensor:
+        flat = self.memory.flat(self.tensor.info.nbytes)
+        if flat.numel():
+            with self.storage.open(self.path) as file:
+                file.read_into(self.tensor.begin, flat.numpy().data)
+        return flat.view(self.tensor.info.dtype).view(self.tensor.info.shape)

@@ -1,0 +1,319 @@
+"""Directory checkpoints from tensors that are not all there at once: one rank's files, and the manifest of all ranks.
+
+Unlike an ordinary save, ranks need not know what the others hold: each says which entries of the state it has written, and
+the manifest puts them together.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+
+from ckpt_core.digest import digest
+from ckpt_core.errors import SerializationError
+from ckpt_core.geometry import Box
+from ckpt_core.interchange.naming import EntryPath, entry_name, nested
+from ckpt_core.layouts.sharded.contents import Contents
+from ckpt_core.layouts.sharded.dtypes import dtype_name
+from ckpt_core.layouts.sharded.manifest import Manifest, PartRecord, encode_manifest, encode_part
+from ckpt_core.layouts.sharded.names import digests_name, piece_name, shard_name
+from ckpt_core.layouts.sharded.plain import Json, encode_plain
+from ckpt_core.layouts.sharded.safetensors_file import (
+    DigestsImage,
+    SafetensorsImage,
+    TensorInfo,
+    file_layout,
+    file_order,
+)
+
+__all__ = [
+    "Chunk",
+    "Image",
+    "LazyTensors",
+    "RankShards",
+    "Value",
+    "given",
+    "join_ranks",
+    "write_shards",
+]
+
+Image = SafetensorsImage | DigestsImage
+TensorId = tuple[EntryPath, int]  # of an entry, or of the tensors inside of a value
+_REFERENCE = re.compile(r"\$[0-9]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor that a rank writes.
+
+    Attributes:
+        path: The entry's path below its part.
+        number: Which tensor of the entry, if that is a value that holds some.
+        info: Type and shape of the whole tensor.
+        box: What of it.
+        load: Returns the elements, in the box's shape.
+    """
+
+    path: EntryPath
+    number: int
+    info: TensorInfo
+    box: Box
+    load: Callable[[], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """An entry that is no tensor.
+
+    Attributes:
+        skeleton: From :func:`~ckpt_core.layouts.sharded.plain.encode_plain`.
+        tensors: What it refers to.
+    """
+
+    skeleton: Json
+    tensors: tuple[TensorInfo, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RankShards:
+    """What a rank has written; plain data.
+
+    Attributes:
+        rank: Its number.
+        save_id: In which save.
+        tensors: The tensors that it holds pieces of, by part.
+        values: The entries that are no tensors, by part.
+        files: For the manifest; chunks refer to ``tensors``.
+        digests: The file of digests.
+        sizes: Bytes of each file.
+    """
+
+    rank: int
+    save_id: str
+    tensors: dict[str, dict[TensorId, TensorInfo]]
+    values: dict[str, dict[EntryPath, Value]]
+    files: list[list[Any]]
+    digests: list[Any] | None
+    sizes: dict[str, int]
+
+
+def given(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Return what loads a tensor that is there already."""
+    return lambda: tensor
+
+
+class LazyTensors(Sequence[torch.Tensor]):
+    """Tensors that are loaded when they are asked for, by one thread; one of them is kept.
+
+    Args:
+        loads: Return them.
+    """
+
+    def __init__(self, loads: Sequence[Callable[[], torch.Tensor]]) -> None:
+        self._loads = loads
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
+    def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
+        if isinstance(index, slice):
+            return LazyTensors(self._loads[index])
+        if index not in self._kept:
+            self._kept.clear()  # before the next one is made
+            self._kept[index] = self._loads[index]()
+        return self._kept[index]
+
+
+def write_shards(
+    chunks: Mapping[str, Sequence[Chunk]],
+    values: Mapping[str, Mapping[EntryPath, Value]],
+    *,
+    rank: int,
+    world_size: int,
+    save_id: str,
+    suffix: str,
+    one_by_one: bool,
+    write: Callable[[str, Image], int],
+) -> RankShards:
+    """Write a rank's files.
+
+    Args:
+        chunks: What it writes of each part.
+        values: The entries of each part that are no tensors, and that no other rank writes.
+        rank: Its number.
+        world_size: Number of ranks.
+        save_id: Goes into every file.
+        suffix: Of the files' names, where an older checkpoint has the plain ones.
+        one_by_one: Whether a tensor is loaded when its bytes are written, by one thread, and kept until the next one is.
+        write: Writes a file and returns its size.
+    """
+    files, images, sizes = [], [], {}
+    tensors: dict[str, dict[TensorId, TensorInfo]] = {}
+    for part, of_part in chunks.items():
+        table = tensors[part] = {(chunk.path, chunk.number): chunk.info for chunk in of_part}
+        if not of_part:
+            continue
+        infos = [TensorInfo(chunk.info.dtype, chunk.box.shape) for chunk in of_part]
+        order = file_order(infos)
+        ordered = [of_part[index] for index in order]
+        named = tuple(zip(_names(ordered), [infos[index] for index in order], strict=True))
+        layout = file_layout(named, (("rank", str(rank)),))
+        loads = [chunk.load for chunk in ordered]
+        sources = LazyTensors(loads) if one_by_one else [load() for load in loads]
+        image = SafetensorsImage(layout, layout.header(save_id), sources)
+        name = shard_name(part, suffix) if world_size == 1 else piece_name(part, rank, world_size, suffix)
+        sizes[name] = write(name, image)
+        images.append(image)
+        number_of = {tensor: number for number, tensor in enumerate(table)}
+        numbers = [number_of[chunk.path, chunk.number] for chunk in ordered]
+        offsets = [at for chunk in ordered for at in chunk.box.offset]
+        extents = [extent for chunk in ordered for extent in chunk.box.shape]
+        blocks = len(layout.blocks) - 1
+        files.append([name, part, layout.header_size, layout.size, blocks, [numbers, offsets, extents]])
+    digests = None
+    if images:
+        name = digests_name(rank, world_size, suffix)
+        written = DigestsImage(images)
+        sizes[name] = write(name, written)
+        data = written.tail()
+        digests = [name, len(data), digest(data)]
+    copied = {part: dict(of_part) for part, of_part in values.items()}
+    return RankShards(rank, save_id, tensors, copied, files, digests, sizes)
+
+
+def _names(chunks: Iterable[Chunk]) -> list[str]:
+    names: dict[str, None] = {}
+    for chunk in chunks:
+        name = entry_name((*chunk.path, chunk.number) if chunk.number else chunk.path) or "tensor"
+        if chunk.box.shape != chunk.info.shape:
+            name += "@" + ",".join(map(str, chunk.box.offset))
+        while name in names or name == "__metadata__":
+            name += "~"
+        names[name] = None
+    return list(names)
+
+
+def join_ranks(
+    ranks: Sequence[RankShards],
+    *,
+    kind: str,
+    metadata: Mapping[str, Any],
+    order: Iterable[tuple[str, EntryPath]],
+    path: str,
+) -> bytes:
+    """Return the manifest of what all ranks have written.
+
+    Args:
+        ranks: In their order.
+        kind: Of all parts.
+        metadata: Plain data to keep with the checkpoint.
+        order: Part and path of entries, as they come in the state.
+        path: The checkpoint, for messages.
+
+    Raises:
+        SerializationError: The ranks have not written one state, or ``metadata`` are no plain data.
+        CheckpointCorruptedError: Elements are missing, or there twice.
+    """
+    encoded, tensors = encode_plain(dict(metadata), key="metadata")
+    if tensors:
+        raise SerializationError("the metadata hold a tensor", key=f"metadata.{tensors[0][0]}", remedy="save it")
+    paths: dict[str, list[EntryPath]] = {}
+    for name, below in order:
+        paths.setdefault(name, []).append(below)
+    found = dict.fromkeys(name for rank in ranks for name in (*rank.tensors, *rank.values))
+    names = [*(name for name in paths if name in found), *(name for name in found if name not in paths)]
+    parts, numbers = {}, {}
+    for name in names:
+        record, numbers[name] = _join_part(name, ranks, paths.get(name, ()))
+        parts[name] = encode_part(record)
+    data = encode_manifest(
+        save_id=ranks[0].save_id,
+        metadata=encoded,
+        kinds=dict.fromkeys(names, kind),
+        parts=json.dumps(parts, separators=(",", ":"), allow_nan=False),
+        ranks=[_record(rank, numbers) for rank in ranks],
+    )
+    Contents(Manifest.decode(data, path=path), path).check()
+    return data
+
+
+def _join_part(
+    name: str, ranks: Sequence[RankShards], order: Iterable[EntryPath]
+) -> tuple[PartRecord, dict[TensorId, int]]:
+    """Return a part, and the number that each of its tensors has in it."""
+    tensors: dict[TensorId, TensorInfo] = {}
+    values: dict[EntryPath, Value] = {}
+    for rank in ranks:
+        values.update(rank.values.get(name, {}))
+        for tensor, info in rank.tensors.get(name, {}).items():
+            if tensors.setdefault(tensor, info) != info:
+                key = entry_name((name, *tensor[0]))
+                raise SerializationError(
+                    f"rank {rank.rank} has {_text(info)} at {key}, and another rank {_text(tensors[tensor])}",
+                    key=key,
+                    remedy="save the same state on all ranks",
+                )
+    # A tensor without elements stands for each entry, until it is known what is there.
+    paths = {path for path, _ in tensors} | values.keys()
+    in_order = dict.fromkeys(path for path in (*order, *(path for path, _ in tensors), *values) if path in paths)
+    marks = {path: torch.empty(0, device="meta") for path in in_order}
+    try:
+        skeleton, found = encode_plain(nested(marks), key=name)
+    except ValueError as error:
+        raise SerializationError(
+            f"the ranks have saved parts {name!r} that are no one state: {error}", key=name, remedy="rename an entry"
+        ) from error
+    path_of = {id(mark): path for path, mark in marks.items()}
+    infos: list[TensorInfo] = []
+    numbers: dict[TensorId, int] = {}
+    replacements: list[Json] = []
+    for _, mark in found:
+        path = path_of[id(mark)]
+        value = values.get(path)
+        first = len(infos)
+        infos += [tensors[path, 0]] if value is None else value.tensors
+        numbers.update({(path, index - first): index for index in range(first, len(infos))})
+        replacements.append(f"${first}" if value is None else _renumbered(value.skeleton, first))
+    return PartRecord(_replaced(skeleton, replacements), tuple(infos)), numbers
+
+
+def _text(info: TensorInfo) -> str:
+    return f"{dtype_name(info.dtype)}{list(info.shape)}"
+
+
+def _renumbered(skeleton: Json, first: int) -> Json:
+    return _mapped(skeleton, lambda number: f"${first + number}")
+
+
+def _replaced(skeleton: Json, replacements: Sequence[Json]) -> Json:
+    return _mapped(skeleton, replacements.__getitem__)
+
+
+def _mapped(skeleton: Json, replace: Callable[[int], Json]) -> Json:
+    """Return the skeleton with every reference replaced; any other text that begins with ``$`` has a second one there."""
+    if isinstance(skeleton, str) and _REFERENCE.fullmatch(skeleton):
+        return replace(int(skeleton[1:]))
+    if isinstance(skeleton, list):
+        return [_mapped(item, replace) for item in skeleton]
+    if isinstance(skeleton, dict):
+        return {key: _mapped(item, replace) for key, item in skeleton.items()}
+    return skeleton
+
+
+def _record(rank: RankShards, numbers: Mapping[str, Mapping[TensorId, int]]) -> str:
+    files = []
+    for name, part, header_size, size, blocks, (own, *places) in rank.files:
+        joint = [numbers[part][tensor] for tensor in rank.tensors[part]]
+        files.append([name, part, header_size, size, blocks, [[joint[number] for number in own], *places]])
+    record = {"rank": rank.rank, "files": files, "digests": rank.digests, "parts": {}, "extra": []}
+    return json.dumps(record, separators=(",", ":"))
