@@ -1,10 +1,47 @@
-"""Checkpoints for Hugging Face Accelerate: not released yet, nothing here is public.
+"""Checkpoints for Hugging Face Accelerate: ``save_state`` and ``load_state`` become durable, asynchronous and exact.
 
-The engine that this package will translate Accelerate's words into is :mod:`ckpt_core`. It will add ``attach``, which
-gives an ``Accelerator`` the strategies ``sync``, ``async`` and ``sharded`` behind its own ``save_state`` and
-``load_state``, and a launcher for training scripts that stay as they are.
+A script that stays as it is::
+
+    accelerate launch -m accelerate_ckpt --strategy async train.py ...
+
+A script that asks for it::
+
+    accelerator = attach(Accelerator(), strategy="async")
+
+The engine under it is :mod:`ckpt_core`.
 """
 
 from __future__ import annotations
 
-__all__: list[str] = []
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accelerate_ckpt.attach import attach
+    from accelerate_ckpt.config import CheckpointConfig
+    from accelerate_ckpt.project import CheckpointProjectConfiguration
+
+__all__ = ["CheckpointConfig", "CheckpointProjectConfiguration", "attach"]
+
+_HOMES = {"CheckpointConfig": "config", "CheckpointProjectConfiguration": "project", "attach": "attach"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch and Accelerate when something needs them: a launched script may set variables before it does."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+class _Package(ModuleType):
+    """``attach`` is the function, though importing the module of that name would bind the module."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value.attach if name == "attach" and isinstance(value, ModuleType) else value)
+
+
+sys.modules[__name__].__class__ = _Package

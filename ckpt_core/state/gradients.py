@@ -5,20 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from ckpt_core.errors import StateMismatchError
 
 __all__ = ["capture_gradients", "restore_gradients"]
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    if not isinstance(parameter, DTensor):
+        return local
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
 def capture_gradients(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, torch.Tensor]:
-    """Copy the gradients that are there to host memory.
+    """Copy the gradients that are there to host memory; of a distributed one, this rank's shard.
 
     Args:
         parameters: Names and parameters, as ``model.named_parameters()`` gives them.
     """
     return {
-        name: parameter.grad.detach().to("cpu", copy=True)
+        name: _local(parameter.grad).detach().to("cpu", copy=True)
         for name, parameter in parameters
         if parameter.grad is not None
     }
@@ -38,12 +52,14 @@ def restore_gradients(
         if gradient is None:
             parameter.grad = None
             continue
-        if gradient.shape != parameter.shape:
+        local = _local(parameter)
+        if gradient.shape != local.shape:
             raise StateMismatchError(
-                f"the saved gradient has shape {tuple(gradient.shape)}, the parameter {tuple(parameter.shape)}",
+                f"the saved gradient has shape {tuple(gradient.shape)}, the parameter {tuple(local.shape)}",
                 key=name,
             )
-        parameter.grad = gradient.to(device=parameter.device, dtype=parameter.dtype, copy=True)
+        moved = gradient.to(device=local.device, dtype=local.dtype, copy=True)
+        parameter.grad = _like(parameter, moved)
     if left:
         raise StateMismatchError(
             "the checkpoint holds gradients of parameters that the model does not have", key=min(left)

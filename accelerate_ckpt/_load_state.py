@@ -1,0 +1,312 @@
+"""``load_state``: Accelerate's semantics, on the engine; also for checkpoints of stock Accelerate."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from accelerate_ckpt import _fsdp
+from accelerate_ckpt._naming import automatic_root, is_url, next_iteration, number_of, numbered, path_text
+from accelerate_ckpt._parts import FORMAT, RANK, check_optimizer, indexed, load_model, restore_buffers
+from accelerate_ckpt._session import Session
+from accelerate_ckpt._stock import check_custom_objects, load_stock, problem_of_stock
+from ckpt_core.directory_checkpointer import DirectoryCheckpoint
+from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, StateMismatchError
+from ckpt_core.state.elastic import average_gradients
+from ckpt_core.state.gradients import restore_gradients
+
+__all__ = ["load_state"]
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1
+_MAP_LOCATIONS = (None, "cpu", "on_device")
+
+
+class FolderNotFoundError(CheckpointNotFoundError, ValueError):
+    """There is no checkpoint at the path; Accelerate raises a ``ValueError`` for this."""
+
+
+def load_state(
+    session: Session,
+    original: Callable[..., None],
+    input_dir: str | os.PathLike[str] | None,
+    load_kwargs: dict[str, Any] | None,
+    model_arguments: dict[str, Any],
+) -> None:
+    """Bring an Accelerator's run to where it was when a checkpoint was saved; called on all ranks together.
+
+    Args:
+        session: Of the Accelerator.
+        original: Accelerate's own ``load_state``, for its own checkpoints.
+        input_dir: Local path or URL; None takes the newest automatically named one that verifies.
+        load_kwargs: For Accelerate's own; ours has no pickles that it could be about.
+        model_arguments: For ``load_state_dict`` of the models; ``map_location`` is Accelerate's.
+
+    Raises:
+        CheckpointError: The checkpoint is missing, damaged, or of another run. The same on all ranks.
+    """
+    if model_arguments.get("map_location") not in _MAP_LOCATIONS:
+        raise TypeError(
+            "Unsupported optimizer map location passed, please choose one of `None`, `'cpu'`, or `'on_device'`"
+        )
+    # Rank 0's path counts, as for saves.
+    path = (
+        _newest(session) if input_dir is None else session.agreement.from_rank_zero("load_state", path_text(input_dir))
+    )
+
+    # In two steps, because the second one may need all ranks: one that had failed would leave the others waiting.
+    found: list[_Loading] = []
+
+    def read() -> None:
+        if session.checkpointer.exists(path):
+            found.append(_Ours(session, path, dict(model_arguments)))
+        else:
+            found.append(_Stock(session, path, functools.partial(original, path, load_kwargs, **model_arguments)))
+
+    session.agreement.all_succeeded("load_state", read)
+    session.agreement.all_succeeded("load_state", found[0].apply)
+
+
+class _Loading(Protocol):
+    """A checkpoint that was found to fit."""
+
+    def apply(self) -> None:
+        """Bring the Accelerator's run to where it was."""
+
+
+class _Stock:
+    """A checkpoint of stock Accelerate.
+
+    Args:
+        session: Of the Accelerator.
+        path: The checkpoint.
+        original: Accelerate's own ``load_state`` with its arguments.
+
+    Raises:
+        CheckpointError: There is none, or it does not fit.
+    """
+
+    def __init__(self, session: Session, path: str, original: Callable[[], None]) -> None:
+        if is_url(path) or not os.path.isdir(path):
+            raise FolderNotFoundError(f"Tried to find {path} but folder does not exist", path=path)
+        self._session = session
+        self._path = path
+        self._original = original
+        problem = problem_of_stock(session.accelerator, path, session.rank)
+        if problem is not None:
+            raise problem
+
+    def apply(self) -> None:
+        session = self._session
+        session.tell_once(
+            "stock",
+            f"{self._path} was saved by stock Accelerate: the data order and position, the gradients of an open accumulation "
+            "window and the registered objects of other ranks are not in it, so what follows is not exactly what would have "
+            "followed. The next save_state has it all",
+        )
+        load_stock(session.accelerator, self._original, self._path, session.rank)
+        _go_on_counting(session, self._path, None)
+
+
+def _go_on_counting(session: Session, path: str, loaded: int | None) -> None:
+    accelerator = session.accelerator
+    project = accelerator.project_configuration
+    if project.automatic_checkpoint_naming:
+        loaded = number_of(path) if loaded is None else loaded
+        project.iteration = next_iteration(accelerator, loaded, session.config.storage_options)
+
+
+# ---- which one -------------------------------------------------------------------------------------------------------
+
+
+def _newest(session: Session) -> str:
+    """Return the automatically named checkpoint with the highest number that can be used."""
+    accelerator = session.accelerator
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
+    session.checkpointer.drain()
+    found: list[str | None] = [None]
+
+    def look() -> None:
+        found[0] = _newest_usable(session) if session.rank == 0 else None
+
+    session.agreement.all_succeeded("load_state", look)
+    path = session.agreement.from_rank_zero("load_state", found[0])
+    if path is None:
+        root = automatic_root(accelerator)
+        raise FolderNotFoundError(f"there is no usable checkpoint in {root}", path=root)
+    return str(path)
+
+
+def _newest_usable(session: Session) -> str | None:
+    root = automatic_root(session.accelerator)
+    ours = numbered(root, session.config.storage_options)
+    candidates = dict(ours)
+    if not is_url(root) and os.path.isdir(root):
+        for entry in os.scandir(root):
+            number = number_of(entry.path)
+            if number is not None and entry.is_dir():
+                candidates.setdefault(number, entry.path)
+    for _, path in sorted(candidates.items(), reverse=True):
+        problem = _problem_of(session, path, is_ours=path in ours.values())
+        if problem is None:
+            return path
+        log.warning("passed over the checkpoint %s: %s", path, problem.message)
+    return None
+
+
+def _problem_of(session: Session, path: str, *, is_ours: bool) -> CheckpointError | None:
+    if not is_ours:
+        return problem_of_stock(session.accelerator, path, session.rank)
+    try:
+        with contextlib.closing(session.checkpointer.load(path)) as checkpoint:
+            checkpoint.verify()
+    except CheckpointError as error:
+        return error
+    return None
+
+
+# ---- ours ------------------------------------------------------------------------------------------------------------
+
+
+class _Ours:
+    """A checkpoint of ours, read but for the models.
+
+    Args:
+        session: Of the Accelerator.
+        path: The checkpoint.
+        model_arguments: For ``load_state_dict`` of the models.
+
+    Raises:
+        CheckpointError: It is damaged, or does not fit.
+    """
+
+    def __init__(self, session: Session, path: str, model_arguments: dict[str, Any]) -> None:
+        model_arguments.pop("map_location", None)  # tensors go to where those of the model and its parameters are
+        accelerator = session.accelerator
+        self._session = session
+        self._path = path
+        self._model_arguments = model_arguments
+        with contextlib.closing(session.checkpointer.load(path)) as checkpoint:
+            about = _metadata(checkpoint, path)
+            self._saved_world_size = int(about["world_size"])
+            self._rank = session.rank if session.rank < self._saved_world_size else 0
+            check_custom_objects(about["custom_objects"], len(accelerator._custom_objects), path)
+            session.local_sgd.check(about["local_sgd"], self._saved_world_size, session.world_size, path)
+            _check_parts(accelerator, checkpoint, path)
+            self._about = about
+            self._own = checkpoint.load(RANK, rank=self._rank)
+            self._states = {name: checkpoint.load(name, rank=self._rank) for name in _states_to_read(accelerator)}
+            self._gradients = self._read_gradients(checkpoint)
+            self._sharded = _fsdp.read(accelerator, checkpoint) if _fsdp.is_used(accelerator) else None
+        if self._sharded is None:
+            for index, optimizer in enumerate(accelerator._optimizers):
+                name = indexed("optimizer", index)
+                check_optimizer(optimizer, self._states[name], path=path, key=name)
+
+    def _read_gradients(self, checkpoint: DirectoryCheckpoint) -> list[dict[str, Any]]:
+        """Return the gradients of the open accumulation window for each model, none if it was closed."""
+        found = self._own["gradients"]
+        if found is None or self._session.world_size == self._saved_world_size:
+            return list(found or [])
+        ranks = [checkpoint.load(RANK, rank=rank)["gradients"] for rank in range(self._saved_world_size)]
+        return [average_gradients(of_model) for of_model in zip(*ranks, strict=True)]
+
+    def apply(self) -> None:
+        session, own = self._session, self._own
+        accelerator = session.accelerator
+        self._load_models()
+        if session.world_size == self._saved_world_size:
+            for model, buffers in zip(accelerator._models, own["buffers"], strict=False):
+                restore_buffers(model, buffers)
+            for wrapped, takes in zip(session.distributed_models(), own["takes_buffers"], strict=False):
+                wrapped.require_forward_param_sync = takes
+        for name, owner in _states_to_read(accelerator).items():
+            owner.load_state_dict(self._states[name])
+        for model, found in itertools.zip_longest(accelerator._models, self._gradients):
+            if model is not None:
+                restore_gradients(model.named_parameters(), found or {})
+        session.window_open = any(self._gradients)
+        session.local_sgd.restore(self._about["local_sgd"])
+        _go_on_counting(session, self._path, self._about["iteration"])
+        # Last, because it sets the random generators, and what comes before may draw from them.
+        session.data.restore(own["data"], saved_world_size=self._saved_world_size)
+
+    def _load_models(self) -> None:
+        accelerator = self._session.accelerator
+        models = list(accelerator._models) if self._sharded is None else []
+        hooks = list(accelerator._load_model_state_pre_hook.values())
+        with contextlib.closing(self._session.checkpointer.load(self._path)) as checkpoint:
+            if hooks:
+                with _local_directory(checkpoint) as directory:
+                    for hook in hooks:
+                        hook(models, directory)
+            for index, model in enumerate(models):
+                load_model(model, checkpoint, indexed("model", index), rank=self._rank, **self._model_arguments)
+        if self._sharded is not None:
+            _fsdp.apply(accelerator, self._sharded)
+
+
+@contextlib.contextmanager
+def _local_directory(checkpoint: DirectoryCheckpoint) -> Iterator[str]:
+    """Give the files that hooks wrote as a local directory: the checkpoint itself, or a copy of what is in a store."""
+    if not is_url(checkpoint.path):
+        yield checkpoint.path
+        return
+    with tempfile.TemporaryDirectory(prefix="ckpt-hooks-") as directory:
+        for name in checkpoint.files:
+            target = Path(directory, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(CheckpointNotFoundError):  # tensors, which hooks have not written
+                target.write_bytes(checkpoint.read_file(name))
+        yield directory
+
+
+def _metadata(checkpoint: DirectoryCheckpoint, path: str) -> Mapping[str, Any]:
+    about = checkpoint.metadata.get(FORMAT)
+    if about is None:
+        raise CheckpointFormatError(
+            "this checkpoint was not saved by accelerate_ckpt",
+            path=path,
+            remedy="load it with the program that saved it, or with ckpt_core.DirectoryCheckpointer",
+        )
+    if about["version"] > _VERSION:
+        raise CheckpointFormatError(
+            f"the checkpoint is of version {about['version']}, and this is accelerate_ckpt for version {_VERSION}",
+            path=path,
+            remedy="install a newer accelerate_ckpt",
+        )
+    return about  # type: ignore[no-any-return]
+
+
+def _states_to_read(accelerator: Any) -> dict[str, Any]:
+    """Return what has a ``load_state_dict`` that takes a part as it is, by the part's name."""
+    owners: dict[str, Any] = {}
+    if not _fsdp.is_used(accelerator):
+        owners |= {indexed("optimizer", index): owner for index, owner in enumerate(accelerator._optimizers)}
+    owners |= {indexed("scheduler", index): owner for index, owner in enumerate(accelerator._schedulers)}
+    if accelerator.scaler is not None:
+        owners["scaler"] = accelerator.scaler
+    return owners | {f"custom_{index}": owner for index, owner in enumerate(accelerator._custom_objects)}
+
+
+def _check_parts(accelerator: Any, checkpoint: DirectoryCheckpoint, path: str) -> None:
+    wanted = list(_states_to_read(accelerator))
+    if not accelerator._load_model_state_pre_hook:  # a hook may load the models in its own way
+        wanted += [indexed("model", index) for index, _ in enumerate(accelerator._models)]
+    missing = [name for name in wanted if name not in checkpoint.parts]
+    if missing:
+        raise StateMismatchError(
+            f"the checkpoint has no {', no '.join(missing)}: it has {', '.join(sorted(checkpoint.parts))}",
+            path=path,
+            key=missing[0],
+            remedy="prepare as many models, optimizers and schedulers as the run that saved",
+        )

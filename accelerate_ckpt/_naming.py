@@ -1,0 +1,85 @@
+"""Where checkpoints are: Accelerate's automatic names, which of them exist, and which are no longer wanted."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+from ckpt_core import Catalog
+
+__all__ = ["automatic_root", "is_url", "next_iteration", "number_of", "numbered", "path_text", "target_of", "unwanted"]
+
+_FOLDER = "checkpoints"
+_NAME = "checkpoint_{}"
+# Accelerate's own rule: the first run of digits in the last component of the path.
+_NUMBER = re.compile(r"[0-9]+")
+
+
+def is_url(path: str) -> bool:
+    """Whether the path names a place in a store (``s3://...``) and not in the local file system."""
+    return "://" in path
+
+
+def path_text(path: str | os.PathLike[str]) -> str:
+    """Return the path as text, ``~`` expanded."""
+    text = os.fspath(path)
+    return text if is_url(text) else os.path.expanduser(text)
+
+
+def automatic_root(accelerator: Any) -> str:
+    """Return the directory of automatically named checkpoints."""
+    return os.path.join(accelerator.project_dir, _FOLDER)
+
+
+def target_of(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> str:
+    """Return where a save goes: as given, or the next automatic name.
+
+    Raises:
+        TypeError: No directory is given, and there are no automatic names.
+    """
+    if accelerator.project_configuration.automatic_checkpoint_naming:
+        return os.path.join(automatic_root(accelerator), _NAME.format(accelerator.save_iteration))
+    if output_dir is None:
+        raise TypeError("save_state needs output_dir, unless ProjectConfiguration(automatic_checkpoint_naming=True)")
+    return path_text(output_dir)
+
+
+def number_of(path: str) -> int | None:
+    """Return the number in the name of a checkpoint, None if there is none or the name is hidden."""
+    name = os.path.basename(path.rstrip("/"))
+    found = None if name.startswith(".") else _NUMBER.search(name)
+    return int(found.group()) if found else None
+
+
+def numbered(root: str, storage_options: dict[str, Any] | None) -> dict[int, str]:
+    """Return the committed checkpoints in ``root`` by number."""
+    infos = Catalog(root, suffix="", storage_options=storage_options if is_url(root) else None).checkpoints()
+    return {number: info.path for info in infos if (number := number_of(info.path)) is not None}
+
+
+def unwanted(committed: dict[int, str], pending: list[str], keep: int) -> list[str]:
+    """Return what to delete, the oldest first, so that the ``keep`` highest numbers stay.
+
+    Args:
+        committed: Checkpoints by number.
+        pending: Paths whose save is under way; they count, and are not deleted.
+        keep: How many stay.
+    """
+    under_way = {number for path in pending if (number := number_of(path)) is not None}
+    kept = set(sorted(under_way | set(committed), reverse=True)[:keep])
+    return [path for number, path in sorted(committed.items()) if number not in kept | under_way]
+
+
+def next_iteration(accelerator: Any, loaded: int | None, storage_options: dict[str, Any] | None) -> int:
+    """Return the number of the next automatic name: above the loaded one and above all that exist.
+
+    A new process counts from 0 again, would take a name that exists or, with ``total_limit``, have its checkpoints deleted as
+    the oldest. Whoever goes back to an older checkpoint keeps the newer ones, and the next one is the newest.
+    """
+    root = automatic_root(accelerator)
+    # Also directories that stock Accelerate or a crash left: their names are taken.
+    names = os.listdir(root) if not is_url(root) and os.path.isdir(root) else numbered(root, storage_options).values()
+    taken = [number for name in names if (number := number_of(name)) is not None]
+    known = [int(accelerator.project_configuration.iteration), *(number + 1 for number in taken)]
+    return max(known if loaded is None else [*known, loaded + 1])

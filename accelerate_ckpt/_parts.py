@@ -1,0 +1,130 @@
+"""The parts of an Accelerator's state, each with its kind, and how they go back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ckpt_core.directory_checkpointer import DirectoryCheckpoint, Part
+from ckpt_core.errors import StateMismatchError
+from ckpt_core.state.kinds import Kind
+from ckpt_core.tree import tensors
+
+__all__ = [
+    "FORMAT",
+    "RANK",
+    "capture_buffers",
+    "check_optimizer",
+    "custom_parts",
+    "indexed",
+    "load_model",
+    "model_parts",
+    "optimizer_parts",
+    "restore_buffers",
+    "scheduler_parts",
+    "tensor_bytes",
+]
+
+FORMAT = "accelerate_ckpt"  # our entry in a checkpoint's metadata
+RANK = "own"  # the part in which every rank has what is its own
+
+
+def indexed(name: str, index: int) -> str:
+    """Return ``model``, ``model_1``, ``model_2`` and so on, as Accelerate names its files."""
+    return name if index == 0 else f"{name}_{index}"
+
+
+def model_parts(weights: Sequence[Mapping[str, Any]], kind: Kind) -> list[Part]:
+    """Return one part for each state dictionary."""
+    return [Part(indexed("model", index), state, kind) for index, state in enumerate(weights)]
+
+
+def optimizer_parts(optimizers: Sequence[Any], kind: Kind) -> list[Part]:
+    """Return one part for each optimizer."""
+    return [Part(indexed("optimizer", index), item.state_dict(), kind) for index, item in enumerate(optimizers)]
+
+
+def scheduler_parts(schedulers: Sequence[Any]) -> list[Part]:
+    """Return one part for each scheduler."""
+    states = [item.state_dict() for item in schedulers]
+    return [Part(indexed("scheduler", index), state, Kind.REPLICATED) for index, state in enumerate(states)]
+
+
+def custom_parts(objects: Sequence[Any]) -> list[Part]:
+    """Return one part for each registered object: every rank has its own."""
+    return [Part(f"custom_{index}", item.state_dict(), Kind.PER_RANK) for index, item in enumerate(objects)]
+
+
+def tensor_bytes(parts: Sequence[Part]) -> int:
+    """Return the size of all tensors of the parts in bytes, each object counted once."""
+    return sum({id(tensor): tensor.nbytes for part in parts for _, tensor in tensors(part.state)}.values())
+
+
+def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    kept = model.state_dict(keep_vars=True)
+    return ((name, buffer) for name, buffer in model.named_buffers() if kept.get(name) is buffer)
+
+
+def capture_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that belong to the model's state, such as BatchNorm's statistics.
+
+    They differ from rank to rank: each adds its own batch to what rank 0 had at the start of the step, and inside an
+    accumulation window nobody takes over rank 0's.
+    """
+    return dict(_persistent_buffers(model))
+
+
+def restore_buffers(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
+    """Put this rank's buffers back, where the model still has them."""
+    with torch.no_grad():
+        for name, buffer in _persistent_buffers(model):
+            if name in saved and saved[name].shape == buffer.shape:
+                buffer.copy_(saved[name])
+
+
+def check_optimizer(optimizer: Any, state: Mapping[str, Any], *, path: str, key: str) -> None:
+    """Refuse the state of an optimizer over other parameters, before anything is changed.
+
+    Raises:
+        StateMismatchError: The groups or their numbers of parameters differ.
+    """
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    if here != saved:
+        raise StateMismatchError(
+            f"the checkpoint's optimizer has parameter groups of {saved} parameters, and the one here has groups of {here}",
+            path=path,
+            key=key,
+            remedy="prepare the same model and optimizer as the run that saved",
+        )
+
+
+def load_model(
+    model: torch.nn.Module,
+    checkpoint: DirectoryCheckpoint,
+    part: str,
+    *,
+    rank: int,
+    strict: bool = True,
+    **arguments: Any,
+) -> None:
+    """Read a model's weights straight into its tensors.
+
+    Args:
+        model: Its ``state_dict`` says which tensors; its ``load_state_dict`` is called too.
+        checkpoint: Where from.
+        part: Name of the part.
+        rank: Whose weights, where each rank has its own.
+        strict: Refuse missing and unexpected names.
+        **arguments: For ``load_state_dict``.
+
+    Raises:
+        StateMismatchError: The checkpoint is of another model. Nothing was changed.
+    """
+    loaded = checkpoint.load(part, into=model.state_dict(), rank=rank, strict=strict)
+    # What the model does not have comes without values.
+    loaded = {name: value for name, value in loaded.items() if not getattr(value, "is_meta", False)}
+    # The values are in place. This is for modules that act on it, and for extra state.
+    model.load_state_dict(loaded, strict=strict, **arguments)

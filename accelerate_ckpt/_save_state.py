@@ -1,0 +1,239 @@
+"""``save_state``: Accelerate's semantics, on the engine."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+
+from accelerate_ckpt import _fsdp
+from accelerate_ckpt._naming import automatic_root, is_url, numbered, target_of, unwanted
+from accelerate_ckpt._parts import (
+    FORMAT,
+    RANK,
+    capture_buffers,
+    custom_parts,
+    model_parts,
+    optimizer_parts,
+    scheduler_parts,
+    tensor_bytes,
+)
+from accelerate_ckpt._session import Session
+from ckpt_core.directory_checkpointer import Part
+from ckpt_core.errors import CheckpointError, SerializationError
+from ckpt_core.state.gradients import capture_gradients
+from ckpt_core.state.kinds import Kind
+
+__all__ = ["save_deferred", "save_state"]
+
+# Durable in some milliseconds: waiting for it is cheap, and keeps the directory as those expect it who look there at once.
+SMALL_STATE_BYTES = 256 * 1024
+_LONGEST_WAIT_FOR_SMALL_SECONDS = 1.0
+
+
+def save_state(session: Session, output_dir: str | os.PathLike[str] | None) -> Path | str:
+    """Save everything that an Accelerator's run needs to go on; called on all ranks together.
+
+    Args:
+        session: Of the Accelerator.
+        output_dir: Local path or URL; with automatic names, not used.
+
+    Returns:
+        Where the checkpoint is, or will be: a ``Path``, or for a URL the text, which a ``Path`` would spoil.
+
+    Raises:
+        CheckpointError: This save failed, or one in the background before it.
+        ValueError: The automatic name is taken.
+    """
+    accelerator = session.accelerator
+    target = _agreed_target(session, target_of(accelerator, output_dir))
+    if _must_wait_for_window(session):
+        session.deferred.append(target)
+    else:
+        _save_now(session, target)
+    accelerator.project_configuration.iteration += 1
+    return target if is_url(target) else Path(target)
+
+
+def save_deferred(session: Session) -> None:
+    """Make the saves that were waiting for the end of an accumulation window, if it has ended.
+
+    Raises:
+        CheckpointError: One of them failed, or one in the background before it.
+    """
+    while session.deferred and not session.window_is_open:
+        target = session.deferred.pop(0)
+        _save_now(session, _agreed_target(session, target))
+
+
+def _agreed_target(session: Session, target: str) -> str:
+    accelerator = session.accelerator
+
+    def refuse(path: str) -> str | None:
+        if not accelerator.project_configuration.automatic_checkpoint_naming:
+            return None
+        if not os.path.exists(path) and not session.checkpointer.exists(path):
+            return None
+        return (
+            f"Checkpoint directory {path} ({accelerator.save_iteration}) already exists. Please manually override "
+            "`self.save_iteration` with what iteration to start with."
+        )
+
+    return session.outcomes.before_save(target, refuse)
+
+
+def _must_wait_for_window(session: Session) -> bool:
+    if not session.window_is_open:
+        return False
+    policy = session.config.mid_accumulation
+    accelerator = session.accelerator
+    if policy == "error":
+        raise CheckpointError(
+            "save_state was called inside a window of gradient accumulation: there are gradients that no optimizer step has used",
+            remedy="save where accelerator.sync_gradients is true, or set mid_accumulation to 'grads' or 'defer'",
+        )
+    if policy == "grads" and _fsdp.is_used(accelerator):
+        session.tell_once(
+            "fsdp-window",
+            "FSDP keeps the gradients of an open accumulation window to itself: the save is made when the window is complete. "
+            "Set mid_accumulation='defer' to say that this is what you want",
+        )
+        return True
+    return policy == "defer"
+
+
+def _save_now(session: Session, target: str) -> None:
+    if session.accelerator._save_model_state_pre_hook:
+        # Not in the checkpoint's own directory: the hooks decide what is to be saved, so they come first.
+        with tempfile.TemporaryDirectory(prefix="ckpt-hooks-") as directory:
+            weights = _weights_after_hooks(session, directory)
+            _save_parts(session, target, weights, functools.partial(_move_content, directory))
+    else:
+        _save_parts(session, target, _weights(session), None)
+
+
+def _save_parts(session: Session, target: str, weights: list[Any], write_files: Callable[[str], None] | None) -> None:
+    parts = _parts_of(session, weights)
+    if session.config.is_async:
+        session.outcomes.save_begun()
+    try:
+        session.checkpointer.save(parts, target, metadata=_metadata(session), write_files=write_files)
+    except SerializationError as error:
+        raise _named(error, session.accelerator) from error
+    _remove_unwanted(session, target)
+    if not _fsdp.is_used(session.accelerator) and tensor_bytes(parts) <= SMALL_STATE_BYTES:
+        session.checkpointer.drain(timeout=_LONGEST_WAIT_FOR_SMALL_SECONDS)
+
+
+def _weights(session: Session) -> list[Any]:
+    accelerator = session.accelerator
+    return [] if _fsdp.is_used(accelerator) else [model.state_dict() for model in accelerator._models]
+
+
+def _weights_after_hooks(session: Session, directory: str) -> list[Any]:
+    """Call the script's hooks, which may write files and take weights away; return the weights that are left on rank 0."""
+    accelerator = session.accelerator
+    weights = _weights(session)
+    before = list(weights)
+    for hook in accelerator._save_model_state_pre_hook.values():
+        hook(accelerator._models, weights, directory)
+    left = [next((index for index, item in enumerate(before) if item is weight), None) for weight in weights]
+    names, left = session.agreement.from_rank_zero("save_state", [_files_below(directory), left])
+    if session.rank:
+        # Every rank may write config.json; rank 0's is the one.
+        for name in set(names).intersection(_files_below(directory)):
+            os.unlink(os.path.join(directory, name))
+    # Hooks usually take weights away on the main process alone; all ranks must save the same parts.
+    return weights if session.rank == 0 or None in left else [before[index] for index in left]
+
+
+def _files_below(directory: str) -> list[str]:
+    return [
+        os.path.relpath(os.path.join(folder, name), directory)
+        for folder, _, names in os.walk(directory)
+        for name in names
+    ]
+
+
+def _move_content(source: str, target: str) -> None:
+    for name in os.listdir(source):
+        shutil.move(os.path.join(source, name), os.path.join(target, name))
+
+
+def _parts_of(session: Session, weights: list[Any]) -> list[Part]:
+    accelerator, local_sgd = session.accelerator, session.local_sgd
+    moments = Kind.PER_RANK if local_sgd.moments_differ else Kind.REPLICATED
+    if _fsdp.is_used(accelerator):
+        parts = _fsdp.parts(accelerator)
+    else:
+        parts = model_parts(weights, Kind.PER_RANK if local_sgd.weights_differ else Kind.REPLICATED)
+        parts += optimizer_parts(accelerator._optimizers, moments)
+    parts += scheduler_parts(accelerator._schedulers)
+    if accelerator.scaler is not None:
+        parts.append(Part("scaler", accelerator.scaler.state_dict(), moments))
+    parts += custom_parts(accelerator._custom_objects)
+    parts.append(Part(RANK, _rank_state(session), Kind.PER_RANK))
+    return parts
+
+
+def _metadata(session: Session) -> dict[str, Any]:
+    accelerator = session.accelerator
+    about = {
+        "version": 1,
+        "accelerate": accelerate.__version__,
+        "torch": str(torch.__version__),
+        "world_size": session.world_size,
+        "iteration": accelerator.project_configuration.iteration,
+        "custom_objects": len(accelerator._custom_objects),
+        "local_sgd": session.local_sgd.capture(),
+    }
+    return {FORMAT: about}
+
+
+def _rank_state(session: Session) -> dict[str, Any]:
+    accelerator = session.accelerator
+    models = accelerator._models
+    state: dict[str, Any] = {
+        "data": session.data.capture(),
+        "gradients": None,
+        "buffers": [],
+        "takes_buffers": [model.require_forward_param_sync for model in session.distributed_models()],
+    }
+    if session.window_is_open:
+        state["gradients"] = [capture_gradients(model.named_parameters()) for model in models]
+    if session.world_size > 1 and not _fsdp.is_used(accelerator):
+        state["buffers"] = [capture_buffers(model) for model in models]
+    return state
+
+
+def _remove_unwanted(session: Session, target: str) -> None:
+    project = session.accelerator.project_configuration
+    if session.rank or not project.automatic_checkpoint_naming or project.total_limit is None:
+        return
+    committed = numbered(automatic_root(session.accelerator), session.config.storage_options)
+    pending = [*session.checkpointer.pending, target]
+    for path in unwanted(committed, pending, project.total_limit):
+        session.checkpointer.remove(path)
+
+
+def _named(error: SerializationError, accelerator: Any) -> SerializationError:
+    """Name the registered object that an error is about, which the script knows by its class."""
+    name, _, _ = (error.key or "").partition(".")
+    if not name.startswith("custom_"):
+        return error
+    index = int(name.removeprefix("custom_"))
+    kind = type(accelerator._custom_objects[index]).__name__
+    return SerializationError(
+        f"the state of the object {index} given to register_for_checkpointing ({kind}) cannot be saved: {error.message}",
+        path=error.path,
+        key=error.key,
+        remedy="let its state_dict return tensors, numbers, text, and lists and dictionaries of them: a checkpoint holds "
+        "nothing whose loading would run code",
+    )

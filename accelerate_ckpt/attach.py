@@ -1,0 +1,247 @@
+"""Puts checkpointing into Accelerate: for one Accelerator, or for all of a process."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from accelerate.local_sgd import LocalSGD
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+
+from accelerate_ckpt._load_state import load_state
+from accelerate_ckpt._patches import Patches
+from accelerate_ckpt._save_state import save_deferred, save_state
+from accelerate_ckpt._session import Session, close_sessions, live_sessions, open_session, session_of
+from accelerate_ckpt.config import CheckpointConfig
+from accelerate_ckpt.project import CheckpointProjectConfiguration
+from ckpt_core.errors import CheckpointError
+
+__all__ = ["attach", "drain", "install", "uninstall"]
+
+log = logging.getLogger(__name__)
+
+_methods = Patches()  # for every Accelerator
+_signals = Patches()  # what a session has to hear of; does nothing for an Accelerator without one
+_attached: weakref.WeakKeyDictionary[Any, CheckpointConfig] = weakref.WeakKeyDictionary()
+_installed: list[CheckpointConfig] = []  # one at most: what an Accelerator gets that nobody attached to
+
+_OTHERS_FORMAT = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
+
+
+def attach(accelerator: Any, strategy: str | None = None, **options: Any) -> Any:
+    """Make ``save_state`` and ``load_state`` of one Accelerator durable, complete and exact.
+
+    Call it on all ranks together, before ``prepare``.
+
+    Args:
+        accelerator: The Accelerator.
+        strategy: ``"sync"``, ``"async"`` or ``"sharded"``: see :class:`~accelerate_ckpt.CheckpointConfig`.
+        **options: The other options of :class:`~accelerate_ckpt.CheckpointConfig`. What is not given is taken from the
+            Accelerator's :class:`~accelerate_ckpt.CheckpointProjectConfiguration`, if it has one.
+
+    Returns:
+        The same Accelerator.
+
+    Raises:
+        OptionError: An option is unknown or has a value it cannot have.
+
+    Example::
+
+        accelerator = attach(Accelerator(), strategy="async")
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        accelerator.save_state("checkpoints/step_100")
+    """
+    project = accelerator.project_configuration
+    if isinstance(project, CheckpointProjectConfiguration):
+        options = {**vars(project.checkpoints), **options}
+    if strategy is not None:
+        options["strategy"] = strategy
+    config = CheckpointConfig.from_sources(options, variables={}, flag_name="attach({})")
+    _listen()
+    _attached[accelerator] = config
+    _session(accelerator)
+    for name, around in _AROUND.items():
+        original = getattr(type(accelerator), name)
+        method = functools.wraps(original)(functools.partial(_call, around, original))
+        setattr(accelerator, name, types.MethodType(method, accelerator))
+    return accelerator
+
+
+def install(config: CheckpointConfig) -> None:
+    """Do what :func:`attach` does for every Accelerator that this process makes; again, for those still to come.
+
+    Args:
+        config: The options.
+    """
+    _installed[:] = [config]
+    _listen()
+    if not _methods:
+        _methods.wrap(Accelerator, "__init__", _init)
+        for name, around in _AROUND.items():
+            _methods.wrap(Accelerator, name, around)
+
+
+def uninstall() -> None:
+    """Undo :func:`install`, and end all that is under way."""
+    _installed.clear()
+    try:
+        drain(raised=False)
+    finally:
+        close_sessions()
+        _methods.undo()
+        _signals.undo()
+
+
+def drain(*, raised: bool) -> None:
+    """Wait for all saves in the background.
+
+    Args:
+        raised: Whether the script ends with an exception: then failures are only logged, so that they do not hide it.
+
+    Raises:
+        CheckpointError: A save has failed.
+    """
+    failure: CheckpointError | None = None
+    for session in live_sessions():
+        try:
+            if not raised:
+                save_deferred(session)
+            session.finish()
+        except CheckpointError as error:
+            failure = failure or error
+            log.exception("a checkpoint could not be saved")
+        for target in session.deferred:
+            log.error("%s was not saved: the accumulation window that the save waited for was never completed", target)
+        session.deferred.clear()
+    if failure is not None and not raised:
+        raise failure
+
+
+def _call(around: Any, original: Any, accelerator: Any, /, *args: Any, **kwargs: Any) -> Any:
+    return around(original, accelerator, *args, **kwargs)
+
+
+def _session(accelerator: Any) -> Session | None:
+    """Return the session that saves for the Accelerator; None if a format of its own is used there."""
+    if accelerator.distributed_type in _OTHERS_FORMAT:
+        return None
+    config = _attached.get(accelerator) or next(iter(_installed), None)
+    return None if config is None else open_session(accelerator, config)
+
+
+def _init(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> None:
+    original(accelerator, *args, **kwargs)
+    if _installed and accelerator.distributed_type in _OTHERS_FORMAT:
+        log.warning(
+            "%s writes checkpoints of its own: accelerate_ckpt leaves them as they are", accelerator.distributed_type
+        )
+    # All ranks make their Accelerator together, and may not come together any more when one of them saves.
+    _session(accelerator)
+
+
+def _save_state(
+    original: Any, accelerator: Any, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any
+) -> Any:
+    session = _session(accelerator)
+    if session is None:
+        return original(accelerator, output_dir, safe_serialization, **kwargs)
+    return save_state(session, output_dir)
+
+
+def _load_state(
+    original: Any, accelerator: Any, input_dir: Any = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+) -> None:
+    session = _session(accelerator)
+    if session is None:
+        original(accelerator, input_dir, load_kwargs, **kwargs)
+    else:
+        load_state(session, functools.partial(original, accelerator), input_dir, load_kwargs, kwargs)
+
+
+def _end_training(original: Any, accelerator: Any) -> None:
+    try:
+        drain(raised=False)  # for all Accelerators: the process group is theirs too
+    finally:
+        close_sessions()
+        original(accelerator)
+
+
+_AROUND: dict[str, Callable[..., Any]] = {
+    "save_state": _save_state,
+    "load_state": _load_state,
+    "end_training": _end_training,
+}
+
+
+def _listen() -> None:
+    if not _signals:
+        _signals.wrap(Accelerator, "prepare_model", _prepare_model)
+        _signals.wrap(Accelerator, "backward", _backward)
+        _signals.wrap(AcceleratedOptimizer, "step", _optimizer_step)
+        _signals.wrap(DataLoaderShard, "__iter__", _iterate)
+        _signals.wrap(DataLoaderDispatcher, "__iter__", _iterate)
+        _signals.wrap(LocalSGD, "__enter__", _enter_local_sgd)
+        _signals.wrap(LocalSGD, "__exit__", _exit_local_sgd)
+        _signals.wrap(LocalSGD, "_sync_and_avg_model_params", _average)
+
+
+def _prepare_model(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    model = original(accelerator, *args, **kwargs)
+    session = session_of(accelerator)
+    if session is not None:
+        session.model_prepared(model)
+    return model
+
+
+def _backward(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> None:
+    original(accelerator, *args, **kwargs)
+    session = session_of(accelerator)
+    if session is not None:
+        session.backward_done()
+
+
+def _optimizer_step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(optimizer, *args, **kwargs)
+    if optimizer.gradient_state.sync_gradients:
+        for session in live_sessions():
+            if session.owns(optimizer):
+                session.optimizer_stepped(optimizer)
+    return result
+
+
+def _iterate(original: Any, loader: Any) -> Iterator[Any]:
+    """Make deferred saves between two batches: there the script has done all that it does in a step."""
+    for batch in original(loader):
+        yield batch
+        for session in live_sessions():
+            save_deferred(session)
+
+
+def _enter_local_sgd(original: Any, context: Any) -> Any:
+    result = original(context)
+    session = session_of(context.accelerator) if context.enabled else None
+    if session is not None:
+        session.local_sgd.entered(context)
+    return result
+
+
+def _exit_local_sgd(original: Any, context: Any, *exception: Any) -> Any:
+    result = original(context, *exception)
+    session = session_of(context.accelerator) if context.enabled else None
+    if session is not None:
+        session.local_sgd.left(context)
+    return result
+
+
+def _average(original: Any, context: Any) -> None:
+    original(context)
+    session = session_of(context.accelerator)
+    if session is not None:
+        session.outcomes.at_boundary()

@@ -1,0 +1,44 @@
+"""``accelerate-ckpt``: ``accelerate launch`` with flags of ours among its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from accelerate_ckpt._accelerate_cli import launch, launch_parser
+from accelerate_ckpt.config import CheckpointConfig, OptionError
+from accelerate_ckpt.launcher import add_options, options_of
+
+__all__ = ["main"]
+
+_TITLE = "Checkpoint Arguments"
+_PREFIX = "--ckpt_"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command: what ``accelerate launch [flags] -m accelerate_ckpt [options] train.py`` does, in one parser.
+
+    Args:
+        arguments: The words after ``accelerate-ckpt``; those of this process, if not given.
+
+    Raises:
+        SystemExit: With status 2 if a flag is wrong.
+    """
+    parser = launch_parser(_TITLE)
+    parser.prog = "accelerate-ckpt"
+    parser.description = (
+        "Launch a training script as 'accelerate launch' does, with other checkpoints; the script stays as it is."
+    )
+    add_options(parser.add_argument_group(_TITLE, "How accelerator.save_state saves."), _PREFIX)
+    given = parser.parse_args(arguments)
+    if given.no_python:
+        parser.error("--no_python: the script must be run by Python for its checkpoints to be replaced")
+    options = options_of(given, _PREFIX)
+    try:  # once here, rather than in every process
+        CheckpointConfig.from_sources(options, flag_name=_PREFIX + "{}")
+    except OptionError as error:
+        parser.error(str(error))
+    flags = [f"--{name}={value}" for name, value in options.items() if value is not None]
+    module = ["-m"] if given.module else []
+    given.training_script_args = [*flags, *module, given.training_script, *given.training_script_args]
+    given.training_script, given.module = "accelerate_ckpt", True
+    launch(given)

@@ -1,0 +1,274 @@
+"""The options: their values, and where they come from.
+
+Nothing heavy is imported here: a training script that is launched by us may set variables before its own imports of torch
+and Accelerate, and those must still count.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal, NamedTuple, get_args
+
+__all__ = ["CheckpointConfig", "OptionError", "nearest"]
+
+Strategy = Literal["sync", "async", "sharded"]
+OnError = Literal["raise", "warn"]
+MidAccumulation = Literal["grads", "defer", "error"]
+
+VARIABLE_PREFIX = "ACCELERATE_CKPT_"
+FILE_OPTION = "config"
+
+
+class OptionError(ValueError):
+    """An option is unknown or cannot have the value given; the message names the option and where the value came from."""
+
+
+class _Kind(NamedTuple):
+    """What values an option takes.
+
+    ``check`` returns the value, or raises a :class:`ValueError` that goes on after the option's name. ``parse`` makes a value
+    from the text of a flag or a variable; what it cannot read, it returns for ``check`` to refuse.
+    """
+
+    check: Callable[[Any], Any]
+    parse: Callable[[str], Any]
+    metavar: str
+
+
+def _choice(literal: Any) -> _Kind:
+    choices = get_args(literal)
+
+    def check(value: Any) -> Any:
+        if value not in choices:
+            raise ValueError(f"must be one of {', '.join(map(repr, choices))}, not {value!r}{nearest(value, choices)}")
+        return value
+
+    return _Kind(check, str, "{" + ",".join(choices) + "}")
+
+
+def _check_count(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"must be a whole number of at least 1, not {value!r}")
+    return value
+
+
+def _check_seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"must be a number of seconds above 0, not {value!r}")
+    return float(value)
+
+
+def _check_switch(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"must be true or false, not {value!r}")  # noqa: TRY004  a wrong value, as the others
+    return value
+
+
+def _check_path(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ValueError(f"must be the path of a file, not {value!r}")
+    return os.fspath(value)
+
+
+def _check_mapping(value: Any) -> dict[str, Any] | None:
+    if value is None:
+        return None
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        # The value is not shown: credentials belong here.
+        raise ValueError("must be a mapping with names as keys; in a flag or a variable, a JSON object")
+    return dict(value)
+
+
+def _number(text: str) -> Any:
+    for number in (int, float):
+        try:
+            return number(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _switch(text: str) -> Any:
+    return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(text.lower(), text)
+
+
+_COUNT = _Kind(_check_count, _number, "N")
+_SECONDS = _Kind(_check_seconds, _number, "SECONDS")
+_SWITCH = _Kind(_check_switch, _switch, "{true,false}")
+_PATH = _Kind(_check_path, str, "PATH")
+_MAPPING = _Kind(_check_mapping, _json, "JSON")
+
+
+def _about(kind: _Kind, summary: str) -> dict[str, Any]:
+    return {"kind": kind, "help": summary}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """How ``save_state`` saves.
+
+    Args:
+        strategy: ``"sync"``: ``save_state`` returns when the checkpoint is durable. ``"async"``: it returns when the state is
+            copied; needs as much host memory as ``max_pending`` states. ``"sharded"``: as ``"async"``, and what all ranks hold
+            alike is written in slices by all of them, instead of whole by rank 0.
+        wait: ``save_state`` returns only when the checkpoint is durable, whatever the strategy.
+        max_pending: How many saves may be under way before the next one waits for the oldest.
+        on_error: What a save that fails in the background does: ``"raise"`` on every rank at its next step, ``"warn"`` logs and
+            counts it.
+        mid_accumulation: What a save inside a window of gradient accumulation does: ``"grads"`` saves each rank's gradients so
+            far, so that the window goes on where it was; ``"defer"`` saves when the window is complete; ``"error"`` refuses.
+        commit_timeout: Seconds to wait for the other ranks' parts of a save before it counts as failed.
+        storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
+        event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
+
+    Raises:
+        OptionError: A value is not one of those above.
+
+    Example:
+        >>> CheckpointConfig(strategy="sharded").max_pending
+        1
+    """
+
+    strategy: Strategy = field(
+        default="async", metadata=_about(_choice(Strategy), "when save_state returns, and which ranks write")
+    )
+    wait: bool = field(
+        default=False, metadata=_about(_SWITCH, "return from save_state only when the checkpoint is durable")
+    )
+    max_pending: int = field(default=1, metadata=_about(_COUNT, "saves under way before the next one waits"))
+    on_error: OnError = field(
+        default="raise", metadata=_about(_choice(OnError), "what a save that fails in the background does")
+    )
+    mid_accumulation: MidAccumulation = field(
+        default="grads",
+        metadata=_about(
+            _choice(MidAccumulation), "what a save between two optimizer steps does about the gradients so far"
+        ),
+    )
+    commit_timeout: float = field(
+        default=600.0, metadata=_about(_SECONDS, "how long a save waits for the parts of the other ranks")
+    )
+    # Credentials do not belong into logs.
+    storage_options: dict[str, Any] | None = field(
+        default=None, repr=False, hash=False, metadata=_about(_MAPPING, "passed to fsspec for checkpoints at URLs")
+    )
+    event_log: str | None = field(
+        default=None, metadata=_about(_PATH, "file to which every event is appended as a line of JSON")
+    )
+
+    def __post_init__(self) -> None:
+        for name, kind in _kinds().items():
+            # The only way to set a frozen field: a path becomes text, whole seconds a float.
+            object.__setattr__(self, name, _checked(name, kind, getattr(self, name)))
+
+    @property
+    def is_async(self) -> bool:
+        """Whether ``save_state`` returns before the checkpoint is durable."""
+        return self.strategy != "sync" and not self.wait
+
+    @property
+    def slices_replicated(self) -> bool:
+        """Whether all ranks write what all of them hold alike, each a slice."""
+        return self.strategy == "sharded"
+
+    @classmethod
+    def from_sources(
+        cls,
+        flags: Mapping[str, Any] | None = None,
+        *,
+        variables: Mapping[str, str] | None = None,
+        flag_name: str = "--{}",
+    ) -> CheckpointConfig:
+        """Collect the options: flags before variables before the file before the defaults.
+
+        Args:
+            flags: Values by option, as text or as they are; None counts as not given. ``config`` is the YAML file, a mapping of
+                options to values.
+            variables: The environment, of which ``ACCELERATE_CKPT_<OPTION>`` is read, and ``ACCELERATE_CKPT_CONFIG`` for the
+                file; empty ones count as not set. That of this process, if not given.
+            flag_name: How a flag is called in errors.
+
+        Raises:
+            OptionError: An option is unknown or has a value it cannot have, or the file cannot be read; the message begins
+                with the flag, the variable or the file and key.
+
+        Example:
+            >>> CheckpointConfig.from_sources({"strategy": "sync"}, variables={"ACCELERATE_CKPT_MAX_PENDING": "2"})
+            CheckpointConfig(strategy='sync', wait=False, max_pending=2, on_error='raise', mid_accumulation='grads', \
+commit_timeout=600.0, event_log=None)
+        """
+        environment = os.environ if variables is None else variables
+        given_flags = {flag_name.format(name): (name, value) for name, value in (flags or {}).items()}
+        given_variables = {
+            name: (name.removeprefix(VARIABLE_PREFIX).lower(), text)
+            for name, text in environment.items()
+            if name.startswith(VARIABLE_PREFIX) and text
+        }
+        values: dict[str, Any] = {}
+        file: tuple[str, Any] | None = None
+        for given in (given_variables, given_flags):  # the later wins
+            for origin, (name, value) in given.items():
+                if value is None:
+                    continue
+                if name == FILE_OPTION:
+                    file = origin, value
+                else:
+                    values[name] = _from_source(origin, name, value)
+        return cls(**({} if file is None else _read_file(*file)) | values)
+
+
+def _kinds() -> dict[str, _Kind]:
+    return {option.name: option.metadata["kind"] for option in fields(CheckpointConfig)}
+
+
+def _checked(name: str, kind: _Kind, value: Any, origin: str | None = None) -> Any:
+    try:
+        return kind.check(value)
+    except ValueError as error:
+        raise OptionError(f"{name} {error}" if origin is None else f"{origin}: {name} {error}") from None
+
+
+def _from_source(origin: str, name: str, value: Any) -> Any:
+    kinds = _kinds()
+    if name not in kinds:
+        raise OptionError(f"{origin}: there is no option {name!r}{nearest(name, [*kinds, FILE_OPTION])}")
+    return _checked(name, kinds[name], kinds[name].parse(value) if isinstance(value, str) else value, origin)
+
+
+def _read_file(origin: str, path: str | os.PathLike[str]) -> dict[str, Any]:
+    import yaml  # comes with Accelerate
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except (OSError, yaml.YAMLError, UnicodeDecodeError) as error:
+        raise OptionError(f"{origin}: {os.fspath(path)} cannot be read: {error}") from error
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise OptionError(f"{os.fspath(path)}: must map options to values, and is a {type(content).__name__}")
+    kinds = _kinds()
+    for key in content:
+        if key not in kinds:
+            raise OptionError(f"{os.fspath(path)}:{key}: there is no option {key!r}{nearest(key, kinds)}")
+    return {key: _checked(key, kinds[key], value, origin=f"{os.fspath(path)}:{key}") for key, value in content.items()}
+
+
+def nearest(wrong: Any, known: Iterable[str]) -> str:
+    """Return ``; did you mean ...?`` for the known name that is most like the wrong one, or nothing."""
+    close = difflib.get_close_matches(str(wrong), list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

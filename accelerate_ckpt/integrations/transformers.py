@@ -1,0 +1,391 @@
+"""Checkpoints for ``transformers.Trainer``: it saves and resumes through the same engine as Accelerate's ``save_state``.
+
+The Trainer never calls ``save_state``, and no event lets a callback save in its place. What is replaced, on the one Trainer
+that is given and nowhere else:
+
+==========================  ============================================================================================
+``train`` (public)          to find the newest checkpoint that verifies, and to wait for the background when training fails
+``_save_checkpoint``        the only place that knows that a checkpoint is due *after* the evaluation that may have made it the
+                            best one, and before ``on_save``
+``_load_from_checkpoint``   it reads ``model.safetensors`` as one file, unverified; ``load_state`` reads what any strategy wrote
+``_load_best_model``        the same, and with the last save still in the background
+``_tr_loss``,               the losses since the last log, which are in no checkpoint of the Trainer: what it logs after a
+``_globalstep_last_logged``  resume would not be what an uninterrupted run logs
+``_total_loss_scalar``
+==========================  ============================================================================================
+
+:func:`missing_internals` finds out if a release of transformers has moved one of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel, Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from accelerate_ckpt._load_state import FolderNotFoundError
+from accelerate_ckpt._parts import FORMAT, indexed, load_model
+from accelerate_ckpt._session import Session, session_of
+from accelerate_ckpt.attach import attach
+from accelerate_ckpt.config import OptionError
+from ckpt_core import Catalog
+from ckpt_core.errors import CheckpointError, CheckpointFormatError, StateMismatchError
+from ckpt_core.state.rng import RngState
+
+__all__ = ["ResumableCallback", "missing_internals"]
+
+log = logging.getLogger(__name__)
+
+_STATE_FILE = "trainer_state.json"
+_NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-([0-9]+)")
+_NEEDED = {
+    "_save_checkpoint": ["self", "model", "trial"],
+    "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
+    "_load_best_model": ["self"],
+}
+_NEEDED_DURING_TRAINING = ("_tr_loss", "_globalstep_last_logged", "_total_loss_scalar")
+
+
+def missing_internals() -> list[str]:
+    """Return the private methods this file replaces that this release of transformers does not have as we know them."""
+
+    def is_known(name: str, arguments: list[str]) -> bool:
+        method = getattr(Trainer, name, None)
+        return method is not None and list(inspect.signature(method).parameters) == arguments
+
+    return [name for name, arguments in _NEEDED.items() if not is_known(name, arguments)]
+
+
+class ResumableCallback(TrainerCallback):
+    """Lets a ``Trainer`` save and resume durably, in the background, and bit for bit; it adds itself to the Trainer.
+
+    ``trainer.train(resume_from_checkpoint=...)`` and all arguments that say when to save and what to keep are used as ever.
+    ``True`` resumes from the newest checkpoint that verifies. Make it on all ranks, before ``train`` is called.
+
+    Args:
+        trainer: The Trainer: a single process, or DDP.
+        strategy: ``"sync"``, ``"async"`` or ``"sharded"``: see :class:`~accelerate_ckpt.CheckpointConfig`.
+        **options: The other options of :class:`~accelerate_ckpt.CheckpointConfig`.
+
+    Raises:
+        OptionError: An option is unknown, or an argument of the Trainer asks for what is not supported.
+        CheckpointError: This release of transformers is built in another way.
+
+    Example::
+
+        trainer = Trainer(model, TrainingArguments("runs", save_steps=100), train_dataset=data)
+        ResumableCallback(trainer, strategy="async")
+        trainer.train(resume_from_checkpoint=True)
+    """
+
+    def __init__(self, trainer: Any, strategy: str = "async", **options: Any) -> None:
+        missing = missing_internals()
+        if missing:
+            raise _not_as_known(f"Trainer has no {', '.join(missing)} as it is known")
+        _check_arguments(trainer)
+        self._trainer = trainer
+        self._resumed: str | None = None
+        self._rng: RngState | None = None
+        accelerator = attach(trainer.accelerator, strategy=strategy, **options)
+        accelerator.register_for_checkpointing(_LoopState(trainer))
+        accelerator.register_save_state_pre_hook(self._write_files)
+        around: dict[str, Callable[..., Any]] = {
+            "train": self._train,
+            "_save_checkpoint": self._save_checkpoint,
+            "_load_from_checkpoint": self._load_from_checkpoint,
+            "_load_best_model": self._load_best_model,
+        }
+        for name, ours in around.items():
+            stock = getattr(trainer, name)
+            setattr(trainer, name, functools.wraps(stock)(functools.partial(ours, stock)))
+        trainer.add_callback(self)
+
+    @property
+    def _session(self) -> Session:
+        session = session_of(self._trainer.accelerator)
+        if session is None:
+            raise CheckpointError(
+                "the Trainer has another Accelerator than when the callback was made",
+                remedy="make a new Trainer and a new ResumableCallback",
+            )
+        return session
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def _train(
+        self,
+        stock: Callable[..., Any],
+        resume_from_checkpoint: Any = None,
+        trial: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if trial is not None:
+            raise OptionError("hyperparameter_search is not supported with ResumableCallback")
+        _check_arguments(self._trainer)
+        path = resume_from_checkpoint or None
+        if path is True:
+            path = self._newest()
+        self._resumed = None
+        if path is not None and self._session.checkpointer.exists(path):
+            self._check_fits(os.fspath(path))
+            self._resumed = os.fspath(path)
+        try:
+            result = stock(path, trial, *args, **kwargs)
+        except BaseException:
+            checkpointer = self._session.checkpointer
+            checkpointer.drain()
+            failure = checkpointer.take_failure()
+            if failure is not None:  # not raised: it would hide what ended the training
+                log.exception("a checkpoint could not be saved", exc_info=failure)
+            raise
+        self._finish()
+        return result
+
+    def _finish(self) -> None:
+        """Wait for the background; all ranks together."""
+        self._session.outcomes.after_training()
+        self._session.checkpointer.close()
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        missing = [name for name in _NEEDED_DURING_TRAINING if not hasattr(self._trainer, name)]
+        if missing:
+            raise _not_as_known(f"a Trainer that trains has no {', '.join(missing)}")
+        if self._resumed is not None:
+            self._trainer.accelerator.load_state(self._resumed)
+            self._rng = RngState.capture()
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        # An evaluation before the first step, or another callback, may have drawn since the checkpoint was loaded.
+        rng, self._rng = self._rng, None
+        if rng is not None:
+            rng.restore()
+
+    def on_evaluate(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
+        # Each evaluation prepares a new loader, which Accelerate never lets go of: it does not belong into checkpoints.
+        if not self._trainer.is_in_train:
+            return
+        loaders, data = self._trainer.accelerator._dataloaders, self._session.data
+        for loader in [loader for loader in loaders if loader is not train_dataloader]:
+            position = data.find(loader)
+            if position is not None:
+                position.release()
+        loaders[:] = [loader for loader in loaders if loader is train_dataloader]
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        if "train_runtime" not in (logs or {}):
+            return
+        # The last thing that is logged. What comes after it looks for the best checkpoint in the file system.
+        self._finish()
+        best = state.best_model_checkpoint
+        if best is not None and not os.path.isdir(best):
+            log.warning("the best checkpoint %s could not be saved, so it is not loaded", best)
+            state.best_model_checkpoint = None
+
+    # ---- saving ------------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, _stock: Callable[..., Any], _model: Any, _trial: Any = None) -> None:
+        trainer, session = self._trainer, self._session
+        state, folder = trainer.state, trainer.args.output_dir
+        trainer.store_flos()
+        target = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        if state.best_global_step:
+            best = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+            is_saved = best == target or session.checkpointer.exists(best)
+            if session.agreement.from_rank_zero("save", is_saved):
+                state.best_model_checkpoint = best
+        trainer.accelerator.save_state(target)
+        if session.rank == 0:
+            for path in _surplus(trainer, [*session.checkpointer.pending, target]):
+                session.checkpointer.remove(path)  # when all saves so far are durable
+
+    def _write_files(self, _models: Any, _weights: Any, directory: str) -> None:
+        """Add what the Trainer puts beside the weights, but for the pickle of its arguments."""
+        trainer = self._trainer
+        if not trainer.is_world_process_zero():
+            return
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        if isinstance(model, PreTrainedModel):
+            config = copy.deepcopy(model.config)
+            config.architectures = [type(model).__name__]
+            config.save_pretrained(directory)
+            if model.can_generate():
+                model.generation_config.save_pretrained(directory)
+        processing = trainer.processing_class
+        if processing is None:
+            processing = getattr(trainer.data_collator, "tokenizer", None)
+        if processing is not None:
+            processing.save_pretrained(directory)
+        _collect_callback_states(trainer)
+        trainer.state.save_to_json(os.path.join(directory, _STATE_FILE))
+
+    # ---- loading -----------------------------------------------------------------------------------------------------
+
+    def _load_from_checkpoint(self, stock: Callable[..., Any], resume_from_checkpoint: Any, model: Any = None) -> None:
+        # Ours is loaded when everything is prepared, in on_train_begin.
+        if self._resumed is None or os.fspath(resume_from_checkpoint) != self._resumed:
+            stock(resume_from_checkpoint, model)
+
+    def _load_best_model(self, stock: Callable[[], None]) -> None:
+        trainer, session = self._trainer, self._session
+        best = trainer.state.best_model_checkpoint
+        if not session.checkpointer.exists(best):  # saved without this callback
+            stock()
+            return
+        log.info("loading the best model from %s (score: %s)", best, trainer.state.best_metric)
+        model = trainer.accelerator.unwrap_model(trainer.model)
+        checkpoint = session.checkpointer.load(best)
+        with checkpoint:
+            load_model(model, checkpoint, indexed("model", 0), rank=session.rank)
+
+    def _newest(self) -> str:
+        """Return the checkpoint of the highest step that can be used; called on all ranks together."""
+        session, folder = self._session, self._trainer.args.output_dir
+        found: list[str | None] = [None]
+
+        def look() -> None:
+            found[0] = _newest_usable(session, folder) if session.rank == 0 else None
+
+        session.agreement.all_succeeded("train", look)
+        path = session.agreement.from_rank_zero("train", found[0])
+        if path is None:
+            raise FolderNotFoundError(f"No valid checkpoint found in output directory ({folder})", path=folder)
+        return str(path)
+
+    def _check_fits(self, path: str) -> None:
+        session = self._session
+        if self._trainer.args.ignore_data_skip:
+            raise OptionError(
+                "ignore_data_skip=True cannot be used to resume from this checkpoint: it goes on where the data was"
+            )
+        with session.checkpointer.load(path) as checkpoint:
+            checkpoint.read_file(_STATE_FILE)  # the Trainer reads it unverified
+            about: Mapping[str, Any] = checkpoint.metadata.get(FORMAT) or {}
+        saved = about.get("world_size", session.world_size)
+        if saved != session.world_size:
+            raise StateMismatchError(
+                f"the checkpoint was saved by {saved} processes, and this run has {session.world_size}: the Trainer computes "
+                "from the number of steps where in the epoch it is, which would be wrong",
+                path=path,
+                remedy=f"start {saved} processes",
+            )
+
+
+class _LoopState:
+    """What the Trainer keeps to itself, as an object that Accelerate saves and restores for each rank.
+
+    Args:
+        trainer: The Trainer.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            "lr_scheduler": trainer.lr_scheduler.state_dict(),
+            "loss_since_log": trainer._tr_loss.detach(),
+            "step_of_last_log": int(trainer._globalstep_last_logged),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        trainer = self._trainer
+        trainer.lr_scheduler.load_state_dict(state["lr_scheduler"])
+        trainer._tr_loss.copy_(state["loss_since_log"])
+        trainer._globalstep_last_logged = int(state["step_of_last_log"])
+        # The mean that train() returns is of its own steps.
+        trainer._total_loss_scalar = -float(state["loss_since_log"])
+
+
+def _not_as_known(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"ResumableCallback does not work with transformers {transformers.__version__}: {what}",
+        remedy="use transformers 5, or train without ResumableCallback",
+    )
+
+
+def _check_arguments(trainer: Any) -> None:
+    """Refuse what would not be done as the Trainer's arguments say.
+
+    Raises:
+        OptionError: As said.
+    """
+    args = trainer.args
+    problems = {
+        "save_only_model=True: there would be nothing to resume from": args.save_only_model,
+        "hub_strategy: it uploads checkpoints before they are durable (use 'end')": (
+            args.push_to_hub and args.hub_strategy != "end"
+        ),
+        "enable_jit_checkpoint=True": getattr(args, "enable_jit_checkpoint", False),
+        f"an output_dir that is a URL: {args.output_dir}": "://" in str(args.output_dir),
+        "DeepSpeed": trainer.is_deepspeed_enabled,
+        "FSDP": trainer.is_fsdp_enabled,
+        "PEFT adapters": hasattr(trainer.model, "peft_config"),
+    }
+    for problem, is_there in problems.items():
+        if is_there:
+            raise OptionError(f"not supported with ResumableCallback: {problem}")
+
+
+def _collect_callback_states(trainer: Any) -> None:
+    states = trainer.state.stateful_callbacks
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            name = type(callback).__name__
+            if isinstance(states[name], list):  # several of one class
+                states[name].append(callback.state())
+            else:
+                states[name] = callback.state()
+
+
+def _surplus(trainer: Any, pending: list[str]) -> list[str]:
+    """Return the checkpoints that ``save_total_limit`` is to delete, the oldest first, by the Trainer's own rules."""
+    limit = trainer.args.save_total_limit
+    if not limit or limit < 0:
+        return []
+    infos = Catalog(trainer.args.output_dir, suffix="").checkpoints()
+    infos = [info for info in infos if _NAME.fullmatch(os.path.basename(info.path))]
+    best = trainer.state.best_model_checkpoint
+    protected = {os.path.abspath(path) for path in [*pending, *([best] if best else [])]}
+    committed = [os.path.abspath(info.path) for info in sorted(infos, key=lambda info: info.modified)]
+    candidates = [path for path in committed if path not in protected]
+    return candidates[: max(0, len(candidates) + len(protected) - max(limit, len(protected)))]
+
+
+def _newest_usable(session: Session, folder: str) -> str | None:
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    numbers = {int(match.group(1)): name for name in names if (match := _NAME.fullmatch(name))}
+    for _, name in sorted(numbers.items(), reverse=True):
+        path = os.path.join(folder, name)
+        try:
+            _verify(session, path)
+        except CheckpointError as error:
+            log.warning("passed over the checkpoint %s: %s", path, error.message)
+        else:
+            return path
+    return None
+
+
+def _verify(session: Session, path: str) -> None:
+    if session.checkpointer.exists(path):
+        with session.checkpointer.load(path) as checkpoint:
+            checkpoint.verify()
+            checkpoint.read_file(_STATE_FILE)
+        return
+    try:  # the Trainer's own: it writes this file last
+        with open(os.path.join(path, _STATE_FILE), encoding="utf-8") as file:
+            json.load(file)
+    except (OSError, ValueError) as error:
+        raise CheckpointFormatError(f"it is incomplete: {error}", path=path) from error

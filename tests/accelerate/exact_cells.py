@@ -1,0 +1,283 @@
+"""Data, loaders and the training scripts of the tests of exact resume under Accelerate."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    SequentialSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+SAMPLES = 31
+BATCH = 4
+
+
+def augment(index: int) -> torch.Tensor:
+    """A sample with noise of all three global generators in it."""
+    base = torch.sin(torch.arange(4.0) + index)
+    return base + 0.1 * torch.randn(4) + 0.1 * float(np.random.randn()) + 0.1 * random.gauss(0, 1)
+
+
+class Samples(Dataset):
+    def __init__(self, size: int = SAMPLES) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, augment(index)
+
+
+class Batches(Samples):
+    """A data set that is asked for whole batches."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return torch.tensor(index), torch.stack([augment(i) for i in index])
+
+
+class GeneratorSamples(Samples):
+    """Augments from a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = np.random.default_rng(3)
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        return index, augment(index) + float(self.rng.normal())
+
+
+class StatefulSamples(Samples):
+    """A map-style data set with a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taken = 0
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        self.taken += 1
+        return index, augment(index) + 0.01 * self.taken
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"taken": self.taken}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.taken = state["taken"]
+
+
+class Stream(IterableDataset):
+    """An iterable data set that divides itself over its workers."""
+
+    def __init__(self, size: int = SAMPLES) -> None:
+        self.size = size
+
+    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        for index in range(first, self.size, step):
+            yield index, augment(index)
+
+
+class ShuffledStream(IterableDataset):
+    """An iterable data set whose order depends on the epoch."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        order = np.random.default_rng(self.epoch).permutation(SAMPLES)
+        for index in order[first::step]:
+            yield int(index), augment(int(index))
+
+
+class GeneratorStream(IterableDataset):
+    """An iterable data set with a generator that Accelerate seeds with the epoch."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
+        for index in torch.randperm(SAMPLES, generator=self.generator).tolist():
+            yield index, augment(index)
+
+
+class StatefulStream(IterableDataset):
+    """An iterable data set with a state."""
+
+    def __init__(self) -> None:
+        self.position: int | None = None
+        self.resumed = False
+
+    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        if not self.resumed:
+            self.position = first
+        self.resumed = False
+        while self.position < SAMPLES:
+            index = self.position
+            self.position += step
+            yield index, augment(index)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+        self.resumed = self.position is not None
+
+
+class OwnSampler(Sampler[int]):
+    """A user's sampler with a NumPy generator of its own and a counter of passes."""
+
+    def __init__(self, size: int = SAMPLES) -> None:
+        self.rng = np.random.default_rng(11)
+        self.size = size
+        self.passes = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        self.passes += 1
+        yield from (int(i) for i in np.roll(self.rng.permutation(self.size), self.passes))
+
+
+class Buckets(BatchSampler):
+    """A user's batch sampler with a fixed batch size."""
+
+    def __init__(self, size: int = SAMPLES) -> None:
+        super().__init__(SequentialSampler(range(size)), BATCH, False)
+        self.rng = np.random.default_rng(5)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batches = list(super().__iter__())
+        for number in self.rng.permutation(len(batches) - 1).tolist():
+            yield batches[number]
+        yield batches[-1]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One way to load data and to write a training script.
+
+    Attributes:
+        loader: Makes the loaders, the one that is trained on first.
+        config: How Accelerate prepares them.
+        style: How the script goes on: ``iterate`` (as if nothing was), ``skip`` (``skip_first_batches`` and ``set_epoch``).
+        accumulate: Micro-batches in one optimizer step.
+        evaluate: Iterate over the second loader after each epoch.
+        together: Iterate over both loaders together.
+        local: No DDP, because the ranks do not have equally many batches.
+        hidden: Width of the model.
+    """
+
+    loader: Callable[[int], list[Any]]
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    style: str = "iterate"
+    accumulate: int = 1
+    evaluate: bool = False
+    together: bool = False
+    local: bool = False
+    hidden: int = 8
+
+
+def plain(dataset: Callable[[], Any] = Samples, workers: int = 0, **kwargs: Any) -> Callable[[int], list[Any]]:
+    def make(seed: int) -> list[Any]:
+        options = {key: value(seed) if callable(value) else value for key, value in kwargs.items()}
+        if workers:
+            options["num_workers"] = workers
+        if "batch_sampler" not in options:
+            options.setdefault("batch_size", BATCH)
+        return [DataLoader(dataset(), **options)]
+
+    return make
+
+
+def two(dataset: Callable[[], Any] = Samples, workers: int = 0) -> Callable[[int], list[Any]]:
+    def make(seed: int) -> list[Any]:
+        train = DataLoader(dataset(), batch_size=BATCH, shuffle=True, num_workers=workers)
+        return [train, DataLoader(Samples(18), batch_size=BATCH, shuffle=True)]
+
+    return make
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+SHUFFLED = plain(shuffle=True)
+SEEDABLE = {"use_seedable_sampler": True}
+STATEFUL = {"use_stateful_dataloader": True}
+DISPATCHED = {"dispatch_batches": True}
+SHARDED = {"dispatch_batches": False}
+
+CELLS: dict[str, Cell] = {
+    "default": Cell(SHUFFLED),
+    "default_skip": Cell(SHUFFLED, style="skip"),
+    "default_workers": Cell(plain(shuffle=True, workers=2)),
+    "default_workers_skip": Cell(plain(shuffle=True, workers=2), style="skip"),
+    "default_persistent": Cell(plain(shuffle=True, workers=2, persistent_workers=True)),
+    "default_accumulate": Cell(SHUFFLED, accumulate=4),
+    "generator": Cell(plain(shuffle=True, generator=_generator)),
+    "drop_last": Cell(plain(shuffle=True, drop_last=True)),
+    "sequential": Cell(plain()),
+    "weighted": Cell(plain(sampler=lambda seed: WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))),
+    "own_sampler": Cell(plain(sampler=lambda seed: OwnSampler())),
+    "own_batch_sampler": Cell(plain(batch_sampler=lambda seed: Buckets())),
+    "sampler_is_batch_sampler": Cell(plain(Batches, sampler=lambda seed: Buckets(), batch_size=None)),
+    "own_rng": Cell(plain(GeneratorSamples, shuffle=True)),
+    "split_batches": Cell(SHUFFLED, config={"split_batches": True}),
+    "uneven": Cell(plain(lambda: Samples(27), shuffle=True), config={"even_batches": False}, local=True),
+    "uneven_seedable": Cell(
+        plain(lambda: Samples(27), shuffle=True), config={"even_batches": False, **SEEDABLE}, local=True
+    ),
+    "seedable": Cell(SHUFFLED, config=SEEDABLE),
+    "seedable_skip": Cell(SHUFFLED, config=SEEDABLE, style="skip"),
+    "seedable_workers": Cell(plain(shuffle=True, workers=2), config=SEEDABLE),
+    "stateful": Cell(SHUFFLED, config=STATEFUL),
+    "stateful_workers": Cell(plain(shuffle=True, workers=2), config=STATEFUL),
+    "stateful_persistent": Cell(plain(shuffle=True, workers=2, persistent_workers=True), config=STATEFUL),
+    "stateful_seedable": Cell(SHUFFLED, config={**STATEFUL, **SEEDABLE}),
+    "stateful_samples": Cell(plain(StatefulSamples, shuffle=True), config=STATEFUL),
+    "stateful_samples_workers": Cell(plain(StatefulSamples, shuffle=True, workers=2), config=STATEFUL),
+    "dispatched": Cell(SHUFFLED, config=DISPATCHED),
+    "dispatched_skip": Cell(SHUFFLED, config=DISPATCHED, style="skip"),
+    "dispatched_split": Cell(SHUFFLED, config={**DISPATCHED, "split_batches": True}),
+    "dispatched_workers": Cell(plain(shuffle=True, workers=2), config=DISPATCHED),
+    "dispatched_stateful": Cell(SHUFFLED, config={**DISPATCHED, **STATEFUL}),
+    "dispatched_stream": Cell(plain(Stream), config=DISPATCHED),
+    "dispatched_stream_workers": Cell(plain(Stream, workers=2), config=DISPATCHED),
+    "stream": Cell(plain(Stream), config=SHARDED),
+    "stream_workers": Cell(plain(Stream, workers=2), config=SHARDED),
+    "stream_split": Cell(plain(Stream), config={**SHARDED, "split_batches": True}),
+    "shuffled_stream": Cell(plain(ShuffledStream), config=SHARDED),
+    "generator_stream": Cell(plain(GeneratorStream), config=SHARDED),
+    "stateful_stream": Cell(plain(StatefulStream), config={**SHARDED, **STATEFUL}),
+    "stateful_stream_workers": Cell(plain(StatefulStream, workers=2), config={**SHARDED, **STATEFUL}),
+    "evaluate": Cell(two(), evaluate=True),
+    "together": Cell(two(), together=True),
+    "buckets": Cell(SHUFFLED, hidden=700),
+}
+
+
+def configuration(cell: Cell) -> DataLoaderConfiguration:
+    return DataLoaderConfiguration(**cell.config)

@@ -1,0 +1,115 @@
+"""Sharded models: FSDP2 and FSDP1, on two processes and the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.accelerate_ranks import Ranks
+
+# Accelerate makes FSDP on the CPU a DDP, silently. This is what it would set for a GPU.
+PREPARED = """
+    import functools
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType
+    if alone:  # which Accelerate would make no process group for
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    accelerator = Accelerator(gradient_accumulation_steps=accumulation)
+    state, options = accelerator.state, {"use_orig_params": True} if version == 1 else {}
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=version, state_dict_type="SHARDED_STATE_DICT", auto_wrap_policy="size_based_wrap", min_num_params=50,
+        cpu_ram_efficient_loading=False, **options
+    )
+    state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    state.device = PartialState._shared_state["device"] = torch.device("cpu")
+    attach(accelerator, "sharded")
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(16, 63), nn.Dropout(0.2), nn.Linear(63, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    data = torch.utils.data.TensorDataset(torch.arange(512.0).reshape(32, 16) / 512)
+    loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    torch.manual_seed(50 + rank)
+    losses = []
+
+    def train(steps, save_after=None):
+        done = 0
+        while done < steps:
+            for (batch,) in loader:
+                with accelerator.accumulate(model):
+                    loss = model(batch).pow(2).mean()
+                    accelerator.backward(loss)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                losses.append(loss.item())
+                done += 1
+                if done == save_after:
+                    accelerator.save_state(saved)
+                if done == steps:
+                    break
+
+    def whole():
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+        options = StateDictOptions(full_state_dict=True)
+        weights, moments = get_state_dict(model, optimizer.optimizer, options=options)
+        return [
+            {name: value.tolist() for name, value in sorted(weights.items())},
+            {name: entry["exp_avg"].tolist() for name, entry in sorted(moments["state"].items())},
+        ]
+"""
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_sharded_run_goes_on_as_if_it_had_not_stopped(ranks: Ranks, tmp_path: Path, version: int) -> None:
+    names: dict[str, Any] = {"version": version, "accumulation": 1, "alone": False, "saved": str(tmp_path / "saved")}
+    ending = "    tell(losses=losses, lr=scheduler.get_last_lr())\n    accelerator.end_training()\n"
+    whole = ranks.run(PREPARED + "    train(11, save_after=6)\n" + ending, 2, seed=0, **names)
+    resumed = ranks.run(PREPARED + "    accelerator.load_state(saved)\n    train(5)\n" + ending, 2, seed=1, **names)
+    for rank in range(2):
+        assert whole[rank].error is None and resumed[rank].error is None
+        assert resumed[rank].told["losses"] == whole[rank].told["losses"][6:]
+        assert resumed[rank].told["lr"] == whole[rank].told["lr"]
+    files = {path.name for path in (tmp_path / "saved").iterdir()}
+    assert {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"} <= files
+
+
+def test_another_number_of_ranks_loads_the_same_state(ranks: Ranks, tmp_path: Path) -> None:
+    names: dict[str, Any] = {"version": 2, "accumulation": 1, "alone": False, "saved": str(tmp_path / "saved")}
+    saving = "    train(6, save_after=6)\n    tell(whole=whole())\n    accelerator.end_training()\n"
+    loading = (
+        "    accelerator.load_state(saved)\n    tell(whole=whole())\n    train(2)\n    accelerator.end_training()\n"
+    )
+    saved = ranks.run(PREPARED + saving, 2, seed=0, **names)
+    for world_size in (1, 3):
+        loaded = ranks.run(PREPARED + loading, world_size, seed=1, **{**names, "alone": world_size == 1})
+        assert [result.error for result in loaded] == [None] * world_size
+        assert loaded[0].told["whole"] == saved[0].told["whole"]
+
+
+def test_a_save_inside_a_window_waits_for_its_end(ranks: Ranks, tmp_path: Path) -> None:
+    names: dict[str, Any] = {"version": 2, "accumulation": 4, "alone": False, "saved": str(tmp_path / "saved")}
+    saving = "    train(8, save_after=2)\n    tell(losses=losses)\n    accelerator.end_training()\n"
+    loading = (
+        "    accelerator.load_state(saved)\n    train(4)\n    tell(losses=losses)\n    accelerator.end_training()\n"
+    )
+    whole = ranks.run(PREPARED + saving, 2, seed=0, **names)
+    resumed = ranks.run(PREPARED + loading, 2, seed=1, **names)
+    for rank in range(2):
+        assert resumed[rank].error is None
+        assert resumed[rank].told["losses"] == whole[rank].told["losses"][4:]
+
+
+def test_another_model_is_refused(ranks: Ranks, tmp_path: Path) -> None:
+    names: dict[str, Any] = {"version": 2, "accumulation": 1, "alone": False, "saved": str(tmp_path / "saved")}
+    ranks.run(PREPARED + "    train(2, save_after=2)\n    accelerator.end_training()\n", 2, seed=0, **names)
+    other = PREPARED.replace(
+        "nn.Linear(16, 63), nn.Dropout(0.2), nn.Linear(63, 1)", "nn.Linear(16, 62), nn.Linear(62, 1)"
+    )
+    results = ranks.run(other + "    accelerator.load_state(saved)\n", 2, seed=0, **names)
+    assert [result.error for result in results] == ["StateMismatchError", "StateMismatchError"]
+    assert "2.weight" in results[0].message
