@@ -9,10 +9,11 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["CheckpointIOBase", "ModelCheckpointBase"]
+__all__ = ["CallbackBase", "CheckpointIOBase", "ModelCheckpointBase"]
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO as CheckpointIOBase
+    from lightning.pytorch.callbacks import Callback as CallbackBase
     from lightning.pytorch.callbacks import ModelCheckpoint as ModelCheckpointBase
 else:
 
@@ -31,6 +32,7 @@ else:
         return type(f"{name}Base", tuple(bases), {"__module__": __name__})
 
     CheckpointIOBase = _derived_from_installed("CheckpointIO", "lightning.fabric.plugins", "lightning_fabric.plugins")
+    CallbackBase = _derived_from_installed("Callback", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
     ModelCheckpointBase = _derived_from_installed(
         "ModelCheckpoint", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks"
     )

@@ -31,10 +31,14 @@ from ckpt_core.errors import CheckpointFormatError
 from ckpt_core.state.gradients import capture_gradients, restore_gradients
 from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
 from ckpt_core.state.rng import RngState, capture_generators, restore_generators
+from lightning_ckpt._counters import undo_unfinished
 from lightning_ckpt._loaders import TrainingData
 from lightning_ckpt._metrics import MetricsMoment, restore_metrics, torchmetrics_of
+from lightning_ckpt._other_ranks import go_on_elsewhere, inexact_elsewhere, state_for_rank, with_gradients
 from lightning_ckpt._private import Internals, rebuild_ddp_buckets
 from lightning_ckpt._private_guard import check
+from lightning_ckpt._sharded_routing import is_routed, keeps_whole_gradients
+from lightning_ckpt._sharded_state import GRADIENTS_KEY
 
 __all__ = ["KEY", "VERSION", "ExactState"]
 
@@ -175,6 +179,10 @@ class ExactState:
         mine = self._after_fit if self._after_fit is not None else self._capture_rank()
         if not mine:
             return
+        if is_routed(self._trainer.strategy):
+            # each rank writes its own: they are as large as the weights
+            checkpoint[GRADIENTS_KEY] = mine["per_rank"]["gradients"]
+            mine = {**mine, "per_rank": {**mine["per_rank"], "gradients": {}}}
         ranks = self._gather(mine)
         if ranks is not None:
             notes = sorted({note for rank in ranks if rank is not None for note in rank["notes"]})
@@ -217,6 +225,10 @@ class ExactState:
         if self._internals.fetcher is not None and self._internals.steps_take_the_iterator and redo:
             notes.append("training_step takes the iterator and has fetched batches that were not trained on")
         in_epoch = phase not in ("between_epochs", "epoch_end") and not progress["batch"]["is_last_batch"]
+        if in_epoch and self._window_open(batches) and keeps_whole_gradients(self._trainer.strategy):
+            notes.append(
+                "FSDPStrategy keeps the gradients of an open accumulation window whole, and they are not saved"
+            )
         begun = phase == "between_epochs" and progress["epoch"]["current"]["completed"] == 0
         if (in_epoch or begun) and self._internals.fetcher is not None:
             data = self._data.capture(0 if begun else batches, self._internals.prefetched)
@@ -249,7 +261,7 @@ class ExactState:
         if epoch["ready"] == epoch["completed"]:
             return "between_epochs", progress, False
         if epoch["ready"] > epoch["started"]:
-            _undo_unfinished(progress["epoch"])
+            undo_unfinished(progress["epoch"])
             return "between_epochs", progress, False
         if epoch["processed"] == epoch["ready"]:
             return "epoch_end", progress, False
@@ -258,7 +270,7 @@ class ExactState:
         redo = self._data.attempts > batch["completed"] + self._internals.prefetched
         if redo:
             for part in ("batch", "scheduler", "automatic", "manual"):
-                _undo_unfinished(progress[part])
+                undo_unfinished(progress[part])
             progress["batch"]["is_last_batch"] = False
         return "batch", progress, redo
 
@@ -281,7 +293,8 @@ class ExactState:
         if not module.automatic_optimization:
             opened = ((name, p) for name, p in module.named_parameters() if id(p) in self._open_gradients)
             return capture_gradients(opened)
-        return capture_gradients(module.named_parameters()) if in_epoch and self._window_open(batches) else {}
+        is_kept = in_epoch and self._window_open(batches) and not keeps_whole_gradients(self._trainer.strategy)
+        return capture_gradients(module.named_parameters()) if is_kept else {}
 
     def _unswap_averaged_weights(self, checkpoint: dict[str, Any]) -> None:
         # during validation Lightning's WeightAveraging has put the averaged weights into the model and the trained ones
@@ -309,28 +322,37 @@ class ExactState:
                 key=f"{KEY}.version",
                 remedy="update ckpt-plugins",
             )
-        saved, now = state[Kind.REPLICATED.value]["world_size"], self._trainer.world_size
-        if saved != now:
-            self._warn(
-                f"it was saved by {saved} ranks and is resumed by {now}: random generators, the order of samples and open "
-                "gradients are not restored, and Lightning goes on in its own way"
-            )
-            return
-        self._loaded = {**state, "mine": state_of_rank(state, self._trainer.global_rank)}
+        state, rank = with_gradients(state, checkpoint.get(GRADIENTS_KEY, {})), self._trainer.global_rank
+        if self._saved_elsewhere(state):
+            mine = state_for_rank(state, rank, gradients=not self._begins_window_again)
+        else:
+            mine = state_of_rank(state, rank)
+        self._loaded = {**state, "mine": mine}
+
+    @property
+    def _begins_window_again(self) -> bool:
+        # Shards of gradients are of no use to another number of ranks.
+        sharded = self._trainer.strategy.restore_checkpoint_after_setup
+        return bool(self._trainer.lightning_module.automatic_optimization or sharded)
+
+    def _saved_elsewhere(self, state: Mapping[str, Any]) -> bool:
+        return bool(state[Kind.REPLICATED.value]["world_size"] != self._trainer.world_size)
 
     def _go_on(self, begin_epoch: Callable[[], None]) -> None:
         assert self._loaded is not None
         state, self._loaded = self._loaded, None
-        shared, mine = state[Kind.REPLICATED.value], state["mine"]
-        causes = [*shared["notes"], *self._data.check(mine["data"])]
-        if causes:
-            self._warn("; ".join(causes))
+        shared, mine, module = state[Kind.REPLICATED.value], state["mine"], self._trainer.lightning_module
+        elsewhere = self._saved_elsewhere(state)
+        causes = inexact_elsewhere(self._data, shared, mine) if elsewhere else self._data.check(mine["data"])
+        if causes or shared["notes"]:
+            self._warn("; ".join([*shared["notes"], *causes]))
+        if elsewhere:
+            shared = go_on_elsewhere(self._data, shared, mine["data"], begin_window_again=self._begins_window_again)
         if shared["validation_made"]:
             self._internals.set_up_validation()
         for loader, generators in zip(self._internals.validation_loaders(), mine["validation"], strict=False):
             restore_generators(loader, generators)
         self._internals.set_progress(shared["progress"])
-        module = self._trainer.lightning_module
         restore_metrics(self._internals, module, mine["metrics"])
         self._restore_gradients(module, mine["gradients"])
         rng = RngState.decode(mine["rng"])
@@ -339,31 +361,33 @@ class ExactState:
             self._internals.end_epoch()
             rng = RngState.capture()
         if shared["phase"] in ("between_epochs", "epoch_end"):
-            self._enter(mine["data"], rng)
+            self._enter(mine["data"], rng, elsewhere)
             if mine["data"]["between"] and self._trainer.current_epoch == 0:
                 # the iterators of the first epoch are made before it begins; it was saved before that
                 iter(self._internals.fetcher)
             begin_epoch()
         else:
-            self._continue_epoch(shared, mine["data"], rng)
+            self._continue_epoch(shared, lambda: self._enter(mine["data"], rng, elsewhere))
 
     def _restore_gradients(self, module: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         restore_gradients(module.named_parameters(), gradients)
         if not module.automatic_optimization:
             self._open_gradients = {id(p) for p in module.parameters() if p.grad is not None}
 
-    def _enter(self, data: Mapping[str, Any], rng: RngState) -> None:
+    def _enter(self, data: Mapping[str, Any], rng: RngState, elsewhere: bool) -> None:
         if data["between"]:
-            self._data.go_between_epochs(data)
+            if not elsewhere:
+                self._data.go_between_epochs(data)
         else:
-            self._data.go_to(data)
+            if not elsewhere:
+                self._data.go_to(data)
             iter(self._internals.fetcher)
         # whatever getting there has drawn
         rng.restore()
 
-    def _continue_epoch(self, shared: Mapping[str, Any], data: Mapping[str, Any], rng: RngState) -> None:
+    def _continue_epoch(self, shared: Mapping[str, Any], enter: Callable[[], None]) -> None:
         phase, batch = shared["phase"], shared["progress"]["batch"]
-        self._internals.continue_epoch(lambda: self._enter(data, rng), batch["current"]["ready"])
+        self._internals.continue_epoch(enter, batch["current"]["ready"])
         if phase == "batch_end":
             self._internals.finish_batch(self._internals.end_batch, None)
         elif phase in ("validation", "validation_end"):
@@ -372,11 +396,3 @@ class ExactState:
 
 def _keep_quiet(causes: str) -> None:
     """Rank 0 says it for all."""
-
-
-def _undo_unfinished(progress: dict[str, Any]) -> None:
-    for value in progress.values():
-        if isinstance(value, dict):
-            _undo_unfinished(value)
-    if "completed" in progress:
-        progress.update({name: progress["completed"] for name in ("ready", "started", "processed") if name in progress})

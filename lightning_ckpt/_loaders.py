@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpt_core.errors import StateMismatchError
-from ckpt_core.state.loaders import LoaderMark, LoaderTracker
+from ckpt_core.state.loaders import LoaderMark
 from ckpt_core.state.rng import RngState
+from lightning_ckpt._divided import Division, TrainingLoader
 from lightning_ckpt._private import Internals
 
 __all__ = ["TrainingData"]
@@ -31,6 +33,14 @@ class _Fetch:
     exhausted: tuple[bool, ...]
 
 
+@dataclasses.dataclass(frozen=True)
+class _Rest:
+    """What is left of an epoch after ``batches`` batches, if it is known how to divide it."""
+
+    batches: int
+    division: Division | None
+
+
 class TrainingData:
     """The training loaders of one Trainer.
 
@@ -45,9 +55,10 @@ class TrainingData:
         self._replay = replay
         self._before_fetch = before_fetch
         self._combined: Any = None
-        self._trackers: list[LoaderTracker] = []
+        self._trackers: list[TrainingLoader] = []
         self._fetches: collections.deque[_Fetch] = collections.deque(maxlen=_FETCHES_REMEMBERED)
         self._pending: Mapping[str, Any] | None = None
+        self._rest: _Rest | None = None
         self._draws_while_reading = False
         self.attempts = 0
         self.idle = False
@@ -56,7 +67,8 @@ class TrainingData:
         """Begin to follow the loaders that Lightning has just made or been given."""
         self.release()
         self._combined = self._internals.combined_loader
-        self._trackers = [LoaderTracker(loader, self._replay) for loader in self._combined.flattened]
+        world_size = self._internals.trainer.world_size
+        self._trackers = [TrainingLoader(loader, self._replay, world_size) for loader in self._combined.flattened]
         self._internals.record_iteration(self._combined, self._iterate, self._fetch)
 
     def release(self) -> None:
@@ -79,6 +91,9 @@ class TrainingData:
             return
         if self._pending is not None:
             self._iterate_from(self._pending, make_iterators)
+            return
+        if self._rest is not None:
+            self._iterate_over(self._rest, make_iterators)
             return
         for tracker in self._trackers:
             tracker.begin_pass()
@@ -197,3 +212,65 @@ class TrainingData:
         self.attempts = state["batches"]
         if state["ahead_rng"] is not None:
             RngState.decode(state["ahead_rng"]).restore()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that go on."""
+        return int(self._internals.trainer.world_size)
+
+    @property
+    def batches(self) -> float:
+        """Number of batches in an epoch of this rank."""
+        return float(self._internals.trainer.num_training_batches)
+
+    # ---- restore with another number of ranks ------------------------------------------------------------------------
+
+    def problem_elsewhere(self, state: Mapping[str, Any]) -> str | None:
+        """Return why what other ranks left of an epoch cannot be divided over these, in words, or ``None``."""
+        if state["between"]:
+            return None
+        loaders = state["loaders"]
+        if len(loaders) != len(self._trackers):
+            return f"there were {len(loaders)} training data loaders and are {len(self._trackers)}"
+        if len(loaders) > 1:
+            return "there are several training data loaders, which end at different times"
+        return self._trackers[0].problem_elsewhere(loaders[0])
+
+    def go_to_rest(self, state: Mapping[str, Any], again: int, world_size: int) -> int:
+        """Let the next iterators go on with what other ranks left of the epoch.
+
+        Args:
+            state: What :meth:`capture` returned on one of them.
+            again: Number of their last batches that do not count.
+            world_size: How many they were.
+
+        Returns:
+            Number of batches of the epoch that count as done here.
+        """
+        done: float
+        if state["between"]:
+            done = self.batches
+        elif self.problem_elsewhere(state) is None:
+            division = self._trackers[0].rest(state["loaders"][0], again)
+            # whatever is left is trained on, so that what is done is the difference
+            done = len(self._trackers[0].loader) - division.batches if division is not None else 0
+            self._rest = _Rest(int(done), division)
+        else:
+            done = (state["batches"] - again) * world_size // self.world_size
+            self._rest = _Rest(int(done), None)
+        done = min(done, self.batches)
+        for tracker, saved in zip(self._trackers, state["loaders"], strict=False):
+            tracker.carry_seeds(saved)
+        self.idle = False
+        return int(done) if math.isfinite(done) else 0
+
+    def _iterate_over(self, rest: _Rest, make_iterators: Callable[[], Any]) -> None:
+        self._rest = None
+        for tracker in self._trackers:
+            tracker.begin_pass(rest.batches)
+            tracker.division = rest.division
+        make_iterators()
+        for tracker in self._trackers:
+            tracker.pass_made()
+        self._internals.set_position(self._combined, rest.batches, [])
+        self.attempts = rest.batches

@@ -10,24 +10,35 @@ from weakref import proxy
 
 from ckpt_core import Catalog, verify
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_core.policies import RetentionPolicy
 from ckpt_core.reader import peek
 from lightning_ckpt._bases import ModelCheckpointBase
 from lightning_ckpt._outcomes import OutcomeWatch, raise_together
 from lightning_ckpt._private import checkpoint_directory
+from lightning_ckpt._remote import is_remote, open_filesystem, tell_of_checkpoint
+from lightning_ckpt._retention import Retention
+from lightning_ckpt._sharded_routing import is_routed, raise_on_all_ranks, route
 from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
+from lightning_ckpt.sharded import ShardedCheckpointIO
 
 __all__ = ["ReliableModelCheckpoint"]
 
 logger = logging.getLogger(__name__)
 
+_PLUGINS = (TorchFileIO, ShardedCheckpointIO)
+
 
 class ReliableModelCheckpoint(ModelCheckpointBase):
     """What :class:`~lightning_ckpt.ResumableCheckpoint` adds to ``ModelCheckpoint`` besides the exact state."""
 
-    def __init__(self, **settings: Any) -> None:
+    def __init__(self, *, retention: RetentionPolicy | None = None, **settings: Any) -> None:
+        if retention is not None and not isinstance(retention, RetentionPolicy):
+            raise TypeError(f"retention must be a policy such as ckpt_core.policies.KeepLatest, not {retention!r}")
+        self._retention = Retention(retention) if retention is not None else None
         self._best_model_path = ""
         self._has_trained = False
         self._best_of_earlier_run: str | None = None
+        self._storage_options: dict[str, Any] | None = None
         if not hasattr(ModelCheckpointBase.__mro__[1], "_should_save_on_exception") and settings.pop(
             "save_on_exception"
         ):
@@ -40,6 +51,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
     # ---- background saves --------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        route(trainer)
+        self._storage_options = _storage_options_of(trainer)
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._has_trained = True
@@ -60,7 +73,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         plugin = trainer.strategy.checkpoint_io
-        if isinstance(plugin, TorchFileIO):
+        if isinstance(plugin, _PLUGINS):
             plugin.checkpointer.take_failure()  # was logged, and would be raised in place of what happened now
         try:
             super().on_exception(trainer, pl_module, exception)
@@ -77,9 +90,23 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
 
     def file_exists(self, filepath: Any, trainer: Any) -> bool:
         plugin = trainer.strategy.checkpoint_io
-        under_way = isinstance(plugin, TorchFileIO) and plugin.checkpointer.is_pending(filepath)
+        under_way = isinstance(plugin, _PLUGINS) and plugin.checkpointer.is_pending(filepath)
         found: bool = trainer.strategy.reduce_boolean_decision(under_way, all=False)
         return found or super().file_exists(filepath, trainer)
+
+    # ---- directories on a store --------------------------------------------------------------------------------------
+
+    @property
+    def _fs(self) -> Any:
+        """Where ``ModelCheckpoint`` looks for files."""
+        return self._filesystem
+
+    @_fs.setter
+    def _fs(self, filesystem: Any) -> None:
+        directory = getattr(self, "dirpath", None)
+        if is_remote(directory):
+            filesystem = open_filesystem(os.fspath(directory or ""), self._storage_options)
+        self._filesystem = filesystem
 
     # ---- save_last: the same state under a second name ---------------------------------------------------------------
 
@@ -96,8 +123,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
 
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
         source, plugin = self._copy_of, trainer.strategy.checkpoint_io
-        if source is None or source == filepath or not isinstance(plugin, TorchFileIO):
-            super()._save_checkpoint(trainer, filepath)
+        if source is None or source == filepath or not isinstance(plugin, _PLUGINS):
+            self._save_and_record(trainer, filepath)
             self._saved_by_this_trigger = filepath
             return
         _copy(trainer, plugin, source, filepath)
@@ -109,7 +136,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
 
     def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:  # type: ignore[override]
         plugin = trainer.strategy.checkpoint_io
-        if isinstance(plugin, AsyncCheckpointIO) and _saves_through_plugin(trainer.strategy):
+        if isinstance(plugin, (AsyncCheckpointIO, ShardedCheckpointIO)) and _saves_through_plugin(trainer.strategy):
             # A symbolic link would lead nowhere until the file is written.
             _copy(trainer, plugin, filepath, linkpath)
         else:
@@ -124,7 +151,49 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         if not self._is_in_dirpath(self._last_checkpoint_saved):
             self._last_checkpoint_saved = ""  # that of another directory: nothing to link to
 
+    # ---- what stays --------------------------------------------------------------------------------------------------
+
+    def _save_and_record(self, trainer: Any, filepath: str) -> None:
+        if self._retention is None or self._is_last(filepath):
+            super()._save_checkpoint(trainer, filepath)
+            return
+        # before the save, so that the checkpoint knows of itself
+        self._retention.record(filepath, trainer.global_step, trainer.callback_metrics)
+        try:
+            super()._save_checkpoint(trainer, filepath)
+        except CheckpointError:
+            self._retention.forget(filepath)
+            raise
+
+    def _save_topk_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
+        super()._save_topk_checkpoint(trainer, monitor_candidates)
+        if self._retention is None:
+            return
+        protected = {self.best_model_path, self.last_model_path, os.fspath(trainer.ckpt_path or "")}
+        if self.save_top_k != -1:
+            protected |= self.best_k_models.keys()
+        # the clocks of the ranks differ
+        for path in trainer.strategy.broadcast(self._retention.surplus(protected)):
+            self.best_k_models.pop(path, None)
+            self._remove_checkpoint(trainer, path)
+
+    def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
+        if self._retention is not None:
+            self._retention.forget(filepath)
+        super()._remove_checkpoint(trainer, filepath)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = dict(super().state_dict())
+        return state if self._retention is None else {**state, "retention": self._retention.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self._retention is not None and self.dirpath is not None:
+            self._retention.load_state_dict(state_dict.get("retention", ()), os.fspath(self.dirpath))
+
     def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
+        if self._retention is not None and self._retention.wants(previous):
+            return False
         # Lightning keeps the checkpoint that the run was resumed from, but not on remote filesystems.
         resumed = trainer.ckpt_path
         if resumed and "://" in previous and (_same(previous, resumed) or not self._is_in_dirpath(previous)):
@@ -146,13 +215,21 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         Raises:
             CheckpointNotFoundError: There are checkpoints, but none of them verifies.
         """
-        found = self._newest_verified(checkpoint_directory(self, trainer), trainer)
-        return {found} if found is not None else super()._find_last_checkpoints(trainer)
+        directory = checkpoint_directory(self, trainer)
+        found = self._newest_verified(directory, trainer)
+        if not is_remote(directory):
+            return {found} if found is not None else super()._find_last_checkpoints(trainer)
+        if found is None:
+            return set()
+        tell_of_checkpoint(trainer, found, _time_of(self._catalog(directory, trainer), found))
+        return {found}
+
+    def _catalog(self, directory: Any, trainer: Any = None) -> Catalog:
+        options = _storage_options_of(trainer) if trainer is not None else self._storage_options
+        return Catalog(directory, suffix=self.FILE_EXTENSION, storage_options=options)
 
     def _newest_verified(self, directory: Any, trainer: Any = None) -> str | None:
-        plugin = trainer.strategy.checkpoint_io if trainer is not None else None
-        options = plugin.storage_options if isinstance(plugin, TorchFileIO) else None
-        catalog = Catalog(directory, suffix=self.FILE_EXTENSION, storage_options=options)
+        catalog = self._catalog(directory, trainer)
         newest = catalog.newest_verified(_is_training_state)
         if newest is not None:
             # Under both of its names it is the same file; resumed from the other name, that one would never be deleted.
@@ -206,12 +283,27 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         return newest
 
 
-def _copy(trainer: Any, plugin: TorchFileIO, source: str, target: str) -> None:
+def _copy(trainer: Any, plugin: TorchFileIO | ShardedCheckpointIO, source: str, target: str) -> None:
     def copy() -> None:
-        if trainer.is_global_zero:
-            plugin.checkpointer.copy(source, target)
+        plugin.checkpointer.copy(source, target)
 
-    raise_together(trainer, copy)
+    if isinstance(plugin, ShardedCheckpointIO):
+        raise_on_all_ranks(copy, world_size=trainer.world_size)
+    else:
+        raise_together(trainer, copy if trainer.is_global_zero else _nothing)
+
+
+def _nothing() -> None:
+    """What the ranks that do not write do."""
+
+
+def _storage_options_of(trainer: Any) -> dict[str, Any] | None:
+    plugin = trainer.strategy.checkpoint_io
+    return plugin.storage_options if isinstance(plugin, _PLUGINS) else None
+
+
+def _time_of(catalog: Catalog, path: str) -> float:
+    return next((info.modified for info in catalog.checkpoints() if info.path == path), 0.0)
 
 
 def _is_same_file(path: str, other: str) -> bool:
@@ -233,6 +325,8 @@ def _normal(path: str) -> str:
 
 
 def _saves_through_plugin(strategy: Any) -> bool:
+    if is_routed(strategy):
+        return True
     # Sharded strategies write by themselves and leave the plugin out.
     base: Any = next(cls for cls in type(strategy).__mro__ if cls.__name__ == "Strategy")
     return type(strategy).save_checkpoint is base.save_checkpoint

@@ -8,6 +8,7 @@ from typing import Any
 from ckpt_core.commit import SharedOutcome, connect_store, decode_error, encode_error
 from ckpt_core.errors import CheckpointError
 from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
+from lightning_ckpt.sharded import ShardedCheckpointIO
 
 __all__ = ["OutcomeWatch", "raise_together"]
 
@@ -41,7 +42,8 @@ class OutcomeWatch:
 
     def __init__(self, trainer: Any) -> None:
         plugin = trainer.strategy.checkpoint_io
-        self._checkpointer = plugin.checkpointer if isinstance(plugin, AsyncCheckpointIO) else None
+        is_ours = isinstance(plugin, (AsyncCheckpointIO, ShardedCheckpointIO))
+        self._checkpointer = plugin.checkpointer if is_ours else None
         self._writes = trainer.is_global_zero
         self._last_step = trainer.global_step
         self._unwatch: Callable[[], None] = lambda: None
@@ -50,16 +52,18 @@ class OutcomeWatch:
             store = connect_store(trainer.global_rank, trainer.world_size, trainer.strategy.broadcast)
         self._outcome = SharedOutcome(store)
         if isinstance(plugin, TorchFileIO) and trainer.world_size > 1:
-            self._watch_saves(trainer)
+            self._watch_saves(trainer, lambda save: raise_together(trainer, save))
+        elif isinstance(plugin, ShardedCheckpointIO):
+            self._watch_saves(trainer, lambda save: save())  # its failures are raised on all ranks already
 
-    def _watch_saves(self, trainer: Any) -> None:
+    def _watch_saves(self, trainer: Any, run: Callable[[Callable[[], None]], None]) -> None:
         # There is no hook of a callback for this: a save of bare weights calls none.
         attributes, original = vars(trainer.strategy), trainer.strategy.save_checkpoint
         before = attributes.get("save_checkpoint")
 
         def save_checkpoint(*args: Any, **kwargs: Any) -> None:
             self._outcome.save_begun()
-            raise_together(trainer, lambda: original(*args, **kwargs))
+            run(lambda: original(*args, **kwargs))
 
         def unwatch() -> None:
             if before is not None:

@@ -12,7 +12,7 @@ from ckpt_core.errors import CheckpointNotFoundError
 from ckpt_core.events import EventLog
 from lightning_ckpt._bases import CheckpointIOBase
 
-__all__ = ["AsyncCheckpointIO", "SyncCheckpointIO", "TorchFileIO"]
+__all__ = ["AsyncCheckpointIO", "SyncCheckpointIO", "TorchFileIO", "training_goes_on"]
 
 _Path = Union[str, "os.PathLike[str]"]
 
@@ -25,7 +25,7 @@ _SLURM_REQUEUE_PREFIX = "hpc_ckpt"
 
 
 class TorchFileIO(CheckpointIOBase):
-    """What both plugins share: a :class:`ckpt_core.Checkpointer` in Lightning's words."""
+    """What the plugins that write one file share: a :class:`ckpt_core.Checkpointer` in Lightning's words."""
 
     def __init__(self, checkpointer: Checkpointer, storage_options: dict[str, Any] | None) -> None:
         self.checkpointer = checkpointer
@@ -53,7 +53,7 @@ class TorchFileIO(CheckpointIOBase):
             )
         self._tell_about_callback_once(checkpoint)
         size = self.checkpointer.save(checkpoint, path)
-        if not _training_goes_on(checkpoint, path):
+        if not training_goes_on(checkpoint, path):
             self.checkpointer.wait(path)
         elif size <= SMALL_STATE_BYTES:
             self.checkpointer.drain(timeout=_LONGEST_WAIT_FOR_SMALL_SECONDS)
@@ -99,7 +99,7 @@ class TorchFileIO(CheckpointIOBase):
             )
 
 
-def _training_goes_on(checkpoint: Any, path: _Path) -> bool:
+def training_goes_on(checkpoint: Any, path: _Path) -> bool:
     """Return False where waiting costs no training, and a caller may rely on the file as soon as the save returns."""
     if os.path.basename(path).startswith(_SLURM_REQUEUE_PREFIX):
         return False  # SLURM requeues the job, and with it ends this process

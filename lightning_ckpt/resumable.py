@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from ckpt_core.policies import RetentionPolicy
 from lightning_ckpt._exact_state import ExactState
 from lightning_ckpt._mismatch import name_mismatches, unwrap
 from lightning_ckpt._model_checkpoint import ReliableModelCheckpoint
@@ -49,6 +50,9 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         data_resume: How loaders get back to where they were. ``"auto"``: by skipping in the sampler, by the loader's own
             state where it has one, else by reading again. ``"replay"``: always by reading again, which is slow but needs
             nothing of the data set but that it is deterministic.
+        retention: Which checkpoints of this callback to keep (:mod:`ckpt_core.policies`) besides those that ``save_top_k``
+            keeps: one is deleted when neither wants it. With ``save_top_k=-1``, which saves them all, the policy alone says
+            what stays. The best, the last and the one that the run was resumed from always stay.
 
     Raises:
         CheckpointError: At the start of a fit, when this release of Lightning is not supported.
@@ -79,6 +83,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         *,
         exact: bool = True,
         data_resume: Literal["auto", "replay"] = "auto",
+        retention: RetentionPolicy | None = None,
     ) -> None:
         if data_resume not in ("auto", "replay"):
             raise ValueError(f"data_resume must be 'auto' or 'replay', not {data_resume!r}")
@@ -98,6 +103,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
             every_n_epochs=every_n_epochs,
             save_on_train_epoch_end=save_on_train_epoch_end,
             enable_version_counter=enable_version_counter,
+            retention=retention,
         )
         check_callback(self)
         self.exact = exact

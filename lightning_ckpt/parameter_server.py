@@ -1,0 +1,72 @@
+"""A stock Trainer as a worker of an asynchronous training with parameter servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt_core.errors import StateMismatchError
+from ckpt_core.parameter_server import ParameterClient, RemoteOptimizer
+from lightning_ckpt._bases import CallbackBase
+
+__all__ = ["ParameterServerWorker"]
+
+
+class ParameterServerWorker(CallbackBase):
+    """Makes each batch's randomness its own, refuses what cannot work, and stays until the whole training is over.
+
+    The rest is done by :class:`~ckpt_core.parameter_server.RemoteOptimizer`, which ``configure_optimizers`` returns. Each worker
+    is a Trainer of its own on one device. Checkpoints are the coordinator's: the Trainer's own hold nothing of the servers.
+
+    Args:
+        client: The worker's connection, made from the parameters of the same module.
+
+    Example:
+        In a worker's process::
+
+            client = ParameterClient(transport, coordinator, module.named_parameters(), batches=100)
+            loader = DataLoader(dataset, batch_sampler=UpdateSampler(client, samples_of))
+            module.configure_optimizers = lambda: RemoteOptimizer(client)
+            Trainer(max_epochs=1, callbacks=[ParameterServerWorker(client)], enable_checkpointing=False).fit(module, loader)
+    """
+
+    def __init__(self, client: ParameterClient) -> None:
+        self._client = client
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        for what, is_wrong, remedy in (
+            ("several processes in one worker", trainer.world_size > 1, "use devices=1, and more workers"),
+            (
+                "accumulated gradients",
+                trainer.accumulate_grad_batches != 1,
+                "use accumulate_grad_batches=1 and larger batches: a batch is counted when its gradients are pushed",
+            ),
+            (
+                "a gradient scaler, which leaves out steps",
+                getattr(trainer.precision_plugin, "scaler", None) is not None,
+                "use precision='bf16-mixed' or '32-true'",
+            ),
+            (
+                "another optimizer",
+                not all(isinstance(optimizer, RemoteOptimizer) for optimizer in trainer.optimizers),
+                "return RemoteOptimizer(client) from configure_optimizers",
+            ),
+            (
+                "parameters that are not the client's",
+                {id(parameter) for parameter in pl_module.parameters()}
+                != {id(parameter) for parameter in self._client.parameters.values()},
+                "make the client from module.named_parameters()",
+            ),
+        ):
+            if is_wrong:
+                raise StateMismatchError(f"a worker of a parameter server cannot train with {what}", remedy=remedy)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        # Validation and the loader have used the generator since the parameters were pulled.
+        self._client.reseed()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        if stage == "fit":
+            self._client.finish()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        self._client.close()

@@ -1,0 +1,220 @@
+"""A ``CheckpointIO`` plugin with which every rank writes its part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Literal, Union
+
+import torch
+
+from ckpt_core import DirectoryCheckpointer
+from ckpt_core.commit import RankGroup
+from ckpt_core.errors import CheckpointError
+from ckpt_core.events import EventLog
+from lightning_ckpt._bases import CheckpointIOBase
+from lightning_ckpt._sharded_state import (
+    GRADIENTS_KEY,
+    gradients_of,
+    metadata_of,
+    optimizer_part,
+    parts_of,
+    rest_of,
+)
+from lightning_ckpt.io import training_goes_on
+
+__all__ = ["ShardedCheckpointIO"]
+
+_Path = Union[str, "os.PathLike[str]"]
+
+
+class ShardedCheckpointIO(CheckpointIOBase):
+    """Saves a directory to which every rank writes its part; any number of ranks reads it back.
+
+    Under FSDP and ``ModelParallelStrategy`` each rank writes its shards; under DDP, where all ranks hold the same, each
+    writes a slice. Saves are asynchronous unless told otherwise, and no rank holds more than its own part. The directory
+    holds safetensors files and appears under its name when all parts are durable.
+
+    Lightning's own strategies call a plugin on rank 0 only, or pass it by. A callback changes that:
+    :class:`~lightning_ckpt.ResumableCheckpoint`, or, without one, a callback that Lightning adds by itself where this
+    package is installed.
+
+    Args:
+        mode: ``"async"`` lets training go on once this rank's part is copied; ``"sync"`` waits until all is durable.
+        max_pending: How many saves may be under way before the next one waits (async only).
+        on_error: ``"raise"`` ends training on every rank when a save failed in the background; ``"warn"`` logs and counts.
+        commit_timeout: Seconds that a rank whose part is durable waits for the others before the save has failed.
+        storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
+        event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
+
+    Example::
+
+        trainer = Trainer(strategy="ddp", plugins=[ShardedCheckpointIO()], callbacks=[ResumableCheckpoint()])
+    """
+
+    def __init__(
+        self,
+        *,
+        mode: Literal["async", "sync"] = "async",
+        max_pending: int = 1,
+        on_error: Literal["raise", "warn"] = "raise",
+        commit_timeout: float = 600.0,
+        storage_options: dict[str, Any] | None = None,
+        event_log: str | None = None,
+    ) -> None:
+        self.storage_options = storage_options
+        self._settings: dict[str, Any] = {
+            "strategy": mode,
+            "max_pending": max_pending,
+            "on_error": on_error,
+            "commit_timeout": commit_timeout,
+            "storage_options": storage_options,
+            "listeners": [EventLog(event_log)] if event_log is not None else [],
+        }
+        self._checkpointer: DirectoryCheckpointer | None = None
+        self._ranks = RankGroup.alone()
+        self._buffers: Callable[[], Collection[str]] = tuple
+        DirectoryCheckpointer(**self._settings)  # refuses what makes no sense here and not at the first save
+
+    def connect(self, ranks: RankGroup, buffers: Callable[[], Collection[str]] = tuple) -> None:
+        """Say who saves together; called on all ranks together.
+
+        Args:
+            ranks: The ranks of the run.
+            buffers: Returns the names of the model's buffers.
+        """
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+        self._ranks, self._buffers = ranks, buffers
+        self._checkpointer = DirectoryCheckpointer(ranks=ranks, slice_replicated=ranks.world_size > 1, **self._settings)
+
+    @property
+    def checkpointer(self) -> DirectoryCheckpointer:
+        """What saves.
+
+        Raises:
+            CheckpointError: There are several processes, and the plugin was not told of them.
+        """
+        if self._checkpointer is None:
+            is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+            if is_distributed and torch.distributed.get_world_size() > 1:
+                raise CheckpointError(
+                    "ShardedCheckpointIO must be called on all ranks, which Lightning does not do by itself",
+                    remedy="add lightning_ckpt.ResumableCheckpoint to the callbacks, or install this package, so that "
+                    "Lightning finds the callback that it brings along",
+                )
+            self.connect(RankGroup.alone())
+        assert self._checkpointer is not None
+        return self._checkpointer
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
+        """Save ``checkpoint`` at ``path`` in this process alone, as Lightning asks of one rank for states of its own.
+
+        Args:
+            checkpoint: Plain data and tensors.
+            path: Local path or URL of the directory.
+            storage_options: Not taken for a single save.
+
+        Raises:
+            CheckpointError: The save, or an earlier one in the background, failed.
+            TypeError: ``storage_options`` is given.
+        """
+        checkpointer = self.checkpointer  # refuses when the other ranks do not know
+        if self._ranks.world_size == 1:
+            self.save_together(checkpoint, path, storage_options=storage_options)
+            return
+        _refuse(storage_options)
+        checkpointer.wait(path)
+        with DirectoryCheckpointer(**{**self._settings, "strategy": "sync"}) as alone:
+            alone.save(parts_of(checkpoint, rank=0), path, metadata=metadata_of(checkpoint))
+
+    def save_together(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
+        """Save ``checkpoint`` at ``path``; called on all ranks together.
+
+        Args:
+            checkpoint: What the Trainer collected, its tensors whole or distributed.
+            path: Local path or URL of the directory, the same on all ranks.
+            storage_options: Not taken for a single save.
+
+        Raises:
+            CheckpointError: The save, or an earlier one in the background, failed.
+            TypeError: ``storage_options`` is given.
+        """
+        _refuse(storage_options)
+        checkpointer = self.checkpointer
+        parts = parts_of(checkpoint, rank=self._ranks.rank, buffers=self._buffers())
+        checkpointer.save(parts, path, metadata=metadata_of(checkpoint))
+        if not training_goes_on(checkpoint, path):
+            checkpointer.wait(path)
+
+    def load_checkpoint(
+        self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """Load a checkpoint whole and verify every byte of it; one whose save is under way is waited for.
+
+        Args:
+            path: Local path or URL.
+            map_location: Device of the tensors; the CPU, if not given.
+            weights_only: Makes no difference: there are no other objects than plain data in it.
+
+        Raises:
+            CheckpointError: It is missing, damaged, foreign or of a newer format.
+        """
+        with self.checkpointer.load(path) as opened:
+            checkpoint, buffers, order = rest_of(opened)
+            checkpoint.update(self._gradients(opened))
+            model = {**opened.load("model", map_location=map_location), **buffers}
+            if order is not None:
+                checkpoint["state_dict"] = {name: model[name] for name in order}
+            count = opened.metadata.get("optimizer_states")
+            if count is not None:
+                states = [opened.load(optimizer_part(index), map_location=map_location) for index in range(count)]
+                checkpoint["optimizer_states"] = states
+        return checkpoint
+
+    def load_into(
+        self, path: _Path, model: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]], *, strict: bool = True
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """Load a checkpoint into distributed tensors: of their bytes, only those that this rank holds are read.
+
+        Args:
+            path: Local path or URL.
+            model: The model's state, filled in place.
+            optimizers: The optimizers' states, whose tensors are filled in place; none to leave them out.
+            strict: Whether the model must have the same tensors.
+
+        Returns:
+            Everything but weights and optimizers; the optimizers' states.
+        """
+        with self.checkpointer.load(path) as opened:
+            rest, buffers, _ = rest_of(opened)
+            rest.update(self._gradients(opened))
+            weights = {name: value for name, value in model.items() if name not in buffers}
+            opened.load("model", into=weights, strict=strict)
+            with torch.no_grad():
+                for name in model.keys() & buffers.keys():
+                    model[name].copy_(buffers[name])
+            states = [opened.load(optimizer_part(i), into=state) for i, state in enumerate(optimizers)]
+        return rest, states
+
+    def _gradients(self, opened: Any) -> dict[str, Any]:
+        same = opened.world_size == self._ranks.world_size
+        found = gradients_of(opened, [self._ranks.rank] if same else range(opened.world_size))
+        return {GRADIENTS_KEY: found} if any(found.values()) else {}
+
+    def remove_checkpoint(self, path: _Path) -> None:
+        """Delete a checkpoint, after the saves asked for before are durable; keep it if the newest of them fails."""
+        self.checkpointer.remove(path)
+
+    def teardown(self) -> None:
+        """Wait for the background, free its memory and raise a failure that was not raised yet."""
+        if self._checkpointer is not None:
+            self._checkpointer.close()
+
+
+def _refuse(storage_options: Any | None) -> None:
+    if storage_options is not None:
+        raise TypeError(
+            "`Trainer.save_checkpoint(..., storage_options=...)` is not supported for `ShardedCheckpointIO`: give "
+            "them to `ShardedCheckpointIO(storage_options=...)`, they hold for every save there"
+        )

@@ -1,0 +1,132 @@
+"""A retention policy beside ``save_top_k``."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.cli import LightningArgumentParser
+from torch.utils.data import DataLoader, TensorDataset
+
+from ckpt_core.policies import AnyOf, KeepBest, KeepEverySteps, KeepLatest
+from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO, SyncCheckpointIO
+
+
+class Model(pl.LightningModule):
+    """The logged loss falls until step 4 and rises then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.log("score", abs(float(self.trainer.global_step) - 3.0))
+        return self.net(batch[0]).pow(2).mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.ones(64, 2)), batch_size=2)
+
+
+def fit(directory: Path | str, plugin: Any, steps: int, ckpt_path: str | None = None, **settings: Any) -> Any:
+    defaults = {"every_n_train_steps": 1, "filename": "{step}", "save_top_k": -1}
+    callback = ResumableCheckpoint(directory, **{**defaults, **settings})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=1,
+            max_steps=steps,
+            callbacks=[callback],
+            plugins=[plugin],
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+        trainer.fit(Model(), ckpt_path=ckpt_path)
+    return callback
+
+
+def steps_in(directory: Path) -> list[int]:
+    return sorted(int(path.stem.partition("=")[2]) for path in directory.glob("step=*.ckpt"))
+
+
+POLICY = AnyOf([KeepLatest(2), KeepBest("score"), KeepEverySteps(5)])
+
+
+@pytest.mark.parametrize("plugin", [SyncCheckpointIO, AsyncCheckpointIO, ShardedCheckpointIO])
+def test_policy_says_what_stays(tmp_path: Path, plugin: Any) -> None:
+    # callback metrics are those of the step before the save
+    fit(tmp_path, plugin(), 9, retention=POLICY, save_last=True)
+    assert steps_in(tmp_path) == [4, 5, 8, 9]
+    assert (tmp_path / "last.ckpt").exists()
+
+
+@pytest.mark.parametrize("plugin", [AsyncCheckpointIO, ShardedCheckpointIO])
+def test_resumed_run_knows_what_was_kept(tmp_path: Path, plugin: Any) -> None:
+    fit(tmp_path, plugin(), 6, retention=POLICY)
+    assert steps_in(tmp_path) == [4, 5, 6]
+    fit(tmp_path, plugin(), 8, retention=POLICY, ckpt_path="last")
+    assert steps_in(tmp_path) == [4, 5, 6, 7, 8], "what the run was resumed from stays"
+    fit(tmp_path, plugin(), 11, retention=POLICY, ckpt_path=str(tmp_path / "step=8.ckpt"))
+    assert steps_in(tmp_path) == [4, 5, 8, 10, 11]
+
+
+def test_both_policy_and_top_k_keep(tmp_path: Path) -> None:
+    settings = {"monitor": "score", "mode": "min", "save_top_k": 2}
+    fit(tmp_path, AsyncCheckpointIO(), 9, retention=KeepEverySteps(2), **settings)
+    # 3 and 4 are the best two; 2 was one of them, and the policy keeps it
+    assert steps_in(tmp_path) == [2, 3, 4]
+
+
+def test_without_a_policy_nothing_changes(tmp_path: Path) -> None:
+    callback = fit(tmp_path, AsyncCheckpointIO(), 4, save_top_k=1)
+    assert steps_in(tmp_path) == [4]
+    assert "retention" not in callback.state_dict()
+
+
+def test_another_directory_is_left_alone(tmp_path: Path) -> None:
+    fit(tmp_path / "first", SyncCheckpointIO(), 3, retention=KeepLatest(3))
+    start = str(tmp_path / "first" / "step=3.ckpt")
+    fit(tmp_path / "second", SyncCheckpointIO(), 6, retention=KeepLatest(1), ckpt_path=start)
+    assert steps_in(tmp_path / "first") == [1, 2, 3]
+    assert steps_in(tmp_path / "second") == [6]
+
+
+def test_policy_comes_from_a_configuration() -> None:
+    parser = LightningArgumentParser()
+    parser.add_argument("--callback", type=ResumableCheckpoint)
+    policy = "ckpt_core.policies"
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    found = instantiate(
+        parser.parse_object(
+            {
+                "callback": {
+                    "class_path": "lightning_ckpt.ResumableCheckpoint",
+                    "init_args": {
+                        "retention": {
+                            "class_path": f"{policy}.AnyOf",
+                            "init_args": {
+                                "policies": [
+                                    {"class_path": f"{policy}.KeepLatest", "init_args": {"count": 2}},
+                                    {"class_path": f"{policy}.KeepBest", "init_args": {"metric": "score"}},
+                                ]
+                            },
+                        }
+                    },
+                }
+            }
+        )
+    )
+    assert found.callback._retention._policy == AnyOf([KeepLatest(2), KeepBest("score")])
+
+
+def test_what_is_no_policy_is_refused() -> None:
+    with pytest.raises(TypeError, match="retention must be a policy"):
+        ResumableCheckpoint(retention=3)  # type: ignore[arg-type]
