@@ -6,7 +6,7 @@ BIN := .venv/bin
 PACKAGES := ckpt_core lightning_ckpt accelerate_ckpt
 READY := .venv/.ready
 
-.PHONY: help venv demo test lint bench chaos acceptance clean
+.PHONY: help venv demo test lint bench chaos chaos-cut acceptance acceptance-accelerate clean
 
 help:
 	@echo "make venv        set up .venv with the pinned versions (the others do it when it is missing or out of date)"
@@ -15,7 +15,9 @@ help:
 	@echo "make lint        check format, style, types, and run the examples of README.md and docs/"
 	@echo "make bench       measure stalls, time to durable and memory"
 	@echo "make chaos       kill trainings with SIGKILL, resume them, and check that nothing is lost; ARGS='--kills 100'"
+	@echo "make chaos-cut   the same for asynchronous training: whole clusters of parameter servers and workers"
 	@echo "make acceptance  run Lightning's own checkpoint tests: LIGHTNING_TESTS=/path/to/a/checkout/of/Lightning"
+	@echo "make acceptance-accelerate  run Accelerate's own tests with our methods: ACCELERATE_TESTS=/path/to/a/checkout"
 	@echo "make clean       remove .venv and everything that the targets write"
 
 venv: $(READY)
@@ -50,9 +52,17 @@ chaos: export OMP_NUM_THREADS = 1
 chaos: $(READY)
 	$(BIN)/python tools/chaos.py $(ARGS)
 
+chaos-cut: export OMP_NUM_THREADS = 1
+chaos-cut: $(READY)
+	$(BIN)/python tools/chaos_cut.py $(ARGS)
+
 acceptance: $(READY)
 	@test -n "$(LIGHTNING_TESTS)" || { echo "LIGHTNING_TESTS is not set: give the path of a checkout of Lightning" >&2; exit 2; }
 	$(BIN)/python tools/acceptance.py "$(LIGHTNING_TESTS)" $(ARGS)
+
+acceptance-accelerate: $(READY)
+	@test -n "$(ACCELERATE_TESTS)" || { echo "ACCELERATE_TESTS is not set: give the path of a checkout" >&2; exit 2; }
+	$(BIN)/python tools/acceptance_accelerate.py "$(ACCELERATE_TESTS)" $(ARGS)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -14,6 +14,7 @@ from typing import Any
 from accelerate.utils import MODEL_NAME, OPTIMIZER_NAME, RNG_STATE_NAME, SAFE_MODEL_NAME, SCALER_NAME, SCHEDULER_NAME
 from accelerate.utils import load as load_file
 
+from accelerate_ckpt import _fsdp
 from accelerate_ckpt._parts import indexed
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, StateMismatchError
 
@@ -51,10 +52,12 @@ def problem_of_stock(accelerator: Any, directory: str, rank: int) -> CheckpointE
     """
     names = os.listdir(directory)
     wanted: list[tuple[str, ...]] = [
-        (f"{indexed(OPTIMIZER_NAME, i)}.bin",) for i, _ in enumerate(accelerator._optimizers)
+        (f"{indexed(SCHEDULER_NAME, i)}.bin",) for i, _ in enumerate(accelerator._schedulers)
     ]
-    wanted += [(f"{indexed(SCHEDULER_NAME, i)}.bin",) for i, _ in enumerate(accelerator._schedulers)]
-    if not accelerator._load_model_state_pre_hook:  # a hook may load the models in its own way
+    sharded = _fsdp.is_used(accelerator)  # then models and optimizers are in files of other kinds
+    if not sharded:
+        wanted += [(f"{indexed(OPTIMIZER_NAME, i)}.bin",) for i, _ in enumerate(accelerator._optimizers)]
+    if not sharded and not accelerator._load_model_state_pre_hook:  # a hook may load the models in its own way
         models = range(len(accelerator._models))
         wanted += [(f"{indexed(SAFE_MODEL_NAME, i)}.safetensors", f"{indexed(MODEL_NAME, i)}.bin") for i in models]
     if accelerator.scaler is not None:

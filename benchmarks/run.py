@@ -22,6 +22,7 @@ TABLES = {
     "save": "benchmarks.save_table",
     "step": "benchmarks.step",
     "sharded": "benchmarks.sharded",
+    "async_cut": "benchmarks.async_cut",
 }
 
 

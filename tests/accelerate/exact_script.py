@@ -2,6 +2,7 @@
 
 ``exact_script.py run DIRECTORY CELL...`` trains without interruption and saves at several points;
 ``exact_script.py resume DIRECTORY CELL...`` goes on from each of them and writes down whether everything is the same.
+As a script it saves with ``Accelerator.save_state``; the tests that call it save what is asked of the loaders alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import torch
 from accelerate import Accelerator, skip_first_batches
 from accelerate.state import AcceleratorState, GradientState
 
+from accelerate_ckpt import attach
 from accelerate_ckpt._loaders import LoaderPositions
 from ckpt_core.state.gradients import capture_gradients, restore_gradients
 from tests.accelerate.exact_cells import CELLS, Cell, configuration
@@ -34,9 +36,10 @@ class Run:
         cell: What to train on.
         directory: Where the ranks keep their checkpoints.
         seed: What the script seeds its generators with.
+        engine: Whether to save with ``save_state`` of an Accelerator that the plugin is attached to.
     """
 
-    def __init__(self, cell: Cell, directory: Path, seed: int) -> None:
+    def __init__(self, cell: Cell, directory: Path, seed: int, engine: bool = False) -> None:
         AcceleratorState._reset_state()
         GradientState._reset_state()
         torch.manual_seed(seed)
@@ -47,7 +50,11 @@ class Run:
             cpu=True, dataloader_config=configuration(cell), gradient_accumulation_steps=cell.accumulate
         )
         self.warned: list[str] = []
-        self.positions = LoaderPositions(self.accelerator, warn=self.warned.append)
+        self.engine = engine
+        if engine:
+            attach(self.accelerator, strategy="async")
+        else:
+            self.positions = LoaderPositions(self.accelerator, warn=self.warned.append)
         hidden = cell.hidden
         model = torch.nn.Sequential(
             torch.nn.Linear(4, hidden),
@@ -71,6 +78,10 @@ class Run:
         return self.directory / f"{name}-{self.accelerator.process_index}.pt"
 
     def save(self, name: str) -> None:
+        if self.engine:
+            self.accelerator.save_state(str(self.directory / name))
+            torch.save(self.step, self.path(name))
+            return
         state = {
             "model": self.bare.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -82,6 +93,10 @@ class Run:
 
     def load(self, name: str) -> None:
         state = torch.load(self.path(name), weights_only=True)
+        if self.engine:
+            self.accelerator.load_state(str(self.directory / name))
+            self.step = state
+            return
         self.bare.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
         restore_gradients(self.bare.named_parameters(), state["gradients"])
@@ -168,7 +183,7 @@ def points(cell: Cell, run: Run) -> tuple[tuple[int, int], ...]:
     return tuple(dict.fromkeys(((0, 1), (0, length - 1), (0, length), (1, 1))))
 
 
-def run(directory: Path, name: str) -> dict[str, Any]:
+def run(directory: Path, name: str, engine: bool) -> dict[str, Any]:
     cell = CELLS[name]
     folder = directory / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -178,13 +193,13 @@ def run(directory: Path, name: str) -> dict[str, Any]:
     undisturbed = Run(cell, folder, 1)
     undisturbed.positions.release()
     undisturbed.train(None)
-    first = Run(cell, folder, 1)
+    first = Run(cell, folder, 1, engine)
     first.train(None, save_at)
     torch.save({"result": first.result(), "points": save_at, "total": first.step}, first.path("end"))
     return {"first": difference(undisturbed.result(), first.result(), 0)}
 
 
-def resume(directory: Path, name: str) -> dict[str, Any]:
+def resume(directory: Path, name: str, engine: bool) -> dict[str, Any]:
     found: dict[str, Any] = {}
     probe = Run(CELLS[name], directory / name, 2)
     end = torch.load(probe.path("end"), weights_only=False)
@@ -193,7 +208,7 @@ def resume(directory: Path, name: str) -> dict[str, Any]:
         # a script that begins with the next epoch leaves out what it would have done at the end of this one
         names.remove("{}.{}".format(*end["points"][-2]))
     for point in names:
-        again = Run(CELLS[name], directory / name, 2)
+        again = Run(CELLS[name], directory / name, 2, engine)
         again.load(point)
         begun = len(end["result"]["log"])
         again.train(end["total"], resumed=True)
@@ -220,12 +235,12 @@ def difference(expected: dict[str, Any], got: dict[str, Any], begun: int) -> str
     return ""
 
 
-def train_all(mode: str, directory: Path, names: list[str]) -> dict[str, dict[str, Any]]:
+def train_all(mode: str, directory: Path, names: list[str], engine: bool = False) -> dict[str, dict[str, Any]]:
     """Do one of the two with each cell; for each, what was not the same bit for bit."""
     found: dict[str, dict[str, Any]] = {}
     for name in names:
         try:
-            found[name] = {"run": run, "resume": resume}[mode](directory, name)
+            found[name] = {"run": run, "resume": resume}[mode](directory, name, engine)
         except Exception:  # noqa: BLE001 - told to the test, and the other cells go on
             found[name] = {"error": traceback.format_exc()}
     return found
@@ -234,7 +249,9 @@ def train_all(mode: str, directory: Path, names: list[str]) -> dict[str, dict[st
 def main() -> None:
     mode, directory, *names = sys.argv[1:]
     rank = Accelerator(cpu=True).process_index
-    (Path(directory) / f"{mode}-{rank}.json").write_text(json.dumps(train_all(mode, Path(directory), names)))
+    (Path(directory) / f"{mode}-{rank}.json").write_text(
+        json.dumps(train_all(mode, Path(directory), names, engine=True))
+    )
 
 
 if __name__ == "__main__":

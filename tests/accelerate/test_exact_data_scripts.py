@@ -331,7 +331,8 @@ def test_an_iteration_that_is_made_in_another_way_is_an_error(monkeypatch: pytes
 
 
 def test_launched_for_real(tmp_path: Path) -> None:
-    """Fresh interpreters, started by ``accelerate launch``."""
+    """Fresh interpreters, started by ``accelerate launch``, that save and load with ``save_state`` and ``load_state``."""
+    cells = ["default_workers", "seedable_skip", "default_accumulate"]
     script = Path(__file__).with_name("exact_script.py")
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(script.parents[2])}
     for mode in ("run", "resume"):
@@ -344,9 +345,11 @@ def test_launched_for_real(tmp_path: Path) -> None:
             str(script),
             mode,
             str(tmp_path),
-            "default_workers",
+            *cells,
         ]
         subprocess.run(command, env=environment, check=False, capture_output=True, timeout=240)
         for rank in (0, 1):
-            found = json.loads((tmp_path / f"{mode}-{rank}.json").read_text())["default_workers"]
-            assert len(found) >= 1 and set(found.values()) == {""}
+            found = json.loads((tmp_path / f"{mode}-{rank}.json").read_text())
+            assert found.keys() == set(cells)
+            for verdicts in found.values():
+                assert len(verdicts) >= (1 if mode == "run" else 5) and set(verdicts.values()) == {""}

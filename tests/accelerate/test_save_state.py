@@ -248,11 +248,11 @@ def test_an_old_checkpoint_stays_if_its_successor_fails(small_filesystem: Path) 
     assert torch.equal(loaded.weight, model.weight)
 
 
-def fail_in_the_background(filesystem: Path) -> tuple[Run, Path]:
+def fail_in_the_background(filesystem: Path, **options: Any) -> tuple[Run, Path]:
     """Return a run whose save has failed by now, because there is no space for it, and there is again."""
     filler = filesystem / "filler"
     filler.write_bytes(bytes(6 * 2**20))
-    run = Run(accelerator_of(), width=40_000)  # 4 MB with AdamW's moments
+    run = Run(accelerator_of(options=options), width=40_000)  # 4 MB with AdamW's moments
     run.train(1)
     run.accelerator.save_state(filesystem / "saved")
     session = session_of(run.accelerator)
@@ -262,8 +262,9 @@ def fail_in_the_background(filesystem: Path) -> tuple[Run, Path]:
     return run, filesystem / "saved"
 
 
-def test_a_failure_in_the_background_is_raised_by_the_next_save(small_filesystem: Path) -> None:
-    run, saved = fail_in_the_background(small_filesystem)
+@pytest.mark.parametrize("max_pending", [1, 2])
+def test_a_failure_in_the_background_is_raised_by_the_next_save(small_filesystem: Path, max_pending: int) -> None:
+    run, saved = fail_in_the_background(small_filesystem, max_pending=max_pending)
     with pytest.raises(StorageError, match="No space left"):
         run.accelerator.save_state(saved)
     run.accelerator.save_state(saved)

@@ -91,6 +91,16 @@ def test_another_number_of_ranks_loads_the_same_state(ranks: Ranks, tmp_path: Pa
         assert loaded[0].told["whole"] == saved[0].told["whole"]
 
 
+def test_a_checkpoint_of_stock_accelerate_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
+    names: dict[str, Any] = {"version": 2, "accumulation": 1, "alone": False, "saved": str(tmp_path / "saved")}
+    stock = "    train(3)\n    Accelerator.save_state(accelerator, saved)\n    tell(whole=whole())\n"
+    saved = ranks.run(PREPARED + stock, 2, seed=0, **names)
+    loaded = ranks.run(PREPARED + "    accelerator.load_state(saved)\n    tell(whole=whole())\n", 2, seed=1, **names)
+    assert (tmp_path / "saved" / "pytorch_model_fsdp_0").is_dir()
+    assert [result.error for result in loaded] == [None, None]
+    assert loaded[0].told["whole"] == saved[0].told["whole"]
+
+
 def test_a_save_inside_a_window_waits_for_its_end(ranks: Ranks, tmp_path: Path) -> None:
     names: dict[str, Any] = {"version": 2, "accumulation": 4, "alone": False, "saved": str(tmp_path / "saved")}
     saving = "    train(8, save_after=2)\n    tell(losses=losses)\n    accelerator.end_training()\n"

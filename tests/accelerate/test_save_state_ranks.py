@@ -61,14 +61,16 @@ def test_two_ranks_go_on_as_if_they_had_not_stopped(
     assert cut[0].told["buffers_then"] != cut[1].told["buffers_then"]
 
 
-def test_the_hooks_of_rank_zero_decide(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["async", "sharded"])
+def test_the_hooks_of_rank_zero_decide(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     body = """
         from tests.accelerate.training import model_of
-        accelerator = attach(Accelerator(), "async")
+        accelerator = attach(Accelerator(), strategy)
         first, second = accelerator.prepare(model_of(1), model_of(2))
 
         def save(models, weights, directory):
             Path(directory, f"rank-{rank}.txt").write_text(str(len(weights)))
+            Path(directory, "config.json").write_text(f"of rank {rank}")
             if accelerator.is_main_process:
                 weights.pop()
 
@@ -77,10 +79,11 @@ def test_the_hooks_of_rank_zero_decide(ranks: Ranks, tmp_path: Path) -> None:
         accelerator.end_training()
         tell(files=sorted(path.name for path in Path(saved).iterdir()))
     """
-    results = ranks.run(body, 2, saved=str(tmp_path / "saved"))
+    results = ranks.run(body, 2, saved=str(tmp_path / "saved"), strategy=strategy)
     assert [result.error for result in results] == [None, None]
     files = results[0].told["files"]
-    assert "model.safetensors" in files and "model_1.safetensors" not in files
+    assert {name.split("-")[0].split(".")[0] for name in files if name.startswith("model")} == {"model"}
+    assert (tmp_path / "saved" / "config.json").read_text() == "of rank 0"
     assert {"rank-0.txt", "rank-1.txt"} <= set(files)
 
 

@@ -16,7 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from ckpt_core import CheckpointError, CheckpointNotFoundError, SerializationError, StateMismatchError
+from ckpt_core import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    DirectoryCheckpointer,
+    Kind,
+    Part,
+    SerializationError,
+    StateMismatchError,
+)
 from ckpt_core.geometry import Box
 from ckpt_core.layouts.sharded import MANIFEST_NAME, DirectoryCheckpoint, build_manifest, describe_file, fetching
 from ckpt_core.layouts.sharded.contents import Contents
@@ -534,3 +542,13 @@ def test_no_manifest_no_checkpoint(tmp_path: Path) -> None:
         with pytest.raises(CheckpointNotFoundError, match=r"manifest\.json") as caught:
             DirectoryCheckpoint(str(path), LocalStorage())
         assert caught.value.path == str(path)
+
+
+def test_tensors_without_memory_are_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "c")
+    DirectoryCheckpointer(strategy="sync").save([Part("model", {"w": torch.ones(2)}, Kind.REPLICATED)], path)
+    with DirectoryCheckpointer().load(path) as checkpoint:
+        for strict in (True, False):
+            with pytest.raises(StateMismatchError, match="meta device") as caught:
+                checkpoint.load("model", into={"w": torch.empty(2, device="meta")}, strict=strict)
+            assert caught.value.key == "w"

@@ -50,7 +50,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
 def test_a_value_comes_back_with_its_type(value: Any) -> None:
     back = round_trip({"x": [value]})["x"][0]
     assert type(back) is type(value)

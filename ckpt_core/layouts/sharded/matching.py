@@ -122,6 +122,14 @@ def match(
         StateMismatchError: The two do not fit; it names the first keys.
     """
     targets = dict(tensor_paths(into, torch.Tensor))
+    empty = [key_of(where) for where, target in targets.items() if target.is_meta]
+    if empty:
+        raise StateMismatchError(
+            f"{len(empty)} tensors of the state that is loaded into have no memory: they are on the meta device",
+            path=path,
+            key=empty[0],
+            remedy="give them memory first (module.to_empty(device=...)), or load new tensors without into=",
+        )
     if strict:
         _refuse_different_keys({r.where for r in saved if not r.is_array}, targets, part, path)
     matches = []
