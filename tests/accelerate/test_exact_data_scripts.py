@@ -336,17 +336,8 @@ def test_launched_for_real(tmp_path: Path) -> None:
     script = Path(__file__).with_name("exact_script.py")
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(script.parents[2])}
     for mode in ("run", "resume"):
-        command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
-        command += [
-            "--num_machines",
-            "1",
-            "--main_process_port",
-            "0",
-            str(script),
-            mode,
-            str(tmp_path),
-            *cells,
-        ]
+        launch = "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0"
+        command = [sys.executable, *launch.split(), str(script), mode, str(tmp_path), *cells]
         subprocess.run(command, env=environment, check=False, capture_output=True, timeout=240)
         for rank in (0, 1):
             found = json.loads((tmp_path / f"{mode}-{rank}.json").read_text())
