@@ -14,7 +14,7 @@ import accelerate
 import torch
 
 from accelerate_ckpt import _fsdp
-from accelerate_ckpt._naming import automatic_root, is_url, numbered, target_of, unwanted
+from accelerate_ckpt._naming import automatic_root, is_url, number_of, numbered, target_of, unwanted
 from accelerate_ckpt._parts import (
     FORMAT,
     RANK,
@@ -55,7 +55,7 @@ def save_state(session: Session, output_dir: str | os.PathLike[str] | None) -> P
     accelerator = session.accelerator
     target = _agreed_target(session, target_of(accelerator, output_dir))
     if _must_wait_for_window(session):
-        session.deferred.append(target)
+        session.deferred.append(target if is_url(target) else os.path.abspath(target))
     else:
         _save_now(session, target)
     accelerator.project_configuration.iteration += 1
@@ -120,16 +120,31 @@ def _save_now(session: Session, target: str) -> None:
 
 
 def _save_parts(session: Session, target: str, weights: list[Any], write_files: Callable[[str], None] | None) -> None:
-    parts = _parts_of(session, weights)
+    try:
+        parts = _parts_of(session, weights)
+        metadata = _metadata(session, target)
+    except Exception as error:
+        _fail_everywhere(session, target, error)
+        raise
     if session.config.is_async:
         session.outcomes.save_begun()
     try:
-        session.checkpointer.save(parts, target, metadata=_metadata(session), write_files=write_files)
+        session.checkpointer.save(parts, target, metadata=metadata, write_files=write_files)
     except SerializationError as error:
         raise _named(error, session.accelerator) from error
     _remove_unwanted(session, target)
     if not _fsdp.is_used(session.accelerator) and tensor_bytes(parts) <= SMALL_STATE_BYTES:
         session.checkpointer.drain(timeout=_LONGEST_WAIT_FOR_SMALL_SECONDS)
+
+
+def _fail_everywhere(session: Session, target: str, error: Exception) -> None:
+    """Tell the other ranks, which would wait for this one's part, by a save that fails."""
+
+    def fail(_: str) -> None:
+        raise error
+
+    if session.world_size > 1:
+        session.checkpointer.save([], target, write_files=fail)
 
 
 def _weights(session: Session) -> list[Any]:
@@ -142,8 +157,12 @@ def _weights_after_hooks(session: Session, directory: str) -> list[Any]:
     accelerator = session.accelerator
     weights = _weights(session)
     before = list(weights)
-    for hook in accelerator._save_model_state_pre_hook.values():
-        hook(accelerator._models, weights, directory)
+
+    def call_hooks() -> None:
+        for hook in accelerator._save_model_state_pre_hook.values():
+            hook(accelerator._models, weights, directory)
+
+    session.agreement.all_succeeded("save_state", call_hooks)
     left = [next((index for index, item in enumerate(before) if item is weight), None) for weight in weights]
     names, left = session.agreement.from_rank_zero("save_state", [_files_below(directory), left])
     if session.rank:
@@ -183,14 +202,15 @@ def _parts_of(session: Session, weights: list[Any]) -> list[Part]:
     return parts
 
 
-def _metadata(session: Session) -> dict[str, Any]:
+def _metadata(session: Session, target: str) -> dict[str, Any]:
     accelerator = session.accelerator
+    automatic = accelerator.project_configuration.automatic_checkpoint_naming
     about = {
         "version": 1,
         "accelerate": accelerate.__version__,
         "torch": str(torch.__version__),
         "world_size": session.world_size,
-        "iteration": accelerator.project_configuration.iteration,
+        "iteration": number_of(target) if automatic else accelerator.project_configuration.iteration,
         "custom_objects": len(accelerator._custom_objects),
         "local_sgd": session.local_sgd.capture(),
     }

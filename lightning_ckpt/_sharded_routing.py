@@ -23,7 +23,7 @@ from ckpt_core.commit import decode_error, encode_error
 from ckpt_core.errors import CheckpointError
 from lightning_ckpt.sharded import ShardedCheckpointIO
 
-__all__ = ["is_routed", "keeps_whole_gradients", "raise_on_all_ranks", "route"]
+__all__ = ["is_routed", "keeps_whole_gradients", "raise_on_all_ranks", "refuse_strategy", "route"]
 
 _ROUTED = "_ckpt_routed_plugin"
 
@@ -49,20 +49,12 @@ def raise_on_all_ranks(action: Callable[[], None], *, world_size: int) -> None:
         raise failure
 
 
-def route(trainer: Any) -> None:
-    """Let the Trainer save and load through its plugin on all ranks, if that is a :class:`ShardedCheckpointIO`.
-
-    Called on all ranks together, once its processes are connected and before anything is loaded. Does nothing a second time.
-
-    Args:
-        trainer: The Trainer.
+def refuse_strategy(strategy: Any) -> None:
+    """Refuse a strategy whose saves cannot be replaced.
 
     Raises:
-        CheckpointError: The strategy has a way of saving that cannot be replaced.
+        CheckpointError: It is one.
     """
-    strategy, plugin = trainer.strategy, trainer.strategy.checkpoint_io
-    if not isinstance(plugin, ShardedCheckpointIO) or vars(strategy).get(_ROUTED) is plugin:
-        return
     bases = {cls.__name__ for cls in type(strategy).__mro__}
     if "DeepSpeedStrategy" in bases or "XLAStrategy" in bases or "XLAFSDPStrategy" in bases:
         raise CheckpointError(
@@ -77,8 +69,26 @@ def route(trainer: Any) -> None:
             "that no rank has to",
             remedy="FSDPStrategy(state_dict_type='sharded') or ModelParallelStrategy(save_distributed_checkpoint=True)",
         )
+
+
+def route(trainer: Any) -> None:
+    """Let the Trainer save and load through its plugin on all ranks, if that is a :class:`ShardedCheckpointIO`.
+
+    Called on all ranks together, once its processes are connected and before anything is loaded. Does nothing a second time.
+
+    Args:
+        trainer: The Trainer.
+
+    Raises:
+        CheckpointError: The strategy has a way of saving that cannot be replaced.
+    """
+    strategy, plugin = trainer.strategy, trainer.strategy.checkpoint_io
+    if not isinstance(plugin, ShardedCheckpointIO) or vars(strategy).get(_ROUTED) is plugin:
+        return
+    refuse_strategy(strategy)
     ranks = RankGroup.connect(trainer.global_rank, trainer.world_size, strategy.broadcast)
     plugin.connect(ranks, lambda: {name for name, _ in trainer.lightning_module.named_buffers()})
+    bases = {cls.__name__ for cls in type(strategy).__mro__}
     is_sharded = bool({"FSDPStrategy", "ModelParallelStrategy"} & bases)
     routes: dict[str, Callable[..., Any]] = {
         "save_checkpoint": _saving(trainer, plugin),

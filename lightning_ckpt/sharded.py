@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, Union
@@ -34,6 +35,8 @@ class ShardedCheckpointIO(CheckpointIOBase):
     Under FSDP and ``ModelParallelStrategy`` each rank writes its shards; under DDP, where all ranks hold the same, each
     writes a slice. Saves are asynchronous unless told otherwise, and no rank holds more than its own part. The directory
     holds safetensors files and appears under its name when all parts are durable.
+
+    With Fabric, give it to ``plugins``, or, for FSDP and ``ModelParallelStrategy``, which refuse plugins, to ``callbacks``.
 
     Lightning's own strategies call a plugin on rank 0 only, or pass it by. A callback changes that:
     :class:`~lightning_ckpt.ResumableCheckpoint`, or, without one, a callback that Lightning adds by itself where this
@@ -201,6 +204,10 @@ class ShardedCheckpointIO(CheckpointIOBase):
         same = opened.world_size == self._ranks.world_size
         found = gradients_of(opened, [self._ranks.rank] if same else range(opened.world_size))
         return {GRADIENTS_KEY: found} if any(found.values()) else {}
+
+    def on_after_setup(self, fabric: Any, module: Any) -> None:
+        """Hook of Fabric, to which the plugin is given as a callback where the strategy takes no plugin."""
+        importlib.import_module("lightning_ckpt._fabric_routing").route_fabric(fabric)  # which imports this module
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Delete a checkpoint, after the saves asked for before are durable; keep it if the newest of them fails."""

@@ -93,7 +93,7 @@ def run_tests(name: str, tests: Path, extra: list[str]) -> Run:
     ]
     # Neither the checkout's settings nor ours: the same for every version.
     command += ["-c", os.devnull, f"--rootdir={tests}", f"--timeout={TEST_TIMEOUT_SECONDS}", "--tb=short"]
-    command += [f"--deselect={tests / NOT_COUNTED}"]
+    command += [f"--deselect={NOT_COUNTED}"]
     command += [f"--basetemp={output / 'tmp'}", *(str(tests / file) for file in FILES if file not in missing)]
     run = Run()
     begin = time.monotonic()

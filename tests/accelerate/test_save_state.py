@@ -308,6 +308,17 @@ def test_a_save_inside_a_window_can_wait_for_its_end(tmp_path: Path) -> None:
     assert_same(resumed.state(), whole.state())
 
 
+def test_a_save_that_waits_keeps_its_automatic_name(tmp_path: Path) -> None:
+    project = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True)
+    waits = {"mid_accumulation": "defer"}
+    run = Run(accelerator_of(options=waits, project_config=project, gradient_accumulation_steps=4))
+    assert run.train(6, save_after=2, path=None).accelerator.save_iteration == 1
+    assert names(tmp_path) == ["checkpoint_0"]
+    fresh = Run(automatic(tmp_path, iteration=0))
+    fresh.accelerator.load_state()
+    assert fresh.accelerator.save_iteration == 1
+
+
 def test_a_save_that_waits_is_not_there_yet(tmp_path: Path) -> None:
     cut = Run(accelerator_of(options={"mid_accumulation": "defer"}, gradient_accumulation_steps=4))
     cut.train(7, save_after=5, path=tmp_path / "saved")

@@ -199,6 +199,34 @@ def test_a_load_that_fails_on_one_rank_fails_on_all(ranks: Ranks, tmp_path: Path
     assert "failed on rank 1" in results[0].message and "not for me" in results[0].message
 
 
+@pytest.mark.parametrize("where", ["hook", "object"])
+def test_what_one_rank_raises_in_a_save_does_not_leave_the_others_waiting(
+    ranks: Ranks, tmp_path: Path, where: str
+) -> None:
+    body = """
+        from tests.accelerate.training import Counter
+        class Picky(Counter):
+            def state_dict(self):
+                if rank == 1:
+                    raise KeyError("not mine")
+                return super().state_dict()
+        accelerator = attach(Accelerator(), "async")
+        accelerator.prepare(nn.Linear(2, 2))
+        if where == "object":
+            accelerator.register_for_checkpointing(Picky())
+        else:
+            accelerator.register_save_state_pre_hook(lambda *_: Picky().state_dict())
+        accelerator.save_state(saved)
+        accelerator.end_training()
+    """
+    results = ranks.run(body, 2, timeout=30, saved=str(tmp_path / "saved"), where=where)
+    assert [result.ended for result in results] == [True, True]
+    assert results[1].error == "KeyError"
+    assert results[0].error in {"RankFailedError", "CheckpointError"}
+    assert "not mine" in results[0].message
+    assert not (tmp_path / "saved").exists()
+
+
 def test_rank_zero_ends_when_the_others_have_heard_it(ranks: Ranks, tmp_path: Path) -> None:
     body = """
         import time
