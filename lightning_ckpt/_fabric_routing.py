@@ -23,11 +23,10 @@ from torch.optim import Optimizer
 from ckpt_core import Kind, Part, RankGroup
 from ckpt_core.errors import CheckpointError, StateMismatchError
 from lightning_ckpt._sharded_routing import raise_on_all_ranks, refuse_strategy
-from lightning_ckpt.sharded import ShardedCheckpointIO
+from lightning_ckpt.sharded import ROUTED, ShardedCheckpointIO
 
 __all__ = ["route_fabric"]
 
-_ROUTED = "_ckpt_routed_plugin"
 _REST = "fabric"
 _SHARDED = {"FSDPStrategy", "ModelParallelStrategy"}
 
@@ -45,7 +44,7 @@ def route_fabric(fabric: Any) -> None:
     """
     strategy = fabric.strategy
     plugin = _plugin_of(fabric)
-    if plugin is None or vars(strategy).get(_ROUTED) is plugin:
+    if plugin is None or vars(strategy).get(ROUTED) is plugin:
         return
     refuse_strategy(strategy)
     plugin.connect(RankGroup.connect(fabric.global_rank, fabric.world_size, strategy.broadcast))
@@ -60,7 +59,7 @@ def route_fabric(fabric: Any) -> None:
             "save_checkpoint": functools.partial(_save, fabric, plugin),
             "load_checkpoint": functools.partial(_load, fabric, plugin),
             "teardown": teardown,
-            _ROUTED: plugin,
+            ROUTED: plugin,
         }
     )
 
@@ -100,7 +99,7 @@ def _save(
     path: Any,
     state: Mapping[str, Any],
     storage_options: Any | None = None,
-    filter: Mapping[str, Callable[[str, Any], bool]] | None = None,  # noqa: A002 - Fabric's name
+    filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
 ) -> None:
     if storage_options is not None:
         raise TypeError("give storage_options to ShardedCheckpointIO: they hold for every save there")

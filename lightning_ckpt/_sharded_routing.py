@@ -21,11 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
 from ckpt_core import RankGroup
 from ckpt_core.commit import decode_error, encode_error
 from ckpt_core.errors import CheckpointError
-from lightning_ckpt.sharded import ShardedCheckpointIO
+from lightning_ckpt.sharded import ROUTED, ShardedCheckpointIO, is_routed
 
 __all__ = ["is_routed", "keeps_whole_gradients", "raise_on_all_ranks", "refuse_strategy", "route"]
-
-_ROUTED = "_ckpt_routed_plugin"
 
 
 def raise_on_all_ranks(action: Callable[[], None], *, world_size: int) -> None:
@@ -83,7 +81,7 @@ def route(trainer: Any) -> None:
         CheckpointError: The strategy has a way of saving that cannot be replaced.
     """
     strategy, plugin = trainer.strategy, trainer.strategy.checkpoint_io
-    if not isinstance(plugin, ShardedCheckpointIO) or vars(strategy).get(_ROUTED) is plugin:
+    if not isinstance(plugin, ShardedCheckpointIO) or vars(strategy).get(ROUTED) is plugin:
         return
     refuse_strategy(strategy)
     ranks = RankGroup.connect(trainer.global_rank, trainer.world_size, strategy.broadcast)
@@ -95,12 +93,7 @@ def route(trainer: Any) -> None:
         "load_checkpoint": _loading_into(trainer, plugin) if is_sharded else _loading(trainer, plugin),
         "teardown": _tearing_down(strategy, plugin),
     }
-    vars(strategy).update({**routes, _ROUTED: plugin})
-
-
-def is_routed(strategy: Any) -> bool:
-    """Return whether the strategy saves through a :class:`ShardedCheckpointIO`."""
-    return vars(strategy).get(_ROUTED) is not None
+    vars(strategy).update({**routes, ROUTED: plugin})
 
 
 def keeps_whole_gradients(strategy: Any) -> bool:

@@ -24,9 +24,16 @@ from lightning_ckpt._sharded_state import (
 )
 from lightning_ckpt.io import training_goes_on
 
-__all__ = ["ShardedCheckpointIO"]
+__all__ = ["ROUTED", "ShardedCheckpointIO", "is_routed"]
+
+ROUTED = "_ckpt_routed_plugin"
 
 _Path = Union[str, "os.PathLike[str]"]
+
+
+def is_routed(strategy: Any) -> bool:
+    """Return whether the strategy saves through a :class:`ShardedCheckpointIO`."""
+    return vars(strategy).get(ROUTED) is not None
 
 
 class ShardedCheckpointIO(CheckpointIOBase):
@@ -208,6 +215,18 @@ class ShardedCheckpointIO(CheckpointIOBase):
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Hook of Fabric, to which the plugin is given as a callback where the strategy takes no plugin."""
         importlib.import_module("lightning_ckpt._fabric_routing").route_fabric(fabric)  # which imports this module
+
+    def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
+        """Hook of Fabric: refuses to go on where the hook before was never called.
+
+        Raises:
+            CheckpointError: Fabric saves without this plugin.
+        """
+        if not is_routed(strategy):
+            raise CheckpointError(
+                "Fabric saves without ShardedCheckpointIO, because it did not tell it of the model",
+                remedy="set the model up with fabric.setup(model), which tells callbacks, and not with fabric.setup_module",
+            )
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Delete a checkpoint, after the saves asked for before are durable; keep it if the newest of them fails."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accelerate_ckpt._loaders import LoaderPositions
 from tests.accelerate import exact_cells
@@ -27,14 +28,13 @@ class Numbered(Samples):
         return index
 
 
-class NumberedStream(exact_cells.Stream):
-    """The same, read in order."""
+class NumberedStream(IterableDataset):
+    """The same, read in order; workers share it out."""
 
-    def __init__(self) -> None:
-        super().__init__(SAMPLES)
-
-    def __iter__(self) -> Any:
-        return (index for index, _ in super().__iter__())
+    def __iter__(self) -> Iterator[int]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        return iter(range(first, SAMPLES, step))
 
 
 def _loader(seed: int, world_size: int, **kwargs: Any) -> DataLoader:

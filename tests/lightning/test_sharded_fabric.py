@@ -13,7 +13,7 @@ from lightning.fabric.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from lightning_ckpt import ShardedCheckpointIO
 
-kind, directory, world = sys.argv[1], sys.argv[2], int(sys.argv[3])
+kind, directory, world, setup = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
 path = f"{directory}/saved"
 
 def parallelize(model, mesh):
@@ -27,7 +27,7 @@ def work(fabric, seed, steps):
         layers.insert(1, torch.nn.BatchNorm1d(513))
     model = torch.nn.Sequential(*layers)
     if kind == "mp":
-        model = fabric.setup_module(model)
+        model = getattr(fabric, setup)(model)
         optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.1))
     else:
         model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.1))
@@ -85,8 +85,12 @@ def test_state_of_fabric_is_saved_and_loaded(run_script, tmp_path: Path, kind: s
     )
     path = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{metadata.parent}"}
     for world in (2, 3):
-        done = run_script(script, kind, tmp_path, world, env=path, timeout=280)
+        done = run_script(script, kind, tmp_path, world, "setup", env=path, timeout=280)
         assert done.stdout.count("DONE") == world
+    if kind == "mp":
+        done = run_script(script, kind, tmp_path / "unused", 2, "setup_module", env=path, timeout=280, check=False)
+        assert done.returncode and "set the model up with fabric.setup(model)" in done.stderr
+        assert not (tmp_path / "unused").exists()
     assert len(list((tmp_path / "saved").glob("model-*-of-00002.safetensors"))) == 2
     from tests.lightning.sharded_runs import assert_same_tensors, parts_at
 

@@ -122,7 +122,7 @@ def match(
         StateMismatchError: The two do not fit; it names the first keys.
     """
     targets = dict(tensor_paths(into, torch.Tensor))
-    empty = [key_of(where) for where, target in targets.items() if target.is_meta]
+    empty = [key_of(where) for where, target in targets.items() if _has_no_memory(target)]
     if empty:
         raise StateMismatchError(
             f"{len(empty)} tensors of the state that is loaded into have no memory: they are on the meta device",
@@ -139,6 +139,11 @@ def match(
             target = infos[reference.index].empty("meta")
         matches.append(Match(reference.key, reference.index, target))
     return matches
+
+
+def _has_no_memory(tensor: torch.Tensor) -> bool:
+    # The property itself raises on a ShardedTensor of which nothing is on this rank.
+    return type(tensor).__name__ != "ShardedTensor" and tensor.is_meta
 
 
 def _refuse_different_keys(wanted: set[Path], targets: Mapping[Path, Any], part: str, path: str) -> None:
@@ -193,6 +198,6 @@ def unique_targets(matches: Sequence[Match]) -> list[Match]:
     """Return the matches that have a target, each target once: where tied tensors get two, the last one wins."""
     found: dict[Hashable, Match] = {}
     for entry in matches:
-        if entry.target is not None and not entry.target.is_meta:
+        if entry.target is not None and not _has_no_memory(entry.target):
             found[identity_of(entry.target)] = entry
     return list(found.values())
