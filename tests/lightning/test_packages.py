@@ -129,13 +129,17 @@ def test_with_only_one_of_the_two_packages(package: str, missing: str, tmp_path:
 
 
 def test_without_lightning_it_says_what_to_install(run_script: Any) -> None:
-    failed = run_script(ONLY + "import lightning_ckpt", "lightning,pytorch_lightning,lightning_fabric", check=False)
+    failed = run_script(
+        ONLY + "from lightning_ckpt import ResumableCheckpoint",
+        "lightning,pytorch_lightning,lightning_fabric",
+        check=False,
+    )
     assert failed.returncode == 1
     assert "install ckpt-plugins[lightning] or ckpt-plugins[pytorch-lightning]" in failed.stderr
 
 
 def test_what_a_package_itself_lacks_is_not_taken_for_its_absence(run_script: Any) -> None:
-    failed = run_script(ONLY + "import lightning_ckpt", "lightning_utilities", check=False)
+    failed = run_script(ONLY + "from lightning_ckpt import ResumableCheckpoint", "lightning_utilities", check=False)
     assert failed.returncode == 1
     assert "No module named 'lightning_utilities'" in failed.stderr.splitlines()[-1]
 

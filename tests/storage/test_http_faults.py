@@ -20,6 +20,8 @@ from tests.support.servers import Server
 from tests.support.states import assert_same_state, tensor_of
 from tests.support.stores import unfinished_uploads
 
+pytestmark = pytest.mark.slow
+
 ServerOf = Callable[[str], Server]
 OLD = {"w": tensor_of(torch.uint8, 100_000), "step": 1}
 NEW = {"w": tensor_of(torch.uint8, 11 * 2**20), "step": 2}  # three parts of the smallest size that S3 takes
