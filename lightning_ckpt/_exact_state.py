@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from ckpt_core.errors import CheckpointFormatError
+from ckpt_core.state.ddp import rebuild_ddp_buckets
 from ckpt_core.state.gradients import capture_gradients, restore_gradients
 from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
 from ckpt_core.state.rng import RngState, capture_generators, restore_generators
@@ -35,7 +36,7 @@ from lightning_ckpt._counters import undo_unfinished
 from lightning_ckpt._loaders import TrainingData
 from lightning_ckpt._metrics import MetricsMoment, restore_metrics, torchmetrics_of
 from lightning_ckpt._other_ranks import go_on_elsewhere, inexact_elsewhere, state_for_rank, with_gradients
-from lightning_ckpt._private import Internals, rebuild_ddp_buckets
+from lightning_ckpt._private import Internals
 from lightning_ckpt._private_guard import check
 from lightning_ckpt._sharded_routing import is_routed, keeps_whole_gradients
 from lightning_ckpt._sharded_state import GRADIENTS_KEY

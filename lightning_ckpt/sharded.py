@@ -153,7 +153,8 @@ class ShardedCheckpointIO(CheckpointIOBase):
         _refuse(storage_options)
         checkpointer = self.checkpointer
         parts = parts_of(checkpoint, rank=self._ranks.rank, buffers=self._buffers())
-        checkpointer.save(parts, path, metadata=metadata_of(checkpoint))
+        # Ranks that are at different steps are refused instead of being mixed.
+        checkpointer.save(parts, path, metadata=metadata_of(checkpoint), step=checkpoint.get("global_step"))
         if not training_goes_on(checkpoint, path):
             checkpointer.wait(path)
 
