@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.serialization import default_restore_location, skip_data
+from torch.serialization import skip_data
 
 from ckpt_core.digest import digest_of_parts, digest_with
 from ckpt_core.errors import (
@@ -40,6 +40,7 @@ from ckpt_core.layouts.torch_file.manifest import (
     pieces,
 )
 from ckpt_core.layouts.torch_file.segments import SegmentIO, Segments
+from ckpt_core.layouts.torch_file.storage_collector import MapLocation, StorageCollector
 from ckpt_core.memory import bytes_of
 from ckpt_core.parallel import run_parallel
 from ckpt_core.storage.base import FileReader, ReaderIO
@@ -63,8 +64,6 @@ _PLAIN_GLOBALS = frozenset(
         "_codecs encode",
     }
 )
-
-MapLocation = Any
 
 
 def load_torch_file(
@@ -95,7 +94,7 @@ def load_torch_file(
         verify_torch_file(reader)
         return _torch_load(ReaderIO(reader), reader.path, map_location, weights_only), True
 
-    filler = _StorageCollector(map_location)
+    filler = StorageCollector(map_location, [by_name[name].size for name in manifest.storages])
     with skip_data():
         result = _torch_load(SegmentIO(segments, reader.size), reader.path, filler, weights_only)
     if len(filler.storages) != len(manifest.storages):
@@ -324,33 +323,6 @@ def _is_plain(pickled: bytes) -> bool:
         return False
     found = {str(argument) for name, argument in operations if name == "GLOBAL"}
     return all(name in _PLAIN_GLOBALS or name.startswith("torch ") for name in found)
-
-
-class _StorageCollector:
-    """A ``map_location`` that does what the caller's would, and keeps the storages in the order of the pickle."""
-
-    def __init__(self, map_location: MapLocation) -> None:
-        self.storages: list[torch.UntypedStorage] = []
-        self._map_location = map_location
-
-    def __call__(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-        restored = self._restore(storage, location)
-        self.storages.append(restored)
-        return restored
-
-    def _restore(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
-        where = self._map_location
-        if callable(where):
-            chosen: torch.UntypedStorage | None = where(storage, location)
-            if chosen is not None:
-                return chosen
-            where = location
-        elif isinstance(where, dict):
-            where = where.get(location, location)
-        elif where is None:
-            where = location
-        restored: torch.UntypedStorage = default_restore_location(storage, str(where))
-        return restored
 
 
 def _torch_load(file: io.RawIOBase, path: str, map_location: MapLocation, weights_only: bool | None) -> Any:

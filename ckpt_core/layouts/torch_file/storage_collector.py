@@ -1,0 +1,62 @@
+"""The storages that ``torch.load`` builds while it skips their data."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.serialization import default_restore_location, skip_data
+
+__all__ = ["MapLocation", "StorageCollector"]
+
+MapLocation = Any
+
+
+class StorageCollector:
+    """A ``map_location`` that does what the caller's would, and keeps the storages in the order of the pickle.
+
+    Args:
+        map_location: The caller's.
+        sizes: Of the storages, in bytes.
+    """
+
+    def __init__(self, map_location: MapLocation, sizes: Sequence[int]) -> None:
+        self.storages: list[torch.UntypedStorage] = []
+        self._map_location = map_location
+        self._sizes = sizes
+        self._are_too_large = _skip_data_makes_too_large()
+
+    def __call__(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        size = self._sizes[len(self.storages)] if len(self.storages) < len(self._sizes) else 0
+        # torch 2.8 multiplies by the item's size twice when it skips the data.
+        if self._are_too_large and storage.nbytes() in (2 * size, 4 * size, 8 * size, 16 * size):
+            storage = torch.UntypedStorage(size)
+        restored = self._restore(storage, location)
+        self.storages.append(restored)
+        return restored
+
+    def _restore(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
+        where = self._map_location
+        if callable(where):
+            chosen: torch.UntypedStorage | None = where(storage, location)
+            if chosen is not None:
+                return chosen
+            where = location
+        elif isinstance(where, dict):
+            where = where.get(location, location)
+        elif where is None:
+            where = location
+        restored: torch.UntypedStorage = default_restore_location(storage, str(where))
+        return restored
+
+
+@functools.cache
+def _skip_data_makes_too_large() -> bool:
+    file = io.BytesIO()
+    torch.save(torch.zeros(1, dtype=torch.float64), file)
+    file.seek(0)
+    with skip_data():
+        return bool(torch.load(file, weights_only=True).untyped_storage().nbytes() > 8)
