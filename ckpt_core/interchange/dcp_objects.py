@@ -15,6 +15,7 @@ from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, 
 from ckpt_core.interchange.dcp_metadata import DcpEntry, Location
 from ckpt_core.interchange.naming import entry_name
 from ckpt_core.interchange.tensor_memory import TensorMemory
+from ckpt_core.layouts.torch_file.storage_collector import MapLocation, StorageCollector
 from ckpt_core.storage import FileReader, Storage
 from ckpt_core.storage.base import ReaderIO
 
@@ -65,17 +66,18 @@ def load_stored(storage: Storage, directory: str, entry: DcpEntry, location: Loc
         ) from error
 
 
-def _object(section: FileReader) -> Any:
-    return torch.load(io.BufferedReader(ReaderIO(section)), map_location="cpu", weights_only=True)
+def _object(section: FileReader, map_location: MapLocation = "cpu") -> Any:
+    return torch.load(io.BufferedReader(ReaderIO(section)), map_location=map_location, weights_only=True)
 
 
 def _tensor(section: FileReader, memory: TensorMemory) -> Any:
-    with skip_data():
-        found = _object(section)
-    if not isinstance(found, torch.Tensor):
-        return found
     with zipfile.ZipFile(io.BufferedReader(ReaderIO(section))) as archive:
         records = [record for record in archive.infolist() if _DATA.fullmatch(record.filename)]
+    collector = StorageCollector("cpu", [record.file_size for record in records])
+    with skip_data():
+        found = _object(section, collector)
+    if not isinstance(found, torch.Tensor):
+        return found
     (record,) = records
     nbytes = found.untyped_storage().nbytes()
     if (record.compress_type, record.file_size) != (zipfile.ZIP_STORED, nbytes):
