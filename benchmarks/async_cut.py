@@ -1,4 +1,9 @@
-"""What checkpoints cost an asynchronous training: updates per second without any, unaligned, aligned, and stopping the world."""
+"""What checkpoints cost an asynchronous training: updates per second without any, unaligned, aligned, and stopping the world.
+
+Runs of all ways take turns, in another order each time, so that whatever else changes on the machine meets all of them. How much
+the runs without checkpoints differ among themselves is the noise, and is printed beside the differences. CPU time per update
+is less at the mercy of the machine: it says what checkpoints make the processes do.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -20,55 +25,75 @@ from tests.chaos.cut_training import CountingModel, Job, compute_gradients, make
 
 __all__ = ["table"]
 
-_LIMIT = 120.0
+_LIMIT = 240.0
 _STORE_SECONDS = 0.3  # what a write takes, beside the disk's own time: that of a shared filesystem or an object store
 _BALLAST = 250_000  # parameters beside the model's
+_EVERY = 1.0  # seconds between two checkpoints: a hundred times as often as anybody would
 _NEVER = 10_000.0
+_NONE = "no checkpoints"
 _WAYS: dict[str, tuple[float, CutOptions, bool]] = {
-    "no checkpoints": (_NEVER, CutOptions(), False),
-    "unaligned": (1.0, CutOptions(), False),
-    "aligned": (1.0, CutOptions(alignment="aligned"), False),
-    "stop the world": (1.0, CutOptions(), True),
+    _NONE: (_NEVER, CutOptions(), False),
+    "unaligned": (_EVERY, CutOptions(), False),
+    "aligned": (_EVERY, CutOptions(alignment="aligned"), False),
+    "stop the world": (_EVERY, CutOptions(), True),
 }
 
 
+class _Run(NamedTuple):
+    """Updates per second, milliseconds of CPU time of all processes for an update, number of checkpoints."""
+
+    rate: float
+    cpu: float
+    checkpoints: int
+
+
 def table(options: argparse.Namespace, directory: Path) -> dict[str, float]:
-    """Print the updates per second of each way, and its part of the first; return the updates per second."""
-    rates: dict[str, list[float]] = {way: [] for way in _WAYS}
-    checkpoints: dict[str, list[int]] = {way: [] for way in _WAYS}
+    """Print the updates per second of each way beside the noise; return the medians."""
+    runs: dict[str, list[_Run]] = {way: [] for way in _WAYS}
     for number in range(options.repeats):
-        for way in _WAYS:
-            rate, count = _one_run(directory / f"{way} {number}".replace(" ", "-"), way)
-            rates[way].append(rate)
-            checkpoints[way].append(count)
-    medians = {way: statistics.median(found) for way, found in rates.items()}
-    print(f"2 servers, 3 workers, a checkpoint each second, {_STORE_SECONDS} s for a write")
+        ways = list(_WAYS)
+        ways = ways[number % len(ways) :] + ways[: number % len(ways)]
+        for way in ways:
+            runs[way].append(_one_run(directory / f"{way} {number}".replace(" ", "-"), way))
+    without = [run.rate for run in runs[_NONE]]
+    medians = {way: statistics.median(run.rate for run in found) for way, found in runs.items()}
+    noise = (max(without) - min(without)) / medians[_NONE]
+    print(f"2 servers, 3 workers, a checkpoint each {_EVERY:g} s, {_STORE_SECONDS} s for a write")
     print(f"median of {options.repeats} interleaved runs (lowest to highest)\n")
-    for way, found in rates.items():
-        share = medians[way] / medians["no checkpoints"]
+    for way, found in runs.items():
+        difference = medians[way] / medians[_NONE] - 1
+        rates = [run.rate for run in found]
         print(
-            f"{way:16s} {medians[way]:7.1f} updates/s ({min(found):.1f} to {max(found):.1f})  {share:5.0%}"
-            f"  {statistics.median(checkpoints[way]):4.0f} checkpoints"
+            f"{way:16s} {medians[way]:7.1f} updates/s ({min(rates):.1f} to {max(rates):.1f})  {difference:+6.1%}"
+            f"  {statistics.median(run.cpu for run in found):6.2f} ms of CPU per update"
+            f"  {statistics.median(run.checkpoints for run in found):4.0f} checkpoints"
         )
+    print(f"\nnoise: the runs without checkpoints differ by {noise:.1%}")
     return medians
 
 
-def _one_run(root: Path, way: str) -> tuple[float, int]:
+def _one_run(root: Path, way: str) -> _Run:
     every, cut_options, is_stopping = _WAYS[way]
     job = Job(str(root / "checkpoints"), epochs=4, every=every, compute=0.01, keep=1000, options=cut_options)
     times = root / "times"
     times.mkdir(parents=True)
     cluster = Cluster(
-        job, root / "log", serve=_serve, work=functools.partial(_work, times=times, is_stopping=is_stopping)
+        job,
+        root / "log",
+        serve=functools.partial(_serve, times=times),
+        work=functools.partial(_work, times=times, is_stopping=is_stopping),
     )
     try:
         if not cluster.wait(_LIMIT):
             raise RuntimeError(cluster.logs())
     finally:
         cluster.kill()
-    found = [json.loads(file.read_text()) for file in times.iterdir()]
-    seconds = max(end for _, end in found) - min(begin for begin, _ in found)
-    return job.batches * job.streams / seconds, len(CutStore(job.root).committed())
+    workers = [json.loads(file.read_text()) for file in times.glob("worker-*")]
+    servers = [json.loads(file.read_text()) for file in times.glob("shard-*")]
+    seconds = max(end for _, end, _ in workers) - min(begin for begin, _, _ in workers)
+    updates = job.batches * job.streams
+    cpu = sum(spent for *_, spent in workers + servers)
+    return _Run(updates / seconds, 1e3 * cpu / updates, len(CutStore(job.root).committed()))
 
 
 class _Heavy(CountingModel):
@@ -86,26 +111,30 @@ def _slow(write: Callable[..., str]) -> Callable[..., str]:
     return slow_write
 
 
-def _serve(job: Job, transport: Transport, coordinator: str) -> None:
+def _serve(job: Job, transport: Transport, coordinator: str, *, times: Path) -> None:
     server = ParameterServer(transport, coordinator, _Heavy(job).named_parameters(), make_optimizer)
     server.store.write = _slow(server.store.write)  # type: ignore[method-assign]
+    begin = time.process_time()
     server.run()
+    (times / f"{transport.name}.json").write_text(json.dumps([time.process_time() - begin]))
 
 
 def _work(job: Job, transport: Transport, coordinator: str, *, times: Path, is_stopping: bool) -> None:
     model = _Heavy(job)
     client = ParameterClient(transport, coordinator, model.named_parameters(), batches=job.batches)
     client.store.write = _slow(client.store.write)  # type: ignore[method-assign]
-    begin = None
+    begin = cpu = 0.0
     for update in client.updates():
         client.pull()
         while is_stopping and client.committed_snapshot < client.snapshot:
             time.sleep(0.002)
-        begin = begin or time.monotonic()
+        if not begin:
+            begin, cpu = time.monotonic(), time.process_time()
         compute_gradients(job, model, update)
         for ballast in model.ballast:
             ballast.grad = ballast.detach() + 1.0
         time.sleep(job.compute)
         client.push()
-    (times / f"{transport.name}.json").write_text(json.dumps([begin, time.monotonic()]))
+    spent = time.process_time() - cpu
+    (times / f"{transport.name}.json").write_text(json.dumps([begin, time.monotonic(), spent]))
     client.finish()

@@ -18,14 +18,11 @@ repeats or leaves out parts of it, is not used.
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import itertools
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from ckpt_core.errors import CheckpointFormatError
 from ckpt_core.state.ddp import rebuild_ddp_buckets
@@ -33,22 +30,21 @@ from ckpt_core.state.gradients import capture_gradients, restore_gradients
 from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
 from ckpt_core.state.rng import RngState, capture_generators, restore_generators
 from lightning_ckpt._counters import undo_unfinished
+from lightning_ckpt._gathering import Gathering
 from lightning_ckpt._loaders import TrainingData
 from lightning_ckpt._metrics import MetricsMoment, restore_metrics, torchmetrics_of
-from lightning_ckpt._other_ranks import go_on_elsewhere, inexact_elsewhere, state_for_rank, with_gradients
+from lightning_ckpt._other_ranks import go_on_elsewhere, inexact_elsewhere, state_for_rank
+from lightning_ckpt._post_local_sgd import PostLocalSgd
 from lightning_ckpt._private import Internals
 from lightning_ckpt._private_guard import check
 from lightning_ckpt._sharded_routing import is_routed, keeps_whole_gradients
-from lightning_ckpt._sharded_state import GRADIENTS_KEY
+from lightning_ckpt._sharded_state import GRADIENTS_KEY, keep_apart, put_back
 
 __all__ = ["KEY", "VERSION", "ExactState"]
 
 KEY = "lightning_ckpt"
 VERSION = 1
 
-log = logging.getLogger(__name__)
-
-_INTERRUPTED_TIMEOUT = datetime.timedelta(seconds=30)
 _ATTRIBUTE = "_lightning_ckpt_exact_state"
 
 
@@ -76,7 +72,8 @@ class ExactState:
         self._internals = Internals(trainer)
         self._data = TrainingData(self._internals, replay, self._before_fetch)
         self._warn = warn if trainer.is_global_zero else _keep_quiet
-        self._group = self._make_group()
+        self._gathering = Gathering(trainer)
+        self._post_local_sgd = PostLocalSgd(trainer, self._gathering)
         self._loaded: dict[str, Any] | None = None
         self._batch: _Moment | None = None
         self._validation: _Moment | None = None
@@ -100,18 +97,13 @@ class ExactState:
             setattr(trainer, _ATTRIBUTE, state)
         return state
 
-    def _make_group(self) -> Any:
-        if not (dist.is_available() and dist.is_initialized()) or self._trainer.world_size == 1:
-            return None
-        # of our own, because the training's may be NCCL, which would take the state through the accelerator
-        return dist.new_group(backend="gloo")
-
     # ---- while training ----------------------------------------------------------------------------------------------
 
     def fit_started(self) -> None:
         """The model is wrapped and on its device; nothing has been trained."""
         if self._trainer.world_size > 2:
             rebuild_ddp_buckets(self._trainer.strategy.model)
+        self._post_local_sgd.fit_started()
 
     def training_starts(self) -> None:
         """The hooks ``on_train_start`` run; the loops will look at their counters next."""
@@ -119,7 +111,12 @@ class ExactState:
         self._tensors = list(itertools.chain(module.parameters(), module.buffers()))
         self._metrics = torchmetrics_of(module)
         if self._loaded is not None:
-            self._internals.set_progress(self._loaded[Kind.REPLICATED.value]["progress"])
+            shared, mine = self._loaded[Kind.REPLICATED.value], self._loaded["mine"]
+            self._internals.set_progress(shared["progress"])
+            counters, own = shared.get("post_local_sgd", {}), mine.get("post_local_sgd", {})
+            shared["notes"] += self._post_local_sgd.restore(
+                counters, own, elsewhere=self._saved_elsewhere(self._loaded)
+            )
             self._internals.instead_of_next_epoch_start(self._go_on)
 
     def _moment(self, rng: RngState) -> _Moment:
@@ -171,40 +168,27 @@ class ExactState:
         """Leave Lightning's objects as they were."""
         self._after_fit = self._after_fit or {}
         self._data.release()
+        self._post_local_sgd.release()
         self._internals.release()
 
     # ---- capture -----------------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Put the exact state of all ranks into a checkpoint, on rank 0; every rank must call it, once for each checkpoint."""
-        mine = self._after_fit if self._after_fit is not None else self._capture_rank()
+        mine = dict(self._after_fit if self._after_fit is not None else self._capture_rank())
         if not mine:
             return
         if is_routed(self._trainer.strategy):
-            # each rank writes its own: they are as large as the weights
-            checkpoint[GRADIENTS_KEY] = mine["per_rank"]["gradients"]
-            mine = {**mine, "per_rank": {**mine["per_rank"], "gradients": {}}}
-        ranks = self._gather(mine)
+            checkpoint[GRADIENTS_KEY], mine["per_rank"] = keep_apart(mine["per_rank"])
+        counters = self._post_local_sgd.counters()
+        ranks = self._gathering.gather(mine)
         if ranks is not None:
             notes = sorted({note for rank in ranks if rank is not None for note in rank["notes"]})
-            replicated = {**ranks[0]["replicated"], "world_size": self._trainer.world_size, "notes": notes}
+            common = {"world_size": self._trainer.world_size, "notes": notes, "post_local_sgd": counters}
+            replicated = {**ranks[0]["replicated"], **common}
             per_rank = [None if r is None else r["per_rank"] for r in ranks]
             checkpoint[KEY] = {"version": VERSION, **join_ranks(replicated, per_rank)}
         self._unswap_averaged_weights(checkpoint)
-
-    def _gather(self, mine: dict[str, Any]) -> list[Any] | None:
-        if self._group is None:
-            return [mine]
-        if str(self._trainer.state.status) == "interrupted":
-            try:
-                # an exception on one rank only: the others will not come
-                dist.monitored_barrier(self._group, timeout=_INTERRUPTED_TIMEOUT)
-            except RuntimeError:
-                log.warning("the other ranks do not save: the checkpoint holds the exact state of one rank only")
-                return [mine] if self._trainer.is_global_zero else None
-        ranks: list[Any] | None = [None] * self._trainer.world_size if self._trainer.is_global_zero else None
-        dist.gather_object(mine, ranks, dst=0, group=self._group)
-        return ranks
 
     def _capture_rank(self) -> dict[str, Any]:
         phase, progress, redo = self._phase()
@@ -246,6 +230,7 @@ class ExactState:
                 "data": data,
                 "metrics": metrics.encode(self._internals),
                 "gradients": self._gradients(batches, in_epoch),
+                "post_local_sgd": self._post_local_sgd.capture(on_host=not is_routed(self._trainer.strategy)),
                 "validation": [capture_generators(loader) for loader in self._internals.validation_loaders()],
             },
             "notes": notes,
@@ -323,7 +308,7 @@ class ExactState:
                 key=f"{KEY}.version",
                 remedy="update ckpt-plugins",
             )
-        state, rank = with_gradients(state, checkpoint.get(GRADIENTS_KEY, {})), self._trainer.global_rank
+        state, rank = put_back(state, checkpoint.get(GRADIENTS_KEY, {})), self._trainer.global_rank
         if self._saved_elsewhere(state):
             mine = state_for_rank(state, rank, gradients=not self._begins_window_again)
         else:

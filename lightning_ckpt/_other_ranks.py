@@ -12,21 +12,7 @@ from ckpt_core.state.kinds import Kind
 from ckpt_core.state.rng import RngState
 from lightning_ckpt._loaders import TrainingData
 
-__all__ = ["go_on_elsewhere", "inexact_elsewhere", "state_for_rank", "with_gradients"]
-
-
-def with_gradients(state: Mapping[str, Any], gradients: Mapping[int, Any]) -> dict[str, Any]:
-    """Put gradients that were saved apart back into the exact state.
-
-    Args:
-        state: The exact state of all ranks.
-        gradients: Those of some ranks, by rank.
-    """
-    ranks = list(state[Kind.PER_RANK.value])
-    for rank, saved in gradients.items():
-        if rank < len(ranks) and ranks[rank] is not None:
-            ranks[rank] = {**ranks[rank], "gradients": saved}
-    return {**state, Kind.PER_RANK.value: ranks}
+__all__ = ["go_on_elsewhere", "inexact_elsewhere", "state_for_rank"]
 
 
 def state_for_rank(state: Mapping[str, Any], rank: int, *, gradients: bool) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from ckpt_core.errors import CheckpointError
 __all__ = [
     "Internals",
     "checkpoint_directory",
+    "model_averaging",
 ]
 
 
@@ -38,6 +39,15 @@ def checkpoint_directory(callback: Any, trainer: Any) -> str:
     resolve = getattr(callback, "_ModelCheckpoint__resolve_ckpt_dir", None)
     found = callback.dirpath if resolve is None else resolve(trainer)
     return str(found)
+
+
+def model_averaging(strategy: Any) -> tuple[Any, Any]:
+    """Return what averages the weights of a ``DDPStrategy``, and the state of its communication hook.
+
+    The first is ``None`` until the strategy is set up for ``fit``, and where weights are not averaged; so is the second where
+    there is no hook. Neither has a public name.
+    """
+    return getattr(strategy, "_model_averager", None), getattr(strategy, "_ddp_comm_state", None)
 
 
 class Internals:

@@ -60,6 +60,7 @@ _MODEL_CHECKPOINT = (
     "_save_last_checkpoint",
     "_should_remove_checkpoint",
 )
+_DDP_STRATEGY = ("_ddp_comm_state", "_model_averager")
 _METRIC = ("_computed", "_defaults", "_update_count")
 
 
@@ -79,6 +80,8 @@ def missing_internals(trainer: Any) -> list[str]:
         missing.append("trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress")
     if not hasattr(getattr(epoch_loop, "manual_optimization", None), "optim_step_progress"):
         missing.append("trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress")
+    if any(cls.__name__ == "DDPStrategy" for cls in type(trainer.strategy).__mro__):
+        missing += [f"trainer.strategy.{name}" for name in _DDP_STRATEGY if not hasattr(trainer.strategy, name)]
     metric = SumMetric()
     return missing + [f"torchmetrics.Metric.{name}" for name in _METRIC if not hasattr(metric, name)]
 

@@ -299,7 +299,9 @@ class ParameterClient(Participant):
 
     def _capture(self) -> dict[str, Any]:
         objects = {name: copy.deepcopy(stateful.state_dict()) for name, stateful in self._objects.items()}
-        return {"rng": RngState.capture().encode(), "objects": objects}
+        if self._seed is not None:
+            return {"objects": objects}  # each update sets torch's generator itself
+        return {"objects": objects, "rng": RngState.capture().encode()}
 
     # ---- messages and effects ------------------------------------------------------------------------------------------
 

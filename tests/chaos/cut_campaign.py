@@ -16,7 +16,7 @@ from tests.chaos.cut_cluster import Cluster
 from tests.chaos.cut_training import Job, violations
 
 SHARDS, WORKERS = (1, 2, 3), (1, 2, 3, 5)
-LONGEST_RUN = 120.0  # seconds without a kill, to finish
+LONGEST_RUN = 120.0  # seconds without a kill, to finish or at least to commit
 STARTING = 0.15  # part of the kills that are aimed at the start
 EAGER = {"every": 0.05}
 
@@ -126,7 +126,7 @@ class Campaign:
                 )
             cluster = Cluster(job, root / f"life-{life}")
             try:
-                ended = cluster.wait(LONGEST_RUN) if life == kills else self._wait_for_the_instant(cluster)
+                ended = _wait_for_the_end(cluster) if life == kills else self._wait_for_the_instant(cluster)
                 broken = cluster.broken
             finally:
                 cluster.kill(self._random)
@@ -155,6 +155,17 @@ class Campaign:
             return any(checkpoints.glob(".cut-*")) or set(checkpoints.glob("cut-*")) != before
 
         return cluster.wait(LONGEST_RUN, snapshot_has_begun) or cluster.wait(self._random.uniform(0.0, 1.2))
+
+
+def _wait_for_the_end(cluster: Cluster) -> bool:
+    """Wait as long as there is progress, however slow the machine is; returns whether the training has ended well."""
+    store, newest = CutStore(cluster.job.root), None
+    while not cluster.wait(LONGEST_RUN):
+        committed = store.committed()[:1]
+        if cluster.broken or committed == newest:
+            return False
+        newest = committed
+    return True
 
 
 class _Trial:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from ckpt_core import Catalog, verify
+from tests.conftest import LIGHTNING
 
 ROOT = Path(__file__).parents[2]
 RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -21,9 +22,9 @@ RunScript = Callable[..., "subprocess.CompletedProcess[str]"]
 pytest.importorskip("jsonargparse")
 
 
-def fit(run_script: RunScript, directory: Path, config: str, *more: str) -> None:
+def fit(fork_script: RunScript, directory: Path, config: str, *more: str) -> None:
     directory.mkdir(exist_ok=True)
-    run_script(
+    fork_script(
         ROOT / "examples/lightning_cli/main.py",
         "fit",
         "--config",
@@ -31,6 +32,7 @@ def fit(run_script: RunScript, directory: Path, config: str, *more: str) -> None
         "--trainer.enable_progress_bar=false",
         "--data.characters=4000",
         *more,
+        modules=LIGHTNING,
         cwd=directory,
         timeout=240,
     )
@@ -47,23 +49,28 @@ def assert_same_training(first: Path, second: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "io"), [("plugins.yaml", "AsyncCheckpointIO"), ("strategy.yaml", "SyncCheckpointIO")]
+    ("config", "io"),
+    [
+        ("plugins.yaml", "AsyncCheckpointIO"),
+        ("strategy.yaml", "SyncCheckpointIO"),
+        ("tiers.yaml", "AsyncCheckpointIO"),
+    ],
 )
 def test_a_run_by_configuration_alone_resumes_bit_for_bit(
-    config: str, io: str, run_script: RunScript, tmp_path: Path
+    config: str, io: str, fork_script: RunScript, tmp_path: Path
 ) -> None:
     assert f"lightning_ckpt.{io}" in (ROOT / "configs/lightning" / config).read_text()
     saving = "--trainer.callbacks.every_n_train_steps=10"
-    fit(run_script, tmp_path / "whole", config, saving, "--trainer.max_steps=40")
-    fit(run_script, tmp_path / "parts", config, saving, "--trainer.max_steps=20")
+    fit(fork_script, tmp_path / "whole", config, saving, "--trainer.max_steps=40")
+    fit(fork_script, tmp_path / "parts", config, saving, "--trainer.max_steps=20")
     assert verify(tmp_path / "parts/checkpoints/last.ckpt")
-    fit(run_script, tmp_path / "parts", config, saving, "--trainer.max_steps=40", "--ckpt_path=last")
+    fit(fork_script, tmp_path / "parts", config, saving, "--trainer.max_steps=40", "--ckpt_path=last")
     assert_same_training(tmp_path / "whole", tmp_path / "parts")
 
 
-def test_fabric_goes_on_after_a_kill(run_script: RunScript, tmp_path: Path) -> None:
+def test_fabric_goes_on_after_a_kill(fork_script: RunScript, tmp_path: Path) -> None:
     script = ROOT / "examples/fabric_loop.py"
-    whole = run_script(script, "--output", str(tmp_path / "whole"), "--steps", "600", timeout=120).stdout
+    whole = fork_script(script, "--output", str(tmp_path / "whole"), "--steps", "600", modules=LIGHTNING).stdout
     command = [sys.executable, str(script), "--output", str(tmp_path / "parts"), "--steps", "600"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=environment, start_new_session=True) as process:
@@ -71,7 +78,7 @@ def test_fabric_goes_on_after_a_kill(run_script: RunScript, tmp_path: Path) -> N
             time.sleep(0.001)
         assert process.poll() is None, "the run ended before it could be killed"
         os.killpg(process.pid, signal.SIGKILL)
-    resumed = run_script(script, "--output", str(tmp_path / "parts"), "--steps", "600", timeout=120).stdout
+    resumed = fork_script(script, "--output", str(tmp_path / "parts"), "--steps", "600", modules=LIGHTNING).stdout
     assert "resumed at step" in resumed
     assert resumed.splitlines()[-1] == whole.splitlines()[-1]
     assert whole.splitlines()[-1].startswith("weights ")

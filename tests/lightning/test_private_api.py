@@ -65,3 +65,14 @@ def test_a_moved_attribute_is_named(tmp_path: object, monkeypatch: pytest.Monkey
     )
     with pytest.raises(CheckpointError, match=r"it has no trainer\.fit_loop\._renamed"):
         trainer.fit(Model())
+
+
+@pytest.mark.parametrize("package", [pl, pytorch_lightning])
+def test_model_averaging(package: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = object()
+    strategy = package.strategies.DDPStrategy(ddp_comm_state=state)  # type: ignore[attr-defined]
+    assert _private.model_averaging(strategy) == (None, state)
+    trainer = package.Trainer(logger=False, accelerator="cpu", devices=2, strategy=strategy)  # type: ignore[attr-defined]
+    assert _private_guard.missing_internals(trainer) == []
+    monkeypatch.setattr(_private_guard, "_DDP_STRATEGY", ("_model_averager", "_renamed_as_well"))
+    assert _private_guard.missing_internals(trainer) == ["trainer.strategy._renamed_as_well"]

@@ -1,0 +1,70 @@
+"""Brings together on rank 0 what each rank of a Trainer holds, also when a rank may be missing."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Gathering"]
+
+log = logging.getLogger(__name__)
+
+_INTERRUPTED_TIMEOUT = datetime.timedelta(seconds=30)
+
+
+class Gathering:
+    """The ranks of one Trainer, connected beside the training; made on all ranks together.
+
+    Args:
+        trainer: A Trainer of either package.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._is_alone = False
+        # a group of our own, because the training's may be NCCL, which would take the state through the accelerator
+        connected = dist.is_available() and dist.is_initialized() and trainer.world_size > 1
+        self._group: Any = dist.new_group(backend="gloo") if connected else None
+
+    def all_are_here(self) -> bool:
+        """Return whether all ranks take part; called on all that do."""
+        if self._group is None or self._is_alone:
+            return self._group is None
+        if str(self._trainer.state.status) == "interrupted":
+            try:
+                # an exception on one rank only: the others will not come
+                dist.monitored_barrier(self._group, timeout=_INTERRUPTED_TIMEOUT)
+            except RuntimeError:
+                self._is_alone = True
+                log.warning("the other ranks do not save: the checkpoint holds the exact state of one rank only")
+        return not self._is_alone
+
+    def gather(self, mine: Any) -> list[Any] | None:
+        """Return on rank 0 what all ranks gave; if some are missing, what rank 0 gave.
+
+        Args:
+            mine: What this rank gives.
+        """
+        if self._group is None:
+            return [mine]
+        if not self.all_are_here():
+            return [mine] if self._trainer.is_global_zero else None
+        ranks: list[Any] | None = [None] * self._trainer.world_size if self._trainer.is_global_zero else None
+        dist.gather_object(mine, ranks, dst=0, group=self._group)
+        return ranks
+
+    def mean(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the mean over all ranks.
+
+        Args:
+            tensor: Floating-point, of one shape on all ranks; stays as it is.
+        """
+        total = tensor.detach().clone()
+        if self._group is not None:
+            dist.all_reduce(total, group=self._group if total.device.type == "cpu" else None)
+            total /= self._trainer.world_size
+        return total
