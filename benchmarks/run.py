@@ -21,8 +21,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 TABLES = {
     "save": "benchmarks.save_table",
     "step": "benchmarks.step",
+    "accelerate": "benchmarks.accelerate_table",
     "sharded": "benchmarks.sharded",
+    "unchanged": "benchmarks.unchanged",
     "async_cut": "benchmarks.async_cut",
+    "store": "benchmarks.store",
 }
 
 
@@ -31,6 +34,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tables", nargs="*", metavar="table", help=f"which: {', '.join(TABLES)}; all by default")
     parser.add_argument("--layers", type=int, default=12, help="size of the GPT whose state is saved (12: 1.49 GB)")
+    parser.add_argument("--megabytes", type=int, default=512, help="size of the state in the table store")
+    parser.add_argument(
+        "--server", choices=("rclone", "ceph"), default="rclone", help="the S3 server of the table store"
+    )
     parser.add_argument("--repeats", type=int, default=5, help="counted rounds; one more is a warm-up")
     parser.add_argument("--idle", type=float, default=4.0, help="seconds of idling before each save")
     parser.add_argument("--directory", type=Path, help="where to write; a temporary folder by default")

@@ -27,16 +27,30 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from benchmarks.states import tensor_bytes
 from lightning_ckpt import AsyncCheckpointIO, SyncCheckpointIO
 
-__all__ = ["CONTENDERS", "Contender", "Timing", "measure", "peak_extra_memory"]
+__all__ = [
+    "CONTENDERS",
+    "Contender",
+    "Make",
+    "Timing",
+    "fsync",
+    "measure",
+    "one_copy",
+    "peak_extra_memory",
+    "raw_direct_write",
+]
 
 
 @dataclasses.dataclass
 class Contender:
-    """One way to get a state to disk."""
+    """One way to get a state to disk; ``prepare`` is called before each save, untimed."""
 
     save: Callable[[], Any]
     finish: Callable[[], Any] = lambda: None
     close: Callable[[], Any] = lambda: None
+    prepare: Callable[[], Any] = lambda: None
+
+
+Make = Callable[[dict[str, Any], Path], Contender]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +136,7 @@ def lightning_async(state: dict[str, Any], path: Path) -> Contender:
     return Contender(save=save, finish=finish)
 
 
-CONTENDERS: dict[str, Callable[[dict[str, Any], Path], Contender]] = {
+CONTENDERS: dict[str, Make] = {
     "limit: one copy_ into a reused buffer": one_copy,
     "limit: raw direct write": raw_direct_write,
     "lightning_ckpt.SyncCheckpointIO": ours_sync,
@@ -132,15 +146,23 @@ CONTENDERS: dict[str, Callable[[dict[str, Any], Path], Contender]] = {
 }
 
 
-def measure(state: dict[str, Any], directory: Path, *, repeats: int, idle_seconds: float) -> dict[str, Timing]:
+def measure(
+    state: dict[str, Any],
+    directory: Path,
+    *,
+    repeats: int,
+    idle_seconds: float,
+    makers: dict[str, Make] = CONTENDERS,
+) -> dict[str, Timing]:
     """Time every contender in turn, round by round, each save after ``idle_seconds`` of idling; the first round is a warm-up."""
-    contenders = {name: make(state, directory / f"{i}.ckpt") for i, (name, make) in enumerate(CONTENDERS.items())}
+    contenders = {name: make(state, directory / f"{i}.ckpt") for i, (name, make) in enumerate(makers.items())}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     names = list(contenders)
     for repeat in range(repeats + 1):
         # Each round begins with another one, so that none always follows the same one.
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
             contender = contenders[name]
+            contender.prepare()
             os.sync()
             time.sleep(idle_seconds)
             started = time.perf_counter()
@@ -158,13 +180,14 @@ def measure(state: dict[str, Any], directory: Path, *, repeats: int, idle_second
     }
 
 
-def peak_extra_memory(state: dict[str, Any], directory: Path, name: str, *, saves: int) -> float:
+def peak_extra_memory(state: dict[str, Any], directory: Path, make: Make, *, saves: int) -> float:
     """Return the most memory in bytes that a contender used beyond the state, over ``saves`` saves one after the other."""
     process = psutil.Process()
     before = process.memory_info().rss
-    contender = CONTENDERS[name](state, directory / "memory.ckpt")
+    contender = make(state, directory / "memory.ckpt")
     with _peak(process) as peak:
         for _ in range(saves):
+            contender.prepare()
             contender.save()
             contender.finish()
     contender.close()

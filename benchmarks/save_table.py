@@ -63,7 +63,7 @@ def _memory_in_own_process(name: str, layers: int, directory: Path) -> float:
 def _print_memory(name: str, layers: str, directory: str) -> None:
     state = gpt_state(int(layers))
     with tempfile.TemporaryDirectory(dir=directory) as place:
-        print(peak_extra_memory(state, Path(place), name, saves=5) / tensor_bytes(state))
+        print(peak_extra_memory(state, Path(place), CONTENDERS[name], saves=5) / tensor_bytes(state))
 
 
 if __name__ == "__main__":

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
+import mmap
 import os
 import resource
 import shutil
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +24,7 @@ from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from benchmarks.save import raw_direct_write
 from benchmarks.states import gpt_state, tensor_bytes
 from ckpt_core import DirectoryCheckpointer, Kind, Part
 from ckpt_core.commit import RankGroup
@@ -28,6 +33,7 @@ from ckpt_core.layouts.sharded.writing import PartContent, RankFiles
 from ckpt_core.memory import ScratchBuffers
 from ckpt_core.plan import LocalTensor, Piece, WritePlanCache
 from ckpt_core.storage import LocalStorage
+from ckpt_core.tree import tensors
 from ckpt_core.writer import write_image
 
 __all__ = ["table"]
@@ -54,6 +60,11 @@ def _idle(seconds: float) -> None:
     time.sleep(seconds)
 
 
+def _train(state: State) -> None:
+    """Change every tensor, as a step of a training does: nothing can be taken over from the checkpoint before."""
+    torch._foreach_add_([tensor for _, tensor in tensors(state)], 1.0)
+
+
 def _timed(action: Callable[[], Any]) -> float:
     started = time.perf_counter()
     action()
@@ -64,40 +75,78 @@ def _timed(action: Callable[[], Any]) -> float:
 
 
 def _large(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """As in a training: every checkpoint has a path of its own, and an old one is deleted between two saves."""
     whole = gpt_state(options.layers)
     state: State = {"model": whole["state_dict"], "optimizer": whole["optimizer_states"][0]["state"]}
     nbytes = tensor_bytes(whole)
-    print(f"one process, {nbytes / 1e9:.2f} GB; {options.repeats} rounds, {options.idle:g} s idle before each save\n")
+    print(f"one process, {nbytes / 1e9:.2f} GB; {options.repeats} rounds, {options.idle:g} s idle before each line\n")
     found: dict[str, list[float]] = {}
     ours = {name: DirectoryCheckpointer(strategy=name) for name in ("sync", "async")}  # type: ignore[arg-type]
+    limit = raw_direct_write(whole, directory / "raw")
     for repeat in range(options.repeats + 1):
         times: dict[str, float] = {}
         for name, checkpointer in ours.items():
+            _train(state)
             _idle(options.idle)
             started = time.perf_counter()
-            checkpointer.save(_parts(state), directory / name)
+            checkpointer.save(_parts(state), directory / f"{name}-{repeat}")
             times[f"{name}: stall"] = time.perf_counter() - started
             checkpointer.wait()
             times[f"{name}: durable"] = time.perf_counter() - started
         _idle(options.idle)
-        times["DCP: durable"] = _timed(lambda: dcp.save({"s": state}, checkpoint_id=directory / "dcp", no_dist=True))
-        # DCP's files are in the page cache, ours, which were written past it, are not: both begin cold.
-        _drop_from_cache(directory)
-        times["load"] = _timed(lambda: _load_into(directory / "sync", state))
-        times["DCP: load"] = _timed(lambda: dcp.load({"s": state}, checkpoint_id=directory / "dcp", no_dist=True))
+        dcp_arguments = {"state_dict": {"s": state}, "checkpoint_id": directory / f"dcp-{repeat}", "no_dist": True}
+        times["DCP: durable"] = _timed(functools.partial(dcp.save, **dcp_arguments))
+        _idle(options.idle)
+        times["limit: raw direct write"] = _timed(limit.save)
+        loads: dict[str, Callable[[], Any]] = {
+            "load": functools.partial(_load_into, directory / f"sync-{repeat}", state),
+            "DCP: load": functools.partial(dcp.load, **dcp_arguments),
+            "limit: raw direct read": functools.partial(_read_raw, directory / "raw"),
+        }
+        for name, load in loads.items():
+            # DCP's files are in the page cache, ours, which were written past it, are not: all begin cold.
+            _drop_from_cache(directory)
+            _idle(options.idle)
+            times[name] = _timed(load)
+        for name in (*ours, "dcp"):
+            shutil.rmtree(directory / f"{name}-{repeat}")
+        (directory / "raw").unlink()
         if repeat > 0:
             for name, seconds in times.items():
                 found.setdefault(name, []).append(seconds)
     for checkpointer in ours.values():
         checkpointer.close()
     medians = {name: statistics.median(seconds) for name, seconds in found.items()}
-    dcp_save, dcp_load = medians["DCP: durable"], medians["DCP: load"]
     for name, seconds in medians.items():
-        against = dcp_load if name.endswith("load") else dcp_save
-        print(f"{name:40s} {seconds * 1e3:8.0f} ms {against / seconds:7.2f}x as fast as DCP")
-    for name in ("sync", "async", "dcp"):
-        shutil.rmtree(directory / name)
-    return {"bytes": nbytes, **medians}
+        is_load = name.endswith(("load", "read"))
+        dcp_seconds = medians["DCP: load" if is_load else "DCP: durable"]
+        limit_seconds = medians["limit: raw direct read" if is_load else "limit: raw direct write"]
+        print(
+            f"{name:28s} {seconds * 1e3:8.0f} ms (fastest {min(found[name]) * 1e3:6.0f}) "
+            f"{dcp_seconds / seconds:6.2f}x as fast as DCP, {seconds / limit_seconds:6.2f}x as long as the limit"
+        )
+    return {"bytes": nbytes, **medians, "fastest": {name: min(seconds) for name, seconds in found.items()}}
+
+
+def _read_raw(path: Path, block: int = 16 * 2**20) -> None:
+    """The limit of a load: the same bytes by direct I/O into pre-faulted memory, 2 threads, none of them looked at."""
+    with mmap.mmap(-1, 2 * block) as memory, memoryview(memory) as view:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        offsets = iter(range(0, path.stat().st_size, block))
+        lock = threading.Lock()
+
+        def read(slot: int) -> None:
+            with view[slot * block : (slot + 1) * block] as target:
+                while True:
+                    with lock:
+                        offset = next(offsets, None)
+                    if offset is None:
+                        return
+                    os.preadv(descriptor, [target], offset)
+
+        with ThreadPoolExecutor(2) as pool:
+            list(pool.map(read, range(2)))
+        os.close(descriptor)
 
 
 def _drop_from_cache(directory: Path) -> None:
@@ -167,31 +216,35 @@ def _check(target: DTensor, whole: torch.Tensor) -> None:
 
 
 def _small(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
-    tensors = {f"model.layers.{index}.weight": torch.randn(16) for index in range(2000)}
+    small_state = {f"model.layers.{index}.weight": torch.randn(16) for index in range(2000)}
 
     def plain() -> None:
-        save_file(tensors, directory / "plain.safetensors")
+        save_file(small_state, directory / "plain.safetensors")
         descriptor = os.open(directory / "plain.safetensors", os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
 
+    small, small_dcp = directory / "small", directory / "small_dcp"
     with DirectoryCheckpointer(strategy="sync") as checkpointer:
         actions: dict[str, Callable[[], Any]] = {
             "safetensors + fsync": plain,
-            "ours": lambda: checkpointer.save(_parts({"model": tensors}), directory / "small"),
-            "DCP": lambda: dcp.save(dict(tensors), checkpoint_id=directory / "small_dcp", no_dist=True),
+            "ours": lambda: checkpointer.save(_parts({"model": small_state}), small),
+            "DCP": lambda: dcp.save(dict(small_state), checkpoint_id=small_dcp, no_dist=True),
         }
         times: dict[str, list[float]] = {name: [] for name in actions}
-        for repeat in range(2 * options.repeats + 1):
+        for repeat in range(4 * options.repeats + 1):
+            for path in (small, small_dcp):
+                shutil.rmtree(path, ignore_errors=True)
             for name, action in actions.items():
+                _train(small_state)
                 os.sync()
                 seconds = _timed(action)
                 if repeat > 0:
                     times[name].append(seconds)
     sizes = {
         "safetensors + fsync": (directory / "plain.safetensors").stat().st_size,
-        "ours": _size(directory / "small"),
-        "DCP": _size(directory / "small_dcp"),
+        "ours": _size(small),
+        "DCP": _size(small_dcp),
     }
     medians = {name: statistics.median(seconds) for name, seconds in times.items()}
     print("\n2000 tensors of 64 bytes")
@@ -199,7 +252,7 @@ def _small(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     for name, seconds in medians.items():
         print(
             f"{name:40s} {sizes[name] / 1e3:8.0f} kB {sizes[name] / sizes[base]:6.2f}x "
-            f"{seconds * 1e3:8.1f} ms {seconds / medians[base]:6.2f}x"
+            f"{seconds * 1e3:8.1f} ms {seconds / medians[base]:6.2f}x (fastest {min(times[name]) / min(times[base]):.2f}x)"
         )
     return {name: {"bytes": sizes[name], "seconds": medians[name]} for name in medians}
 

@@ -8,10 +8,11 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, UnsafeCheckpointError
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError, UnsafeCheckpointError
 from ckpt_core.events import CheckpointSkipped, Listener
 from ckpt_core.reader import peek, verify
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
+from ckpt_core.tiers import LEDGER_NAME, TieredStorage, Tiers, read_ledger
 from ckpt_core.writer import notify
 
 __all__ = ["Catalog", "CheckpointInfo"]
@@ -45,6 +46,7 @@ class Catalog:
         storage_options: For fsspec.
         listeners: Told about checkpoints that are passed over.
         storage: Where the directory is; by default, what ``root`` says.
+        tiers: Look in both tiers (:class:`ckpt_core.tiers.Tiers`), if ``root`` lies in one of them; ``storage`` is the local one.
 
     Example:
         >>> from ckpt_core import Catalog
@@ -60,21 +62,42 @@ class Catalog:
         storage_options: dict[str, Any] | None = None,
         listeners: Sequence[Listener] = (),
         storage: Storage | None = None,
+        tiers: Tiers | None = None,
     ) -> None:
         self.root = local_path(root)
         self._suffix = suffix
+        if tiers is not None and tiers.covers(self.root):
+            storage = TieredStorage(tiers, local=storage, storage_options=storage_options)
         self._storage = storage or storage_for(self.root, storage_options if is_remote(root) else None)
         self._listeners = listeners
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """Return all committed checkpoints, the newest first."""
-        files = [(file, False) for file in self._storage.list(self.root)]
-        directories = [(file, True) for file in self._storage.list_directories(self.root)]
-        found = [
-            CheckpointInfo(file.path, file.size, file.modified, is_directory)
-            for file, is_directory in files + directories
-            if file.path.endswith(self._suffix)
-        ]
+        storage = self._storage
+        try:
+            return self._listed(storage, self.root)
+        except StorageError as error:
+            if not isinstance(storage, TieredStorage):
+                raise
+            root = storage.tiers.local_path(self.root)
+            found = self._listed(storage.local, root)
+            if not found:
+                raise  # rather than a fresh start
+            logger.warning("looked for checkpoints in %s only: %s", root, error)
+            return found
+
+    def _listed(self, storage: Storage, root: str) -> list[CheckpointInfo]:
+        files = [(file, False) for file in storage.list(root)]
+        directories = [(file, True) for file in storage.list_directories(root)]
+        # Of what was uploaded from a local tier, the store knows when that ended, which may have been in another order.
+        is_uploaded = any(os.path.basename(file.path) == LEDGER_NAME for file, _ in files)
+        committed = read_ledger(storage, root) if is_uploaded else {}
+        found = []
+        for file, is_directory in files + directories:
+            name = os.path.basename(file.path)
+            if name.endswith(self._suffix) and name != LEDGER_NAME:
+                modified = committed[name].committed if name in committed else file.modified
+                found.append(CheckpointInfo(file.path, file.size, modified, is_directory))
         return sorted(found, key=lambda info: (info.modified, info.path), reverse=True)
 
     def newest_verified(self, accept: Callable[[Any], bool] | None = None) -> CheckpointInfo | None:
@@ -98,9 +121,31 @@ class Catalog:
                 notify(self._listeners, CheckpointSkipped(path=info.path, reason=error.message))
         return None
 
+    def peek(self, path: str) -> Any:
+        """Return a checkpoint's state, its tensors without values, or the metadata of a directory.
+
+        Args:
+            path: The checkpoint, in this directory or another of the same storage.
+
+        Raises:
+            CheckpointError: As :func:`ckpt_core.reader.peek`.
+        """
+        return peek(path, storage=self._storage)
+
+    def check(self, path: str) -> None:
+        """Compare every byte of a checkpoint with its digest.
+
+        Args:
+            path: The checkpoint, in this directory or another of the same storage.
+
+        Raises:
+            CheckpointError: As :func:`ckpt_core.verify`.
+        """
+        verify(path, storage=self._storage)
+
     def _is_accepted(self, path: str, accept: Callable[[Any], bool]) -> bool:
         try:
-            return accept(peek(path, storage=self._storage))
+            return accept(self.peek(path))
         except UnsafeCheckpointError:
             return True  # holds more than plain data: cannot be judged without running its code
 

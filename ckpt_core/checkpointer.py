@@ -22,8 +22,10 @@ from ckpt_core.events import (
 )
 from ckpt_core.layouts.torch_file import FileImage, StateLayout
 from ckpt_core.memory import ScratchBuffers
-from ckpt_core.snapshot import BufferPool, Snapshot, TornSnapshotGuard
+from ckpt_core.snapshot import BufferPool, Snapshot, TornSnapshotGuard, wait_for_devices
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
+from ckpt_core.storage.claims import Claims
+from ckpt_core.tiers import Placement, Tiers
 from ckpt_core.writer import BackgroundWriter, OnError, notify, write_image
 
 __all__ = ["Checkpointer", "CheckpointerBase", "Path", "full_path"]
@@ -44,6 +46,8 @@ class CheckpointerBase:
         storage_options: dict[str, Any] | None = None,
         listeners: Sequence[Listener] = (),
         storage: Storage | None = None,
+        tiers: Tiers | None = None,
+        uploads: bool = True,
     ) -> None:
         if strategy not in ("sync", "async"):
             raise ValueError(f"strategy must be 'sync' or 'async', not {strategy!r}")
@@ -57,10 +61,22 @@ class CheckpointerBase:
         self._storage_options = storage_options
         self._listeners = list(listeners)
         self._storage = storage
+        self._places = Placement(
+            tiers,
+            storage_for=self._storage_for,
+            local=storage,
+            storage_options=storage_options,
+            on_error=on_error,
+            listeners=listeners,
+            uploads=uploads,
+        )
+        if self._places.uploader is not None:
+            self._listeners.append(self._places.uploader)
         self._buffers = BufferPool(max_pending)
         self._scratch = ScratchBuffers()
         self._writer = BackgroundWriter(on_error=on_error, listeners=self._listeners)
         self._clean_directories: set[str] = set()
+        self._claims = Claims()
         self._saving_thread: int | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -71,8 +87,9 @@ class CheckpointerBase:
             max_pending=self._max_pending,
             on_error=self._on_error,
             storage_options=self._storage_options,
-            listeners=self._listeners,
+            listeners=[listener for listener in self._listeners if listener is not self._places.uploader],
             storage=self._storage,
+            tiers=self._places.tiers,
         )
         return settings, ()
 
@@ -81,14 +98,23 @@ class CheckpointerBase:
         """Paths whose save is still under way, oldest first."""
         return self._writer.pending
 
+    def known_as(self, path: Path) -> str:
+        """Return the name under which a checkpoint is known: of one in two tiers, its local path."""
+        return self._places.known_as(full_path(path))
+
     def is_pending(self, path: Path) -> bool:
         """Return whether a save of ``path`` is under way."""
-        return full_path(path) in self.pending
+        return self.known_as(path) in self.pending
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save or an upload is under way."""
+        return bool(self.pending) or self._places.is_uploading
 
     @property
     def failures(self) -> int:
-        """How many background saves and removals have failed so far."""
-        return self._writer.failures
+        """How many background saves, uploads and removals have failed so far."""
+        return self._writer.failures + self._places.failures
 
     def _remove_orphans_once(self, storage: Storage, path: str) -> None:
         directory = os.path.dirname(path)
@@ -98,21 +124,39 @@ class CheckpointerBase:
 
     def exists(self, path: Path) -> bool:
         """Return whether there is a checkpoint at ``path``, or a save of it is under way."""
-        target = full_path(path)
-        return self.is_pending(target) or self._storage_for(target).exists(target)
+        target = self.known_as(path)
+        return self.is_pending(target) or self._places.to_read(target).exists(self._committed_by(target))
+
+    def is_taken(self, path: Path) -> bool:
+        """Return whether there is a checkpoint at ``path``; a remote tier is asked once for each directory, and not for each save."""
+        target = self.known_as(path)
+        found = self._storage_for(target).exists(self._committed_by(target))
+        return found or self.is_pending(target) or self._places.is_uploaded(target)
+
+    @staticmethod
+    def _committed_by(path: str) -> str:
+        return path  # the file itself
+
+    def uploaded_in(self, directory: Path) -> list[str]:
+        """Return the local paths of the checkpoints in ``directory`` of a remote tier, which is asked once."""
+        return self._places.uploaded_in(self.known_as(directory))
+
+    def upload(self, path: Path) -> None:
+        """Upload the checkpoint at ``path``, which somebody else has saved in the local tier, if there are two tiers."""
+        self._places.upload(self._save_path(path))
 
     def remove(self, path: Path) -> None:
         """Delete the checkpoint at ``path`` once all saves asked for so far are durable.
 
         If the newest of those fails, the checkpoint is kept, and a warning says so.
         """
-        target = full_path(path)
-        storage = self._storage_for(target)
+        target = self.known_as(path)
+        delete = self._places.removal(target, functools.partial(self._delete, self._storage_for(target), target))
         if self.strategy == "sync":
-            self._delete(storage, target)
+            delete()
             notify(self._listeners, CheckpointRemoved(path=target))
         else:
-            self._writer.remove(target, lambda: self._delete(storage, target))
+            self._writer.remove(target, delete)
             if not self.pending:
                 self._writer.wait(target)  # a caller who saved nothing does not expect work in the background
 
@@ -121,33 +165,51 @@ class CheckpointerBase:
 
     def wait(self, path: Path | None = None) -> None:
         """Block until all saves (or that of ``path``) have ended; raise the failure of one, if there was any."""
-        self._writer.wait(None if path is None else full_path(path))
-        self._writer.raise_failure()
+        self._writer.wait(None if path is None else self.known_as(path))
+        self.raise_failure()
 
     def drain(self, *, timeout: float | None = None) -> None:
         """Block until all saves and removals have ended, whether they failed or not; at most ``timeout`` seconds."""
         self._writer.wait(timeout=timeout)
 
+    @property
+    def failure(self) -> CheckpointError | None:
+        """A background failure that was not raised yet, and still will be."""
+        return self._writer.failure or self._places.failure
+
     def take_failure(self) -> CheckpointError | None:
         """Return, instead of raising, a background failure that was not raised yet; returns at once."""
-        return self._writer.take_failure()
+        return self._writer.take_failure() or self._places.take_failure()
 
     def raise_failure(self) -> None:
         """Raise a background failure that was not raised yet; returns at once."""
         self._writer.raise_failure()
+        self._places.raise_failure()
 
-    def close(self) -> None:
-        """Wait for everything, free the buffers, and raise a failure that was not raised yet. It may be used again."""
+    def close(self, *, raises: bool = True) -> None:
+        """Wait for everything, uploads included, free the buffers, and raise what was not raised yet. It may be used again.
+
+        Args:
+            raises: Whether to; if not, failures, which were logged, are forgotten.
+        """
         self._writer.wait()
+        self._claims.release()
         self._buffers.close()
         self._scratch.close()
-        self._writer.raise_failure()
+        self._places.close()
+        while (failure := self.take_failure()) is not None:
+            if raises:
+                raise failure
 
     def __enter__(self: Base) -> Base:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _save_path(self, path: Path) -> str:
+        """Return where a checkpoint is saved, which with two tiers is below their local directory."""
+        return self._places.save_path(full_path(path))
 
     def _storage_for(self, path: str) -> Storage:
         return self._storage or storage_for(path, self._storage_options if is_remote(path) else None)
@@ -165,7 +227,10 @@ class Checkpointer(CheckpointerBase):
         storage_options: Passed to fsspec for paths that are URLs: endpoint, credentials and so on.
         listeners: Called with every event (:mod:`ckpt_core.events`).
         storage: Keeps all checkpoints, whatever their path: your own :class:`~ckpt_core.storage.Storage`, or in tests a
-            :class:`~ckpt_core.storage.FaultyStorage`. By default the path says what to use.
+            :class:`~ckpt_core.storage.FaultyStorage`. By default the path says what to use. With ``tiers``, the local tier's.
+        tiers: Commit on a local disk, which is what :meth:`save` and :meth:`wait` are about, and upload from there in the
+            background; :meth:`load` takes the nearest copy that is whole (:class:`ckpt_core.tiers.Tiers`).
+        uploads: Whether this process uploads; with ``tiers``.
 
     Example:
         >>> import os, tempfile, torch
@@ -192,12 +257,13 @@ class Checkpointer(CheckpointerBase):
             SnapshotTornError: A tensor was changed while it was being copied.
             StorageError: The storage refused, or had refused an earlier save in the background.
         """
-        target = full_path(path)
-        self._writer.raise_failure()
+        target = self._save_path(path)
+        self.raise_failure()
         notify(self._listeners, SaveStarted(path=target))
         started = time.perf_counter()
         storage = self._storage_for(target)
         try:
+            self._claims.hold(os.path.dirname(target), storage.claim)
             self._remove_orphans_once(storage, target)
             # A signal handler can save while this thread is inside a save and holds the buffer: that one cannot wait.
             reentered = self._saving_thread == threading.get_ident()
@@ -217,6 +283,7 @@ class Checkpointer(CheckpointerBase):
     def _save_now(self, state: Any, storage: Storage, path: str, started: float) -> int:
         layout = StateLayout(state)
         guard = TornSnapshotGuard(layout.tensors)
+        wait_for_devices(layout.tensors)
         image = layout.live_image()
 
         def complete() -> None:
@@ -287,11 +354,11 @@ class Checkpointer(CheckpointerBase):
         Raises:
             CheckpointError: There is no ``source``, or an earlier save failed in the background.
         """
-        original, path = full_path(source), full_path(target)
-        self._writer.raise_failure()
+        original, path = self.known_as(source), self._save_path(target)
+        self.raise_failure()
         started = time.perf_counter()
         notify(self._listeners, SaveStarted(path=path))
-        storage = self._storage_for(path)
+        storage = self._places.to_read(original)
         if self.strategy == "sync":
             size = storage.copy(original, path)
             stall = time.perf_counter() - started
@@ -312,11 +379,12 @@ class Checkpointer(CheckpointerBase):
         Raises:
             CheckpointError: See the tree in :mod:`ckpt_core.errors`.
         """
-        source = full_path(path)
+        source = self.known_as(path)
         self._writer.wait(source)
+        self._places.resume(source)
         started = time.perf_counter()
         state, verified, size = reader.load(
-            source, map_location=map_location, weights_only=weights_only, storage=self._storage_for(source)
+            source, map_location=map_location, weights_only=weights_only, storage=self._places.to_read(source)
         )
         seconds = time.perf_counter() - started
         notify(self._listeners, CheckpointLoaded(path=source, bytes=size, seconds=seconds, verified=verified))

@@ -12,30 +12,32 @@ from typing import Any, Literal
 
 import torch
 
-from ckpt_core.checkpointer import CheckpointerBase, Path, full_path
+from ckpt_core.checkpointer import CheckpointerBase, Path
 from ckpt_core.commit import RankGroup, SaveSeries
 from ckpt_core.directory_writer.added_files import AddedFiles
 from ckpt_core.directory_writer.copying import copy_directory
 from ckpt_core.directory_writer.planning import plan_parts
+from ckpt_core.directory_writer.previous import names_of_files
 from ckpt_core.directory_writer.rank_save import RankSave, given_up
 from ckpt_core.directory_writer.sources import LiveState, StagedState
+from ckpt_core.directory_writer.unchanged import UnchangedFiles
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import Listener, SaveCommitted, SaveFailed, SaveStarted, SnapshotTaken
-from ckpt_core.layouts.sharded import reading
 from ckpt_core.layouts.sharded.matching import LocalView
 from ckpt_core.layouts.sharded.writing import PartContent
 from ckpt_core.layouts.torch_file.image import ImageAbandonedError
 from ckpt_core.plan import LocalTensor, WritePlanCache, local_tensor
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.storage import MANIFEST_NAME, Storage, is_remote
+from ckpt_core.tiers import NearestDirectoryCheckpoint, Tiers
 from ckpt_core.writer import OnError, notify
 
-__all__ = ["DirectoryCheckpoint", "DirectoryCheckpointer", "Kind", "Part"]
+__all__ = ["AddedFiles", "DirectoryCheckpoint", "DirectoryCheckpointer", "Kind", "Part"]
 
 WriteFiles = Callable[[str], None]
 
 
-class DirectoryCheckpoint(reading.DirectoryCheckpoint):
+class DirectoryCheckpoint(NearestDirectoryCheckpoint):
     """A committed checkpoint, open for reading on one of the ranks that load it.
 
     Args:
@@ -93,7 +95,11 @@ class DirectoryCheckpointer(CheckpointerBase):
         commit_timeout: Seconds that a rank whose part is durable waits for the others before the save has failed.
         storage_options: Passed to fsspec for paths that are URLs: endpoint, credentials and so on.
         listeners: Called with every event (:mod:`ckpt_core.events`).
-        storage: Keeps all checkpoints, whatever their path. By default the path says what to use.
+        storage: Keeps all checkpoints, whatever their path. By default the path says what to use. With ``tiers``, the local tier's.
+        tiers: Commit on a local disk that all ranks see, and upload from there in the background: rank 0 uploads everything, so
+            that its failures are told there (:class:`ckpt_core.tiers.Tiers`).
+        link_unchanged: Whether files whose tensors have not changed are linked to those of the checkpoint before, or copied by
+            the store, instead of being written again (:mod:`ckpt_core.directory_writer.unchanged`).
 
     Example:
         >>> import os, tempfile, torch
@@ -118,6 +124,8 @@ class DirectoryCheckpointer(CheckpointerBase):
         storage_options: dict[str, Any] | None = None,
         listeners: Sequence[Listener] = (),
         storage: Storage | None = None,
+        tiers: Tiers | None = None,
+        link_unchanged: bool = True,
     ) -> None:
         super().__init__(
             strategy=strategy,
@@ -126,6 +134,8 @@ class DirectoryCheckpointer(CheckpointerBase):
             storage_options=storage_options,
             listeners=listeners,
             storage=storage,
+            tiers=tiers,
+            uploads=ranks is None or ranks.rank == 0,
         )
         if not commit_timeout > 0:
             raise ValueError(f"commit_timeout must be a number of seconds, not {commit_timeout}")
@@ -133,14 +143,25 @@ class DirectoryCheckpointer(CheckpointerBase):
         self._series = SaveSeries(self._ranks)
         self._slice_replicated = slice_replicated
         self._commit_timeout = commit_timeout
+        self._link_unchanged = link_unchanged
         self._plans = WritePlanCache()
+        self._unchanged = UnchangedFiles(
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            divide_replicated=slice_replicated,
+            enabled=link_unchanged,
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy has the same settings and no saves of its own; only one of a single process can be copied."""
         if self._ranks.world_size > 1:
             raise TypeError("a DirectoryCheckpointer of several ranks cannot be pickled: make one in each process")
         make, arguments = super().__reduce__()
-        settings = {"slice_replicated": self._slice_replicated, "commit_timeout": self._commit_timeout}
+        settings = {
+            "slice_replicated": self._slice_replicated,
+            "commit_timeout": self._commit_timeout,
+            "link_unchanged": self._link_unchanged,
+        }
         return functools.partial(make, **settings), arguments
 
     def save(
@@ -150,7 +171,7 @@ class DirectoryCheckpointer(CheckpointerBase):
         *,
         metadata: Mapping[str, Any] | None = None,
         step: int | None = None,
-        write_files: WriteFiles | None = None,
+        write_files: WriteFiles | AddedFiles | None = None,
     ) -> int:
         """Save a state at ``path``; called on all ranks together, with the same path and parts of the same names.
 
@@ -161,7 +182,7 @@ class DirectoryCheckpointer(CheckpointerBase):
             metadata: Plain data to keep with the checkpoint; that of rank 0 counts.
             step: Which step the state is of: ranks that name different ones are refused instead of being mixed.
             write_files: Called, on every rank, with an empty local directory: what it writes there becomes files of the
-                checkpoint, under the same relative names.
+                checkpoint, under the same relative names. Or what :meth:`begin_files` returned, if they are written already.
 
         Returns:
             The size in bytes: of what this rank writes (async), or of the checkpoint (sync).
@@ -172,32 +193,40 @@ class DirectoryCheckpointer(CheckpointerBase):
             StorageError: The storage refused, or had refused an earlier save in the background.
             RankFailedError: Another rank is gone, is stopped, or does not save.
         """
-        target = full_path(path)
+        target = self._save_path(path)
         in_foreground = self._is_in_foreground(target)
         started = time.perf_counter()
+        if self._ranks.world_size == 1:  # with several, the others would wait for this one
+            self._places.raise_failure()
         if not in_foreground:
             self._writer.wait_for_turn(self._max_pending)
         waited = time.perf_counter() - started
         notify(self._listeners, SaveStarted(path=target))
         storage = self._storage_for(target)
+        self._claim(storage, target)
         joint = self._series.open(target, timeout=self._commit_timeout)
         kept = copy.deepcopy(dict(metadata or {}))
-        rank_save = RankSave(storage, target, joint, metadata=kept, step=step, scratch=self._scratch)
+        is_alone = functools.partial(self._claims.is_alone, os.path.dirname(target))
+        beside = self._unchanged.begin(storage, target)
+        rank_save = RankSave(
+            storage, target, joint, metadata=kept, step=step, scratch=self._scratch, is_alone=is_alone, beside=beside
+        )
 
         def plan() -> Sequence[PartContent]:
             if self._ranks.rank == 0:
                 self._remove_orphans_once(storage, target)
-            return plan_parts(
+            planned = plan_parts(
                 parts,
                 rank=self._ranks.rank,
                 world_size=self._ranks.world_size,
                 slice_replicated=self._slice_replicated,
                 cache=self._plans,
             )
+            return beside.divide(planned)
 
         def add_files() -> AddedFiles | None:
-            if write_files is None:
-                return None
+            if write_files is None or isinstance(write_files, AddedFiles):
+                return write_files
             return AddedFiles.collect(storage, target, write_files)
 
         outer, self._saving_thread = self._saving_thread, threading.get_ident()
@@ -216,6 +245,14 @@ class DirectoryCheckpointer(CheckpointerBase):
             raise
         finally:
             self._saving_thread = outer
+
+    def begin_files(self, path: Path) -> AddedFiles:
+        """Return an empty local directory for files of a checkpoint that is yet to be saved at ``path``.
+
+        To be given to :meth:`save`, or closed.
+        """
+        target = self._save_path(path)
+        return AddedFiles(self._storage_for(target), target)
 
     def _is_in_foreground(self, path: str) -> bool:
         if self._saving_thread == threading.get_ident():
@@ -276,14 +313,20 @@ class DirectoryCheckpointer(CheckpointerBase):
         Raises:
             CheckpointError: There is no ``source``, or an earlier save failed in the background.
         """
-        original, path = full_path(source), full_path(target)
+        original, path = self.known_as(source), self._save_path(target)
         started = time.perf_counter()
         if self.strategy == "async":
             self._writer.wait_for_turn(self._max_pending + 1)  # it needs no memory, so it need not wait for the save
         notify(self._listeners, SaveStarted(path=path))
         storage = self._storage_for(path)
         joint = self._series.open(path, timeout=self._commit_timeout)
-        act = functools.partial(copy_directory, storage, original, path, joint)
+        self._claim(storage, path)
+        is_alone = functools.partial(self._claims.is_alone, os.path.dirname(path))
+
+        def act() -> int:
+            origin, there = self._places.origin_of(original, storage)
+            return copy_directory(storage, there, path, joint, is_alone=is_alone, origin=origin)
+
         if self.strategy == "sync":
             try:
                 size = act()
@@ -310,23 +353,33 @@ class DirectoryCheckpointer(CheckpointerBase):
         Raises:
             CheckpointError: See the tree in :mod:`ckpt_core.errors`.
         """
-        source = full_path(path)
+        source = self.known_as(path)
         self._writer.wait(source)
+        self._places.resume(source)
         storage = self._storage_for(source)
         if not is_remote(source) and not storage.exists(source):
             storage.remove_orphans(
                 os.path.dirname(source)
             )  # which mends what a crash in the middle of a replacement left
-        return DirectoryCheckpoint(source, storage, self._ranks)
+        opened = DirectoryCheckpoint(source, self._places.to_read(source), self._ranks)
+        self._unchanged.loaded(storage, source)
+        return opened
 
-    def exists(self, path: Path) -> bool:
-        """Return whether there is a checkpoint at ``path``, or a save of it is under way."""
-        target = full_path(path)
-        return self.is_pending(target) or self._storage_for(target).exists(f"{target}/{MANIFEST_NAME}")
+    @staticmethod
+    def _committed_by(path: str) -> str:
+        return f"{path}/{MANIFEST_NAME}"  # a killed upload leaves other files there
 
     def _delete(self, storage: Storage, path: str) -> None:
-        if self._ranks.rank == 0:
+        if self._ranks.rank != 0:
+            return
+        if is_remote(path):
+            storage.remove_directory(path, names=names_of_files(storage, path))
+        else:
             storage.remove_directory(path)
+
+    def _claim(self, storage: Storage, path: str) -> None:
+        if self._ranks.rank == 0:  # which commits
+            self._claims.hold(os.path.dirname(path), storage.claim)
 
 
 def _write_staged(rank_save: RankSave, staged: StagedState) -> int:

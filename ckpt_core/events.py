@@ -24,6 +24,7 @@ __all__ = [
     "CheckpointLoaded",
     "CheckpointRemoved",
     "CheckpointSkipped",
+    "CheckpointUploaded",
     "Event",
     "EventLog",
     "Listener",
@@ -31,6 +32,7 @@ __all__ = [
     "SaveFailed",
     "SaveStarted",
     "SnapshotTaken",
+    "UploadFailed",
 ]
 
 
@@ -120,6 +122,32 @@ class CheckpointSkipped(Event):
     """
 
     reason: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointUploaded(Event):
+    """A checkpoint, which is durable on a local disk, is now durable and visible in the place it is uploaded to, too.
+
+    Attributes:
+        target: Its path or URL there.
+        bytes: Size of the checkpoint in bytes.
+        seconds: Time the upload took, not counting the time it waited for its turn.
+    """
+
+    target: str
+    bytes: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UploadFailed(Event):
+    """An upload failed; the local checkpoint stays, and the next save tries again.
+
+    Attributes:
+        error: The error in words.
+    """
+
+    error: str
 
 
 Listener = Callable[[Event], None]

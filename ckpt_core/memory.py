@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import threading
 
@@ -17,13 +18,15 @@ class StagingBuffer:
 
     Args:
         nbytes: Size in bytes; rounded up to whole pages.
+        pinned: Whether to lock the pages where CUDA is in use. On the thread that trains: on another one, CUDA would take
+            memory on the first device, whichever the process uses.
 
     Attributes:
         tensor: The memory as a one-dimensional ``uint8`` tensor.
         memory: The memory as a writable ``memoryview``.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self.nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         self._map = mmap.mmap(-1, self.nbytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -33,7 +36,7 @@ class StagingBuffer:
         with torch.inference_mode(False):
             self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.tensor.zero_()
-        self._pinned = _pin(self.tensor)
+        self._pinned = pinned and _pin(self.tensor)
 
     def close(self) -> None:
         """Give the memory back to the system (views that are still held keep it until they go)."""
@@ -77,7 +80,12 @@ def _pin(memory: torch.Tensor) -> bool:
     # Only page-locked memory can be copied to from a CUDA device without blocking the host.
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
         return False
-    return int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0
+    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
+        return True
+    # CUDA remembers the error, and the next kernel to be launched would be blamed for it: let it be one of ours.
+    with contextlib.suppress(RuntimeError):
+        torch.zeros(1, device="cuda")
+    return False
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -37,10 +37,14 @@ def load(
     Raises:
         CheckpointError: See the tree in :mod:`ckpt_core.errors`.
     """
+
+    def read(place: Storage, name: str) -> tuple[Any, bool, int]:
+        with place.open(name) as reader:
+            state, verified = load_torch_file(reader, map_location=map_location, weights_only=weights_only)
+            return state, verified, reader.size
+
     path = local_path(path)
-    with (storage or storage_for(path, storage_options)).open(path) as reader:
-        state, verified = load_torch_file(reader, map_location=map_location, weights_only=weights_only)
-        return state, verified, reader.size
+    return (storage or storage_for(path, storage_options)).nearest(path, read)
 
 
 def peek(
@@ -59,7 +63,10 @@ def peek(
         CheckpointError: As :func:`load`; damage inside a tensor is not found.
     """
     path = local_path(path)
-    storage = storage or storage_for(path, storage_options)
+    return (storage or storage_for(path, storage_options)).nearest(path, _peek)
+
+
+def _peek(storage: Storage, path: str) -> Any:
     if is_directory_checkpoint(storage, path):
         with DirectoryCheckpoint(path, storage) as checkpoint:
             return checkpoint.metadata
@@ -85,7 +92,10 @@ def verify(
         CheckpointNotFoundError: There is no such file, and no such directory with a manifest.
     """
     path = local_path(path)
-    storage = storage or storage_for(path, storage_options)
+    return (storage or storage_for(path, storage_options)).nearest(path, _verify)
+
+
+def _verify(storage: Storage, path: str) -> bool:
     try:
         with storage.open(path) as reader:
             return verify_torch_file(reader)

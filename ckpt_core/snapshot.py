@@ -6,9 +6,10 @@ because every page must first be found and cleared. So buffers are kept between 
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ckpt_core.layouts.torch_file.image import ImageAbandonedError, StateLayout
 from ckpt_core.memory import StagingBuffer
 from ckpt_core.parallel import wait_through
 
-__all__ = ["COPY_GROUP", "BackgroundCopy", "BufferPool", "Snapshot", "TornSnapshotGuard"]
+__all__ = ["COPY_GROUP", "BackgroundCopy", "BufferPool", "Snapshot", "TornSnapshotGuard", "wait_for_devices"]
 
 COPY_GROUP = 64 * 2**20  # bytes copied by one call: long enough that taking the GIL between two does not count
 
@@ -56,7 +57,7 @@ class BufferPool:
                 self._idle.remove(idle[0])
                 idle[0].close()
         try:
-            return StagingBuffer(nbytes)
+            return StagingBuffer(nbytes, pinned=True)
         except BaseException:
             with self._changed:
                 self._lent -= 1
@@ -87,7 +88,8 @@ class BackgroundCopy:
     """Copies tensors into host memory on its own thread, in order, so that others can pickle and write meanwhile.
 
     Each group of pieces is one call into torch, which holds no GIL and uses torch's threads. CUDA tensors are copied on a
-    side stream that starts after the work already queued on the current one; the training thread waits in :meth:`wait`.
+    side stream of their device, which starts after the work already queued on the current one; the training thread waits in
+    :meth:`wait`.
 
     Args:
         pieces: ``(end, target, source)``: ``uint8`` tensors of the same size, and the offset that is reached with them.
@@ -98,10 +100,12 @@ class BackgroundCopy:
         self._reached = 0
         self._error: BaseException | None = None
         self._progress = threading.Condition()
-        self._stream = None
-        if any(source.is_cuda for _, _, source in self._pieces):
-            self._stream = torch.cuda.Stream()
-            self._stream.wait_stream(torch.cuda.current_stream())
+        self._streams = []
+        for device in _cuda_devices(source for _, _, source in self._pieces):
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(torch.cuda.current_stream(device))
+            self._streams.append(stream)
+        self._device = torch.cuda.current_device() if self._streams else None
         self._claim = threading.Lock()  # for the thread, or for whoever gives up on it, whichever comes first
         self._ended = threading.Event()
         try:
@@ -117,13 +121,19 @@ class BackgroundCopy:
         if not self._claim.acquire(blocking=False):
             return
         try:
-            with torch.no_grad(), torch.cuda.stream(self._stream):  # a None stream changes nothing
+            if self._device is not None:
+                # A thread begins on the first device, and to come back to that one would take memory there.
+                torch.cuda.set_device(self._device)
+            with torch.no_grad(), contextlib.ExitStack() as stack:
+                for stream in self._streams:  # never stream(None), which starts CUDA in programs that do not use it
+                    stack.enter_context(torch.cuda.stream(stream))
                 for end, targets, sources in _groups(self._pieces):
-                    torch._foreach_copy_(targets, sources, non_blocking=True)
-                    if self._stream is None:
+                    # What does not block needs a stream to wait for afterwards.
+                    torch._foreach_copy_(targets, sources, non_blocking=bool(self._streams))
+                    if not self._streams:
                         self._advance(end)
-            if self._stream is not None:
-                self._stream.synchronize()
+            for stream in self._streams:
+                stream.synchronize()
         except BaseException as error:  # noqa: BLE001 - raised again by wait()
             self._error = error
         finally:
@@ -155,6 +165,16 @@ class BackgroundCopy:
         self.settle()
         if self._error is not None:
             raise self._error
+
+
+def wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
+    """Return when what this thread has queued for CUDA tensors is done, so that other threads read what it has written."""
+    for device in _cuda_devices(tensors):
+        torch.cuda.current_stream(device).synchronize()
+
+
+def _cuda_devices(tensors: Iterable[torch.Tensor]) -> Collection[torch.device]:
+    return dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda)
 
 
 def _groups(

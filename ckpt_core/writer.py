@@ -82,7 +82,9 @@ def write_image(
     try:
         windows = range(0, image.region_size, WINDOW)
         threads = 1 if not writer.parallel else IO_THREADS if image.is_staged else _WINDOWS_IN_MEMORY
-        run_parallel(write_window, windows, threads=threads, meanwhile=meanwhile)
+        # With something else to do meanwhile, the calling thread comes late, and the first window is another's.
+        useful = len(windows) + (meanwhile is not None)
+        run_parallel(write_window, windows, threads=min(threads, useful), meanwhile=meanwhile)
         tail = image.tail()
         size = image.region_size + len(tail)
         if writer.parallel:
@@ -244,6 +246,12 @@ class BackgroundWriter:
             if self._failed is None or self._failed[0] > self._begun + 1 - limit:
                 return
         self.raise_failure()
+
+    @property
+    def failure(self) -> CheckpointError | None:
+        """The oldest failure that was not taken yet; it stays for :meth:`wait_for_turn` to raise."""
+        with self._lock:
+            return None if self._failed is None else self._failed[1]
 
     def take_failure(self) -> CheckpointError | None:
         """Return the oldest failure that was not taken yet, once; None if there is none or they are only logged."""

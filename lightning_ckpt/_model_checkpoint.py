@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import proxy
 
-from ckpt_core import Catalog, verify
+from ckpt_core import Catalog
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.policies import RetentionPolicy
-from ckpt_core.reader import peek
+from ckpt_core.tiers import Tiers
 from lightning_ckpt._bases import ModelCheckpointBase
 from lightning_ckpt._outcomes import OutcomeWatch, raise_together
 from lightning_ckpt._private import checkpoint_directory
@@ -39,6 +39,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         self._has_trained = False
         self._best_of_earlier_run: str | None = None
         self._storage_options: dict[str, Any] | None = None
+        self._tiers: Tiers | None = None
         if not hasattr(ModelCheckpointBase.__mro__[1], "_should_save_on_exception") and settings.pop(
             "save_on_exception"
         ):
@@ -52,7 +53,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         route(trainer)
-        self._storage_options = _storage_options_of(trainer)
+        self._storage_options, self._tiers = _storage_options_of(trainer), _tiers_of(trainer)
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._has_trained = True
@@ -74,6 +75,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         plugin = trainer.strategy.checkpoint_io
         if isinstance(plugin, _PLUGINS):
+            plugin.checkpointer.drain()  # so that no rank hears of a failure later than others, in the save below
             plugin.checkpointer.take_failure()  # was logged, and would be raised in place of what happened now
         try:
             super().on_exception(trainer, pl_module, exception)
@@ -91,6 +93,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
     def file_exists(self, filepath: Any, trainer: Any) -> bool:
         plugin = trainer.strategy.checkpoint_io
         under_way = isinstance(plugin, _PLUGINS) and plugin.checkpointer.is_pending(filepath)
+        if self._tiers is not None and isinstance(plugin, _PLUGINS) and trainer.is_global_zero:
+            under_way = plugin.checkpointer.is_taken(filepath)  # also by an upload whose local copy is gone
         found: bool = trainer.strategy.reduce_boolean_decision(under_way, all=False)
         return found or super().file_exists(filepath, trainer)
 
@@ -189,7 +193,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if self._retention is not None and self.dirpath is not None:
-            self._retention.load_state_dict(state_dict.get("retention", ()), os.fspath(self.dirpath))
+            known = state_dict.get("retention", ())
+            self._retention.load_state_dict(known, os.fspath(self.dirpath), looks=self._tiers is None)
 
     def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
         if self._retention is not None and self._retention.wants(previous):
@@ -217,7 +222,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         """
         directory = checkpoint_directory(self, trainer)
         found = self._newest_verified(directory, trainer)
-        if not is_remote(directory):
+        if not is_remote(directory) and _tiers_of(trainer) is None:
             return {found} if found is not None else super()._find_last_checkpoints(trainer)
         if found is None:
             return set()
@@ -226,7 +231,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
 
     def _catalog(self, directory: Any, trainer: Any = None) -> Catalog:
         options = _storage_options_of(trainer) if trainer is not None else self._storage_options
-        return Catalog(directory, suffix=self.FILE_EXTENSION, storage_options=options)
+        tiers = _tiers_of(trainer) if trainer is not None else self._tiers
+        return Catalog(directory, suffix=self.FILE_EXTENSION, storage_options=options, tiers=tiers)
 
     def _newest_verified(self, directory: Any, trainer: Any = None) -> str | None:
         catalog = self._catalog(directory, trainer)
@@ -263,7 +269,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         newest = self._newest_verified(directory)
         if newest is None:
             return ""
-        best = peek(newest).get("callbacks", {}).get(self.state_key, {}).get("best_model_path")
+        catalog = self._catalog(directory)
+        best = catalog.peek(newest).get("callbacks", {}).get(self.state_key, {}).get("best_model_path")
         if not best:
             if self.monitor is not None:
                 logger.warning("took %s for the best checkpoint: it does not know the best %s", newest, self.monitor)
@@ -272,7 +279,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         moved = f"{directory.rstrip('/')}/{os.path.basename(best)}"
         for path in dict.fromkeys([moved, best]):
             try:
-                verify(path)
+                catalog.check(path)
             except CheckpointNotFoundError:
                 continue
             except CheckpointError as error:
@@ -302,12 +309,17 @@ def _storage_options_of(trainer: Any) -> dict[str, Any] | None:
     return plugin.storage_options if isinstance(plugin, _PLUGINS) else None
 
 
+def _tiers_of(trainer: Any) -> Tiers | None:
+    plugin = trainer.strategy.checkpoint_io
+    return plugin.tiers if isinstance(plugin, _PLUGINS) else None
+
+
 def _time_of(catalog: Catalog, path: str) -> float:
     return next((info.modified for info in catalog.checkpoints() if info.path == path), 0.0)
 
 
 def _is_same_file(path: str, other: str) -> bool:
-    return "://" not in path and os.path.samefile(path, other)
+    return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
 
 
 def _is_training_state(state: Any) -> bool:

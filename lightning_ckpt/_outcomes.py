@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
 from ckpt_core.commit import SharedOutcome, connect_store, decode_error, encode_error
 from ckpt_core.errors import CheckpointError
 from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
@@ -47,14 +49,26 @@ class OutcomeWatch:
         self._writes = trainer.is_global_zero
         self._last_step = trainer.global_step
         self._unwatch: Callable[[], None] = lambda: None
-        store = None
+        self._store: Store | None = None
         if self._checkpointer is not None and trainer.world_size > 1:
-            store = connect_store(trainer.global_rank, trainer.world_size, trainer.strategy.broadcast)
-        self._outcome = SharedOutcome(store)
+            self._store = connect_store(trainer.global_rank, trainer.world_size, trainer.strategy.broadcast)
+        self._world_size = trainer.world_size
+        self._raised = 0
+        self._outcome = self._new_outcome()
         if isinstance(plugin, TorchFileIO) and trainer.world_size > 1:
             self._watch_saves(trainer, lambda save: raise_together(trainer, save))
         elif isinstance(plugin, ShardedCheckpointIO):
             self._watch_saves(trainer, lambda save: save())  # its failures are raised on all ranks already
+
+    def _new_outcome(self) -> SharedOutcome:
+        # One name space for each failure: what was raised once is not found again.
+        store = None if self._store is None else PrefixStore(f"outcome-{self._raised}", self._store)
+        return SharedOutcome(store, self._world_size)
+
+    def _after_raise(self) -> None:
+        self._raised += 1
+        self._outcome = self._new_outcome()
+        self._outcome.save_begun()  # others may be under way
 
     def _watch_saves(self, trainer: Any, run: Callable[[Callable[[], None]], None]) -> None:
         # There is no hook of a callback for this: a save of bare weights calls none.
@@ -63,7 +77,11 @@ class OutcomeWatch:
 
         def save_checkpoint(*args: Any, **kwargs: Any) -> None:
             self._outcome.save_begun()
-            run(lambda: original(*args, **kwargs))
+            try:
+                run(lambda: original(*args, **kwargs))
+            except CheckpointError:
+                self._after_raise()
+                raise
 
         def unwatch() -> None:
             if before is not None:
@@ -83,8 +101,15 @@ class OutcomeWatch:
         if self._checkpointer is None or (trainer.world_size > 1 and trainer.global_step == self._last_step):
             return
         self._last_step = trainer.global_step
-        pending = bool(self._checkpointer.pending)  # before the failure is taken: it may come in between
-        self._outcome.at_boundary(writes=self._writes, pending=pending, failure=self._checkpointer.take_failure())
+        pending = self._checkpointer.is_busy  # before the failure is looked for: it may come in between
+        # It stays where the next save finds it. Some ranks know of it sooner than others, and all must refuse that save.
+        failure = self._checkpointer.failure
+        try:
+            self._outcome.at_boundary(writes=self._writes, pending=pending, failure=failure)
+        except CheckpointError:
+            self._checkpointer.take_failure()
+            self._after_raise()
+            raise
 
     def after_training(self, trainer: Any) -> None:
         """Wait for the background and raise a failure that no rank has raised yet; called on all ranks together.
@@ -94,20 +119,13 @@ class OutcomeWatch:
         """
         if self._checkpointer is not None:
             self._checkpointer.drain()
-            raise_together(trainer, self._raise_failure)
-
-    def _raise_failure(self) -> None:
-        assert self._checkpointer is not None
-        failure = self._outcome.unraised or self._checkpointer.take_failure()
-        if failure is not None:
-            raise failure
+            raise_together(trainer, self._checkpointer.raise_failure)
 
     def after_exception(self) -> None:
         """Wait for the background; its failures were logged and must not hide the exception that is being raised."""
+        self._unwatch()
         if self._checkpointer is not None:
-            self._checkpointer.drain()
-            self._checkpointer.take_failure()
-        self.close()  # Lightning calls no teardown after an exception
+            self._checkpointer.close(raises=False)  # Lightning calls no teardown after an exception
 
     def close(self) -> None:
         """Wait for the background, free its memory and raise what was not raised yet."""

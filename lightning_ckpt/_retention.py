@@ -58,16 +58,17 @@ class Retention:
         """Return what is known of the checkpoints, as plain data."""
         return [{**dataclasses.asdict(saved), "metrics": dict(saved.metrics)} for saved in self._saved.values()]
 
-    def load_state_dict(self, state: Sequence[Mapping[str, Any]], directory: str) -> None:
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]], directory: str, *, looks: bool = True) -> None:
         """Take over what an earlier process knew.
 
         Args:
             state: Its :meth:`state_dict`.
             directory: Where the callback saves now; the directory may have been moved since.
+            looks: Whether what is not on the local disk is left out.
         """
         for entry in state:
             path = f"{directory.rstrip('/')}/{os.path.basename(entry['path'])}"
-            if "://" in path or os.path.exists(path):
+            if not looks or "://" in path or os.path.exists(path):
                 self._saved.setdefault(path, SavedCheckpoint(**{**entry, "path": path}))
 
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ckpt_core import RankGroup
 from ckpt_core.commit import decode_error, encode_error
 from ckpt_core.errors import CheckpointError
+from lightning_ckpt._post_local_sgd import refuse_unequal_ranks
 from lightning_ckpt.sharded import ROUTED, ShardedCheckpointIO, is_routed
 
 __all__ = ["is_routed", "keeps_whole_gradients", "raise_on_all_ranks", "refuse_strategy", "route"]
@@ -84,6 +85,7 @@ def route(trainer: Any) -> None:
     if not isinstance(plugin, ShardedCheckpointIO) or vars(strategy).get(ROUTED) is plugin:
         return
     refuse_strategy(strategy)
+    refuse_unequal_ranks(trainer)
     ranks = RankGroup.connect(trainer.global_rank, trainer.world_size, strategy.broadcast)
     plugin.connect(ranks, lambda: {name for name, _ in trainer.lightning_module.named_buffers()})
     bases = {cls.__name__ for cls in type(strategy).__mro__}

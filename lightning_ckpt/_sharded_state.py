@@ -9,13 +9,24 @@ import torch
 
 from ckpt_core import Kind, Part
 
-__all__ = ["GRADIENTS_KEY", "gradients_of", "metadata_of", "optimizer_part", "parts_of", "rest_of"]
+__all__ = [
+    "GRADIENTS_KEY",
+    "gradients_of",
+    "keep_apart",
+    "metadata_of",
+    "optimizer_part",
+    "parts_of",
+    "put_back",
+    "rest_of",
+]
 
 _MODEL = "model"
 _REST = "trainer"
 _GRADIENTS = "gradients"
 # in the Trainer's checkpoint: gradients of an open accumulation window, of which each rank has its own
 GRADIENTS_KEY = "lightning_ckpt_gradients"
+# beside the gradients, and no name that a parameter can have
+_POST_LOCAL_SGD = "post-localSGD/"
 
 
 def optimizer_part(index: int) -> str:
@@ -82,3 +93,31 @@ def gradients_of(opened: Any, ranks: Iterable[int]) -> dict[int, Any]:
         ranks: Which ranks of those that saved.
     """
     return {rank: opened.load(_GRADIENTS, rank=rank) for rank in ranks}
+
+
+def keep_apart(mine: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide a rank's exact state into what is as large as the weights, which each rank writes itself, and the rest.
+
+    Args:
+        mine: The exact state of this rank.
+    """
+    large = dict(mine["gradients"])
+    if mine["post_local_sgd"]:
+        large[_POST_LOCAL_SGD] = mine["post_local_sgd"]
+    return large, {**mine, "gradients": {}, "post_local_sgd": {}}
+
+
+def put_back(state: Mapping[str, Any], apart: Mapping[int, Any]) -> dict[str, Any]:
+    """Undo :func:`keep_apart` in the exact state of all ranks.
+
+    Args:
+        state: The exact state of all ranks.
+        apart: What some ranks wrote themselves, by rank.
+    """
+    ranks = list(state[Kind.PER_RANK.value])
+    for rank, saved in apart.items():
+        if rank < len(ranks) and ranks[rank] is not None:
+            gradients = dict(saved)
+            own = gradients.pop(_POST_LOCAL_SGD, {})
+            ranks[rank] = {**ranks[rank], "gradients": gradients, "post_local_sgd": own}
+    return {**state, Kind.PER_RANK.value: ranks}

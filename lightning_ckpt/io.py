@@ -10,6 +10,7 @@ from typing import Any, Literal, Union
 from ckpt_core import Checkpointer
 from ckpt_core.errors import CheckpointNotFoundError
 from ckpt_core.events import EventLog
+from ckpt_core.tiers import Tiers
 from lightning_ckpt._bases import CheckpointIOBase
 
 __all__ = ["AsyncCheckpointIO", "SyncCheckpointIO", "TorchFileIO", "training_goes_on"]
@@ -27,9 +28,12 @@ _SLURM_REQUEUE_PREFIX = "hpc_ckpt"
 class TorchFileIO(CheckpointIOBase):
     """What the plugins that write one file share: a :class:`ckpt_core.Checkpointer` in Lightning's words."""
 
-    def __init__(self, checkpointer: Checkpointer, storage_options: dict[str, Any] | None) -> None:
+    def __init__(
+        self, checkpointer: Checkpointer, storage_options: dict[str, Any] | None, tiers: Tiers | None = None
+    ) -> None:
         self.checkpointer = checkpointer
         self.storage_options = storage_options
+        self.tiers = tiers
         self._told_about_callback = False
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
@@ -122,6 +126,11 @@ class SyncCheckpointIO(TorchFileIO):
 
     Args:
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
+        local_dir: Directory on a fast local disk, below which checkpoints are committed and training goes on; then they are
+            uploaded from there in the background. Needs ``upload_to``.
+        upload_to: URL or directory that takes the uploads, under the same relative names. Loads and look-ups take the nearest
+            copy that is whole, under the path of either tier.
+        keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
 
     Example::
@@ -129,10 +138,22 @@ class SyncCheckpointIO(TorchFileIO):
         trainer = Trainer(plugins=[SyncCheckpointIO()], callbacks=[ResumableCheckpoint(dirpath="checkpoints")])
     """
 
-    def __init__(self, *, storage_options: dict[str, Any] | None = None, event_log: str | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        storage_options: dict[str, Any] | None = None,
+        local_dir: str | None = None,
+        upload_to: str | None = None,
+        keep_local: int | None = None,
+        event_log: str | None = None,
+    ) -> None:
+        tiers = Tiers.of(local_dir, upload_to, keep_local)
         super().__init__(
-            Checkpointer(strategy="sync", storage_options=storage_options, listeners=_listeners(event_log)),
+            Checkpointer(
+                strategy="sync", storage_options=storage_options, tiers=tiers, listeners=_listeners(event_log)
+            ),
             storage_options,
+            tiers,
         )
 
 
@@ -149,6 +170,11 @@ class AsyncCheckpointIO(TorchFileIO):
             :class:`~lightning_ckpt.ResumableCheckpoint`, otherwise at the next save or at the end of ``fit``. ``"warn"``
             logs the failure, counts it in ``checkpointer.failures`` and trains on.
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
+        local_dir: Directory on a fast local disk, below which checkpoints are committed and training goes on; then they are
+            uploaded from there in the background. Needs ``upload_to``.
+        upload_to: URL or directory that takes the uploads, under the same relative names. Loads and look-ups take the nearest
+            copy that is whole, under the path of either tier.
+        keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
 
     Example::
@@ -162,15 +188,21 @@ class AsyncCheckpointIO(TorchFileIO):
         max_pending: int = 1,
         on_error: Literal["raise", "warn"] = "raise",
         storage_options: dict[str, Any] | None = None,
+        local_dir: str | None = None,
+        upload_to: str | None = None,
+        keep_local: int | None = None,
         event_log: str | None = None,
     ) -> None:
+        tiers = Tiers.of(local_dir, upload_to, keep_local)
         super().__init__(
             Checkpointer(
                 strategy="async",
                 max_pending=max_pending,
                 on_error=on_error,
                 storage_options=storage_options,
+                tiers=tiers,
                 listeners=_listeners(event_log),
             ),
             storage_options,
+            tiers,
         )

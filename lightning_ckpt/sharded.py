@@ -13,6 +13,7 @@ from ckpt_core import DirectoryCheckpointer
 from ckpt_core.commit import RankGroup
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import EventLog
+from ckpt_core.tiers import Tiers
 from lightning_ckpt._bases import CheckpointIOBase
 from lightning_ckpt._sharded_state import (
     GRADIENTS_KEY,
@@ -55,6 +56,11 @@ class ShardedCheckpointIO(CheckpointIOBase):
         on_error: ``"raise"`` ends training on every rank when a save failed in the background; ``"warn"`` logs and counts.
         commit_timeout: Seconds that a rank whose part is durable waits for the others before the save has failed.
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
+        local_dir: Directory on a fast local disk that all ranks see, below which checkpoints are committed and training goes
+            on; then rank 0 uploads them from there in the background. Needs ``upload_to``.
+        upload_to: URL or directory that takes the uploads, under the same relative names. Loads and look-ups take the nearest
+            copy that is whole, under the path of either tier.
+        keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
 
     Example::
@@ -70,15 +76,20 @@ class ShardedCheckpointIO(CheckpointIOBase):
         on_error: Literal["raise", "warn"] = "raise",
         commit_timeout: float = 600.0,
         storage_options: dict[str, Any] | None = None,
+        local_dir: str | None = None,
+        upload_to: str | None = None,
+        keep_local: int | None = None,
         event_log: str | None = None,
     ) -> None:
         self.storage_options = storage_options
+        self.tiers = Tiers.of(local_dir, upload_to, keep_local)
         self._settings: dict[str, Any] = {
             "strategy": mode,
             "max_pending": max_pending,
             "on_error": on_error,
             "commit_timeout": commit_timeout,
             "storage_options": storage_options,
+            "tiers": self.tiers,
             "listeners": [EventLog(event_log)] if event_log is not None else [],
         }
         self._checkpointer: DirectoryCheckpointer | None = None
@@ -96,7 +107,7 @@ class ShardedCheckpointIO(CheckpointIOBase):
         if self._checkpointer is not None:
             self._checkpointer.close()
         self._ranks, self._buffers = ranks, buffers
-        self._checkpointer = DirectoryCheckpointer(ranks=ranks, slice_replicated=ranks.world_size > 1, **self._settings)
+        self._checkpointer = DirectoryCheckpointer(ranks=ranks, slice_replicated=True, **self._settings)
 
     @property
     def checkpointer(self) -> DirectoryCheckpointer:
@@ -135,8 +146,10 @@ class ShardedCheckpointIO(CheckpointIOBase):
             return
         _refuse(storage_options)
         checkpointer.wait(path)
-        with DirectoryCheckpointer(**{**self._settings, "strategy": "sync"}) as alone:
-            alone.save(parts_of(checkpoint, rank=0), path, metadata=metadata_of(checkpoint))
+        local = path if self.tiers is None else self.tiers.local_path(os.fspath(path))
+        with DirectoryCheckpointer(**{**self._settings, "strategy": "sync", "tiers": None}) as alone:
+            alone.save(parts_of(checkpoint, rank=0), local, metadata=metadata_of(checkpoint))
+        checkpointer.upload(local)
 
     def save_together(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
         """Save ``checkpoint`` at ``path``; called on all ranks together.

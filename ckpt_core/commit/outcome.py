@@ -7,16 +7,19 @@ They talk through a ``TCPStore`` of their own, on the training thread, and only 
 from __future__ import annotations
 
 import json
+import time
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ckpt_core.commit.errors_as_data import decode_error, encode_error
-from ckpt_core.errors import CheckpointError
+from ckpt_core.errors import CheckpointError, RankFailedError
 
 __all__ = ["SharedOutcome"]
 
 _FAILURE = "failure"
 _ENDED = "ended"
+_HEARD = "heard"
+_LINGER = 10.0  # seconds that the rank that writes, which may be about to exit, waits until all have heard
 
 
 class SharedOutcome:
@@ -27,11 +30,13 @@ class SharedOutcome:
     boundary is the end of a batch in which the optimizers stepped.
 
     Args:
-        store: Shared by all ranks; None for a single process.
+        store: Shared by all ranks and served by the one that writes; None for a single process.
+        world_size: Number of ranks.
     """
 
-    def __init__(self, store: Store | None) -> None:
+    def __init__(self, store: Store | None, world_size: int = 1) -> None:
         self._store = store
+        self._others = world_size - 1
         self._begun = 0
         self._ended = 0
         self._boundary = 0
@@ -51,6 +56,7 @@ class SharedOutcome:
 
         Raises:
             CheckpointError: The failure, as the same class on every rank.
+            RankFailedError: The rank that writes is gone.
         """
         self._boundary += 1
         if self._store is None:
@@ -69,14 +75,29 @@ class SharedOutcome:
         if self._announced is not None and self._boundary >= self._announced[0]:
             _, error = self._announced
             self._announced = None
+            if writes:
+                self._wait_until_heard(self._store)
             raise error
 
     def _look(self, store: Store) -> None:
-        if store.check([_FAILURE]):
-            boundary, encoded = json.loads(store.get(_FAILURE))
-            self._announced = (boundary, decode_error(encoded))
-        elif store.check([_ENDED]):
-            self._ended = int(store.get(_ENDED))
+        try:
+            if store.check([_FAILURE]):
+                boundary, encoded = json.loads(store.get(_FAILURE))
+                self._announced = (boundary, decode_error(encoded))
+                store.add(_HEARD, 1)
+            elif store.check([_ENDED]):
+                self._ended = int(store.get(_ENDED))
+        except RuntimeError as error:  # what torch.distributed raises
+            if self._announced is None:
+                raise RankFailedError(
+                    f"rank 0, which knows of the outcome of saves, is gone: {str(error).splitlines()[0]}",
+                    remedy="look at the log of rank 0: its process has ended or cannot be reached",
+                ) from error
+
+    def _wait_until_heard(self, store: Store) -> None:
+        deadline = time.monotonic() + _LINGER
+        while store.add(_HEARD, 0) < self._others and time.monotonic() < deadline:
+            time.sleep(0.001)
 
     @property
     def unraised(self) -> CheckpointError | None:

@@ -71,6 +71,7 @@ class JointSave:
         self.undecided = False
         self._series = series
         self._number = 0
+        self._asked: list[str] = []
         self._path = path
         self._timeout = timeout
         self._rank = group.rank
@@ -103,6 +104,25 @@ class JointSave:
             self._series.concluded = self._number
             self.undecided = True
             raise
+
+    def ask_rank_0(self, question: str, answer: Callable[[], bool]) -> bool:
+        """Return what ``answer`` returns on rank 0, on all ranks; called between :meth:`join` and :meth:`conclude`.
+
+        Raises:
+            RankFailedError: Rank 0 is gone or does not answer.
+        """
+        if self._line is None:
+            return answer()
+        key, outcome = self._key(question), self._key("outcome")
+        self._asked.append(question)
+        if self._rank == 0:
+            found = answer()
+            self._line.set(key, "yes" if found else "")
+            return found
+        if not self._line.wait_for_any([key, outcome], self._timeout):
+            raise self._too_late([0]) if self._line.has(self._key("begun/0")) else self._not_called([0])
+        # Without an answer there is an outcome, which is the same whatever is answered.
+        return self._line.has(key) and self._line.get(key) == "yes"
 
     def conclude(self, report: str | CheckpointError, commit: Callable[[Sequence[str]], int]) -> int:
         """Report what has become of this rank's part, and return the size of the checkpoint once it is committed.
@@ -188,7 +208,7 @@ class JointSave:
         line.set(self._key("outcome"), json.dumps([self._path, size, readers, encoded]))
         if readers and not line.wait([self._key("all-read")], min(_LINGER, self._timeout)):
             return
-        self._forget(line, "begun/0", "read", "all-read")
+        self._forget(line, "begun/0", "read", "all-read", *self._asked)
         if failure is None:  # the outcome of a failure is what ranks that were left out of it will find
             self._forget(line, "collecting", "collected", "outcome")
 

@@ -49,17 +49,21 @@ class AddedFiles:
         return added
 
     def describe(self) -> list[ExtraFile]:
-        """Return the files with their digests; links are replaced by what they refer to."""
+        """Return the files with their digests; links, of both kinds, are replaced by files of our own."""
         found = []
         for name in sorted(self._names()):
             path = self.local_path(name)
-            if os.path.islink(path):
-                target = os.path.realpath(path)
-                os.unlink(path)
-                shutil.copyfile(target, path)
+            if os.path.islink(path) or os.stat(path).st_nlink > 1:
+                self._own(path)
             with LocalStorage().open(path) as reader:
                 found.append(describe_file(name, reader))
         return found
+
+    def _own(self, path: str) -> None:
+        """Replace a link: what others write to their file later must not change the checkpoint's."""
+        copied = f"{path}.{self._token}"
+        shutil.copyfile(path, copied)
+        os.replace(copied, path)
 
     def _names(self) -> Iterator[str]:
         for folder, _, files in os.walk(self.directory):

@@ -5,30 +5,43 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ckpt_core.commit import JointSave
 from ckpt_core.directory_writer.cleaning import discard, leave
-from ckpt_core.directory_writer.previous import files_of, previous_at, read_manifest, unchangeable
+from ckpt_core.directory_writer.previous import files_of, not_alone, previous_at, read_manifest, unchangeable
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.layouts.sharded.manifest import encode_manifest
 from ckpt_core.storage import Storage
+from ckpt_core.storage.transfer import transfer
 
 __all__ = ["copy_directory"]
 
 _TOKEN = re.compile(r"-[0-9a-f]{12}-\d+-\d+$")  # of an earlier save or copy in the same place
 
 
-def copy_directory(storage: Storage, source: str, target: str, joint: JointSave) -> int:
+def copy_directory(
+    storage: Storage,
+    source: str,
+    target: str,
+    joint: JointSave,
+    *,
+    is_alone: Callable[[], bool] = lambda: True,
+    origin: Storage | None = None,
+    before_commit: Callable[[], None] = lambda: None,
+) -> int:
     """Make ``target`` a copy of the checkpoint ``source``, and return its size in bytes; called by all ranks.
 
     Rank 0 does it; the others learn the outcome.
 
     Args:
-        storage: Where both are.
+        storage: Where ``target`` goes.
         source: The checkpoint to copy.
         target: The other path.
         joint: What the ranks have in common.
+        is_alone: Whether no other job may be writing files of the same names in the same place.
+        origin: Where ``source`` is, if it is in another storage.
+        before_commit: Called when all files are there; if it raises, no checkpoint appears.
 
     Raises:
         CheckpointError: There is no ``source``, or the storage refused; the same on all ranks.
@@ -38,14 +51,17 @@ def copy_directory(storage: Storage, source: str, target: str, joint: JointSave)
 
     def commit(_: Sequence[str]) -> int:
         try:
-            manifest, content = read_manifest(storage, source)
+            manifest, content = read_manifest(origin or storage, source)
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError("there is no checkpoint to copy", path=source) from error
         own, extra = files_of(content)
         directory = storage.begin_directory(target, joint.token)
         previous = previous_at(storage, target)
         new_names = {name: name for name in sorted({*own, *extra})}
-        if directory == target and previous.exists:
+        has_place = directory != target or is_alone()
+        if extra and not has_place:
+            raise not_alone(next(iter(extra)), target)
+        if directory == target and (previous.exists or not has_place):
             new_names.update({name: _suffixed(name, joint.token) for name in own})
             manifest = _renamed(manifest, new_names)
             changed = [name for name, file in extra.items() if previous.extra.get(name, file) != file]
@@ -57,9 +73,13 @@ def copy_directory(storage: Storage, source: str, target: str, joint: JointSave)
                 size += extra[name].size
                 continue
             created.append(new_name)
-            size += storage.copy(f"{source}/{name}", f"{directory}/{new_name}")
+            old_path, new_path = f"{source}/{name}", f"{directory}/{new_name}"
+            size += (
+                storage.copy(old_path, new_path) if origin is None else transfer(origin, old_path, storage, new_path)
+            )
         kept = set(new_names.values())
-        gone = [name for name in (*previous.files, *previous.extra) if name not in kept]
+        gone = [name for name in (*previous.files, *previous.extra) if has_place and name not in kept]
+        before_commit()
         storage.publish_directory(target, joint.token, manifest, gone=gone)
         return size
 
@@ -94,4 +114,5 @@ def _renamed(manifest: bytes, new_names: Mapping[str, str]) -> bytes:
         kinds=document["kinds"],
         parts=compact(document["parts"]),
         ranks=list(map(compact, document["ranks"])),
+        version=document["version"],
     )

@@ -9,7 +9,16 @@ from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageEr
 from ckpt_core.layouts.sharded.manifest import ExtraFile, Manifest
 from ckpt_core.storage import MANIFEST_NAME, Storage, is_remote
 
-__all__ = ["NOTHING", "Previous", "files_of", "previous_at", "read_manifest", "unchangeable"]
+__all__ = [
+    "NOTHING",
+    "Previous",
+    "files_of",
+    "names_of_files",
+    "not_alone",
+    "previous_at",
+    "read_manifest",
+    "unchangeable",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +58,15 @@ def files_of(manifest: Manifest) -> tuple[set[str], dict[str, ExtraFile]]:
     return own, {file.name: file for rank in manifest.ranks for file in rank.extra_files}
 
 
+def names_of_files(storage: Storage, path: str) -> set[str]:
+    """Return the names of all files of the checkpoint at ``path``; none if its manifest cannot be read."""
+    try:
+        own, extra = files_of(read_manifest(storage, path)[1])
+    except CheckpointError:
+        return set()
+    return {*own, *extra}
+
+
 def previous_at(storage: Storage, path: str) -> Previous:
     """Return what is at ``path``.
 
@@ -75,4 +93,14 @@ def unchangeable(name: str, path: str) -> StorageError:
         path=path,
         key=name,
         remedy="on an object store, save to a path of its own each time",
+    )
+
+
+def not_alone(name: str, path: str) -> StorageError:
+    """Return the error for a file of a caller where another job may be writing one of the same name."""
+    return StorageError(
+        f"another job saves into the same directory, and could overwrite {name!r}, which has the same name in all checkpoints",
+        path=path,
+        key=name,
+        remedy="end one of the two jobs, or give it a directory of its own",
     )

@@ -6,13 +6,14 @@ import dataclasses
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ckpt_core.commit import JointSave
 from ckpt_core.directory_writer.added_files import AddedFiles
 from ckpt_core.directory_writer.cleaning import discard, leave
-from ckpt_core.directory_writer.previous import NOTHING, Previous, previous_at, unchangeable
+from ckpt_core.directory_writer.previous import NOTHING, Previous, not_alone, previous_at, unchangeable
+from ckpt_core.directory_writer.unchanged import SaveBeside
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError, StorageError
 from ckpt_core.layouts.image import Image
 from ckpt_core.layouts.sharded.joining import build_manifest
@@ -60,6 +61,8 @@ class RankSave:
         metadata: Plain data to keep with the checkpoint; that of rank 0 counts.
         step: Which step the state is of, if that is known.
         scratch: Lends memory for windows of live tensors.
+        is_alone: Asked on rank 0: whether no other job may be writing files of the same names in the same place.
+        beside: Knows which files need not be written again.
     """
 
     def __init__(
@@ -71,6 +74,8 @@ class RankSave:
         metadata: Mapping[str, Any],
         step: int | None,
         scratch: ScratchBuffers,
+        is_alone: Callable[[], bool] = lambda: True,
+        beside: SaveBeside,
     ) -> None:
         self._storage = storage
         self._path = path
@@ -78,6 +83,9 @@ class RankSave:
         self._metadata = metadata
         self._step = step
         self._scratch = scratch
+        self._is_alone = is_alone
+        self._beside = beside
+        self._has_place = True  # no other job writes files of the same names
         self._files: RankFiles | None = None
         self._directory = ""
         self._created: list[str] = []
@@ -114,6 +122,8 @@ class RankSave:
             raise unexpected
         if failure is not None:
             raise failure
+        assert self._files is not None  # or there would be a failure
+        self._beside.committed(self._files)
         return size
 
     # ---- this rank's files ---------------------------------------------------------------------------------------------
@@ -123,13 +133,18 @@ class RankSave:
         is_final = directory == self._path
         try:
             previous = previous_at(self._storage, self._path) if is_final else NOTHING
-            suffix = f"-{self._joint.token}" if previous.exists else ""
+            self._has_place = not is_final or self._joint.ask_rank_0("alone", self._is_alone)
+            suffix = "" if self._has_place and not previous.exists else f"-{self._joint.token}"
             files = self._files = source.lay_out(self._joint.token, suffix)
             sizes = []
             try:
                 for name, image in source.images(files):
                     self._created.append(name)
-                    size = write_image(image, self._storage, f"{directory}/{name}", scratch=self._scratch)
+                    target = f"{directory}/{name}"
+                    if self._beside.take_over(files, name, image, target, scratch=self._scratch):
+                        size = image.approximate_size
+                    else:
+                        size = write_image(image, self._storage, target, scratch=self._scratch)
                     sizes.append((name, size))
             except ImageAbandonedError:
                 source.complete()  # says why
@@ -145,6 +160,8 @@ class RankSave:
 
     def _add(self, added: AddedFiles, directory: str, previous: Previous) -> list[ExtraFile]:
         files = added.describe()
+        if files and not self._has_place:
+            raise not_alone(files[0].name, self._path)
         for file in files:
             if file.name in {*self._created, MANIFEST_NAME}:
                 raise SerializationError(
@@ -190,6 +207,8 @@ class RankSave:
             self._check_all_there(sizes)
         previous = previous_at(self._storage, self._path)
         gone = [name for name in (*previous.files, *previous.extra) if name not in sizes and name not in extra]
+        if not self._has_place:
+            gone = []  # another job's save may rely on what was there before
         self._storage.publish_directory(self._path, self._joint.token, manifest, gone=gone)
         return sum(sizes.values()) + sum(file.size for file in extra.values()) + len(manifest)
 

@@ -12,7 +12,7 @@ from ckpt_core.errors import CheckpointError
 from ckpt_core.layouts.image import Image
 from ckpt_core.layouts.sharded.writing import PartContent, RankFiles
 from ckpt_core.memory import StagingBuffer
-from ckpt_core.snapshot import COPY_GROUP, BackgroundCopy, BufferPool, TornSnapshotGuard
+from ckpt_core.snapshot import COPY_GROUP, BackgroundCopy, BufferPool, TornSnapshotGuard, wait_for_devices
 
 __all__ = ["LiveState", "StagedState"]
 
@@ -46,6 +46,7 @@ class LiveState:
             self._plan(), rank=self._ranks.rank, world_size=self._ranks.world_size, save_id=save_id, suffix=suffix
         )
         self._guard = TornSnapshotGuard(files.tensors)
+        wait_for_devices(files.tensors)
         return files
 
     def images(self, files: RankFiles) -> Sequence[tuple[str, Image]]:

@@ -47,31 +47,39 @@ class RngState:
         numpy: ``numpy.random.get_state()``.
         torch_cpu: State of torch's default CPU generator.
         torch_cuda: State of the default generator of every visible CUDA device; empty when CUDA is not in use.
+        cuda_device: Which of them the process uses.
     """
 
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
     torch_cpu: torch.Tensor
     torch_cuda: tuple[torch.Tensor, ...] = ()
+    cuda_device: int = 0
 
     @classmethod
     def capture(cls) -> RngState:
         """Read the global generators."""
         # asking CUDA for its state would start CUDA, so only when the program has done so already
-        cuda = (
-            tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() and torch.cuda.is_initialized() else ()
-        )
+        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+        cuda = tuple(torch.cuda.get_rng_state_all()) if in_use else ()
+        device = torch.cuda.current_device() if in_use else 0
         numpy_state = np.random.get_state(legacy=True)
-        return cls(random.getstate(), tuple(numpy_state), torch.get_rng_state(), cuda)
+        return cls(random.getstate(), tuple(numpy_state), torch.get_rng_state(), cuda, device)
 
     def restore(self) -> None:
-        """Set the global generators; CUDA generators as far as both sides have the device."""
+        """Set the global generators; CUDA generators as far as both sides have the device.
+
+        The device that the process uses now goes on with the generator of the one that it used then, whatever their numbers.
+        """
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch_cpu)
         if self.torch_cuda and torch.cuda.is_available():
             for device, state in enumerate(self.torch_cuda[: torch.cuda.device_count()]):
                 torch.cuda.set_rng_state(state, device)
+            # to ask for the current device would start CUDA
+            if torch.cuda.is_initialized() and self.cuda_device < len(self.torch_cuda):
+                torch.cuda.set_rng_state(self.torch_cuda[self.cuda_device], torch.cuda.current_device())
 
     def encode(self) -> dict[str, Any]:
         """Return the state as tensors, integers and floats."""
@@ -88,6 +96,7 @@ class RngState:
             "numpy_gauss": float(cached),
             "torch": self.torch_cpu.clone(),
             "cuda": [state.clone() for state in self.torch_cuda],
+            "cuda_device": self.cuda_device,
         }
 
     @classmethod
@@ -98,7 +107,8 @@ class RngState:
         python = (state["python_version"], struct.unpack(f"<{len(words) // 4}I", words), state["python_gauss"])
         numpy = (state["numpy"], keys, state["numpy_position"], state["numpy_has_gauss"], state["numpy_gauss"])
         # a loader may have moved the tensors to an accelerator, but generators take host tensors only
-        return cls(python, numpy, state["torch"].cpu(), tuple(s.cpu() for s in state["cuda"]))
+        cuda = tuple(s.cpu() for s in state["cuda"])
+        return cls(python, numpy, state["torch"].cpu(), cuda, state.get("cuda_device", 0))
 
     def same_as(self, other: RngState) -> bool:
         """Whether no global CPU generator moved between the two captures."""

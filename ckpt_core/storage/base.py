@@ -14,12 +14,30 @@ import abc
 import dataclasses
 import io
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
 
-__all__ = ["MANIFEST_NAME", "FileInfo", "FileReader", "FileWriter", "RandomAccessIO", "ReaderIO", "Storage"]
+from ckpt_core.parallel import IO_THREADS
+from ckpt_core.storage.claims import Claim
+
+__all__ = [
+    "MANIFEST_NAME",
+    "REMOTE_REQUEST_BYTES",
+    "REMOTE_THREADS",
+    "FileInfo",
+    "FileReader",
+    "FileWriter",
+    "RandomAccessIO",
+    "ReaderIO",
+    "Storage",
+]
+
+Result = TypeVar("Result")
 
 MANIFEST_NAME = "manifest.json"  # what makes a directory a checkpoint
+# Of a store that answers after some 10 ms and then sends some 100 MB/s.
+REMOTE_REQUEST_BYTES = 512 * 1024
+REMOTE_THREADS = 8
 _CHUNK = 16 * 2**20  # bytes
 
 
@@ -67,10 +85,20 @@ class FileReader(abc.ABC):
     Attributes:
         path: Its path or URL.
         size: Its length in bytes.
+        request_bytes: About how many bytes could be read in the time that one more request takes: it is worth reading so many
+            that are not needed to save a request.
+        threads: From how many threads it is worth reading at a time.
     """
 
     path: str
     size: int
+    request_bytes: int = 0
+    threads: int = IO_THREADS
+
+    @property
+    def passes_cache(self) -> bool:
+        """Whether it is faster to read whole pages into page-aligned memory, and to copy them, than to read in place."""
+        return False
 
     @abc.abstractmethod
     def read_into(self, offset: int, target: memoryview) -> None:
@@ -143,6 +171,16 @@ class Storage(abc.ABC):
         """Return the paths of the directories directly in ``directory``; none if it does not exist."""
         return []
 
+    def nearest(self, path: str, read: Callable[[Storage, str], Result]) -> Result:
+        """Return what ``read`` returns for a checkpoint; of a storage that keeps several copies, for the nearest that is whole.
+
+        Args:
+            path: The checkpoint.
+            read: Called with the storage that has a copy, and the copy's path there; again with another one if it raises
+                because the first is damaged.
+        """
+        return read(self, path)
+
     def put_file(self, source: str, target: str) -> None:
         """Make the local file ``source``, which may be gone afterwards, the file ``target``, durable.
 
@@ -212,8 +250,22 @@ class Storage(abc.ABC):
     def leave_directory(self, path: str, token: str) -> None:  # noqa: B027 - most storages have nothing to do
         """End what :meth:`begin_directory` began in this process, whatever has become of the checkpoint."""
 
-    def remove_directory(self, path: str) -> None:
-        """Delete the checkpoint that is the directory ``path``; from the first moment on, it is none any more."""
+    def claim(self, directory: str) -> Claim | None:
+        """Return a claim on ``directory``, not made yet, by which other jobs know that this process saves there.
+
+        None where there is no such thing: nobody is told, and checkpoints of the same names may damage each other if the storage
+        cannot keep their unfinished files apart.
+        """
+        return None
+
+    def remove_directory(self, path: str, *, names: Collection[str] = ()) -> None:
+        """Delete the checkpoint that is the directory ``path``; from the first moment on, it is none any more.
+
+        Args:
+            path: The directory.
+            names: The files that the checkpoint consists of. Where another job may be writing into the same directory, no others
+                are deleted.
+        """
         self.remove(f"{path}/{MANIFEST_NAME}")
         self.remove(path)
 

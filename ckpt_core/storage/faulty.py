@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 from ckpt_core.errors import CheckpointError
@@ -180,8 +180,8 @@ class FaultyStorage(Storage):
     def leave_directory(self, path: str, token: str) -> None:
         self.perform(Operation("leave_directory", path), lambda: self._inner.leave_directory(path, token))
 
-    def remove_directory(self, path: str) -> None:
-        self.perform(Operation("remove_directory", path), lambda: self._inner.remove_directory(path))
+    def remove_directory(self, path: str, *, names: Collection[str] = ()) -> None:
+        self.perform(Operation("remove_directory", path), lambda: self._inner.remove_directory(path, names=names))
 
     def subdirectories(self, directory: str) -> Sequence[str]:
         return self.perform(Operation("subdirectories", directory), lambda: self._inner.subdirectories(directory))
@@ -215,6 +215,7 @@ class _FaultyReader(FileReader):
     def __init__(self, storage: FaultyStorage, inner: FileReader) -> None:
         self.path = inner.path
         self.size = inner.size
+        self.request_bytes, self.threads = inner.request_bytes, inner.threads
         self._storage = storage
         self._inner = inner
 

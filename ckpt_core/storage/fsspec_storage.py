@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import fsspec
@@ -15,11 +15,21 @@ import numpy as np
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
 from ckpt_core.parallel import run_parallel
 from ckpt_core.storage.azure_parts import AzureUpload, wait_for_copy
-from ckpt_core.storage.base import FileInfo, FileReader, FileWriter, Storage
+from ckpt_core.storage.base import (
+    MANIFEST_NAME,
+    REMOTE_REQUEST_BYTES,
+    REMOTE_THREADS,
+    FileInfo,
+    FileReader,
+    FileWriter,
+    Storage,
+)
+from ckpt_core.storage.claims import Claim
 from ckpt_core.storage.conditional import PROBE_PREFIX, ConditionalStore, create_new
 from ckpt_core.storage.credentials import Secrets
 from ckpt_core.storage.failures import Describe, describer, translated
 from ckpt_core.storage.fsspec_writers import ResumableWriter, WholeObjectWriter
+from ckpt_core.storage.leases import LEASE_PREFIX, Lease, LeaseStore, has_others, remove_dead_leases
 from ckpt_core.storage.parts import PartsWriter
 from ckpt_core.storage.retrying import Retries, http_status
 from ckpt_core.storage.s3_parts import S3Upload, abandoned_uploads, s3_defaults
@@ -34,6 +44,7 @@ _S3 = ("s3", "s3a")
 _AZURE = ("abfs", "abfss", "az", "adl")
 _GCS = ("gs", "gcs")
 _OBJECT_STORES = (_S3, _AZURE, _GCS)
+_NOT_LISTED = (PROBE_PREFIX, LEASE_PREFIX)
 _EXTRAS = {**dict.fromkeys(_S3, "s3"), **dict.fromkeys(_AZURE, "azure"), **dict.fromkeys(_GCS, "gcs")}
 
 
@@ -64,6 +75,9 @@ def _open_filesystem(url: str, options: dict[str, Any], secrets: Secrets) -> Any
 
 
 class _FsspecReader(FileReader):
+    request_bytes = REMOTE_REQUEST_BYTES
+    threads = REMOTE_THREADS
+
     def __init__(self, storage: FsspecStorage, path: str) -> None:
         self.path = path
         self._storage = storage
@@ -105,7 +119,7 @@ class _FsspecReader(FileReader):
         """Nothing is held open."""
 
 
-class FsspecStorage(Storage, ConditionalStore):
+class FsspecStorage(Storage, ConditionalStore, LeaseStore):
     """A store reached through fsspec.
 
     Uploads to S3 and Azure go in parts of 16 MiB, several at a time; to GCS in one resumable upload; to any other store
@@ -211,7 +225,14 @@ class FsspecStorage(Storage, ConditionalStore):
         return [
             FileInfo(path, int(info["size"] or 0), _modified(info))
             for path, info in self._listing(directory)
-            if info["type"] == "file" and not path.rpartition("/")[2].startswith(PROBE_PREFIX)
+            if info["type"] == "file" and not path.rpartition("/")[2].startswith(_NOT_LISTED)
+        ]
+
+    def hidden_objects(self, directory: str, prefix: str) -> Sequence[FileInfo]:
+        return [
+            FileInfo(path, int(info["size"] or 0), _modified(info))
+            for path, info in self._listing(directory)
+            if path.rpartition("/")[2].startswith(prefix)
         ]
 
     def subdirectories(self, directory: str) -> Sequence[str]:
@@ -232,11 +253,36 @@ class FsspecStorage(Storage, ConditionalStore):
             if name.startswith(inside):  # a file gives itself, and on some stores a directory too
                 yield f"{directory.rstrip('/')}/{name.removeprefix(inside)}", info
 
+    def claim(self, directory: str) -> Claim | None:
+        return Lease(self, directory) if self._is_in(*_OBJECT_STORES) else None
+
+    def remove_directory(self, path: str, *, names: Collection[str] = ()) -> None:
+        if not self._is_in(*_OBJECT_STORES):
+            super().remove_directory(path)
+            return
+        self.remove(f"{path}/{MANIFEST_NAME}")
+
+        def request() -> None:
+            self._filesystem.invalidate_cache()
+            found = set(self._filesystem.find(path))
+            # In this order: whoever has written what was found has said before that they are there.
+            if has_others(self, path.rpartition("/")[0]):
+                found &= {self._filesystem._strip_protocol(f"{path}/{name}") for name in names}
+            self._remove_all(sorted(found))
+
+        try:
+            self._ask("remove", path, request)
+        except CheckpointNotFoundError:
+            return  # by somebody else
+
     def remove_orphans(self, directory: str) -> Sequence[str]:
         """Abort the uploads into ``directory`` to which nobody has added for :attr:`abandoned_after_seconds` (S3).
 
-        GCS and Azure delete unfinished uploads by themselves after a week; elsewhere there are none.
+        GCS and Azure delete unfinished uploads by themselves after a week; elsewhere there are none. Leases of dead processes go,
+        too.
         """
+        if self._is_in(*_OBJECT_STORES):
+            remove_dead_leases(self, directory)
         if not self._is_in(_S3):
             return []
 

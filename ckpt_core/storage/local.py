@@ -13,49 +13,22 @@ import errno
 import fcntl
 import os
 import shutil
-import stat
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
-from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
+from ckpt_core.errors import CheckpointNotFoundError, StorageError
 from ckpt_core.storage import local_directory
 from ckpt_core.storage.base import FileInfo, FileReader, FileWriter, Storage
+from ckpt_core.storage.claims import Claim
+from ckpt_core.storage.local_claim import DirectoryLock
 from ckpt_core.storage.local_directory import CANNOT_LINK as _CANNOT_LINK
 from ckpt_core.storage.local_directory import CANNOT_LOCK as _CANNOT_LOCK
 from ckpt_core.storage.local_directory import SUFFIX as _SUFFIX
 from ckpt_core.storage.local_directory import sync_directory as _sync_directory
+from ckpt_core.storage.local_errors import existing_directory, storage_error
+from ckpt_core.storage.local_reader import BLOCK, LocalFileReader, address, close
 
 __all__ = ["LocalStorage", "storage_error"]
-
-_BLOCK = 4096
-_REMEDIES = {
-    errno.ENOSPC: "free some space, keep fewer checkpoints, or save to another disk",
-    errno.EDQUOT: "your disk quota is used up: delete something or save to another disk",
-    errno.EROFS: "the filesystem is mounted read-only: save to another directory",
-    errno.EACCES: "you may not write there: change the directory or its permissions",
-    errno.EPERM: "you may not write there: change the directory or its permissions",
-    errno.EIO: "the disk reports an error: check it, and save to another one",
-    errno.EISDIR: "there is a directory of that name: choose another path or delete it",
-    errno.ENOTDIR: "a part of the path is a file: choose another path",
-    errno.EEXIST: "a part of the path is a file: choose another path",
-    errno.ENAMETOOLONG: "choose a shorter file name",
-    errno.ECONNRESET: "the storage broke the connection: check the network and that it is up, then save again",
-    errno.ETIMEDOUT: "the storage does not answer: check the network and that it is up, then save again",
-}
-
-
-def storage_error(action: str, path: str, error: OSError, needed: int | None = None) -> StorageError:
-    """Return the error for the user that an operating system's ``error`` stands for, with a remedy where one is known."""
-    detail = error.strerror or str(error) or type(error).__name__
-    if error.errno == errno.ENOSPC and needed is not None:
-        free = shutil.disk_usage(_existing_directory(os.path.dirname(os.path.abspath(path)))).free
-        detail += f": {needed} bytes needed, {free} free"
-    return StorageError(
-        f"cannot {action} the checkpoint: {detail}",
-        path=path,
-        remedy=_REMEDIES.get(error.errno or 0),
-        errno=error.errno,
-    )
 
 
 class _LocalFileWriter(FileWriter):
@@ -97,7 +70,7 @@ class _LocalFileWriter(FileWriter):
 
     def write_at(self, offset: int, data: memoryview) -> None:
         try:
-            if self._direct and (len(data) % _BLOCK or _address(data) % _BLOCK):
+            if self._direct and (len(data) % BLOCK or address(data) % BLOCK):
                 self._write_unaligned(offset, data)
             else:
                 self._write(offset, data)
@@ -144,12 +117,7 @@ class _LocalFileWriter(FileWriter):
 
     def _close(self) -> None:
         descriptor, self._descriptor = self._descriptor, -1
-        _close(descriptor)
-
-
-def _close(descriptor: int) -> None:
-    with contextlib.suppress(OSError):  # what counts is durable or read by now, and the descriptor is gone in any case
-        os.close(descriptor)
+        close(descriptor)
 
 
 def _part_name(path: str) -> str:
@@ -167,12 +135,6 @@ def _copy_durably(source: str, target: str) -> None:
         os.close(descriptor)
 
 
-def _address(data: memoryview) -> int:
-    if data.readonly:
-        return 1  # unknown: never taken for aligned
-    return ctypes.addressof(ctypes.c_char.from_buffer(data))
-
-
 def _reserve(descriptor: int, size: int) -> None:
     # posix_fallocate would write zeros where the filesystem cannot reserve; the bare call says so instead.
     allocate = getattr(ctypes.CDLL(None, use_errno=True), "fallocate", None)
@@ -185,57 +147,10 @@ def _reserve(descriptor: int, size: int) -> None:
 
 
 def _make_directories(directory: str) -> None:
-    while (existing := _existing_directory(directory)) != directory:
+    while (existing := existing_directory(directory)) != directory:
         missing = os.path.relpath(directory, existing).split(os.sep)[0]
         os.makedirs(os.path.join(existing, missing), exist_ok=True)
         _sync_directory(existing)
-
-
-def _existing_directory(path: str) -> str:
-    while not os.path.isdir(path) and path != os.path.dirname(path):
-        path = os.path.dirname(path)
-    return path
-
-
-class _LocalFileReader(FileReader):
-    def __init__(self, path: str) -> None:
-        self.path = path
-        try:
-            # Opening a named pipe would wait for a writer.
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError as error:
-            raise CheckpointNotFoundError(f"Checkpoint file not found: {path}", path=path) from error
-        except OSError as error:
-            raise storage_error("read", path, error) from error
-        try:
-            status = os.fstat(self._descriptor)
-        except OSError as error:
-            _close(self._descriptor)
-            raise storage_error("read", path, error) from error
-        if not stat.S_ISREG(status.st_mode):
-            os.close(self._descriptor)
-            if not stat.S_ISDIR(status.st_mode):
-                raise StorageError("the path is not a regular file", path=path, remedy="give a checkpoint file")
-            raise StorageError(
-                "the path is a directory, not a checkpoint file",
-                path=path,
-                remedy="give the file inside it, or load it with the strategy that wrote it",
-                errno=errno.EISDIR,
-            )
-        self.size = status.st_size
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        while target:
-            try:
-                count = os.preadv(self._descriptor, [target], offset)
-            except OSError as error:
-                raise storage_error("read", self.path, error) from error
-            if count == 0:
-                raise CheckpointCorruptedError("the checkpoint is truncated", path=self.path)
-            target, offset = target[count:], offset + count
-
-    def close(self) -> None:
-        _close(self._descriptor)
 
 
 class LocalStorage(Storage):
@@ -252,7 +167,7 @@ class LocalStorage(Storage):
         return _LocalFileWriter(path, expected_size)
 
     def open(self, path: str) -> FileReader:
-        return _LocalFileReader(path)
+        return LocalFileReader(path)
 
     def exists(self, path: str) -> bool:
         return os.path.lexists(path)
@@ -325,7 +240,7 @@ class LocalStorage(Storage):
             try:
                 os.fsync(descriptor)
             finally:
-                _close(descriptor)
+                close(descriptor)
             os.replace(source, target)
             _sync_directory(directory)
         except OSError as error:
@@ -361,7 +276,10 @@ class LocalStorage(Storage):
     def leave_directory(self, path: str, token: str) -> None:
         self._staging.leave(path, token)
 
-    def remove_directory(self, path: str) -> None:
+    def claim(self, directory: str) -> Claim | None:
+        return DirectoryLock(directory, _make_directories)
+
+    def remove_directory(self, path: str, *, names: Collection[str] = ()) -> None:
         self.remove(path)
 
     def subdirectories(self, directory: str) -> Sequence[str]:

@@ -39,6 +39,8 @@ CANNOT_LINK = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.E
 CANNOT_LOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
 _REPLACED = "-replaced"
+_CHANGED_MEANWHILE = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST)
+_MOST_ATTEMPTS = 10
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -73,23 +75,15 @@ class StagingDirectories:
 
     def publish(self, path: str, token: str, gone: Sequence[str]) -> None:
         """Give the hidden directory, all of whose files are durable, its final name; keep what others put there."""
-        staging = _hidden(path, token)
-        parent = os.path.dirname(staging)
-        if not os.path.lexists(path):
-            _sync_tree(staging)
-            os.rename(staging, path)
-            sync_directory(parent)
-            return
-        if os.path.isdir(path) and not os.path.islink(path):
-            _keep_others(path, staging, {*gone, MANIFEST_NAME})
-        _sync_tree(staging)
-        if _exchange(staging, path):
-            replaced = staging
-            sync_directory(parent)
-        else:
-            replaced = _replace_by_two_renames(staging, path, token)
-        with contextlib.suppress(OSError):  # it is committed; what cannot be deleted is an orphan
-            _delete_tree(replaced)
+        for attempt in range(_MOST_ATTEMPTS):
+            try:
+                _publish(_hidden(path, token), path, token, gone)
+            except OSError as error:
+                # Another job has made a directory of that name in the very moment, or has removed it.
+                if error.errno not in _CHANGED_MEANWHILE or attempt == _MOST_ATTEMPTS - 1:
+                    raise
+            else:
+                return
 
     def discard(self, path: str, token: str) -> None:
         """Delete the hidden directory, whoever is still writing into it."""
@@ -110,6 +104,25 @@ class StagingDirectories:
         with contextlib.suppress(OSError):
             os.close(descriptor)
         remove_if_abandoned(staging)
+
+
+def _publish(staging: str, path: str, token: str, gone: Sequence[str]) -> None:
+    parent = os.path.dirname(staging)
+    if not os.path.lexists(path):
+        _sync_tree(staging)
+        os.rename(staging, path)
+        sync_directory(parent)
+        return
+    if os.path.isdir(path) and not os.path.islink(path):
+        _keep_others(path, staging, {*gone, MANIFEST_NAME})
+    _sync_tree(staging)
+    if _exchange(staging, path):
+        replaced = staging
+        sync_directory(parent)
+    else:
+        replaced = _replace_by_two_renames(staging, path, token)
+    with contextlib.suppress(OSError):  # it is committed; what cannot be deleted is an orphan
+        _delete_tree(replaced)
 
 
 def _hidden(path: str, token: str) -> str:
@@ -194,12 +207,16 @@ def _replace_by_two_renames(staging: str, path: str, token: str) -> str:
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_SH)  # so that nobody mends what is not broken
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)  # so that nobody mends what is not broken
         os.rename(path, replaced)
         try:
             os.rename(staging, path)
         except OSError:
-            os.rename(replaced, path)
+            try:
+                os.rename(replaced, path)
+            except OSError:
+                if os.path.lexists(path):  # another job was faster: what we have moved away was replaced by that
+                    _delete_tree(replaced)
             raise
         sync_directory(parent)
     finally:
@@ -258,10 +275,13 @@ def delete_directory(path: str) -> None:
     hidden = _hidden(path, uuid.uuid4().hex[:12])
     try:
         os.rename(path, hidden)
+        # Or the loss of power could leave the name, and not all of the files.
+        sync_directory(os.path.dirname(hidden))
     except FileNotFoundError:
         return
     except OSError:
-        hidden = path  # a mount point, or a directory above that may not be written to
+        # A mount point, or a directory above that may not be written to; or the disk fails.
+        hidden = hidden if os.path.lexists(hidden) else path
     _delete_tree(hidden)
 
 

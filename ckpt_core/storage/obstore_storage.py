@@ -8,17 +8,27 @@ get along with answer it in ways that it refuses.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
 from ckpt_core.parallel import run_parallel
-from ckpt_core.storage.base import FileInfo, FileReader, FileWriter, Storage
+from ckpt_core.storage.base import (
+    MANIFEST_NAME,
+    REMOTE_REQUEST_BYTES,
+    REMOTE_THREADS,
+    FileInfo,
+    FileReader,
+    FileWriter,
+    Storage,
+)
+from ckpt_core.storage.claims import Claim
 from ckpt_core.storage.conditional import PROBE_PREFIX, ConditionalStore, create_new
 from ckpt_core.storage.credentials import Secrets
 from ckpt_core.storage.failures import describer, translated
+from ckpt_core.storage.leases import LEASE_PREFIX, Lease, LeaseStore, has_others, remove_dead_leases
 from ckpt_core.storage.obstore_options import open_store
 from ckpt_core.storage.parts import PART_BYTES
 
@@ -130,6 +140,9 @@ def _is_released(view: memoryview | None) -> bool:
 
 
 class _ObstoreReader(FileReader):
+    request_bytes = REMOTE_REQUEST_BYTES
+    threads = REMOTE_THREADS
+
     def __init__(self, storage: ObstoreStorage, path: str) -> None:
         import obstore
 
@@ -164,7 +177,7 @@ class _ObstoreReader(FileReader):
         """Nothing is held open."""
 
 
-class ObstoreStorage(Storage, ConditionalStore):
+class ObstoreStorage(Storage, ConditionalStore, LeaseStore):
     """A bucket reached through ``obstore``.
 
     Args:
@@ -252,7 +265,14 @@ class ObstoreStorage(Storage, ConditionalStore):
         return [
             FileInfo(self._root + entry["path"], int(entry["size"]), entry["last_modified"].timestamp())
             for entry in self._listing(directory)["objects"]
-            if not entry["path"].rpartition("/")[2].startswith(PROBE_PREFIX)
+            if not entry["path"].rpartition("/")[2].startswith((PROBE_PREFIX, LEASE_PREFIX))
+        ]
+
+    def hidden_objects(self, directory: str, prefix: str) -> Sequence[FileInfo]:
+        return [
+            FileInfo(self._root + entry["path"], int(entry["size"]), entry["last_modified"].timestamp())
+            for entry in self._listing(directory)["objects"]
+            if entry["path"].rpartition("/")[2].startswith(prefix)
         ]
 
     def subdirectories(self, directory: str) -> Sequence[str]:
@@ -264,8 +284,25 @@ class ObstoreStorage(Storage, ConditionalStore):
         return self.ask("list", directory, lambda: obstore.list_with_delimiter(self.store, self.key(directory) or None))
 
     def remove_orphans(self, directory: str) -> Sequence[str]:
-        """Nothing: obstore cannot list unfinished uploads; without ``backend="obstore"`` they are found."""
+        """Delete leases of dead processes; obstore cannot list unfinished uploads, which the default backend finds."""
+        remove_dead_leases(self, directory)
         return []
+
+    def claim(self, directory: str) -> Claim | None:
+        return Lease(self, directory)
+
+    def remove_directory(self, path: str, *, names: Collection[str] = ()) -> None:
+        import obstore
+
+        self.remove(f"{path}/{MANIFEST_NAME}")
+        found = set(self._below(path))
+        # In this order: whoever has written what was found has said before that they are there.
+        if has_others(self, path.rpartition("/")[0]):
+            found &= {self.key(f"{path}/{name}") for name in names}
+        try:
+            self.ask("remove", path, lambda: obstore.delete(self.store, sorted(found)))
+        except CheckpointNotFoundError:
+            return  # by somebody else
 
     # ---- objects that only one writer may make -----------------------------------------------------------------------
 

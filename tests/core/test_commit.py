@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ckpt_core.commit import SharedOutcome, decode_error, encode_error
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError, StorageError
+from tests.conftest import ScriptRunner
 
 WORKER = """
-import json, os, sys
+import json, os, sys, time
 import torch.distributed as dist, torch
 from ckpt_core.commit import SharedOutcome, connect_store
 from ckpt_core.errors import CheckpointError, StorageError
 
-rank, world, directory, failing_step = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+rank, world, failing_step = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), int(sys.argv[1])
 dist.init_process_group("gloo", rank=rank, world_size=world)
 
 def broadcast(value):
@@ -29,7 +25,7 @@ def broadcast(value):
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
-outcome = SharedOutcome(connect_store(rank, world, broadcast))
+outcome = SharedOutcome(connect_store(rank, world, broadcast), world)
 result = {"raised_at": None, "steps": 0}
 try:
     for step in range(1, 11):
@@ -40,56 +36,35 @@ try:
         failure = StorageError("the disk is full", path="x.ckpt", remedy="free some", errno=28) if failed else None
         pending = rank == 0 and step < min(failing_step, 7)
         result["steps"] = step
+        # The others look before there is anything to hear, and again when rank 0, which has the store, may be gone.
+        if step == failing_step + bool(rank):
+            time.sleep(0.5)
         outcome.at_boundary(writes=rank == 0, pending=pending, failure=failure)
 except CheckpointError as error:
     result.update(raised_at=step, type=type(error).__name__, text=str(error), errno=error.errno)
-with open(f"{directory}/{rank}.json", "w") as file:
-    json.dump(result, file)
+print(json.dumps(result), flush=True)
+if result["raised_at"]:
+    os._exit(0)
 dist.barrier()
 dist.destroy_process_group()
 """
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
-
-
-def run_ranks(directory: Path, world: int, failing_step: int) -> list[dict[str, Any]]:
-    environment = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(Path(__file__).parents[2]),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(rank), str(world), str(directory), str(failing_step)], env=environment
-        )
-        for rank in range(world)
-    ]
-    try:
-        for process in processes:
-            process.wait(timeout=60)
-    finally:
-        for process in processes:
-            process.kill()
-    return [json.loads((directory / f"{rank}.json").read_text()) for rank in range(world)]
+def run_ranks(fork_script: ScriptRunner, world: int, failing_step: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in fork_script(WORKER, failing_step, ranks=world).stdout.splitlines()]
 
 
 @pytest.mark.parametrize("failing_step", [2, 5])
-def test_all_ranks_raise_the_same_error_at_the_same_step(tmp_path: Path, failing_step: int) -> None:
-    results = run_ranks(tmp_path, 3, failing_step)
+def test_all_ranks_raise_the_same_error_at_the_same_step(fork_script: ScriptRunner, failing_step: int) -> None:
+    results = run_ranks(fork_script, 3, failing_step)
     assert [result["raised_at"] for result in results] == [failing_step + 1] * 3
     assert {result["type"] for result in results} == {"StorageError"}
     assert {result["errno"] for result in results} == {28}
     assert {result["text"] for result in results} == {"the disk is full\n  file: x.ckpt\n  what to do: free some"}
 
 
-def test_nothing_is_raised_when_nothing_fails(tmp_path: Path) -> None:
-    results = run_ranks(tmp_path, 2, failing_step=99)
+def test_nothing_is_raised_when_nothing_fails(fork_script: ScriptRunner) -> None:
+    results = run_ranks(fork_script, 2, failing_step=99)
     assert [(result["raised_at"], result["steps"]) for result in results] == [(None, 10)] * 2
 
 

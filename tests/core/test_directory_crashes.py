@@ -123,9 +123,9 @@ print(json.dumps(rows))
     ],
 )
 def test_killed_before_any_change_of_the_disk(
-    strategy: str, way: str, again: str, stride: int, run_script: ScriptRunner
+    strategy: str, way: str, again: str, stride: int, fork_script: ScriptRunner
 ) -> None:
-    rows = json.loads(run_script(KILLED, strategy, way, again, stride, timeout=280).stdout)
+    rows = json.loads(fork_script(KILLED, strategy, way, again, stride, timeout=280).stdout)
     values = [value for value, *_ in rows]
     before = 1.0 if again == "again" else None
     assert len(rows) > 35 / stride
@@ -300,8 +300,8 @@ print(json.dumps([rows, values, [name for name in os.listdir(disk) if name != "l
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_disk_that_is_full_for_one_rank(strategy: str, small_filesystem: Path, run_script: ScriptRunner) -> None:
-    rows, values, left = json.loads(run_script(FULL_ON_ONE_RANK, small_filesystem, strategy).stdout)
+def test_a_disk_that_is_full_for_one_rank(strategy: str, small_filesystem: Path, fork_script: ScriptRunner) -> None:
+    rows, values, left = json.loads(fork_script(FULL_ON_ONE_RANK, small_filesystem, strategy).stdout)
     for row in rows:
         assert [outcome["raised"] for outcome in row] == [None, "StorageError", None]
         assert "rank 1: cannot write the checkpoint: No space left on device" in row[1]["message"]

@@ -82,9 +82,9 @@ print(json.dumps([rows, listing("run"), listing("run/copy"), listing("run/copy/r
     ("world", "strategy", "slices"), [(2, "sync", "whole"), (3, "async", "whole"), (2, "async", "slices")]
 )
 def test_ranks_save_one_checkpoint(
-    world: int, strategy: str, slices: str, run_script: ScriptRunner, tmp_path: Path
+    world: int, strategy: str, slices: str, fork_script: ScriptRunner, tmp_path: Path
 ) -> None:
-    rows, run, copy, ranks = json.loads(run_script(SAVES, world, strategy, slices).stdout)
+    rows, run, copy, ranks = json.loads(fork_script(SAVES, world, strategy, slices).stdout)
     assert run == ["copy"]
     assert ranks == [f"{rank}.txt" for rank in range(world)]
     numbered = [f"{rank + 1:05d}-of-{world:05d}" for rank in range(world)]
@@ -158,8 +158,10 @@ print(json.dumps([[first, second, third], names, listing("run")]))
 
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 @pytest.mark.parametrize("fault", ["killed", "stopped", "full"])
-def test_a_rank_that_does_not_finish_fails_the_save_on_all(fault: str, strategy: str, run_script: ScriptRunner) -> None:
-    rows, names, names_in_the_end = json.loads(run_script(FAILURES, strategy, fault).stdout)
+def test_a_rank_that_does_not_finish_fails_the_save_on_all(
+    fault: str, strategy: str, fork_script: ScriptRunner
+) -> None:
+    rows, names, names_in_the_end = json.loads(fork_script(FAILURES, strategy, fault).stdout)
     expected = {
         "killed": ("RankFailedError", "rank 1 began the save"),
         "stopped": ("RankFailedError", "rank 1 began the save"),
@@ -221,8 +223,8 @@ print(json.dumps([outcome, names, listing("run")]))
 
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 @pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
-def test_the_death_of_rank_0_is_told_to_the_others(fault: str, strategy: str, run_script: ScriptRunner) -> None:
-    outcome, names, names_after_next = json.loads(run_script(RANK_0_FAILS, strategy, fault).stdout)
+def test_the_death_of_rank_0_is_told_to_the_others(fault: str, strategy: str, fork_script: ScriptRunner) -> None:
+    outcome, names, names_after_next = json.loads(fork_script(RANK_0_FAILS, strategy, fault).stdout)
     assert outcome["raised"] == "RankFailedError"
     words = "is gone" if fault == "SIGKILL" else "has not answered for 3 s"
     assert f"rank 0, which keeps the record of a save, {words}" in outcome["message"]
@@ -280,8 +282,8 @@ print(json.dumps([Ranks(world, work).results(), listing("run")]))
 
 
 @pytest.mark.parametrize("strategy", ["sync", "async"])
-def test_mistakes_fail_on_all_ranks_and_spoil_nothing(strategy: str, run_script: ScriptRunner) -> None:
-    (zero, one), names = json.loads(run_script(MISTAKES, strategy).stdout)
+def test_mistakes_fail_on_all_ranks_and_spoil_nothing(strategy: str, fork_script: ScriptRunner) -> None:
+    (zero, one), names = json.loads(fork_script(MISTAKES, strategy).stdout)
     assert names == ["a"], (zero, one)
     expected = {
         "paths": ("RankFailedError", ["run/0", "run/1", "the same path on all ranks"]),
@@ -332,14 +334,14 @@ print(json.dumps([Ranks(world, work).results(), listing("run")]))
 
 
 @pytest.mark.parametrize("max_pending", [1, 2])
-def test_ranks_are_told_of_a_failure_at_the_same_save(max_pending: int, run_script: ScriptRunner) -> None:
-    rows, names = json.loads(run_script(ORDER, max_pending).stdout)
+def test_ranks_are_told_of_a_failure_at_the_same_save(max_pending: int, fork_script: ScriptRunner) -> None:
+    rows, names = json.loads(fork_script(ORDER, max_pending).stdout)
     assert rows == [[3 + max_pending, "StorageError", 1, "None"]] * 2
     assert names == [str(number) for number in range(1, 3 + max_pending) if number != 3]
 
 
-def test_tensors_are_whole_again_in_another_world(run_script: ScriptRunner, tmp_path: Path) -> None:
-    run_script(SAVES, 2, "async", "slices")
+def test_tensors_are_whole_again_in_another_world(fork_script: ScriptRunner, tmp_path: Path) -> None:
+    fork_script(SAVES, 2, "async", "slices")
     with DirectoryCheckpointer().load(tmp_path / "run" / "copy") as checkpoint:
         into: dict[str, Any] = {"w": torch.zeros(3_000_000), "b": torch.zeros(5, dtype=torch.int64)}
         checkpoint.load("model", into=into)
@@ -378,8 +380,8 @@ print(json.dumps([Ranks(2, work).results(), listing("run"), listing("elsewhere")
 )
 
 
-def test_a_disk_that_the_ranks_do_not_share_is_found_out(run_script: ScriptRunner) -> None:
-    rows, run, elsewhere = json.loads(run_script(NOT_SHARED).stdout)
+def test_a_disk_that_the_ranks_do_not_share_is_found_out(fork_script: ScriptRunner) -> None:
+    rows, run, elsewhere = json.loads(fork_script(NOT_SHARED).stdout)
     for row in rows:
         assert row["raised"] == "StorageError"
         assert "rank 0 does not see 2 files of 5" in row["message"]

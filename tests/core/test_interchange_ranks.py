@@ -157,10 +157,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def saved(folder: Path, run_script: ScriptRunner) -> Path:
+def saved(folder: Path, fork_script: ScriptRunner) -> Path:
     """The directory that the one run of the script has left; the first test starts it."""
     if not (folder / "expected.pt").exists():
-        assert run_script(SCRIPT, cwd=folder, timeout=250).stdout == "ok\n"
+        assert fork_script(SCRIPT, cwd=folder, timeout=250).stdout == "ok\n"
     return folder
 
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from ckpt_core import Catalog, Checkpointer, StorageError
-from ckpt_core.storage import LocalStorage
+from ckpt_core.memory import StagingBuffer
+from ckpt_core.storage import LocalStorage, local_reader
 from ckpt_core.storage import local as local_module
 from tests.core.test_storage import StorageContract
 from tests.support.states import tensor_of
@@ -224,3 +225,113 @@ def test_a_filesystem_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch: 
     writer.write_at(0, memoryview(b"abc"))
     writer.commit(3)
     assert (tmp_path / "a").read_bytes() == b"abc"
+
+
+# ---- reading past the page cache -------------------------------------------------------------------------------------------
+
+
+def drop_from_cache(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def is_cached(path: Path, offset: int) -> bool:
+    with path.open("rb", buffering=0) as file:
+        try:
+            return os.preadv(file.fileno(), [bytearray(4096)], offset, os.RWF_NOWAIT) == 4096
+        except BlockingIOError:
+            return False
+
+
+@pytest.fixture
+def large_file(tmp_path: Path) -> tuple[Path, bytes]:
+    """12 MiB and a bit, not in the page cache."""
+    data = os.urandom(12 * 2**20 + 100)
+    path = tmp_path / "large"
+    path.write_bytes(data)
+    drop_from_cache(path)
+    if is_cached(path, 6 * 2**20):
+        pytest.skip("this filesystem keeps what it is told to drop")
+    return path, data
+
+
+@pytest.mark.parametrize(
+    ("offset", "nbytes"),
+    [
+        (0, 12 * 2**20 + 100),
+        (8192, 2**20),
+        (8192, 2**20 + 1),
+        (4096, 4096),
+        (12 * 2**20, 100),
+        (11 * 2**20, 2**20 + 100),
+    ],
+)
+def test_aligned_reads_give_what_is_in_the_file(large_file: tuple[Path, bytes], offset: int, nbytes: int) -> None:
+    path, data = large_file
+    memory = StagingBuffer(13 * 2**20)
+    with LocalStorage().open(str(path)) as reader:
+        assert reader.passes_cache
+        for start in (0, 4096, 64):
+            memory.tensor.zero_()
+            reader.read_into(offset, memory.memory[start : start + nbytes])
+            assert memory.memory[start : start + nbytes] == data[offset : offset + nbytes]
+            assert not memory.tensor[start + nbytes :].any() and not memory.tensor[:start].any()
+    memory.close()
+
+
+def test_a_large_aligned_read_leaves_nothing_in_the_page_cache(large_file: tuple[Path, bytes]) -> None:
+    path, data = large_file
+    memory = StagingBuffer(4 * 2**20)
+    at = 5 * 2**20  # between two of the places where the reader looks whether it is cached
+    with LocalStorage().open(str(path)) as reader:
+        reader.read_into(4 * 2**20, memory.memory)
+        assert memory.memory == data[4 * 2**20 : 8 * 2**20]
+        assert not is_cached(path, at)
+        reader.read_into(at, memoryview(bytearray(2**20)))  # not aligned: the ordinary way
+        assert is_cached(path, at)
+    memory.close()
+
+
+def test_a_file_in_the_page_cache_is_read_from_there(large_file: tuple[Path, bytes]) -> None:
+    path, data = large_file
+    assert path.read_bytes() == data
+    with LocalStorage().open(str(path)) as reader:
+        assert not reader.passes_cache
+
+
+def test_a_filesystem_without_direct_reads(large_file: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    path, data = large_file
+    refused = []
+    real_preadv = os.preadv
+
+    def preadv(descriptor: int, buffers: Any, offset: int, flags: int = 0) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            refused.append(offset)
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real_preadv(descriptor, buffers, offset, flags)
+
+    monkeypatch.setattr(local_reader.os, "preadv", preadv)
+    memory = StagingBuffer(2**20)
+    with LocalStorage().open(str(path)) as reader:
+        reader.read_into(2**20, memory.memory)
+    assert memory.memory == data[2**20 : 2 * 2**20] and refused == [2**20]
+    memory.close()
+
+
+def test_a_disk_error_during_a_direct_read_is_told(
+    large_file: tuple[Path, bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = large_file
+
+    def preadv(descriptor: int, *_: Any) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    memory = StagingBuffer(2**20)
+    with LocalStorage().open(str(path)) as reader:
+        assert reader.passes_cache
+        monkeypatch.setattr(local_reader.os, "preadv", preadv)
+        with pytest.raises(StorageError, match="cannot read") as caught:
+            reader.read_into(2**20, memory.memory)
+    assert caught.value.errno == errno.EIO and caught.value.path == str(path)
+    memory.close()

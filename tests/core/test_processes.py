@@ -52,9 +52,9 @@ for kill in range(kills):
 
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_killed_at_any_moment_the_name_holds_a_whole_checkpoint(
-    strategy: str, run_script: ScriptRunner, tmp_path: Path
+    strategy: str, fork_script: ScriptRunner, tmp_path: Path
 ) -> None:
-    output = run_script(KILLER, strategy, 20).stdout
+    output = fork_script(KILLER, strategy, 20).stdout
     rows = [tuple(map(int, line.split())) for line in output.splitlines()]
     assert len(rows) == 20
     existed = False
@@ -110,13 +110,13 @@ for last_call in range(3):
 
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_killed_in_the_middle_of_a_write_the_old_checkpoint_stays(
-    strategy: str, run_script: ScriptRunner, tmp_path: Path
+    strategy: str, fork_script: ScriptRunner, tmp_path: Path
 ) -> None:
     path = tmp_path / "last.ckpt"
     with Checkpointer(strategy="sync") as checkpointer:
         checkpointer.save({"old": 1}, path)
     # Two files: an orphan of each process, none of the one before.
-    assert run_script(STOPPED_IN_THE_MIDDLE, strategy).stdout == "9 True 2\n" * 3
+    assert fork_script(STOPPED_IN_THE_MIDDLE, strategy).stdout == "9 True 2\n" * 3
     assert Checkpointer().load(path) == {"old": 1}
     with Checkpointer(strategy="async") as checkpointer:
         checkpointer.save({"new": 1}, path)

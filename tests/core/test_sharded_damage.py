@@ -158,7 +158,7 @@ def test_nothing_is_changed_when_a_file_is_wrong(tmp_path: Path, kind: str) -> N
         manifest = path / MANIFEST_NAME
         manifest.write_bytes(manifest.read_bytes().replace(b"[4,3]", b"[3,4]"))
     else:
-        rewrite(path, b'"version":1,', b'"version":2,')
+        rewrite(path, b'"version":1,', b'"version":9,')
     into = target()
     with pytest.raises(CheckpointError), open_directory(path) as checkpoint:
         checkpoint.load("model", into=into)
@@ -172,6 +172,29 @@ def rewrite(path: Path, old: bytes, new: bytes) -> None:
     assert old in body
     body = body.replace(old, new)
     manifest.write_bytes(body + f'"check":"{digest(body)}"}}\n'.encode())
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "says"),
+    [
+        (b'"older"', b'"other"', "older and not other"),
+        (b'"older"', b'"../up"', "cannot be the id"),
+        (b'"older"', b'"older","x"', "makes no sense"),
+        (b'"older"', b"7", "is no text"),
+        (b'"version":2,', b'"version":1,', "knows no files of earlier saves"),
+    ],
+)
+def test_a_file_of_an_earlier_save_is_held_to_what_the_manifest_says(
+    old: bytes, new: bytes, says: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "c"
+    shutil.copytree(Path(__file__).parents[1] / "golden" / "sharded_v2", path)
+    with open_directory(path) as checkpoint:
+        checkpoint.verify()
+    rewrite(path, old, new)
+    error = problem_of(path, load=False)
+    assert isinstance(error, CheckpointCorruptedError)
+    assert says in str(error)
 
 
 def test_a_newer_version_is_refused_by_number(tmp_path: Path) -> None:

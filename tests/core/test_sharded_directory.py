@@ -32,7 +32,7 @@ from ckpt_core.layouts.sharded.manifest import Manifest, PartRecord, encode_part
 from ckpt_core.layouts.sharded.safetensors_file import TensorInfo
 from ckpt_core.layouts.sharded.writing import PartContent, RankFiles
 from ckpt_core.memory import ScratchBuffers
-from ckpt_core.storage import LocalStorage
+from ckpt_core.storage import LocalStorage, local_reader
 from ckpt_core.writer import write_image
 from tests.support.sharded import (
     Local,
@@ -88,6 +88,7 @@ def reshardings(draw: st.DrawFn) -> dict[str, Any]:
         "staged": draw(st.booleans()),
         "direct": draw(st.sampled_from([1, 2**14, 2**20])),
         "one_read": draw(st.sampled_from([2**15, 2**17, 2**23])),
+        "past_cache": draw(st.booleans()),
     }
 
 
@@ -100,6 +101,9 @@ def test_any_boxes_to_any_boxes(case: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as directory, pytest.MonkeyPatch.context() as patch:
         patch.setattr(fetching, "_DIRECT", case["direct"])
         patch.setattr(fetching, "_ONE_READ", case["one_read"])
+        if case["past_cache"]:
+            patch.setattr(local_reader, "_SMALLEST_FILE", 0)
+            patch.setattr(local_reader, "_SMALLEST_DIRECT", 4096)
         save_directory(
             Path(directory) / "c",
             [{"model": ("sharded", {"w": source, "other": other})}] * world_size,

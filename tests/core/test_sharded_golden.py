@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,13 @@ import pytest
 import torch
 
 from ckpt_core.geometry import Box
-from ckpt_core.layouts.sharded import FORMAT_VERSION
-from tests.support.sharded import Local, Piece, cut, open_directory, save_directory
+from ckpt_core.layouts.sharded import FORMAT_VERSION, RankFiles, build_manifest
+from ckpt_core.layouts.sharded.blocks import DIGEST_BYTES
+from ckpt_core.layouts.sharded.manifest import LINKED_VERSION, MANIFEST_NAME
+from ckpt_core.memory import ScratchBuffers
+from ckpt_core.storage import LocalStorage
+from ckpt_core.writer import write_image
+from tests.support.sharded import Local, Piece, cut, open_directory, part_of, save_directory
 from tests.support.states import assert_same_state
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -41,7 +48,36 @@ def write(path: Path) -> Path:
     return save_directory(path, states, spread=True, cuts=CUTS, metadata={"step": 3, "tags": ["a"]}, save_id="golden")
 
 
-@pytest.mark.parametrize("name", ["sharded_v1"])
+def write_linked(path: Path) -> Path:
+    """The same state; of each rank, the file with the ties is of the save before."""
+    path.mkdir()
+    storage, scratch, reports = LocalStorage(), ScratchBuffers(), []
+    for rank in range(RANKS):
+        parts = [
+            part_of(name, kind, tree, rank=rank, world_size=RANKS, cuts=CUTS, spread=kind != "per-rank")
+            for name, (kind, tree) in golden_state(rank).items()
+        ]
+        parts[0] = dataclasses.replace(parts[0], groups={"layers.0.weight": 1})
+        older = RankFiles(parts, rank=rank, world_size=RANKS, save_id="older")
+        newer = RankFiles(parts, rank=rank, world_size=RANKS, save_id="golden")
+        older_images, newer_images = dict(older.live_files()), dict(newer.live_files())
+        for name in newer.names:
+            image = newer_images[name]
+            if "unchanged" in name:
+                image.window(0, scratch.take(2**24))  # the digests of its blocks
+                image.tail()
+                image = older_images[name]
+            write_image(image, storage, str(path / name), scratch=scratch)
+            if "unchanged" in name:
+                (digests,) = (file.digests for file in older.written() if file.name == name)
+                newer.take_over(name, save_id="older", header_digest=digests[:DIGEST_BYTES])
+        reports.append(newer.report())
+    scratch.close()
+    (path / MANIFEST_NAME).write_bytes(build_manifest(reports, metadata={"step": 3, "tags": ["a"]}))
+    return path
+
+
+@pytest.mark.parametrize("name", ["sharded_v1", "sharded_v2"])
 def test_every_released_version_is_readable(name: str) -> None:
     with open_directory(GOLDEN / name) as checkpoint:
         checkpoint.verify()
@@ -59,8 +95,11 @@ def test_every_released_version_is_readable(name: str) -> None:
         assert torch.equal(piece.tensor, cut(golden_state(0)["model"][1]["layers"][0]["weight"], piece.box))
 
 
-def test_the_version_that_is_written_has_a_golden_directory(tmp_path: Path) -> None:
-    golden = GOLDEN / f"sharded_v{FORMAT_VERSION}"
+@pytest.mark.parametrize(("version", "write"), [(FORMAT_VERSION, write), (LINKED_VERSION, write_linked)])
+def test_the_versions_that_are_written_have_golden_directories(
+    version: int, write: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    golden = GOLDEN / f"sharded_v{version}"
     now = write(tmp_path / "now")
     assert {file.name: file.read_bytes() for file in now.iterdir()} == {
         file.name: file.read_bytes() for file in golden.iterdir()

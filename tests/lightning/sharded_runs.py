@@ -27,15 +27,16 @@ class Runs:
 
     Args:
         directory: For its log.
+        script: What it runs.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, script: Path = SCRIPT) -> None:
         search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {**os.environ, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"}
         environment.pop("PL_GLOBAL_SEED", None)
         self._log = (directory / "runs.log").open("w")
         self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPT)],
+            [sys.executable, str(script)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,

@@ -7,13 +7,13 @@ of the imports, and answers with their exit statuses. Each rank writes ``RESULT.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import hashlib
 import json
 import logging
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -27,8 +27,8 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from ckpt_core.storage import Fault, FaultyStorage, LocalStorage, Operation
 from lightning_ckpt import ResumableCheckpoint, ShardedCheckpointIO, _entry_point
+from tests.lightning.sharded_faults import SetInBatch, faulty_storage
 
 for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
     logging.getLogger(name).setLevel(logging.ERROR)
@@ -60,6 +60,7 @@ class Spec:
         after: What to do after ``fit``: ``"save"``, ``"validate"`` and ``"test"`` with ``ckpt_path="best"``.
         save_at: Hook and number of its call at which to save to ``DIRECTORY/saved.ckpt``, and whether to be killed then.
         fault: ``{"rank": 1 or None for all, "save": "step=6", "act": "fail" | "kill"}``: what happens in the middle of a save.
+            ``"late": 9``: rank 0 only hears of it in the 9th batch.
     """
 
     ranks: int
@@ -221,27 +222,6 @@ class SaveAgain(Callback):
         trainer.save_checkpoint(self.path)
 
 
-def faulty_storage(fault: dict[str, Any], rank: int) -> FaultyStorage:
-    """Something happens in the middle of a save, when this rank's first file is written."""
-
-    def is_meant(operation: Operation) -> bool:
-        return operation.name == "commit" and fault["save"] in operation.path
-
-    if fault["act"] == "fail":
-        error: BaseException = OSError(errno.ENOSPC, "No space left on device")
-        return FaultyStorage(LocalStorage(), [Fault(is_meant, error=error)] if rank == fault["rank"] else [])
-
-    def kill(operation: Operation) -> bool:
-        if is_meant(operation):
-            if fault["rank"] is None:
-                os.killpg(0, signal.SIGKILL)
-            elif fault["rank"] == rank:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return False
-
-    return FaultyStorage(LocalStorage(), [Fault(kill)])
-
-
 def digest(value: torch.Tensor) -> str:
     return hashlib.sha256(value.detach().cpu().contiguous().numpy().tobytes()).hexdigest()[:16]
 
@@ -277,9 +257,12 @@ def train(spec: Spec, rank: int) -> dict[str, Any]:
     pl.seed_everything(spec.seed, verbose=False)
     directory = Path(spec.directory)
     plugin = ShardedCheckpointIO(**spec.plugin)
-    if spec.fault is not None:
-        plugin._settings["storage"] = faulty_storage(spec.fault, rank)
     callbacks: list[Any] = []
+    storage = None
+    if spec.fault is not None:
+        late = threading.Event()
+        storage = plugin._settings["storage"] = faulty_storage(spec.fault, rank, late)
+        callbacks.append(SetInBatch(late, spec.fault.get("late", 0)))
     if spec.callback is None:
         callbacks += _entry_point.callbacks()
     else:
@@ -317,6 +300,7 @@ def train(spec: Spec, rank: int) -> dict[str, Any]:
         losses=model.losses,
         seen_at_save=save.seen if save is not None else None,
         warnings=[str(warning.message) for warning in caught if "promised to be exact" in str(warning.message)],
+        begun=storage and sum(operation.name == "begin_directory" for operation in storage.operations),
         pending=list(plugin.checkpointer.pending),
         files=sorted(entry.name for entry in directory.iterdir()),
     )

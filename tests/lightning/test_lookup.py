@@ -19,6 +19,7 @@ import torch
 
 from ckpt_core import CheckpointNotFoundError
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
+from tests.conftest import LIGHTNING
 from tests.lightning.reliable_cases import BATCHES, NUMBERS, model_of, names, trainer_of
 
 pytestmark = [
@@ -193,13 +194,13 @@ else:
 """
 
 
-def test_a_kill_between_a_save_and_its_second_name(tmp_path: Path, run_script: Any) -> None:
-    killed = run_script(SCRIPT, "kill", check=False)
+def test_a_kill_between_a_save_and_its_second_name(tmp_path: Path, fork_script: Any) -> None:
+    killed = fork_script(SCRIPT, "kill", modules=LIGHTNING, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     saved = tmp_path / "saved"
     assert names(saved) == ["last.ckpt", "step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]
     assert torch.load(saved / "last.ckpt")["global_step"] == 2
-    done = run_script(SCRIPT, "go on")
+    done = fork_script(SCRIPT, "go on", modules=LIGHTNING)
     resumed, steps, best, weight = json.loads(done.stdout.splitlines()[-1])
     assert resumed == str(saved / "step=3.ckpt")
     assert steps == BATCHES - 3

@@ -181,6 +181,23 @@ def test_failure_on_one_rank_is_one_on_all(runs: Runs, tmp_path: Path, kind: str
         assert "No space left" in found[1]["raised"]["message"]
 
 
+@pytest.mark.parametrize("kind", ["ddp", "mp"])
+def test_failure_of_which_a_rank_hears_late_is_one_on_all(runs: Runs, tmp_path: Path, kind: str) -> None:
+    """The next save is not begun by the rank that knew, which would wait there for the one that did not."""
+    found = runs.run(
+        tmp_path / "run",
+        "failed",
+        fails=True,
+        kind=kind,
+        trainer={"max_steps": 12},
+        callback={"every_n_train_steps": 3, "save_top_k": -1, "filename": "{step}"},
+        fault={"rank": 1, "save": "step=6", "act": "fail", "late": 9},
+    )
+    assert [(result["step"], result["begun"]) for result in found] == [(9, 2), (9, 2)]
+    assert ["No space left" in result["raised"]["message"] for result in found] == [True, True]
+    assert found[0]["files"] == ["step=3.ckpt"]
+
+
 def test_averaged_weights_are_saved_and_resumed(runs: Runs, tmp_path: Path) -> None:
     whole = runs.run(tmp_path / "whole", "whole", trainer={"max_steps": 8}, callback=EVERY, average=True)
     first = tmp_path / "first"

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LIGHTNING, ScriptRunner
+
 # The metadata of an installed package, and nothing else of it.
 ENTRY_POINTS = """
 [lightning.pytorch.callbacks_factory]
@@ -55,15 +57,16 @@ def site(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_installed_package_is_enough(run_script, tmp_path: Path, site: Path, package: str) -> None:
+def test_installed_package_is_enough(fork_script: ScriptRunner, tmp_path: Path, site: Path, package: str) -> None:
     directory = tmp_path / "checkpoints"
-    run_script(SCRIPT, package, directory, env={"PYTHONPATH": f"{Path(__file__).parents[2]}:{site}"}, timeout=300)
+    path = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{site}"}
+    fork_script(SCRIPT, package, directory, modules=LIGHTNING, env=path, timeout=300)
     saved = directory / "epoch=0-step=4.ckpt"
     assert (saved / "manifest.json").exists()
     assert len(list(saved.glob("optimizer-*-of-00002.safetensors"))) == 2, "both ranks have written"
 
 
-def test_not_used_it_imports_nothing(run_script) -> None:
+def test_not_used_it_imports_nothing(run_script: ScriptRunner) -> None:
     done = run_script(
         """
         import sys
@@ -106,8 +109,8 @@ def test_strategies_that_cannot_be_routed_say_so() -> None:
         assert option in str(caught.value)
 
 
-def test_in_several_processes_it_must_be_routed(run_script, tmp_path: Path) -> None:
-    done = run_script(
+def test_in_several_processes_it_must_be_routed(fork_script: ScriptRunner, tmp_path: Path) -> None:
+    done = fork_script(
         """
         import sys, torch
         from ckpt_core.errors import CheckpointError
@@ -120,11 +123,12 @@ def test_in_several_processes_it_must_be_routed(run_script, tmp_path: Path) -> N
             print(error)
         """,
         tmp_path / "x.ckpt",
+        modules=LIGHTNING,
     )
     assert "must be called on all ranks" in done.stdout
 
 
-def test_configurations_run(run_script, tmp_path: Path) -> None:
+def test_configurations_run(fork_script: ScriptRunner, tmp_path: Path) -> None:
     root = Path(__file__).parents[2]
     main, config = root / "examples" / "lightning_cli" / "main.py", root / "configs" / "lightning" / "sharded.yaml"
     strategy = tmp_path / "strategy.yaml"
@@ -133,10 +137,11 @@ def test_configurations_run(run_script, tmp_path: Path) -> None:
         "      checkpoint_io:\n        class_path: lightning_ckpt.ShardedCheckpointIO\n"
     )
     steps = ["--trainer.max_steps", "100"]
-    run_script(main, "fit", "--config", config, *steps, timeout=300)
+    given = {"modules": LIGHTNING, "ranks": 2, "timeout": 300}
+    fork_script(main, "fit", "--config", config, *steps, **given)
     (saved,) = (tmp_path / "checkpoints").glob("epoch*.ckpt")
     assert (saved / "manifest.json").exists()
     more = ["--trainer.max_steps", "150", "--ckpt_path", "last"]
-    run_script(main, "fit", "--config", config, "--config", strategy, *more, timeout=300)
+    fork_script(main, "fit", "--config", config, "--config", strategy, *more, **given)
     (saved,) = [path for path in (tmp_path / "checkpoints").glob("epoch*.ckpt") if "step=150" in path.name]
     assert (saved / "manifest.json").exists()

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import LIGHTNING, ScriptRunner
+
 SCRIPT = """
 import json, sys, torch
 from lightning.fabric import Fabric
@@ -74,9 +76,7 @@ main(fabric)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "mp"])
-def test_state_of_fabric_is_saved_and_loaded(run_script, tmp_path: Path, kind: str) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
+def test_state_of_fabric_is_saved_and_loaded(fork_script: ScriptRunner, tmp_path: Path, kind: str) -> None:
     metadata = tmp_path / "site" / "ckpt_plugins_under_test-1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: ckpt-plugins-under-test\nVersion: 1.0\n")
@@ -84,11 +84,12 @@ def test_state_of_fabric_is_saved_and_loaded(run_script, tmp_path: Path, kind: s
         "[lightning.fabric.callbacks_factory]\nckpt-plugins = lightning_ckpt._entry_point:callbacks\n"
     )
     path = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{metadata.parent}"}
+    given = {"modules": LIGHTNING, "env": path, "timeout": 280}
     for world in (2, 3):
-        done = run_script(script, kind, tmp_path, world, "setup", env=path, timeout=280)
+        done = fork_script(SCRIPT, kind, tmp_path, world, "setup", **given, ranks=world)
         assert done.stdout.count("DONE") == world
     if kind == "mp":
-        done = run_script(script, kind, tmp_path / "unused", 2, "setup_module", env=path, timeout=280, check=False)
+        done = fork_script(SCRIPT, kind, tmp_path / "unused", 2, "setup_module", **given, ranks=2, check=False)
         assert done.returncode and "set the model up with fabric.setup(model)" in done.stderr
         assert not (tmp_path / "unused").exists()
     assert len(list((tmp_path / "saved").glob("model-*-of-00002.safetensors"))) == 2

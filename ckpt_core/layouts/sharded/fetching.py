@@ -1,7 +1,7 @@
 """Ranged reads: which bytes of a file a target needs, and how they get into it, every block compared with its digest.
 
-Long runs go straight into the target's memory. All others are read into scratch memory, neighbours together, and copied
-from there when their blocks were found to be right.
+Long runs go straight into the target's memory, unless the storage is faster with aligned memory: a disk past the page cache.
+All others are read into scratch memory, neighbours together, and copied from there when their blocks were found to be right.
 """
 
 from __future__ import annotations
@@ -162,13 +162,15 @@ class Job:
         shard: The file.
         spans: ``(first, last)`` numbers of the blocks, ascending, ``last`` not included.
         reads: What is filled from them.
-        direct: The memory that they are read into; None: scratch memory.
+        in_place: The memory that they are read into; None: scratch memory.
+        past_cache: Whether whole pages are read, which need not go through the page cache.
     """
 
     shard: Shard
     spans: list[tuple[int, int]]
     reads: list[Read]
-    direct: torch.Tensor | None = None
+    in_place: torch.Tensor | None = None
+    past_cache: bool = False
 
     @property
     def origin(self) -> int:
@@ -178,11 +180,17 @@ class Job:
     @property
     def size(self) -> int:
         """Bytes of scratch memory that it needs."""
-        return 0 if self.direct is not None else self.shard.blocks[self.spans[-1][1]] - self.origin
+        return 0 if self.in_place is not None else self.shard.blocks[self.spans[-1][1]] - self.origin
 
 
-def jobs_of(shard: Shard, reads: Iterable[Read]) -> list[Job]:
-    """Return what to do for the reads of one file, by ascending offset."""
+def jobs_of(shard: Shard, reads: Iterable[Read], *, past_cache: bool) -> list[Job]:
+    """Return what to do for the reads of one file, by ascending offset.
+
+    Args:
+        shard: The file.
+        reads: What is needed of it.
+        past_cache: Whether to read whole pages; if not, long runs are read straight into their targets.
+    """
     jobs: list[Job] = []
     small: list[Read] = []
     for read in reads:
@@ -190,20 +198,20 @@ def jobs_of(shard: Shard, reads: Iterable[Read]) -> list[Job]:
             small.append(read)
             continue
         for first, last, begin, end in _cuts(shard.blocks, read):
-            if first < last and read.target.device.type == "cpu":
+            if not past_cache and first < last and read.target.device.type == "cpu":
                 jobs.append(Job(shard, [(first, last)], [], read.part(begin, end).memory()))
             elif begin < end:
                 small.append(read.part(begin, end))
-    jobs += _grouped(shard, sorted(small, key=lambda read: read.begin))
+    jobs += _grouped(shard, sorted(small, key=lambda read: read.begin), past_cache)
     return sorted(jobs, key=lambda job: job.spans[0])
 
 
-def all_of(shard: Shard) -> Iterator[Job]:
+def all_of(shard: Shard, *, past_cache: bool) -> Iterator[Job]:
     """Yield jobs that read all tensors of a file, and fill nothing."""
     first, count = 1, shard.file.blocks
     while first < count:
         last = max(first + 1, bisect.bisect_right(shard.blocks, shard.blocks[first] + _ONE_READ) - 1)
-        yield Job(shard, [(first, last)], [])
+        yield Job(shard, [(first, last)], [], past_cache=past_cache)
         first = last
 
 
@@ -222,16 +230,16 @@ def _cuts(blocks: list[int], read: Read) -> Iterator[tuple[int, int, int, int]]:
     yield first, first, blocks[first], read.end
 
 
-def _grouped(shard: Shard, reads: Iterable[Read]) -> Iterator[Job]:
+def _grouped(shard: Shard, reads: Iterable[Read], past_cache: bool) -> Iterator[Job]:
     """Yield jobs of neighbouring reads, which must come by ascending offset."""
     blocks = shard.blocks
-    job = Job(shard, [], [])
+    job = Job(shard, [], [], past_cache=past_cache)
     for read in reads:
         spans = [(bisect.bisect_right(blocks, b) - 1, bisect.bisect_left(blocks, e)) for b, e in read.runs]
         if job.reads and blocks[spans[-1][1]] - job.origin > _ONE_READ + 2 * LARGEST_BLOCK:
             job.spans = _merged(job.spans)
             yield job
-            job = Job(shard, [], [])
+            job = Job(shard, [], [], past_cache=past_cache)
         job.spans += spans
         job.reads.append(read)
     if job.reads:
@@ -258,8 +266,8 @@ def run_job(job: Job, files: Files, scratch: ScratchBuffers, scratch_size: int) 
         scratch: Lends memory.
         scratch_size: Bytes to ask it for: the most that a job of this load needs.
     """
-    if job.direct is not None:
-        _read_blocks(job, files, job.direct.numpy().data, job.shard.blocks[job.spans[0][0]])
+    if job.in_place is not None:
+        _read_blocks(job, files, job.in_place.numpy().data, job.shard.blocks[job.spans[0][0]])
         return
     buffer = scratch.take(scratch_size)
     try:
@@ -273,6 +281,9 @@ def run_job(job: Job, files: Files, scratch: ScratchBuffers, scratch_size: int) 
 def _read_blocks(job: Job, files: Files, memory: memoryview, origin: int) -> None:
     blocks = job.shard.blocks
     for first, last in job.spans:
-        files.read(job.shard, blocks[first], memory[blocks[first] - origin : blocks[last] - origin])
+        begin, end = blocks[first], blocks[last]
+        if job.past_cache:
+            begin, end = begin // _PAGE * _PAGE, min(-(-end // _PAGE) * _PAGE, blocks[-1])
+        files.read(job.shard, begin, memory[begin - origin : end - origin])
         for index in range(first, last):
             files.compare(job.shard, index, memory[blocks[index] - origin : blocks[index + 1] - origin])

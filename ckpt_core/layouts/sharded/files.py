@@ -131,9 +131,10 @@ class Files:
         header = memoryview(bytearray(shard.file.header_size))
         self.read(shard, 0, header)
         found = _SAVE_IN_HEADER.search(header)
-        if found is not None and found[1].decode("ascii", "replace") != self._save_id:
+        wanted = shard.file.save_id or self._save_id
+        if found is not None and found[1].decode("ascii", "replace") != wanted:
             raise _corrupted(
-                f"a file of the checkpoint is of another save, {found[1].decode('ascii', 'replace')} and not {self._save_id}",
+                f"a file of the checkpoint is of another save, {found[1].decode('ascii', 'replace')} and not {wanted}",
                 self.path_of(shard.file.name),
             )
         self.compare(shard, 0, header)
@@ -145,9 +146,16 @@ class Files:
             if len(shards) > _MOST_OPEN:
                 self.close()
 
+    def passes_cache(self, shard: Shard) -> bool:
+        """Return whether a file is best read as whole pages into page-aligned memory."""
+        return self._reader(shard.file.name).passes_cache
+
     def read(self, shard: Shard, offset: int, memory: memoryview) -> None:
-        """Fill ``memory`` with the bytes of a file from ``offset`` on; opens the file if it is not."""
-        name = shard.file.name
+        """Fill ``memory`` with the bytes of a file from ``offset`` on."""
+        self._reader(shard.file.name).read_into(offset, memory)
+
+    def _reader(self, name: str) -> FileReader:
+        """Return a file, opened if it is not."""
         reader = self._readers.get(name)
         if reader is None:
             opened = self._open_named(name)
@@ -155,7 +163,7 @@ class Files:
                 reader = self._readers.setdefault(name, opened)
             if reader is not opened:
                 opened.close()
-        reader.read_into(offset, memory)
+        return reader
 
     def compare(self, shard: Shard, block: int, memory: memoryview) -> None:
         """Compare the bytes of a block with its digest.
@@ -185,6 +193,10 @@ class _CountingReader(FileReader):
         self.size = reader.size
         self._reader = reader
         self._count = count
+
+    @property
+    def passes_cache(self) -> bool:
+        return self._reader.passes_cache
 
     def read_into(self, offset: int, target: memoryview) -> None:
         self._reader.read_into(offset, target)

@@ -8,7 +8,13 @@ from typing import Any
 
 from ckpt_core.digest import digest_of_parts
 from ckpt_core.errors import CheckpointError, SerializationError
-from ckpt_core.layouts.sharded.manifest import MANIFEST_NAME, ExtraFile, encode_manifest
+from ckpt_core.layouts.sharded.manifest import (
+    FORMAT_VERSION,
+    LINKED_VERSION,
+    MANIFEST_NAME,
+    ExtraFile,
+    encode_manifest,
+)
 from ckpt_core.layouts.sharded.plain import encode_plain
 from ckpt_core.storage.base import FileReader
 
@@ -58,7 +64,12 @@ def build_manifest(reports: Sequence[str], *, metadata: Mapping[str, Any], path:
     found = [json.loads(summary) for summary in summaries]
     _check_reports(found, path or None)
     return encode_manifest(
-        save_id=found[0]["save"], metadata=encoded, kinds=found[0]["kinds"], parts=commons[0], ranks=records
+        save_id=found[0]["save"],
+        metadata=encoded,
+        kinds=found[0]["kinds"],
+        parts=commons[0],
+        ranks=records,
+        version=LINKED_VERSION if any(summary["linked"] for summary in found) else FORMAT_VERSION,
     )
 
 

@@ -24,6 +24,7 @@ from ckpt_core.storage.base import MANIFEST_NAME
 
 __all__ = [
     "FORMAT_VERSION",
+    "LINKED_VERSION",
     "MANIFEST_NAME",
     "ExtraFile",
     "Kind",
@@ -36,6 +37,7 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 1
+LINKED_VERSION = 2  # of a manifest that names files of earlier saves
 
 Kind = Literal["replicated", "sharded", "per-rank"]
 KINDS = ("replicated", "sharded", "per-rank")
@@ -90,6 +92,7 @@ class ShardFile:
         blocks: Number of its blocks, each of which has a digest.
         chunks: Of its tensors in file order, not checked yet: their numbers, their offsets, their shapes; each a flat list.
             None: all tensors, whole.
+        save_id: Which earlier save wrote it; None: that of the manifest.
     """
 
     name: str
@@ -98,6 +101,7 @@ class ShardFile:
     size: int
     blocks: int
     chunks: list[Any] | None
+    save_id: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,7 +174,13 @@ def encode_part(record: PartRecord) -> dict[str, Json]:
 
 
 def encode_manifest(
-    *, save_id: str, metadata: Json, kinds: Mapping[str, str], parts: str, ranks: Sequence[str]
+    *,
+    save_id: str,
+    metadata: Json,
+    kinds: Mapping[str, str],
+    parts: str,
+    ranks: Sequence[str],
+    version: int = FORMAT_VERSION,
 ) -> bytes:
     """Return the bytes of a manifest.
 
@@ -180,11 +190,12 @@ def encode_manifest(
         kinds: Kind of each part.
         parts: JSON text of the replicated and sharded parts.
         ranks: JSON text of each rank's record, on one line.
+        version: ``LINKED_VERSION`` if a rank's record names the save of a file.
     """
     head = json.dumps(
         {
             "format": _FORMAT,
-            "version": FORMAT_VERSION,
+            "version": version,
             "digest": ALGORITHM,
             "save": save_id,
             "metadata": metadata,
@@ -206,9 +217,10 @@ def _check_bytes(data: bytes, path: str) -> None:
             path=path,
             remedy="check that the path is a checkpoint",
         )
-    if found is not None and int(found[1]) != FORMAT_VERSION:
+    if found is not None and int(found[1]) not in (FORMAT_VERSION, LINKED_VERSION):
         raise CheckpointFormatError(
-            f"the checkpoint has format version {int(found[1])}; this version of ckpt_core reads version {FORMAT_VERSION}",
+            f"the checkpoint has format version {int(found[1])}; this version of ckpt_core reads versions "
+            f"{FORMAT_VERSION} and {LINKED_VERSION}",
             path=path,
             remedy="upgrade ckpt_core to the version that wrote the checkpoint",
         )
@@ -249,6 +261,8 @@ def _manifest(document: dict[str, Any]) -> Manifest:
     if not 0 < len(ranks) <= _MOST_RANKS:
         raise ValueError(f"there cannot be {len(ranks)} ranks")
     records = tuple(_rank(number, record, kinds) for number, record in enumerate(ranks))
+    if document["version"] == FORMAT_VERSION and any(file.save_id for record in records for file in record.files):
+        raise ValueError(f"version {FORMAT_VERSION} knows no files of earlier saves")
     _check_unique(records)
     return Manifest(save_id, ALGORITHM, metadata, kinds, parts, records)
 
@@ -300,13 +314,15 @@ def _type(dtype: Any, shape: Any) -> TensorInfo:
 
 
 def _shard_file(entry: Any) -> ShardFile:
-    name, part, header_size, size, blocks, chunks = entry
+    name, part, header_size, size, blocks, chunks, *linked = entry
     check_shard_name(_text(name))
     header_size, size = _number(header_size), _number(size)
     if not 0 < header_size <= min(size, _LARGEST_HEADER) or header_size % ALIGNMENT:
         raise ValueError(f"file {name!r} cannot be of {size} bytes with a header of {header_size}")
     part = None if part is None else _text(part)
-    return ShardFile(name, part, header_size, size, _number(blocks), None if chunks is None else _list(chunks))
+    if linked:
+        check_save_id(_text(*linked))
+    return ShardFile(name, part, header_size, size, _number(blocks), None if chunks is None else _list(chunks), *linked)
 
 
 def _extra_file(entry: Any, check: Callable[[str], None]) -> ExtraFile:

@@ -10,6 +10,8 @@ __all__ = [
     "check_save_id",
     "check_shard_name",
     "digests_name",
+    "group_name",
+    "group_of",
     "per_rank_name",
     "piece_name",
     "shard_name",
@@ -17,6 +19,7 @@ __all__ = [
 
 _PART = re.compile(r"[A-Za-z0-9_]{1,100}")
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+_GROUP = re.compile(r"-unchanged-([1-9][0-9]{0,5})[-.]")
 _SAVE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
 _RESERVED = {"rank", "manifest"}
 _LONGEST_COMPONENT = 255
@@ -35,6 +38,17 @@ def _numbered(name: str, rank: int, world_size: int) -> str:
 def piece_name(part: str, rank: int, world_size: int, suffix: str = "") -> str:
     """Return the name of the file that holds a rank's share of a part."""
     return shard_name(_numbered(part, rank, world_size), suffix)
+
+
+def group_name(part: str, rank: int, world_size: int, group: int, suffix: str = "") -> str:
+    """Return the name of the file that holds one group of the tensors that a rank writes of a part; 0: those that change."""
+    return shard_name(_numbered(part, rank, world_size) + (f"-unchanged-{group}" if group else ""), suffix)
+
+
+def group_of(name: str) -> int:
+    """Return the number of the group that a file holds, by its name."""
+    found = _GROUP.search(name)
+    return 0 if found is None else int(found[1])
 
 
 def per_rank_name(rank: int, world_size: int, suffix: str = "") -> str:

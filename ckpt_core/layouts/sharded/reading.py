@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,12 @@ class _Whole:
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[_Piece, ...]
+
+
+def _is_one_of_many() -> bool:
+    """Whether other processes, maybe of the same machine, are about to load the same."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _whole(key: str, tensor: torch.Tensor) -> LocalPieces:
@@ -198,7 +204,12 @@ class DirectoryCheckpoint:
         arrays = {reference.index for reference in contents.references if reference.is_array}
         made = {index: infos[index].empty(None if index in arrays else map_location) for index in new}
         targets = [piece.tensor for _, own in found for piece in own.pieces] + [made[i] for i in new]
-        self._fill(zip(targets, (box for _, box in boxes), chunks, strict=True))
+        shared: set[str] = set()
+        if self._contents.kinds[part] != "per-rank" and _is_one_of_many():
+            for (index, box), of_box in zip(boxes, chunks, strict=True):
+                if box.shape == infos[index].shape:
+                    shared.update(placed.shard.file.name for placed in of_box)
+        self._fill(zip(targets, (box for _, box in boxes), chunks, strict=True), shared)
         in_order = iter([made[m.index] if m.target is None else m.target for m in matches])
         with self._contents.sense(part):
             return decode_plain(contents.record.skeleton, lambda _: next(in_order))
@@ -214,7 +225,8 @@ class DirectoryCheckpoint:
         self._files.prepare(list(shards.values()))
         return chunks
 
-    def _fill(self, targets: Iterable[tuple[torch.Tensor, Box, Sequence[Placed]]]) -> None:
+    def _fill(self, targets: Iterable[tuple[torch.Tensor, Box, Sequence[Placed]]], shared: Container[str]) -> None:
+        """Read what targets need; files that are ``shared`` with other processes come through the page cache."""
         shards: dict[str, Shard] = {}
         reads: dict[str, list[Read]] = {}
         for tensor, box, chunks in targets:
@@ -222,7 +234,12 @@ class DirectoryCheckpoint:
                 name = placed.shard.file.name
                 shards[name] = placed.shard
                 reads.setdefault(name, []).extend(reads_of(placed, box, tensor))
-        self._run(list(shards.values()), lambda shard: jobs_of(shard, reads[shard.file.name]))
+
+        def jobs_in(shard: Shard) -> Iterable[Job]:
+            name = shard.file.name
+            return jobs_of(shard, reads[name], past_cache=name not in shared and self._files.passes_cache(shard))
+
+        self._run(list(shards.values()), jobs_in)
 
     def _run(self, shards: Sequence[Shard], jobs_in: Callable[[Shard], Iterable[Job]]) -> None:
         scratch = ScratchBuffers()
@@ -262,4 +279,4 @@ class DirectoryCheckpoint:
         extra = [file for rank in self._manifest.ranks for file in rank.extra_files]
         run_parallel(self._files.verify_whole, extra)
         self._files.prepare(shards)
-        self._run(shards, all_of)
+        self._run(shards, lambda shard: all_of(shard, past_cache=self._files.passes_cache(shard)))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Protocol
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -15,7 +17,6 @@ from ckpt_core.geometry import Box
 from ckpt_core.layouts.image import Image
 from ckpt_core.layouts.sharded.manifest import (
     ExtraFile,
-    Kind,
     PartRecord,
     encode_part,
 )
@@ -25,10 +26,12 @@ from ckpt_core.layouts.sharded.names import (
     check_save_id,
     check_shard_name,
     digests_name,
+    group_name,
     per_rank_name,
     piece_name,
     shard_name,
 )
+from ckpt_core.layouts.sharded.parts import PartContent, TensorPiece, WholeTensor
 from ckpt_core.layouts.sharded.plain import Json
 from ckpt_core.layouts.sharded.safetensors_file import (
     ALIGNMENT,
@@ -37,62 +40,21 @@ from ckpt_core.layouts.sharded.safetensors_file import (
     SafetensorsImage,
     TensorInfo,
     byte_pieces,
+    copy_now,
     file_layout,
     file_order,
 )
 from ckpt_core.memory import StagingBuffer
 
-__all__ = ["PartContent", "RankFiles", "TensorPiece", "WholeTensor"]
+__all__ = ["PartContent", "RankFiles", "TensorPiece", "WholeTensor", "WrittenFile"]
 
 
-class TensorPiece(Protocol):
-    """The elements of one box of a tensor."""
-
-    @property
-    def box(self) -> Box:
-        """Where they are in the whole tensor."""
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """They themselves, in the shape of the box: live, maybe not contiguous."""
+_SMALL = 16 * 2**10  # bytes: handing them to another thread takes longer than copying them
 
 
-class WholeTensor(Protocol):
-    """What a tensor is, over all ranks."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of its elements."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Extent of the whole tensor."""
-
-
-@dataclasses.dataclass(frozen=True)
-class PartContent:
-    """A part of the state, ready to be written.
-
-    Attributes:
-        name: Letters, digits and underscores; beginning of the file's name.
-        kind: Who holds it.
-        skeleton: Its structure, from :func:`~ckpt_core.layouts.sharded.plain.encode_plain`.
-        tensors: All of its tensors, in the order of ``encode_plain``, the same on all ranks (but for a per-rank part).
-        pieces: What this rank writes of each; tensors of which it writes nothing may be missing.
-        spread: Whether several ranks write it. If not, rank 0 writes it whole.
-    """
-
-    name: str
-    kind: Kind
-    skeleton: Json
-    tensors: Mapping[str, WholeTensor]
-    pieces: Mapping[str, Sequence[TensorPiece]]
-    spread: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chunk:
+class _Chunk(NamedTuple):
     tensor: int  # which tensor of the part; of the file, if it is of the per-rank parts
+    key: str
     name: str
     info: TensorInfo
     box: Box
@@ -108,6 +70,30 @@ class _File:
     header: bytes
     chunks: tuple[_Chunk, ...]
     holds_all: bool  # every tensor of the part, whole: the manifest need not say what is in it
+    save_id: str | None = None  # of the earlier save that wrote it
+
+
+@dataclasses.dataclass(frozen=True)
+class WrittenFile:
+    """A safetensors file that a rank writes.
+
+    Attributes:
+        name: Its name.
+        part: The part it is of; None for the one with all per-rank parts.
+        save_id: Which save it is of: that of the rank's files, or the earlier one that wrote it.
+        layout: Where everything is in it.
+        keys: The tensor that each chunk is of, in file order.
+        names: The names of the chunks.
+        digests: Of its blocks, one after the other; of those that were not taken yet, nothing.
+    """
+
+    name: str
+    part: str | None
+    save_id: str
+    layout: FileLayout
+    keys: tuple[str, ...]
+    names: tuple[str, ...]
+    digests: bytes
 
 
 class RankFiles:
@@ -166,11 +152,17 @@ class RankFiles:
             spread = part.spread and self._world_size > 1
             if not spread and self._rank > 0 and chunks:
                 raise ValueError(f"part {part.name!r} is written by rank 0 alone")
-            if chunks:
-                name = piece_name(part.name, self._rank, self._world_size, suffix)
-                yield self._file(
-                    name if spread else shard_name(part.name, suffix), part.name, chunks, len(part.tensors)
-                )
+            by_group: dict[int, list[_Chunk]] = {}
+            for chunk in chunks:
+                by_group.setdefault(part.groups.get(chunk.key, 0), []).append(chunk)
+            for group, members in sorted(by_group.items()):
+                if len(by_group) > 1:
+                    name = group_name(part.name, self._rank, self._world_size, group, suffix)
+                elif spread:
+                    name = piece_name(part.name, self._rank, self._world_size, suffix)
+                else:
+                    name = shard_name(part.name, suffix)
+                yield self._file(name, part.name, members, len(part.tensors))
         if count:
             if not _is_all(own, count):
                 raise SerializationError(
@@ -185,7 +177,7 @@ class RankFiles:
         return _File(name, part, layout, layout.header(self._save_id), ordered, _is_all(chunks, count))
 
     def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yield what is to be copied into ``buffer`` as ``(end, target, source)``, in order.
+        """Copy small tensors into ``buffer``, and yield what else is to be copied as ``(end, target, source)``, in order.
 
         Args:
             buffer: At least ``staged_size`` bytes.
@@ -193,6 +185,8 @@ class RankFiles:
         """
         for base, file in zip(self._bases, self._files, strict=True):
             for chunk, begin, size in zip(file.chunks, file.layout.begins, file.layout.sizes, strict=True):
+                if size <= _SMALL and copy_now(chunk.source, 0, size, buffer.tensor, base + begin):
+                    continue
                 for first in range(0, size, nbytes):
                     last = min(first + nbytes, size)
                     end = base + begin + last
@@ -235,6 +229,31 @@ class RankFiles:
             return []
         return list(zip(self.names, [*self._images, DigestsImage(self._images)], strict=True))
 
+    def written(self) -> Iterator[WrittenFile]:
+        """Yield the safetensors files, whose images were made, with what is known of them now."""
+        for file, image in zip(self._files, self._images, strict=True):
+            yield WrittenFile(
+                file.name,
+                file.part,
+                file.save_id or self._save_id,
+                file.layout,
+                tuple([chunk.key for chunk in file.chunks]),
+                tuple([chunk.name for chunk in file.chunks]),
+                b"".join(image.digests),
+            )
+
+    def take_over(self, name: str, *, save_id: str, header_digest: bytes) -> None:
+        """Declare that a file is the one that an earlier save wrote, to which all of its digests but the first apply.
+
+        Args:
+            name: The file.
+            save_id: The earlier save.
+            header_digest: Digest of the header that has that id.
+        """
+        index = [file.name for file in self._files].index(name)
+        self._files[index] = dataclasses.replace(self._files[index], save_id=save_id)
+        self._images[index].digests[0] = header_digest
+
     def report(self, extra_files: Sequence[ExtraFile] = ()) -> str:
         """Return what this rank has written, when it has: what :func:`build_manifest` takes.
 
@@ -251,20 +270,29 @@ class RankFiles:
             "parts": {part.name: _encode(part) for part in self._parts if part.kind == "per-rank"},
             "extra": [[file.name, file.size, file.digest] for file in extra_files],
         }
-        common = {part.name: _encode(part) for part in self._parts if part.kind != "per-rank"}
         summary = {
             "rank": self._rank,
             "world_size": self._world_size,
             "save": self._save_id,
             "kinds": {part.name: part.kind for part in self._parts},
             "names": [*self.names, *(file.name for file in extra_files)],
-            "written": self._written(common),
-            "tables": {
-                part.name: _table_digest(part, common[part.name]) for part in self._parts if part.name in common
-            },
-            "totals": {part.name: _total(part) for part in self._parts if part.kind != "per-rank"},
+            "written": self._written(self._common),
+            "tables": self._tables,
+            "totals": {part.name: _total(part) for part in self._parts if part.name in self._common},
+            "linked": any(file.save_id for file in self._files),
         }
-        return "\n".join([_text(summary), _text(record), _text(common) if self._rank == 0 else "{}"])
+        return "\n".join([_text(summary), _text(record), _text(self._common) if self._rank == 0 else "{}"])
+
+    @functools.cached_property
+    def _common(self) -> dict[str, dict[str, Json]]:
+        """The parts that are the same on all ranks."""
+        return {part.name: _encode(part) for part in self._parts if part.kind != "per-rank"}
+
+    @functools.cached_property
+    def _tables(self) -> dict[str, str]:
+        """Digests of their tables of tensors."""
+        parts = [part for part in self._parts if part.name in self._common]
+        return {part.name: _table_digest(part, self._common[part.name]) for part in parts}
 
     def _describe(self, file: _File) -> Json:
         chunks = None
@@ -275,7 +303,8 @@ class RankFiles:
                 [extent for chunk in file.chunks for extent in chunk.box.shape],
             ]
         layout = file.layout
-        return [file.name, file.part, layout.header_size, layout.size, len(layout.blocks) - 1, chunks]
+        described = [file.name, file.part, layout.header_size, layout.size, len(layout.blocks) - 1, chunks]
+        return described if file.save_id is None else [*described, file.save_id]
 
     def _written(self, parts: Iterable[str]) -> dict[str, int]:
         written = dict.fromkeys(parts, 0)
@@ -298,22 +327,23 @@ def _chunks(part: PartContent, *, first: int = 0, prefix: str = "") -> list[_Chu
     names: set[str] = set()
     for index, (key, tensor) in enumerate(part.tensors.items(), start=first):
         for piece in part.pieces.get(key, ()):
-            if piece.tensor.dtype != tensor.dtype or tuple(piece.tensor.shape) != piece.box.shape:
+            shape = piece.box.shape
+            if piece.tensor.dtype != tensor.dtype or piece.tensor.shape != shape:
                 raise ValueError(f"a piece of {key!r} is not of its tensor's type, or not of its box's shape")
             name = prefix + key
-            is_whole = piece.box.shape == tuple(tensor.shape)
+            is_whole = shape == tensor.shape
             if not is_whole:
                 name += "@" + ",".join(map(str, piece.box.offset))
             while name in names:
                 name += "~"
             names.add(name)
-            info = TensorInfo(tensor.dtype, piece.box.shape)
-            chunks.append(_Chunk(index, name, info, piece.box, is_whole, piece.tensor))
+            info = TensorInfo(tensor.dtype, shape)
+            chunks.append(_Chunk(index, key, name, info, piece.box, is_whole, piece.tensor))
     return chunks
 
 
 def _encode(part: PartContent) -> dict[str, Json]:
-    infos = tuple(TensorInfo(tensor.dtype, tuple(tensor.shape)) for tensor in part.tensors.values())
+    infos = tuple([TensorInfo(tensor.dtype, tuple(tensor.shape)) for tensor in part.tensors.values()])
     return encode_part(PartRecord(part.skeleton, infos))
 
 
@@ -322,7 +352,7 @@ def _table_digest(part: PartContent, encoded: dict[str, Json]) -> str:
 
 
 def _total(part: PartContent) -> int:
-    return sum(TensorInfo(tensor.dtype, tuple(tensor.shape)).nbytes for tensor in part.tensors.values())
+    return sum([math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in part.tensors.values()])
 
 
 def _text(document: Json) -> str:

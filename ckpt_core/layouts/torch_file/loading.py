@@ -16,7 +16,7 @@ import re
 import struct
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,7 @@ from ckpt_core.errors import (
     CheckpointFormatError,
     UnsafeCheckpointError,
 )
+from ckpt_core.layouts.torch_file.filling import LONGEST_RUN, RESUME_FROM_ANOTHER, Piece, compare, read_pieces
 from ckpt_core.layouts.torch_file.manifest import (
     ARCHIVE,
     FOOTER_SIZE,
@@ -47,7 +48,6 @@ from ckpt_core.storage.base import FileReader, ReaderIO
 
 __all__ = ["load_torch_file", "peek_torch_file", "verify_torch_file"]
 
-_RESUME_FROM_ANOTHER = "resume from another checkpoint; this one cannot be repaired"
 _LOCAL_HEADER_SIZE = 30
 _PICKLE_START = b"\x80"  # of torch's files before the zip format
 # A pickle made of nothing but these is built without looking at a tensor's values.
@@ -99,9 +99,9 @@ def load_torch_file(
         result = _torch_load(SegmentIO(segments, reader.size), reader.path, filler, weights_only)
     if len(filler.storages) != len(manifest.storages):
         raise CheckpointCorruptedError(
-            "the checkpoint's pickle and its manifest disagree", path=reader.path, remedy=_RESUME_FROM_ANOTHER
+            "the checkpoint's pickle and its manifest disagree", path=reader.path, remedy=RESUME_FROM_ANOTHER
         )
-    jobs: list[_FillJob] = []
+    found: list[Piece] = []
     for name, storage in zip(manifest.storages, filler.storages, strict=True):
         record = by_name[name]
         if storage.nbytes() != record.size:
@@ -109,12 +109,13 @@ def load_torch_file(
                 "a tensor's size in the pickle differs from its record's",
                 path=reader.path,
                 key=name,
-                remedy=_RESUME_FROM_ANOTHER,
+                remedy=RESUME_FROM_ANOTHER,
             )
         if record.size:
-            jobs.extend((bytes_of(storage), record, i, *p) for i, p in enumerate(pieces(record.offset, record.size)))
+            memory = bytes_of(storage)
+            found.extend(Piece(record, i, *piece, memory) for i, piece in enumerate(pieces(record.offset, record.size)))
     hash_of = digest_with(manifest.algorithm, path=reader.path)
-    run_parallel(lambda job: _fill(reader, hash_of, *job), jobs)
+    read_pieces(reader, hash_of, found)
     return result, True
 
 
@@ -148,60 +149,20 @@ def verify_torch_file(reader: FileReader) -> bool:
         return False
     manifest, _ = opened
     hash_of = digest_with(manifest.algorithm, path=reader.path)
-    jobs = [
-        (record, index, begin, end)
+    found = [
+        Piece(record, index, *piece, None)
         for record in manifest.records
-        for index, (begin, end) in enumerate(pieces(record.offset, record.size))
+        for index, piece in enumerate(pieces(record.offset, record.size))
     ]
-
-    def check(job: tuple[RecordDigests, int, int, int]) -> None:
-        record, index, begin, end = job
-        data = memoryview(bytearray(end - begin))
-        reader.read_into(begin, data)
-        _compare(hash_of, data, record, index, reader.path)
-
-    run_parallel(check, jobs)
+    read_pieces(reader, hash_of, found)
     return True
-
-
-def _fill(
-    reader: FileReader,
-    hash_of: Callable[[memoryview], str],
-    target: torch.Tensor,
-    record: RecordDigests,
-    index: int,
-    begin: int,
-    end: int,
-) -> None:
-    part = target[begin - record.offset : end - record.offset]
-    host = part if part.device.type == "cpu" else torch.empty(end - begin, dtype=torch.uint8)
-    data = host.numpy().data
-    reader.read_into(begin, data)
-    _compare(hash_of, data, record, index, reader.path)
-    if host is not part:
-        part.copy_(host)
-
-
-def _compare(
-    hash_of: Callable[[memoryview], str], data: memoryview, record: RecordDigests, index: int, path: str
-) -> None:
-    if hash_of(data) != record.digests[index]:
-        raise CheckpointCorruptedError(
-            f"the bytes of {record.name!r} differ from those that were saved",
-            path=path,
-            key=record.name,
-            remedy=_RESUME_FROM_ANOTHER,
-        )
-
-
-_FillJob = tuple[torch.Tensor, RecordDigests, int, int, int]
 
 
 def _open(reader: FileReader) -> tuple[Manifest, Segments] | None:
     """Read and verify everything but the tensors; None if the file holds no digests of ours."""
     path, size = reader.path, reader.size
     if size == 0:
-        raise CheckpointCorruptedError("the checkpoint is empty", path=path, remedy=_RESUME_FROM_ANOTHER)
+        raise CheckpointCorruptedError("the checkpoint is empty", path=path, remedy=RESUME_FROM_ANOTHER)
     footer = Footer.decode(_read(reader, max(0, size - FOOTER_SIZE), size), path=path)
     if footer is None:
         _reject_damaged_or_foreign(reader)
@@ -228,7 +189,7 @@ def _open(reader: FileReader) -> tuple[Manifest, Segments] | None:
             data = _read(reader, record.offset, record.offset + record.size)
             for index, (first, last) in enumerate(pieces(record.offset, record.size)):
                 cut = memoryview(data)[first - record.offset : last - record.offset]
-                _compare(hash_of, cut, record, index, path)
+                compare(hash_of, cut, record, index, path)
             segments.append((record.offset, data))
     by_name = {record.name: record for record in manifest.records}
     if not {f"{ARCHIVE}/data.pkl", f"{ARCHIVE}/byteorder"} <= by_name.keys() - names:
@@ -244,20 +205,36 @@ def _open(reader: FileReader) -> tuple[Manifest, Segments] | None:
 
 
 def _read_gaps(reader: FileReader, manifest: Manifest, end: int) -> Segments:
-    """Read what stands between the records, in file order; several at a time, for a store answers each only after a while."""
+    """Read what stands between the records, in file order; several at a time, for a store answers each only after a while.
+
+    What stands close together is read by one request, with the records between.
+    """
     begins = [0, *(record.offset + record.size for record in manifest.records)]
     ends = [*(record.offset for record in manifest.records), end]
     found: dict[int, bytes] = {}
+    runs: list[list[int]] = []
+    for index, begin in enumerate(begins):
+        if (
+            runs
+            and begin - ends[index - 1] <= reader.request_bytes
+            and ends[index] - begins[runs[-1][0]] <= LONGEST_RUN
+        ):
+            runs[-1].append(index)
+        else:
+            runs.append([index])
 
-    def read(index: int) -> None:
-        found[index] = _read(reader, begins[index], ends[index])
+    def read(run: Sequence[int]) -> None:
+        first = begins[run[0]]
+        data = _read(reader, first, ends[run[-1]])
+        for index in run:
+            found[index] = data[begins[index] - first : ends[index] - first]
 
-    run_parallel(read, range(len(begins)))
+    run_parallel(read, runs, threads=reader.threads)
     return [(begins[index], found[index]) for index in range(len(begins))]
 
 
 def _damaged(message: str, path: str) -> CheckpointCorruptedError:
-    return CheckpointCorruptedError(message, path=path, remedy=_RESUME_FROM_ANOTHER)
+    return CheckpointCorruptedError(message, path=path, remedy=RESUME_FROM_ANOTHER)
 
 
 def _reject_damaged_or_foreign(reader: FileReader) -> None:

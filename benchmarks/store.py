@@ -1,0 +1,306 @@
+"""An object store: ours beside raw parallel clients of the same server and Lightning's own way; and what verification costs.
+
+The server runs on this machine: ``rclone serve s3`` over a directory, or with ``--server ceph`` a real Ceph in memory, which also
+takes the ranged reads of obstore. It shares the processors with the clients, so the client's processor time is the sturdier figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import fsspec
+import torch
+from aiobotocore.session import get_session
+from botocore.config import Config
+from lightning.pytorch.plugins.io import TorchCheckpointIO
+
+from ckpt_core import Checkpointer
+from ckpt_core.layouts.torch_file import loading
+from ckpt_core.storage.parts import PART_BYTES
+from tests.support.servers import ACCESS_KEY, SECRET_KEY, STARTERS, Server
+
+__all__ = ["table"]
+
+_UNDER_WAY = 6  # parts of an upload, as ours
+_READ_BYTES = 8 * 2**20  # of one request, as ours
+_READS_UNDER_WAY = 8
+Action = Callable[[], Any]
+
+
+def table(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
+    """Print the tables; return their figures."""
+    nbytes = options.megabytes * 10**6 // 4096 * 4096
+    state = _state(nbytes)
+    print(f"{nbytes / 1e6:.0f} MB, {options.repeats} rounds, {torch.get_num_threads()} threads\n", flush=True)
+    home = directory / "server"
+    home.mkdir()
+    with STARTERS[options.server](home) as server:
+        bucket = server.new_bucket()
+        with contextlib.closing(_RawClient(server, bucket)) as raw:
+            figures = {
+                "upload": _rounds(_uploads(server, bucket, raw, state, nbytes), options.repeats, nbytes),
+                "download": _rounds(_downloads(server, bucket, raw, nbytes), options.repeats, nbytes),
+            }
+    for direction, found in figures.items():
+        _print(direction, found)
+    figures["verification"] = _verification(state, directory, options.repeats)
+    return figures
+
+
+def _state(nbytes: int, tensors: int = 32) -> dict[str, Any]:
+    """Return a state of so many bytes, of tensors of several sizes."""
+    generator = torch.Generator().manual_seed(0)
+    weights = [2.0 ** (index % 4) for index in range(tensors)]
+    sizes = [int(nbytes / 4 * weight / sum(weights)) for weight in weights]
+    return {"state_dict": {f"layer.{i}": torch.randn(size, generator=generator) for i, size in enumerate(sizes)}}
+
+
+# ---- contenders ------------------------------------------------------------------------------------------------------------
+
+
+class _RawClient:
+    """Multipart uploads and ranged reads by ``aiobotocore`` and nothing else, many at a time."""
+
+    def __init__(self, server: Server, bucket: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._bucket = bucket.removeprefix("s3://")
+        config = Config(
+            request_checksum_calculation="when_required",
+            response_checksum_validation="when_required",
+            max_pool_connections=_READS_UNDER_WAY,
+        )
+        keys = {"aws_access_key_id": ACCESS_KEY, "aws_secret_access_key": SECRET_KEY, "region_name": "us-east-1"}
+        # Kept, because the client is closed with it.
+        self._context = get_session().create_client("s3", endpoint_url=server.endpoint, config=config, **keys)
+        self._client = self._loop.run_until_complete(self._context.__aenter__())
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._loop.run_until_complete(self._context.__aexit__(None, None, None))
+        self._loop.close()
+
+    def upload(self, data: bytearray) -> None:
+        """Upload ``data`` in parts."""
+        self._loop.run_until_complete(self._upload(data))
+
+    async def _upload(self, data: bytearray) -> None:
+        target = {"Bucket": self._bucket, "Key": "raw"}
+        upload = {**target, "UploadId": (await self._client.create_multipart_upload(**target))["UploadId"]}
+
+        async def send(number: int) -> dict[str, Any]:
+            async with slots:
+                # The client takes nothing but bytes.
+                body = bytes(memoryview(data)[number * PART_BYTES : (number + 1) * PART_BYTES])
+                answer = await self._client.upload_part(**upload, PartNumber=number + 1, Body=body)
+            return {"PartNumber": number + 1, "ETag": answer["ETag"]}
+
+        slots = asyncio.Semaphore(_UNDER_WAY)
+        parts = await asyncio.gather(*(send(number) for number in range(-(-len(data) // PART_BYTES))))
+        await self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
+
+    def download(self, target: memoryview) -> None:
+        """Fill ``target`` by ranged reads of what was uploaded."""
+        self._loop.run_until_complete(self._download(target))
+
+    async def _download(self, target: memoryview) -> None:
+        async def read(begin: int) -> None:
+            end = min(begin + _READ_BYTES, len(target))
+            async with slots:
+                wanted = f"bytes={begin}-{end - 1}"
+                answer = await self._client.get_object(Bucket=self._bucket, Key="raw", Range=wanted)
+                target[begin:end] = await answer["Body"].read()
+
+        slots = asyncio.Semaphore(_READS_UNDER_WAY)
+        await asyncio.gather(*(read(begin) for begin in range(0, len(target), _READ_BYTES)))
+
+
+def _obstore_of(server: Server, bucket: str) -> Any:
+    from obstore.store import S3Store
+
+    return S3Store(
+        bucket.removeprefix("s3://"),
+        endpoint=server.endpoint,
+        access_key_id=ACCESS_KEY,
+        secret_access_key=SECRET_KEY,
+        region="us-east-1",
+        virtual_hosted_style_request=False,
+        unsigned_payload=True,
+        client_options={"allow_http": True},
+    )
+
+
+def _uploads(server: Server, bucket: str, raw: _RawClient, state: dict[str, Any], nbytes: int) -> dict[str, Action]:
+    import obstore
+
+    data = bytearray(os.urandom(2**20) * (nbytes // 2**20 + 1))[:nbytes]
+    store = _obstore_of(server, bucket)
+    options = dict(server.options)
+    fast = {**options, "backend": "obstore"}
+    contenders: dict[str, Action] = {
+        "raw aiobotocore": lambda: raw.upload(data),
+        "raw obstore": lambda: obstore.put(store, "raw", data, chunk_size=PART_BYTES, max_concurrency=_UNDER_WAY),
+    }
+    for name, settings in (("ours", options), ("ours, obstore", fast)):
+        for strategy in ("sync", "async"):
+            contenders[f"{name}, {strategy}"] = _saving(strategy, settings, state, f"{bucket}/{name}.ckpt")
+    contenders["Lightning TorchCheckpointIO"] = _by_lightning(
+        options, lambda: TorchCheckpointIO().save_checkpoint(state, f"{bucket}/lightning.ckpt")
+    )
+    return contenders
+
+
+def _saving(strategy: Any, settings: dict[str, Any], state: dict[str, Any], path: str) -> Action:
+    checkpointer = Checkpointer(strategy=strategy, storage_options=settings)
+
+    def save() -> None:
+        checkpointer.save(state, path)
+        checkpointer.wait()
+
+    return save
+
+
+def _downloads(server: Server, bucket: str, raw: _RawClient, nbytes: int) -> dict[str, Action]:
+    import obstore
+
+    store = _obstore_of(server, bucket)
+    options = dict(server.options)
+    target = memoryview(torch.zeros(nbytes, dtype=torch.uint8).numpy())
+    begins = list(range(0, nbytes, _READ_BYTES))
+    ends = [min(begin + _READ_BYTES, nbytes) for begin in begins]
+
+    def read_by_obstore() -> None:
+        for begin, end, piece in zip(
+            begins, ends, obstore.get_ranges(store, "raw", starts=begins, ends=ends), strict=True
+        ):
+            target[begin:end] = memoryview(piece)
+
+    ours = f"{bucket}/ours.ckpt"
+    load = Checkpointer(storage_options=options).load
+    contenders: dict[str, Action] = {
+        "raw aiobotocore": lambda: raw.download(target),
+        "raw obstore": read_by_obstore,
+        "ours": lambda: load(ours),
+        "ours, obstore": lambda: Checkpointer(storage_options={**options, "backend": "obstore"}).load(ours),
+        "ours, not verified": _unverified(lambda: load(ours)),
+        "Lightning TorchCheckpointIO": _by_lightning(
+            options, lambda: TorchCheckpointIO().load_checkpoint(f"{bucket}/lightning.ckpt")
+        ),
+    }
+    if server.kind == "rclone":  # which answers ranged reads in a way that obstore refuses
+        del contenders["raw obstore"], contenders["ours, obstore"]
+    return contenders
+
+
+def _by_lightning(options: dict[str, Any], action: Action) -> Action:
+    """Give fsspec the options that Lightning's plugin does not take."""
+    # rclone answers ranged reads with the checksum of the whole object.
+    settings = {**options, "config_kwargs": {"response_checksum_validation": "when_required"}}
+
+    def act() -> None:
+        with mock.patch.dict(fsspec.config.conf, {"s3": settings}):
+            action()
+
+    return act
+
+
+class _EqualToAll(str):
+    """A digest that no comparison finds wrong."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return False
+
+    __hash__ = str.__hash__
+
+
+def _unverified(action: Action) -> Action:
+    """Leave out what verification costs: the digests of the tensors' bytes are not computed."""
+
+    def act() -> Any:
+        with mock.patch.object(loading, "digest_with", return_value=lambda _: _EqualToAll()):
+            return action()
+
+    return act
+
+
+# ---- measuring -------------------------------------------------------------------------------------------------------------
+
+
+def _rounds(contenders: dict[str, Action], repeats: int, nbytes: int) -> dict[str, dict[str, float]]:
+    """Time every contender in turn, round by round; the first round is a warm-up."""
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for repeat in range(repeats + 1):
+        for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+            os.sync()
+            begun, busy = time.perf_counter(), time.process_time()
+            contenders[name]()
+            times = time.perf_counter() - begun, time.process_time() - busy
+            if repeat > 0:
+                seconds[name].append(times)
+    return {
+        name: {
+            "megabytes_per_second": nbytes / 1e6 / statistics.median(wall for wall, _ in times),
+            "cpu_seconds_per_gigabyte": statistics.median(busy for _, busy in times) / (nbytes / 1e9),
+        }
+        for name, times in seconds.items()
+    }
+
+
+def _print(direction: str, found: dict[str, dict[str, float]]) -> None:
+    raw, stock = (found[name]["megabytes_per_second"] for name in ("raw aiobotocore", "Lightning TorchCheckpointIO"))
+    print(f"\n{direction:32s} {'MB/s':>8s} {'x raw':>7s} {'x Lightning':>12s} {'CPU s/GB':>9s}")
+    for name, figures in found.items():
+        speed = figures["megabytes_per_second"]
+        print(
+            f"{name:32s} {speed:8.0f} {speed / raw:6.2f}x {speed / stock:11.2f}x "
+            f"{figures['cpu_seconds_per_gigabyte']:9.2f}"
+        )
+
+
+def _verification(state: dict[str, Any], directory: Path, repeats: int) -> dict[str, float]:
+    """Compare loads from a local disk with and without verification, with the file in the page cache and without."""
+    path = directory / "local.ckpt"
+    with Checkpointer(strategy="sync") as checkpointer:
+        checkpointer.save(state, path)
+        actions = {"verified": lambda: checkpointer.load(path)}
+        actions["not verified"] = _unverified(actions["verified"])
+        found: dict[str, list[float]] = {}
+        for repeat in range(repeats + 1):
+            for cache in ("cold", "warm"):
+                for name in sorted(actions, reverse=bool(repeat % 2)):
+                    with _page_cache(path, keep=cache == "warm"):
+                        begun = time.perf_counter()
+                        actions[name]()
+                        if repeat > 0:
+                            found.setdefault(f"{cache}, {name}", []).append(time.perf_counter() - begun)
+    medians = {name: statistics.median(times) for name, times in found.items()}
+    print(f"\n{'load from a local disk':32s} {'verified':>12s} {'not verified':>13s} {'verification':>13s}")
+    for cache in ("cold", "warm"):
+        with_it, without = medians[f"{cache}, verified"], medians[f"{cache}, not verified"]
+        share = 1 - without / with_it
+        print(f"{cache:32s} {with_it * 1e3:9.0f} ms {without * 1e3:10.0f} ms {share:12.0%}")
+    print("\nx raw: speed over that of raw aiobotocore; verification: its share of the load time")
+    return medians
+
+
+@contextlib.contextmanager
+def _page_cache(path: Path, *, keep: bool) -> Iterator[None]:
+    if not keep:
+        descriptor = os.open(path, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+    yield

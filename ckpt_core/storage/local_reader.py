@@ -1,0 +1,136 @@
+"""Reading a local file: past the page cache where that is the faster way, and the memory allows it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import stat
+import threading
+
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
+from ckpt_core.storage.base import FileReader
+from ckpt_core.storage.local_errors import storage_error
+
+__all__ = ["BLOCK", "LocalFileReader", "address", "close"]
+
+BLOCK = 4096  # bytes: what direct I/O is made of
+_SMALLEST_DIRECT = 256 * 2**10  # bytes: a direct read is not read ahead
+_SMALLEST_FILE = 8 * 2**20  # bytes: below, two opens cost more than the cache
+_SAMPLES = 8  # pages that are looked for in the page cache
+
+
+def close(descriptor: int) -> None:
+    """Close a file."""
+    with contextlib.suppress(OSError):  # what counts is durable or read by now, and the descriptor is gone in any case
+        os.close(descriptor)
+
+
+def address(data: memoryview) -> int:
+    """Return where memory begins; 1, which is never aligned, if it cannot be written to."""
+    if data.readonly:
+        return 1
+    return ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+
+class LocalFileReader(FileReader):
+    """A file that is open for reading.
+
+    Args:
+        path: The file.
+
+    Raises:
+        CheckpointNotFoundError: There is none.
+        StorageError: It is no regular file, or cannot be read.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._direct: int | None = None
+        self._lock = threading.Lock()
+        try:
+            # Opening a named pipe would wait for a writer.
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(f"Checkpoint file not found: {path}", path=path) from error
+        except OSError as error:
+            raise storage_error("read", path, error) from error
+        try:
+            status = os.fstat(self._descriptor)
+        except OSError as error:
+            close(self._descriptor)
+            raise storage_error("read", path, error) from error
+        if not stat.S_ISREG(status.st_mode):
+            os.close(self._descriptor)
+            if not stat.S_ISDIR(status.st_mode):
+                raise StorageError("the path is not a regular file", path=path, remedy="give a checkpoint file")
+            raise StorageError(
+                "the path is a directory, not a checkpoint file",
+                path=path,
+                remedy="give the file inside it, or load it with the strategy that wrote it",
+                errno=errno.EISDIR,
+            )
+        self.size = status.st_size
+
+    @property
+    def passes_cache(self) -> bool:
+        """Whether large aligned reads go past the page cache: not if the filesystem cannot, or if the file is in it."""
+        with self._lock:
+            if self._direct is None:
+                self._direct = -1 if self.size < _SMALLEST_FILE or self._is_cached() else self._open_direct()
+            return self._direct >= 0
+
+    def _open_direct(self) -> int:
+        if not hasattr(os, "O_DIRECT"):
+            return -1
+        try:
+            # Not by its name: another file may have it by now.
+            return os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError:
+            return -1  # the ordinary way will tell what is wrong, if anything is
+
+    def _is_cached(self) -> bool:
+        page = bytearray(BLOCK)
+        for sample in range(_SAMPLES):
+            offset = self.size * (2 * sample + 1) // (2 * _SAMPLES) // BLOCK * BLOCK
+            try:
+                os.preadv(self._descriptor, [page], offset, os.RWF_NOWAIT)
+            except (OSError, AttributeError):
+                return False  # not there, or nobody can say
+        return True
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        whole = len(target) // BLOCK * BLOCK
+        aligned = whole >= _SMALLEST_DIRECT and offset % BLOCK == 0 and address(target) % BLOCK == 0
+        if aligned and self.passes_cache:
+            count = self._read_direct(offset, target[:whole])
+            offset, target = offset + count, target[count:]
+        while target:
+            try:
+                count = os.preadv(self._descriptor, [target], offset)
+            except OSError as error:
+                raise storage_error("read", self.path, error) from error
+            if count == 0:
+                raise CheckpointCorruptedError("the checkpoint is truncated", path=self.path)
+            target, offset = target[count:], offset + count
+
+    def _read_direct(self, offset: int, target: memoryview) -> int:
+        """Fill ``target`` as far as direct I/O comes, and return how many bytes that are."""
+        assert self._direct is not None
+        done = 0
+        while done < len(target) and done % BLOCK == 0:
+            try:
+                count = os.preadv(self._direct, [target[done:]], offset + done)
+            except OSError:
+                break  # the ordinary way will tell what is wrong, if anything is
+            if count == 0:
+                break
+            done += count
+        return done
+
+    def close(self) -> None:
+        close(self._descriptor)
+        if self._direct is not None and self._direct >= 0:
+            close(self._direct)
+            self._direct = -1

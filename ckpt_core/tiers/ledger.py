@@ -1,0 +1,115 @@
+"""What was uploaded: a small file beside the uploads.
+
+It tells which local copy an upload was made of, and when that was committed. Stores only tell when an upload ended, which is
+another order where an older checkpoint was uploaded late.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import logging
+import os
+from collections.abc import Mapping
+
+from ckpt_core.directory_writer.previous import read_manifest
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_core.storage import MANIFEST_NAME, LocalStorage, Storage
+
+__all__ = ["LEDGER_NAME", "Identity", "identity_of", "read_ledger", "write_ledger"]
+
+logger = logging.getLogger(__name__)
+
+LEDGER_NAME = ".ckpt-tiers.json"
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Identity:
+    """What tells one local copy from any other that was or will be at its path.
+
+    Attributes:
+        committed: Unix time of its commit in seconds.
+        inode: Of the file, or of a directory's manifest: each save makes a new one.
+        size: Of that file in bytes.
+        modified_ns: Time of its last change.
+        save: Which save a directory is of; copies of it have the same. None for a file, empty if that is damaged.
+    """
+
+    committed: float
+    inode: int
+    size: int
+    modified_ns: int
+    save: str | None = None
+
+    def is_copy_of(self, other: Identity) -> bool:
+        """Whether both hold the same bytes: hard links of one file, or directories of one save."""
+        if self.save is not None:
+            return self.save == other.save != ""
+        return dataclasses.replace(other, committed=self.committed) == self
+
+
+def identity_of(path: str) -> Identity | None:
+    """Return what tells the checkpoint at a local path from others; None if there is none."""
+    is_directory = os.path.isdir(path)
+    try:
+        status = os.stat(f"{path}/{MANIFEST_NAME}" if is_directory else path)
+    except OSError:
+        return None
+    save = _save_of(path, status.st_ino, status.st_size, status.st_mtime_ns) if is_directory else None
+    return Identity(status.st_mtime, status.st_ino, status.st_size, status.st_mtime_ns, save)
+
+
+@functools.lru_cache(maxsize=256)
+def _save_of(path: str, *_identity_of_manifest: int) -> str:
+    try:
+        return read_manifest(LocalStorage(), path)[1].save_id
+    except CheckpointError:
+        return ""
+
+
+def read_ledger(storage: Storage, directory: str) -> dict[str, Identity]:
+    """Return what is known of the uploads in a directory, by the checkpoint's name.
+
+    Args:
+        storage: Where the uploads are.
+        directory: Of the uploads.
+
+    Raises:
+        StorageError: The storage refused.
+    """
+    path = f"{directory}/{LEDGER_NAME}"
+    try:
+        with storage.open(path) as reader:
+            data = bytearray(reader.size)
+            reader.read_into(0, memoryview(data))
+    except CheckpointNotFoundError:
+        return {}
+    try:
+        document = json.loads(data)
+        if document["version"] != _VERSION:
+            raise ValueError(f"it has version {document['version']}")
+        return {str(name): Identity(*fields) for name, fields in document["uploads"].items()}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        logger.warning(
+            "the record of uploads %s is not used, which costs uploads that were not needed: %s", path, error
+        )
+        return {}
+
+
+def write_ledger(storage: Storage, directory: str, uploads: Mapping[str, Identity]) -> None:
+    """Replace what is known of the uploads in a directory.
+
+    Raises:
+        StorageError: The storage refused.
+    """
+    fields = {name: dataclasses.astuple(identity) for name, identity in uploads.items()}
+    data = bytearray(json.dumps({"version": _VERSION, "uploads": fields}, separators=(",", ":")).encode())
+    writer = storage.create(f"{directory}/{LEDGER_NAME}", len(data))
+    try:
+        writer.write_at(0, memoryview(data))
+        writer.commit(len(data))
+    except BaseException:
+        writer.abort()
+        raise

@@ -1,0 +1,200 @@
+"""Both tiers as one storage to read from: the union of what is there, and of each checkpoint the nearest copy that is whole."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import logging
+import os
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, TypeVar
+
+from ckpt_core.directory_writer.previous import names_of_files
+from ckpt_core.errors import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    StorageError,
+)
+from ckpt_core.storage import MANIFEST_NAME, FileInfo, FileReader, FileWriter, LocalStorage, Storage
+from ckpt_core.storage.transfer import transfer
+from ckpt_core.tiers.ledger import LEDGER_NAME, Identity, identity_of, read_ledger, write_ledger
+from ckpt_core.tiers.places import Tiers
+
+__all__ = ["DAMAGE", "TieredStorage"]
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+#: What a copy is passed over for.
+DAMAGE = (CheckpointCorruptedError, CheckpointFormatError, StorageError)
+
+# One warning for each copy, however many look at it: a look-up, and then the load of what it has found.
+_DAMAGED: set[tuple[str, Identity]] = set()
+
+
+class TieredStorage(Storage):
+    """Two tiers as one storage. Paths of either are taken; what is listed has paths of the tier that was asked for.
+
+    Args:
+        tiers: The two.
+        local: Keeps the local one.
+        storage_options: For fsspec, if the other one is a URL.
+    """
+
+    def __init__(
+        self, tiers: Tiers, *, local: Storage | None = None, storage_options: dict[str, Any] | None = None
+    ) -> None:
+        self.tiers = tiers
+        self.local = local or LocalStorage()
+        self._storage_options = storage_options
+
+    @functools.cached_property
+    def remote(self) -> Storage:
+        """Keeps the uploads; opened when it is needed, because clients do not survive a fork."""
+        return self.tiers.storage(self._storage_options)
+
+    def nearest(self, path: str, read: Callable[[Storage, str], Result]) -> Result:
+        """Return what ``read`` returns for the local copy of a checkpoint or, if that is not there or damaged, for the other.
+
+        Args:
+            path: The checkpoint, in either tier.
+            read: Called with a storage and the checkpoint's path in it.
+
+        Raises:
+            CheckpointError: What ``read`` raises for the last copy.
+        """
+        local = self.tiers.local_path(path)
+        identity = self.local_identity(path)
+        if identity is not None:
+            try:
+                return read(self.local, local)
+            except CheckpointNotFoundError:
+                if identity_of(local) is not None:
+                    raise
+            except DAMAGE as error:
+                if not self.can_replace(path, identity, error):
+                    raise
+        return read(self.remote, self.tiers.remote_path(path))
+
+    def local_identity(self, path: str) -> Identity | None:
+        """Return the identity of a checkpoint's local copy; None if there is none that is known to be whole or not known."""
+        local = self.tiers.local_path(path)
+        identity = identity_of(local)
+        return None if identity is None or (local, identity) in _DAMAGED else identity
+
+    def can_replace(self, path: str, identity: Identity, error: CheckpointError) -> bool:
+        """Return whether the upload may take the place of a damaged local copy, and warn that it does.
+
+        Args:
+            path: The checkpoint, in either tier.
+            identity: Of the local copy.
+            error: What is wrong with that.
+        """
+        remote, local = self.tiers.remote_path(path), self.tiers.local_path(path)
+        if isinstance(error, StorageError) and error.errno == errno.EISDIR:
+            return False  # not damaged: of the other layout
+        try:
+            known = read_ledger(self.remote, os.path.dirname(remote)).get(os.path.basename(remote))
+            if known is not None and known.inode != identity.inode:
+                return False  # made of an earlier save
+            if not self.remote.exists(remote if identity.save is None else f"{remote}/{MANIFEST_NAME}"):
+                return False
+        except CheckpointError:
+            return False  # the error that led here is the one to tell
+        logger.warning("took the copy %s instead of the local one, %s: %s", remote, local, error.message)
+        _DAMAGED.add((local, identity))
+        return True
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def open(self, path: str) -> FileReader:
+        try:
+            return self.local.open(self.tiers.local_path(path))
+        except CheckpointNotFoundError:
+            return self.remote.open(self.tiers.remote_path(path))
+
+    def exists(self, path: str) -> bool:
+        return self.local.exists(self.tiers.local_path(path)) or self.remote.exists(self.tiers.remote_path(path))
+
+    def list(self, directory: str) -> Sequence[FileInfo]:
+        return self._union(directory, lambda storage, path: storage.list(path))
+
+    def list_directories(self, directory: str) -> Sequence[FileInfo]:
+        return self._union(directory, lambda storage, path: storage.list_directories(path))
+
+    def subdirectories(self, directory: str) -> Sequence[str]:
+        def as_files(storage: Storage, path: str) -> Sequence[FileInfo]:
+            return [FileInfo(found, 0, 0.0) for found in storage.subdirectories(path)]
+
+        return [found.path for found in self._union(directory, as_files)]
+
+    def _union(self, directory: str, listing: Callable[[Storage, str], Sequence[FileInfo]]) -> Sequence[FileInfo]:
+        near = _by_name(listing(self.local, self.tiers.local_path(directory)))
+        there = self.tiers.remote_path(directory)
+        far = _by_name(listing(self.remote, there))
+        known = {} if far.keys() <= near.keys() else read_ledger(self.remote, there)
+        # The store tells when an upload ended; when the checkpoint was committed is another order.
+        committed = {name: known[name].committed if name in known else file.modified for name, file in far.items()}
+        times = {**committed, **{name: file.modified for name, file in near.items()}}
+        root = directory.rstrip("/")
+        return [FileInfo(f"{root}/{name}", file.size, times[name]) for name, file in {**far, **near}.items()]
+
+    # ---- writing: to the local tier, from which the uploader takes it -----------------------------------------------------
+
+    def create(self, path: str, expected_size: int) -> FileWriter:
+        return self.local.create(self.tiers.local_path(path), expected_size)
+
+    def copy(self, source: str, target: str) -> int:
+        local_target = self.tiers.local_path(target)
+        try:
+            return self.local.copy(self.tiers.local_path(source), local_target)
+        except CheckpointNotFoundError:
+            return transfer(self.remote, self.tiers.remote_path(source), self.local, local_target)
+
+    def put_file(self, source: str, target: str) -> None:
+        self.local.put_file(source, self.tiers.local_path(target))
+
+    def begin_directory(self, path: str, token: str) -> str:
+        return self.local.begin_directory(self.tiers.local_path(path), token)
+
+    def publish_directory(self, path: str, token: str, manifest: bytes, *, gone: Sequence[str] = ()) -> None:
+        self.local.publish_directory(self.tiers.local_path(path), token, manifest, gone=gone)
+
+    def discard_directory(self, path: str, token: str, names: Sequence[str] = ()) -> None:
+        self.local.discard_directory(self.tiers.local_path(path), token, names)
+
+    def leave_directory(self, path: str, token: str) -> None:
+        self.local.leave_directory(self.tiers.local_path(path), token)
+
+    def remove(self, path: str) -> None:
+        self.local.remove(self.tiers.local_path(path))
+        self.remove_upload(path)
+
+    def remove_directory(self, path: str, *, names: Collection[str] = ()) -> None:
+        self.local.remove_directory(self.tiers.local_path(path), names=names)
+        self.remove_upload(path)
+
+    def remove_upload(self, path: str) -> None:
+        """Delete a checkpoint from the remote tier; do nothing if there is none."""
+        remote = self.tiers.remote_path(path)
+        if self.remote.exists(f"{remote}/{MANIFEST_NAME}"):
+            self.remote.remove_directory(remote, names=names_of_files(self.remote, remote))
+        else:
+            self.remote.remove(remote)
+        directory, name = os.path.split(remote)
+        known = read_ledger(self.remote, directory)
+        if known.pop(name, None) is not None:
+            write_ledger(self.remote, directory, known)
+
+    def remove_orphans(self, directory: str) -> Sequence[str]:
+        return [
+            *self.local.remove_orphans(self.tiers.local_path(directory)),
+            *self.remote.remove_orphans(self.tiers.remote_path(directory)),
+        ]
+
+
+def _by_name(files: Sequence[FileInfo]) -> dict[str, FileInfo]:
+    return {name: file for file in files if (name := os.path.basename(file.path)) != LEDGER_NAME}

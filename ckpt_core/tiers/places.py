@@ -1,0 +1,146 @@
+"""Which path of one tier is which path of the other."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from typing import Any
+
+from ckpt_core.errors import StorageError
+from ckpt_core.storage import Storage, is_remote, local_path, storage_for
+
+__all__ = ["Tiers"]
+
+_URL = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://+")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tiers:
+    """A fast local directory in which checkpoints are committed, and the place to which they are uploaded from there.
+
+    A checkpoint has the same name relative to both, and each of its two paths is the name of the same pair.
+
+    Args:
+        local_dir: Directory on a local disk.
+        upload_to: URL or directory.
+        keep_local: How many of the newest uploaded checkpoints of a directory stay on the local disk; None: all.
+        remote: Keeps what is uploaded; by default, ``upload_to`` says what does.
+
+    Raises:
+        ValueError: A value makes no sense; the message begins with the option's name.
+
+    Example:
+        >>> from ckpt_core.tiers import Tiers
+        >>> tiers = Tiers(local_dir="/nvme/run-7", upload_to="s3://bucket/run-7")
+        >>> tiers.remote_path("/nvme/run-7/step=5.ckpt")
+        's3://bucket/run-7/step=5.ckpt'
+        >>> tiers.local_path("s3://bucket/run-7/step=5.ckpt")
+        '/nvme/run-7/step=5.ckpt'
+    """
+
+    local_dir: str
+    upload_to: str
+    keep_local: int | None = None
+    remote: Storage | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if is_remote(self.local_dir):
+            raise ValueError(f"local_dir must be a directory on a local disk, not {self.local_dir!r}")
+        if self.keep_local is not None and (isinstance(self.keep_local, bool) or self.keep_local < 1):
+            raise ValueError(f"keep_local must be None or at least 1, not {self.keep_local!r}")
+        # The only way to set a frozen field.
+        object.__setattr__(self, "local_dir", _normal(self.local_dir))
+        object.__setattr__(self, "upload_to", _normal(self.upload_to))
+        for inner, outer in ((self.local_dir, self.upload_to), (self.upload_to, self.local_dir)):
+            if _relative(inner, outer) is not None:
+                raise ValueError(f"upload_to ({self.upload_to}) and local_dir ({self.local_dir}) must lie apart")
+
+    @classmethod
+    def of(
+        cls,
+        local_dir: str | os.PathLike[str] | None,
+        upload_to: str | os.PathLike[str] | None,
+        keep_local: int | None = None,
+    ) -> Tiers | None:
+        """Return the tiers that a plugin's options name; None if they name none.
+
+        Raises:
+            ValueError: One of the options is missing or makes no sense.
+        """
+        if local_dir is None and upload_to is None:
+            if keep_local is not None:
+                raise ValueError("keep_local needs local_dir and upload_to: without them there is one tier only")
+            return None
+        if local_dir is None or upload_to is None:
+            missing, given = ("local_dir", "upload_to") if local_dir is None else ("upload_to", "local_dir")
+            raise ValueError(
+                f"{given} needs {missing} too: checkpoints go to local_dir first, and from there to upload_to"
+            )
+        return cls(local_dir=os.fspath(local_dir), upload_to=os.fspath(upload_to), keep_local=keep_local)
+
+    def covers(self, path: str) -> bool:
+        """Return whether ``path`` lies in one of the tiers."""
+        return self._relative(path) is not None
+
+    def local_path(self, path: str) -> str:
+        """Return where the checkpoint or directory ``path``, of either tier, is on the local disk.
+
+        Raises:
+            StorageError: It lies in neither.
+        """
+        return self._joined(self.local_dir, path)
+
+    def remote_path(self, path: str) -> str:
+        """Return where the checkpoint or directory ``path``, of either tier, is uploaded to.
+
+        Raises:
+            StorageError: It lies in neither.
+        """
+        return self._joined(self.upload_to, path)
+
+    def storage(self, storage_options: dict[str, Any] | None) -> Storage:
+        """Return what keeps the uploads.
+
+        Args:
+            storage_options: For fsspec, if ``upload_to`` is a URL.
+        """
+        return self.remote or storage_for(self.upload_to, storage_options if is_remote(self.upload_to) else None)
+
+    def _joined(self, root: str, path: str) -> str:
+        relative = self._relative(path)
+        if relative is None:
+            raise StorageError(
+                f"the path lies neither below local_dir ({self.local_dir}) nor below upload_to ({self.upload_to})",
+                path=path,
+                remedy="save below local_dir, or change that option",
+            )
+        return f"{root}/{relative}" if relative else root
+
+    def _relative(self, path: str) -> str | None:
+        normal = _normal(path)
+        for root in (self.local_dir, self.upload_to):
+            relative = _relative(normal, root)
+            if relative is not None:
+                return relative
+        if is_remote(normal):
+            return None
+        # Lightning follows symbolic links before it saves.
+        return _relative(os.path.realpath(normal), os.path.realpath(self.local_dir))
+
+
+def _normal(path: str | os.PathLike[str]) -> str:
+    text = local_path(path)
+    if is_remote(text):
+        return _URL.sub(r"\1://", text).rstrip("/")
+    return os.path.abspath(os.path.expanduser(text))
+
+
+def _relative(path: str, root: str) -> str | None:
+    if path == root:
+        return ""
+    prefix = root.rstrip("/") + "/"
+    inside = path.removeprefix(prefix)
+    if inside == path or ".." in inside.split("/"):
+        return None
+    return inside

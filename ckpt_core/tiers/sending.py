@@ -1,0 +1,190 @@
+"""One checkpoint from the local tier to the remote one: copied there, uploaded, or known to be there already."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+
+from ckpt_core.commit import RankGroup, SaveSeries
+from ckpt_core.directory_writer.copying import copy_directory
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from ckpt_core.reader import verify
+from ckpt_core.storage import MANIFEST_NAME
+from ckpt_core.storage.claims import Claims
+from ckpt_core.storage.transfer import transfer
+from ckpt_core.tiers.ledger import Identity, identity_of, read_ledger, write_ledger
+from ckpt_core.tiers.nearest import TieredStorage
+
+__all__ = ["Sender"]
+
+logger = logging.getLogger(__name__)
+
+_NO_LIMIT = 3600.0  # seconds to wait for other ranks, of which there are none
+
+
+class _ReplacedError(CheckpointError):
+    """The local copy was replaced or removed while it was being read; whoever did that asks for what is next."""
+
+
+class Sender:
+    """Makes checkpoints of the remote tier what they are in the local one.
+
+    Args:
+        storage: The tiers.
+    """
+
+    def __init__(self, storage: TieredStorage) -> None:
+        self._storage = storage
+        self._tiers = storage.tiers
+        self._series = SaveSeries(RankGroup.alone())
+        self._claims = Claims()
+        self._names: dict[str, set[str]] = {}
+        self._lock = threading.Lock()
+
+    def send(self, path: str) -> int | None:
+        """Upload a checkpoint and return its size in bytes; None if there is nothing to upload.
+
+        Args:
+            path: Its local path.
+
+        Raises:
+            CheckpointCorruptedError: The local copy is damaged.
+            CheckpointError: The storage refused; what was uploaded before is untouched.
+        """
+        identity = identity_of(path)
+        remote = self._tiers.remote_path(path)
+        directory, name = os.path.split(remote)
+        known = self._ledger(directory)
+        if identity is None or known.get(name) == identity:
+            return None
+        twins = [twin for twin, other in known.items() if identity.is_copy_of(other) and twin != name]
+        if name in known:  # from now on, nobody knows what is there
+            self._note(directory, name, None)
+        try:
+            size = self._copy(f"{directory}/{twins[0]}", remote, identity) if twins else None
+            if size is None:
+                size = self._upload(path, remote, identity)
+        except (_ReplacedError, CheckpointNotFoundError):
+            if identity_of(path) == identity:
+                raise
+            return None
+        self._note(directory, name, identity)
+        return size
+
+    def _upload(self, path: str, remote: str, identity: Identity) -> int:
+        local, there = self._storage.local, self._storage.remote
+        self._claims.hold(os.path.dirname(remote), there.claim)
+        verify(path, storage=local)
+
+        def check() -> None:
+            # What is recorded as a copy of something else would be copied in its place.
+            if identity_of(path) != identity:
+                raise _ReplacedError("the checkpoint was replaced while it was being uploaded", path=path)
+
+        if identity.save is None:
+            return transfer(local, path, there, remote, when_open=check)
+        joint = self._series.open(remote, timeout=_NO_LIMIT)
+        is_alone = functools.partial(self._claims.is_alone, os.path.dirname(remote))
+        return copy_directory(there, path, remote, joint, is_alone=is_alone, origin=local, before_commit=check)
+
+    def _copy(self, twin: str, remote: str, identity: Identity) -> int | None:
+        """Copy within the remote tier what it has under another name; None if it has not any more."""
+        there = self._storage.remote
+        try:
+            if identity.save is None:
+                return there.copy(twin, remote)
+            return copy_directory(there, twin, remote, self._series.open(remote, timeout=_NO_LIMIT))
+        except CheckpointNotFoundError:
+            return None
+
+    def close(self) -> None:
+        """End the claims on the directories of the remote tier."""
+        self._claims.release()
+
+    def remove(self, path: str) -> None:
+        """Delete a checkpoint from the remote tier."""
+        self._storage.remove_upload(path)
+        directory, name = os.path.split(self._tiers.remote_path(path))
+        with self._lock:
+            self._names.get(directory, set()).discard(name)
+
+    def leftovers(self, directory: str, ending: str, before: float) -> list[str]:
+        """Return the local checkpoints that are not in the remote tier as they are, the newest first.
+
+        Args:
+            directory: Local.
+            ending: Of the names that count, unless they are directories.
+            before: Unix time in seconds; what was committed later is somebody else's business.
+        """
+        remote = self._tiers.remote_path(directory)
+        self._storage.remote.remove_orphans(remote)
+        known = self._ledger(remote)
+        found = []
+        for path, identity in self._local(directory):
+            counts = identity.save is not None or os.path.splitext(path)[1] == ending
+            if counts and identity.committed <= before and known.get(os.path.basename(path)) != identity:
+                found.append((identity.committed, path))
+        return [path for _, path in sorted(found, reverse=True)]
+
+    def evict(self, directory: str, keep: int) -> None:
+        """Delete the local copies of all uploaded checkpoints of a directory but the newest ``keep``.
+
+        Args:
+            directory: Local.
+            keep: How many stay; hard links of one file count once.
+        """
+        known = self._ledger(self._tiers.remote_path(directory))
+        uploaded = [
+            (identity, path)
+            for path, identity in self._local(directory)
+            if known.get(os.path.basename(path)) == identity
+        ]
+        ages = sorted({(identity.committed, identity.inode) for identity, _ in uploaded}, reverse=True)
+        for identity, path in uploaded:
+            if (identity.committed, identity.inode) in ages[keep:] and self._is_there(path, identity):
+                self._storage.local.remove(path)
+
+    def _is_there(self, path: str, identity: Identity) -> bool:
+        """Return whether the upload of a checkpoint still exists; somebody else may have deleted it."""
+        remote = self._tiers.remote_path(path)
+        return self._storage.remote.exists(remote if identity.save is None else f"{remote}/{MANIFEST_NAME}")
+
+    def uploaded_in(self, directory: str) -> list[str]:
+        """Return the local paths of the checkpoints of a directory that are in the remote tier, which is asked once.
+
+        If that does not answer, those count that this process has uploaded.
+        """
+        there, remote = self._tiers.remote_path(directory), self._storage.remote
+        with self._lock:
+            is_known = there in self._names
+        if not is_known:
+            try:
+                found = [*remote.list(there), *remote.list_directories(there)]
+            except StorageError as error:
+                logger.warning("did not find out which checkpoints are in %s: %s", there, error)
+                found = []
+            with self._lock:
+                names = self._names.setdefault(there, set())
+                names.update(os.path.basename(file.path) for file in found)
+        with self._lock:
+            return [f"{self._tiers.local_path(directory)}/{name}" for name in sorted(self._names[there])]
+
+    def _local(self, directory: str) -> list[tuple[str, Identity]]:
+        local = self._storage.local
+        paths = [file.path for file in (*local.list(directory), *local.list_directories(directory))]
+        found = [(path, identity_of(path)) for path in paths if not os.path.basename(path).startswith(".")]
+        return [(path, identity) for path, identity in found if identity is not None]
+
+    def _ledger(self, directory: str) -> dict[str, Identity]:
+        return read_ledger(self._storage.remote, directory)
+
+    def _note(self, directory: str, name: str, identity: Identity | None) -> None:
+        # Read again: another process may have uploaded something else meanwhile.
+        known = {**self._ledger(directory), name: identity}
+        uploads = {each: other for each, other in known.items() if other is not None}
+        write_ledger(self._storage.remote, directory, uploads)
+        with self._lock:
+            if directory in self._names:
+                self._names[directory].add(name)
