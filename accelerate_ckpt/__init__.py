@@ -14,18 +14,16 @@ The engine under it is :mod:`ckpt_core`.
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accelerate_ckpt.attach import attach
+    from accelerate_ckpt._attach import attach
     from accelerate_ckpt.config import CheckpointConfig
     from accelerate_ckpt.project import CheckpointProjectConfiguration
 
 __all__ = ["CheckpointConfig", "CheckpointProjectConfiguration", "attach"]
 
-_HOMES = {"CheckpointConfig": "config", "CheckpointProjectConfiguration": "project", "attach": "attach"}
+_HOMES = {"CheckpointConfig": "config", "CheckpointProjectConfiguration": "project", "attach": "_attach"}
 
 
 def __getattr__(name: str) -> Any:
@@ -35,13 +33,3 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
-
-
-class _Package(ModuleType):
-    """``attach`` is the function, though importing the module of that name would bind the module."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value.attach if name == "attach" and isinstance(value, ModuleType) else value)
-
-
-sys.modules[__name__].__class__ = _Package

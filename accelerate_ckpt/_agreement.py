@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import time
@@ -41,7 +42,9 @@ class Agreement:
         self._timeout = timeout
         self._line = None if store is None else StoreLine(PrefixStore("meetings", store), answer_within=timeout)
         self._meetings = 0
-        self._concluded = 0
+        self._unread: collections.deque[str] = (
+            collections.deque()
+        )  # on rank 0: meetings that others still have to hear of
 
     def from_rank_zero(self, what: str, value: Any) -> Any:
         """Return what rank 0 gives, when all ranks have come.
@@ -54,6 +57,23 @@ class Agreement:
             RankFailedError: A rank did not come, or came to do something else.
         """
         _, value = self._meet(what, value)
+        return value
+
+    def announce(self, what: str, value: Any, failure: Exception | None = None) -> Any:
+        """Return what rank 0 gives, which does not wait for the others: they hear it when they come.
+
+        Args:
+            what: What is being done, for the error.
+            value: Plain data; only that of rank 0 counts.
+            failure: Why rank 0 has none; raised there by the caller, and here on the other ranks.
+
+        Raises:
+            RankFailedError: Rank 0 did not come, came to do something else, or has failed.
+        """
+        brought = None if failure is None or self.rank else _encode(failure)
+        found, value = self._meet(what, value, brought, waits=False)
+        if self.rank and found is not None:
+            raise _elsewhere(what, *found)
         return value
 
     def all_succeeded(self, what: str, action: Callable[[], None]) -> None:
@@ -71,22 +91,22 @@ class Agreement:
         if failure is not None:
             raise failure
         if others is not None:
-            rank, encoded = others
-            theirs = decode_error(encoded)
-            raise RankFailedError(f"{what} failed on rank {rank}: {theirs.message}", path=theirs.path, key=theirs.key)
+            raise _elsewhere(what, *others)
 
     def part(self) -> None:
         """Wait, on rank 0, until the others have heard what it said: it serves the store, and may be about to end."""
-        line, heard = self._line, self._concluded * (self.world_size - 1)
-        if line is None or self.rank:
-            return
         deadline = time.monotonic() + _LINGER_SECONDS
         with contextlib.suppress(RankFailedError):
-            while line.add("read", 0) < heard and time.monotonic() < deadline:
-                time.sleep(_LONGEST_PAUSE_SECONDS)
+            while self._unread and time.monotonic() < deadline:
+                self._forget_what_all_have_read()
+                if self._unread:
+                    time.sleep(_LONGEST_PAUSE_SECONDS)
 
-    def _meet(self, what: str, value: Any, failure: Any = None) -> tuple[Any, Any]:
-        """Return the failure that a rank brought, with the rank's number, and what rank 0 gave."""
+    def _meet(self, what: str, value: Any, failure: Any = None, *, waits: bool = True) -> tuple[Any, Any]:
+        """Return the failure that a rank brought, with the rank's number, and what rank 0 gave.
+
+        Unless rank 0 ``waits`` for the others, it is the only one whose failure counts.
+        """
         if self._line is None:
             return None, value
         self._meetings += 1
@@ -98,22 +118,31 @@ class Agreement:
             line.add(f"{meeting}/arrived", 1)
             self._wait(lambda: line.has(meeting), what)
             theirs, others, value = json.loads(line.get(meeting))
-            line.add("read", 1)
+            line.add(f"{meeting}/read", 1)
             if theirs != what:
                 raise RankFailedError(
                     f"rank {self.rank} called {what}, and rank 0 called {theirs}",
                     remedy="call save_state and load_state on all ranks, in the same order",
                 )
             return others, value
-        self._wait(lambda: line.add(f"{meeting}/arrived", 0) == self.world_size - 1, what)
+        if waits:
+            self._wait(lambda: line.add(f"{meeting}/arrived", 0) == self.world_size - 1, what)
         others = [0, failure] if failure is not None else None
-        if others is None and line.has(f"{meeting}/failure"):
+        if waits and others is None and line.has(f"{meeting}/failure"):
             others = json.loads(line.get(f"{meeting}/failure"))
         line.set(meeting, json.dumps([what, others, value]))
-        self._concluded += 1
-        before = str(self._meetings - 1)
-        line.delete([before, f"{before}/arrived", f"{before}/failure"])  # all are here, so nobody reads that any more
+        self._forget_what_all_have_read()
+        self._unread.append(meeting)
         return others, value
+
+    def _forget_what_all_have_read(self) -> None:
+        line = self._line
+        while line is not None and self._unread:
+            oldest = self._unread[0]
+            if line.add(f"{oldest}/read", 0) < self.world_size - 1:
+                return
+            line.delete([oldest, *(f"{oldest}/{what}" for what in ("arrived", "failure", "read"))])
+            self._unread.popleft()
 
     def _wait(self, complete: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self._timeout
@@ -137,6 +166,11 @@ class Agreement:
         named = ", ".join(map(str, ranks[:_NAMED_RANKS]))
         more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
         return f"rank{'s' if len(ranks) > 1 else ''} {named}{more}"
+
+
+def _elsewhere(what: str, rank: int, encoded: Any) -> RankFailedError:
+    theirs = decode_error(encoded)
+    return RankFailedError(f"{what} failed on rank {rank}: {theirs.message}", path=theirs.path, key=theirs.key)
 
 
 def _encode(failure: BaseException) -> dict[str, Any]:

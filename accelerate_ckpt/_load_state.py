@@ -121,7 +121,7 @@ def _go_on_counting(session: Session, path: str, loaded: int | None) -> None:
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming:
         loaded = number_of(path) if loaded is None else loaded
-        project.iteration = next_iteration(accelerator, loaded, session.config.storage_options)
+        project.iteration = next_iteration(accelerator, loaded, session.config.storage_options, session.tiers)
 
 
 # ---- which one -------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ def _newest(session: Session) -> str:
 
 def _newest_usable(session: Session) -> str | None:
     root = automatic_root(session.accelerator)
-    ours = numbered(root, session.config.storage_options)
+    ours = numbered(root, session.config.storage_options, session.tiers)
     candidates = dict(ours)
     if not is_url(root) and os.path.isdir(root):
         for entry in os.scandir(root):
@@ -237,6 +237,7 @@ class _Ours:
         session.window_open = any(self._gradients)
         session.local_sgd.restore(self._about["local_sgd"])
         _go_on_counting(session, self._path, self._about["iteration"])
+        session.step = int(self._about.get("step", 0))  # older checkpoints have none
         # Last, because it sets the random generators, and what comes before may draw from them.
         session.data.restore(own["data"], saved_world_size=self._saved_world_size)
 

@@ -32,7 +32,7 @@ class LoaderPositions:
     Args:
         accelerator: The Accelerator.
         replay: Always go back by reading again, never by skipping.
-        warn: Called on the main process with the causes why a resume is not exact; a Python warning by default.
+        warn: Called on the main process with a message that says why a resume is not exact; a Python warning by default.
 
     Raises:
         CheckpointError: This release of Accelerate is built in another way.
@@ -75,9 +75,9 @@ class LoaderPositions:
 
         accelerator.prepare_model = prepare_model
 
-    def _say(self, causes: str) -> None:
+    def _say(self, message: str) -> None:
         if self._accelerator.is_main_process:
-            self._warn(causes)
+            self._warn(message)
 
     def release(self) -> None:
         """Give the loaders back as they were."""
@@ -172,10 +172,10 @@ class LoaderPositions:
             causes += [problem for problem in [position.problem(saved)] if problem]
             position.restore(saved, rng)
         if causes:
-            self._say("; ".join(dict.fromkeys(causes)))
+            self._say(f"this resume cannot be promised to be exact: {'; '.join(dict.fromkeys(causes))}")
         self._rng_of_save = rng if rank < saved_world_size else derive_rng(rng, rank)
         self._rng_of_save.restore()
 
 
-def _warn(causes: str) -> None:
-    warnings.warn(f"this resume cannot be promised to be exact: {causes}", stacklevel=5)
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=5)

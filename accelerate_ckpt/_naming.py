@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from typing import Any
 
 from ckpt_core import Catalog
+from ckpt_core.tiers import Tiers
 
-__all__ = ["automatic_root", "is_url", "next_iteration", "number_of", "numbered", "path_text", "target_of", "unwanted"]
+__all__ = [
+    "automatic_root",
+    "by_number",
+    "is_url",
+    "next_iteration",
+    "number_of",
+    "numbered",
+    "path_text",
+    "target_of",
+    "unwanted",
+]
 
 _FOLDER = "checkpoints"
 _NAME = "checkpoint_{}"
@@ -52,10 +64,15 @@ def number_of(path: str) -> int | None:
     return int(found.group()) if found else None
 
 
-def numbered(root: str, storage_options: dict[str, Any] | None) -> dict[int, str]:
-    """Return the committed checkpoints in ``root`` by number."""
-    infos = Catalog(root, suffix="", storage_options=storage_options if is_url(root) else None).checkpoints()
-    return {number: info.path for info in infos if (number := number_of(info.path)) is not None}
+def numbered(root: str, storage_options: dict[str, Any] | None, tiers: Tiers | None = None) -> dict[int, str]:
+    """Return the committed checkpoints in ``root``, or in both tiers of it, by number."""
+    infos = Catalog(root, suffix="", storage_options=storage_options, tiers=tiers).checkpoints()
+    return by_number(info.path for info in infos)
+
+
+def by_number(paths: Iterable[str]) -> dict[int, str]:
+    """Return the checkpoints whose names have a number, by it."""
+    return {number: path for path in paths if (number := number_of(path)) is not None}
 
 
 def unwanted(committed: dict[int, str], pending: list[str], keep: int) -> list[str]:
@@ -71,7 +88,9 @@ def unwanted(committed: dict[int, str], pending: list[str], keep: int) -> list[s
     return [path for number, path in sorted(committed.items()) if number not in kept | under_way]
 
 
-def next_iteration(accelerator: Any, loaded: int | None, storage_options: dict[str, Any] | None) -> int:
+def next_iteration(
+    accelerator: Any, loaded: int | None, storage_options: dict[str, Any] | None, tiers: Tiers | None = None
+) -> int:
     """Return the number of the next automatic name: above the loaded one and above all that exist.
 
     A new process counts from 0 again, would take a name that exists or, with ``total_limit``, have its checkpoints deleted as
@@ -79,7 +98,9 @@ def next_iteration(accelerator: Any, loaded: int | None, storage_options: dict[s
     """
     root = automatic_root(accelerator)
     # Also directories that stock Accelerate or a crash left: their names are taken.
-    names = os.listdir(root) if not is_url(root) and os.path.isdir(root) else numbered(root, storage_options).values()
+    names = os.listdir(root) if not is_url(root) and os.path.isdir(root) else []
+    if not names or tiers is not None:
+        names += numbered(root, storage_options, tiers).values()
     taken = [number for name in names if (number := number_of(name)) is not None]
     known = [int(accelerator.project_configuration.iteration), *(number + 1 for number in taken)]
     return max(known if loaded is None else [*known, loaded + 1])

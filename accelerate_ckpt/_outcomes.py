@@ -38,7 +38,8 @@ class OutcomeWatch:
 
     def _new_outcome(self) -> SharedOutcome:
         # One name space for each failure: what was raised once is not found again.
-        return SharedOutcome(None if self._store is None else PrefixStore(f"outcome-{self._raised}", self._store))
+        store = None if self._store is None else PrefixStore(f"outcome-{self._raised}", self._store)
+        return SharedOutcome(store, self._agreement.world_size)
 
     def save_begun(self) -> None:
         """Note that a save runs in the background; called on every rank."""
@@ -63,7 +64,7 @@ class OutcomeWatch:
         Raises:
             CheckpointError: The failure, as the same class on every rank.
         """
-        pending = bool(self._checkpointer.pending)  # before the failure is taken: it may come in between
+        pending = self._checkpointer.is_busy  # before the failure is taken: it may come in between
         writes = self._agreement.rank == 0
         failure = self._checkpointer.take_failure() if writes else None
         if not pending and failure is None and self._store is None:
@@ -74,14 +75,18 @@ class OutcomeWatch:
             self._after_raise()
             raise
 
-    def before_save(self, path: str, refuse: Callable[[str], str | None]) -> str:
-        """Raise, on all ranks, what rank 0 knows to have failed; return the path at which all ranks save.
+    def before_save(
+        self, path: str, refuse: Callable[[str], str | None], *, step: int | None, waits: bool
+    ) -> tuple[str, int | None]:
+        """Raise, on all ranks, what rank 0 knows to have failed; return the path and the step at which rank 0 saves.
 
         Rank 0's path counts: scripts that put the time or a temporary directory into it have another one on every rank.
 
         Args:
             path: Where this rank wants to save.
             refuse: Asked on rank 0 for a reason not to save there.
+            step: At which step this rank is; only that of rank 0 counts.
+            waits: Whether rank 0 waits for all to come. If not, a rank that does not is found when the save is committed.
 
         Raises:
             CheckpointError: As said, or a rank does not save.
@@ -92,7 +97,8 @@ class OutcomeWatch:
             failure = self._outcome.unraised or self._checkpointer.take_failure()
             reason = refuse(path)
         encoded = None if failure is None else encode_error(failure)
-        agreed, encoded, reason = self._agreement.from_rank_zero("save_state", [path, encoded, reason])
+        tell = self._agreement.from_rank_zero if waits else self._agreement.announce
+        agreed, encoded, reason, zeros_step = tell("save_state", [path, encoded, reason, step])
         if encoded is not None:
             self._after_raise()
             raise failure or decode_error(encoded)
@@ -100,7 +106,7 @@ class OutcomeWatch:
             raise ValueError(reason)
         if agreed != path:
             log.warning("rank %d saves at %s, where rank 0 does, and not at %s", self._agreement.rank, agreed, path)
-        return str(agreed)
+        return str(agreed), zeros_step
 
     def after_training(self) -> None:
         """Wait for the background, and raise what no rank has raised yet; called on all ranks together.

@@ -18,13 +18,13 @@ __all__ = [
     "capture_buffers",
     "check_optimizer",
     "custom_parts",
+    "fit_into",
     "indexed",
     "load_model",
     "model_parts",
     "optimizer_parts",
     "restore_buffers",
     "scheduler_parts",
-    "tensor_bytes",
 ]
 
 FORMAT = "accelerate_ckpt"  # our entry in a checkpoint's metadata
@@ -57,9 +57,15 @@ def custom_parts(objects: Sequence[Any]) -> list[Part]:
     return [Part(f"custom_{index}", item.state_dict(), Kind.PER_RANK) for index, item in enumerate(objects)]
 
 
-def tensor_bytes(parts: Sequence[Part]) -> int:
-    """Return the size of all tensors of the parts in bytes, each object counted once."""
-    return sum({id(tensor): tensor.nbytes for part in parts for _, tensor in tensors(part.state)}.values())
+def fit_into(parts: Sequence[Part], nbytes: int) -> bool:
+    """Return whether all tensors of the parts have at most so many bytes, each object counted once."""
+    sizes: dict[int, int] = {}
+    for part in parts:
+        for _, tensor in tensors(part.state):
+            sizes[id(tensor)] = tensor.nbytes
+            if tensor.nbytes > nbytes:  # spares the others, in all models that take long to save
+                return False
+    return sum(sizes.values()) <= nbytes
 
 
 def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
-import shutil
-import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +11,20 @@ import accelerate
 import torch
 
 from accelerate_ckpt import _fsdp
-from accelerate_ckpt._naming import automatic_root, is_url, number_of, numbered, target_of, unwanted
+from accelerate_ckpt._naming import is_url, number_of, target_of
 from accelerate_ckpt._parts import (
     FORMAT,
     RANK,
     capture_buffers,
     custom_parts,
+    fit_into,
     model_parts,
     optimizer_parts,
     scheduler_parts,
-    tensor_bytes,
 )
 from accelerate_ckpt._session import Session
-from ckpt_core.directory_checkpointer import Part
-from ckpt_core.errors import CheckpointError, SerializationError
+from ckpt_core.directory_checkpointer import AddedFiles, Part
+from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
 from ckpt_core.state.gradients import capture_gradients
 from ckpt_core.state.kinds import Kind
 
@@ -79,14 +76,28 @@ def _agreed_target(session: Session, target: str) -> str:
     def refuse(path: str) -> str | None:
         if not accelerator.project_configuration.automatic_checkpoint_naming:
             return None
-        if not os.path.exists(path) and not session.checkpointer.exists(path):
+        if not os.path.exists(path) and not session.checkpointer.is_taken(path):
             return None
         return (
             f"Checkpoint directory {path} ({accelerator.save_iteration}) already exists. Please manually override "
             "`self.save_iteration` with what iteration to start with."
         )
 
-    return session.outcomes.before_save(target, refuse)
+    # Without a step to compare, a rank that has missed a save would be mixed into the next one: all are waited for.
+    step = session.step_of_all
+    agreed, zeros_step = session.outcomes.before_save(
+        target, refuse, step=step, waits=step is None or not session.config.is_async
+    )
+    if step != zeros_step:
+        error = RankFailedError(
+            f"rank {session.rank} saves step {step}, and rank 0 step {zeros_step}: that is no checkpoint",
+            path=agreed,
+            remedy="call save_state on all ranks, not under `if accelerator.is_main_process`; if the ranks are meant to take "
+            "different numbers of steps, make the Accelerator with even_batches=False",
+        )
+        _fail_everywhere(session, agreed, error)
+        raise error
+    return agreed
 
 
 def _must_wait_for_window(session: Session) -> bool:
@@ -110,16 +121,19 @@ def _must_wait_for_window(session: Session) -> bool:
 
 
 def _save_now(session: Session, target: str) -> None:
-    if session.accelerator._save_model_state_pre_hook:
-        # Not in the checkpoint's own directory: the hooks decide what is to be saved, so they come first.
-        with tempfile.TemporaryDirectory(prefix="ckpt-hooks-") as directory:
-            weights = _weights_after_hooks(session, directory)
-            _save_parts(session, target, weights, functools.partial(_move_content, directory))
-    else:
-        _save_parts(session, target, _weights(session), None)
+    with contextlib.ExitStack() as undo:
+        weights, files = _weights(session), None
+        if session.accelerator._save_model_state_pre_hook:
+            # The hooks come first, because they decide what is to be saved.
+            weights, files = _after_hooks(session, target, weights, undo)
+        parts = _save_parts(session, target, weights, files)
+        undo.pop_all()  # the files are the save's now
+    session.remove_unwanted(target)
+    if not _fsdp.is_used(session.accelerator) and fit_into(parts, SMALL_STATE_BYTES):
+        session.checkpointer.drain(timeout=_LONGEST_WAIT_FOR_SMALL_SECONDS)
 
 
-def _save_parts(session: Session, target: str, weights: list[Any], write_files: Callable[[str], None] | None) -> None:
+def _save_parts(session: Session, target: str, weights: list[Any], files: AddedFiles | None) -> list[Part]:
     try:
         parts = _parts_of(session, weights)
         metadata = _metadata(session, target)
@@ -129,12 +143,10 @@ def _save_parts(session: Session, target: str, weights: list[Any], write_files: 
     if session.config.is_async:
         session.outcomes.save_begun()
     try:
-        session.checkpointer.save(parts, target, metadata=metadata, write_files=write_files)
+        session.checkpointer.save(parts, target, metadata=metadata, step=session.step_of_all, write_files=files)
     except SerializationError as error:
         raise _named(error, session.accelerator) from error
-    _remove_unwanted(session, target)
-    if not _fsdp.is_used(session.accelerator) and tensor_bytes(parts) <= SMALL_STATE_BYTES:
-        session.checkpointer.drain(timeout=_LONGEST_WAIT_FOR_SMALL_SECONDS)
+    return parts
 
 
 def _fail_everywhere(session: Session, target: str, error: Exception) -> None:
@@ -152,38 +164,44 @@ def _weights(session: Session) -> list[Any]:
     return [] if _fsdp.is_used(accelerator) else [model.state_dict() for model in accelerator._models]
 
 
-def _weights_after_hooks(session: Session, directory: str) -> list[Any]:
-    """Call the script's hooks, which may write files and take weights away; return the weights that are left on rank 0."""
+def _after_hooks(
+    session: Session, target: str, weights: list[Any], undo: contextlib.ExitStack
+) -> tuple[list[Any], AddedFiles]:
+    """Call the script's hooks; return the weights that they leave on rank 0, and the files that they write."""
     accelerator = session.accelerator
-    weights = _weights(session)
     before = list(weights)
-
-    def call_hooks() -> None:
+    files: AddedFiles | None = None
+    failure: Exception | None = None
+    try:
+        files = session.checkpointer.begin_files(target)
+        undo.callback(files.close)
         for hook in accelerator._save_model_state_pre_hook.values():
-            hook(accelerator._models, weights, directory)
-
-    session.agreement.all_succeeded("save_state", call_hooks)
+            hook(accelerator._models, weights, files.directory)
+    except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know of it
+        failure = error
     left = [next((index for index, item in enumerate(before) if item is weight), None) for weight in weights]
-    names, left = session.agreement.from_rank_zero("save_state", [_files_below(directory), left])
+    names, left = session.agreement.announce("save_state", [_files_below(files), left], failure)
+    if failure is not None:
+        if session.rank:
+            _fail_everywhere(session, target, failure)
+        raise failure
+    assert files is not None  # there is no failure
     if session.rank:
         # Every rank may write config.json; rank 0's is the one.
-        for name in set(names).intersection(_files_below(directory)):
-            os.unlink(os.path.join(directory, name))
+        for name in set(names).intersection(_files_below(files)):
+            os.unlink(os.path.join(files.directory, name))
     # Hooks usually take weights away on the main process alone; all ranks must save the same parts.
-    return weights if session.rank == 0 or None in left else [before[index] for index in left]
+    return weights if session.rank == 0 or None in left else [before[index] for index in left], files
 
 
-def _files_below(directory: str) -> list[str]:
+def _files_below(files: AddedFiles | None) -> list[str]:
+    if files is None:
+        return []
     return [
-        os.path.relpath(os.path.join(folder, name), directory)
-        for folder, _, names in os.walk(directory)
+        os.path.relpath(os.path.join(folder, name), files.directory)
+        for folder, _, names in os.walk(files.directory)
         for name in names
     ]
-
-
-def _move_content(source: str, target: str) -> None:
-    for name in os.listdir(source):
-        shutil.move(os.path.join(source, name), os.path.join(target, name))
 
 
 def _parts_of(session: Session, weights: list[Any]) -> list[Part]:
@@ -211,9 +229,13 @@ def _metadata(session: Session, target: str) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "world_size": session.world_size,
         "iteration": number_of(target) if automatic else accelerator.project_configuration.iteration,
+        "step": session.step,
         "custom_objects": len(accelerator._custom_objects),
         "local_sgd": session.local_sgd.capture(),
     }
+    if session.retention is not None:
+        about |= session.retention.describe()
+        session.retention.record(target, session.step, about)
     return {FORMAT: about}
 
 
@@ -231,16 +253,6 @@ def _rank_state(session: Session) -> dict[str, Any]:
     if session.world_size > 1 and not _fsdp.is_used(accelerator):
         state["buffers"] = [capture_buffers(model) for model in models]
     return state
-
-
-def _remove_unwanted(session: Session, target: str) -> None:
-    project = session.accelerator.project_configuration
-    if session.rank or not project.automatic_checkpoint_naming or project.total_limit is None:
-        return
-    committed = numbered(automatic_root(session.accelerator), session.config.storage_options)
-    pending = [*session.checkpointer.pending, target]
-    for path in unwanted(committed, pending, project.total_limit):
-        session.checkpointer.remove(path)
 
 
 def _named(error: SerializationError, accelerator: Any) -> SerializationError:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import itertools
 import logging
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
@@ -16,12 +18,15 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate_ckpt._agreement import Agreement
 from accelerate_ckpt._loaders import LoaderPositions
 from accelerate_ckpt._local_sgd import LocalSgdState
+from accelerate_ckpt._naming import automatic_root, by_number, numbered, unwanted
 from accelerate_ckpt._outcomes import OutcomeWatch
 from accelerate_ckpt._private_data import unregister
+from accelerate_ckpt._retention import Retention
 from accelerate_ckpt.config import CheckpointConfig
 from ckpt_core.commit import RankGroup
 from ckpt_core.directory_checkpointer import DirectoryCheckpointer
 from ckpt_core.events import EventLog
+from ckpt_core.tiers import Tiers
 
 __all__ = ["Session", "close_sessions", "live_sessions", "open_session", "session_of"]
 
@@ -40,7 +45,13 @@ class Session:
         config: The options.
 
     Attributes:
+        tiers: Where checkpoints are committed and where uploaded to, if those are two places.
         window_open: Whether gradients have been added up that no optimizer step has used.
+        uneven: Whether ranks may have taken different numbers of steps.
+        retention: What keeps account of the checkpoints for a policy; None without a policy.
+        limit: Says, for the paths whose save is under way, what another framework's own rule would delete, None without one;
+            where it is not set, the rule is ``total_limit``.
+        protected: Paths of checkpoints that no policy deletes.
     """
 
     def __init__(self, accelerator: Any, config: CheckpointConfig) -> None:
@@ -49,7 +60,10 @@ class Session:
         self.local_sgd = LocalSgdState()
         self.told: set[str] = set()
         self.window_open = False
+        self.uneven = not accelerator.even_batches
         self.deferred: list[str] = []
+        self._steps_before = 0
+        self._steps: collections.Counter[int] = collections.Counter()
         self._backward_seen = False
         self._wrapped: list[weakref.ref[Any]] = []
         # Followed from here on; the session must not keep the Accelerator, and all its models, alive.
@@ -58,6 +72,7 @@ class Session:
         ranks = _rank_group(accelerator, config.commit_timeout)
         # Several Accelerators of one process share the store, each in a name space of its own.
         store = None if ranks.store is None else PrefixStore(f"accelerator-{next(_serials)}", ranks.store)
+        self.tiers = Tiers.of(config.local_dir, config.upload_to, config.keep_local)
         self.checkpointer = DirectoryCheckpointer(
             ranks=ranks,
             strategy="async" if config.is_async else "sync",
@@ -66,12 +81,18 @@ class Session:
             on_error=config.on_error,
             commit_timeout=config.commit_timeout,
             storage_options=config.storage_options,
+            tiers=self.tiers,
             listeners=[EventLog(config.event_log)] if config.event_log is not None else [],
         )
         self.agreement = Agreement(ranks.rank, ranks.world_size, store, config.commit_timeout)
         if store is not None:
             atexit.register(self.agreement.part)  # for scripts that end without end_training
         self.outcomes = OutcomeWatch(self.checkpointer, self.agreement, store)
+        self.retention = (
+            None if config.retention is None else Retention(config.retention, self.checkpointer, config.storage_options)
+        )
+        self.limit: Callable[[list[str]], list[str] | None] | None = None
+        self.protected: set[str] = set()
 
     @property
     def accelerator(self) -> Any:
@@ -124,6 +145,21 @@ class Session:
             return False
         return any(parameter.grad is not None for model in accelerator._models for parameter in model.parameters())
 
+    @property
+    def step(self) -> int:
+        """How many steps the run has taken, also before it was resumed: those of the optimizer that has taken the most."""
+        return self._steps_before + max(self._steps.values(), default=0)
+
+    @step.setter
+    def step(self, steps: int) -> None:
+        self._steps_before = steps
+        self._steps.clear()
+
+    @property
+    def step_of_all(self) -> int | None:
+        """The step at which all ranks are that come to the same call; None if they may be at different ones."""
+        return None if self.uneven else self.step
+
     def owns(self, optimizer: Any) -> bool:
         """Whether the optimizer was prepared by this Accelerator."""
         accelerator = self.accelerator
@@ -136,8 +172,37 @@ class Session:
             CheckpointError: The failure, as the same class on every rank.
         """
         self.window_open = False
+        self._steps[id(optimizer)] += 1
         if not self.local_sgd.active:  # its ranks exchange nothing until they average
             self.outcomes.optimizer_stepped(optimizer)
+
+    def _beyond_total_limit(self, pending: list[str]) -> list[str] | None:
+        project = self.accelerator.project_configuration
+        if not project.automatic_checkpoint_naming or project.total_limit is None:
+            return None
+        root = self.checkpointer.known_as(automatic_root(self.accelerator))
+        committed = by_number(self.checkpointer.uploaded_in(root)) | numbered(root, self.config.storage_options)
+        return unwanted(committed, pending, project.total_limit)
+
+    def remove_unwanted(self, target: str) -> None:
+        """Have the checkpoints deleted that neither the framework's own rule nor the policy wants, on rank 0.
+
+        Args:
+            target: The checkpoint whose save has just begun, or is done: the others go when it is durable.
+        """
+        if self.rank:
+            return
+        pending = [*self.checkpointer.pending, target]
+        gone = (self.limit or self._beyond_total_limit)(pending)
+        if self.retention is not None:
+            given_up = self.retention.surplus(target, pending, self.protected)
+            gone = (
+                given_up
+                if gone is None
+                else [path for path in given_up if path in set(map(self.checkpointer.known_as, gone))]
+            )
+        for path in gone or []:
+            self.checkpointer.remove(path)
 
     def finish(self) -> None:
         """Wait for the background and raise what was not raised yet; called on all ranks together.

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, get_args
 
+from accelerate_ckpt._retention_option import RULES, check_retention, parse_retention
+
 __all__ = ["CheckpointConfig", "OptionError", "nearest"]
 
 Strategy = Literal["sync", "async", "sharded"]
@@ -77,6 +79,14 @@ def _check_path(value: Any) -> str | None:
     return os.fspath(value)
 
 
+def _check_place(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ValueError(f"must be a directory, not {value!r}")
+    return os.fspath(value)
+
+
 def _check_mapping(value: Any) -> dict[str, Any] | None:
     if value is None:
         return None
@@ -107,10 +117,13 @@ def _switch(text: str) -> Any:
 
 
 _COUNT = _Kind(_check_count, _number, "N")
+_COUNT_OR_ALL = _Kind(lambda value: None if value is None else _check_count(value), _number, "N")
 _SECONDS = _Kind(_check_seconds, _number, "SECONDS")
 _SWITCH = _Kind(_check_switch, _switch, "{true,false}")
 _PATH = _Kind(_check_path, str, "PATH")
+_PLACE = _Kind(_check_place, str, "DIRECTORY")
 _MAPPING = _Kind(_check_mapping, _json, "JSON")
+_RETENTION = _Kind(check_retention, parse_retention, "RULES")
 
 
 def _about(kind: _Kind, summary: str) -> dict[str, Any]:
@@ -131,7 +144,14 @@ class CheckpointConfig:
             counts it.
         mid_accumulation: What a save inside a window of gradient accumulation does: ``"grads"`` saves each rank's gradients so
             far, so that the window goes on where it was; ``"defer"`` saves when the window is complete; ``"error"`` refuses.
+        retention: Which checkpoints to keep: a policy of :mod:`ckpt_core.policies`, ``"latest=2,every_steps=1000"``, or a mapping
+            with ``class_path`` and ``init_args``. None deletes nothing but what ``total_limit`` says.
         commit_timeout: Seconds to wait for the other ranks' parts of a save before it counts as failed.
+        local_dir: Directory on a fast local disk that all ranks see, below which checkpoints are committed and training goes
+            on; then rank 0 uploads them from there in the background. Needs ``upload_to``.
+        upload_to: URL or directory that takes the uploads, under the same relative names. ``load_state`` takes the nearest
+            copy that is whole, under the path of either.
+        keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
 
@@ -162,6 +182,21 @@ class CheckpointConfig:
     commit_timeout: float = field(
         default=600.0, metadata=_about(_SECONDS, "how long a save waits for the parts of the other ranks")
     )
+    retention: Any = field(
+        default=None,
+        hash=False,
+        metadata=_about(_RETENTION, f"what to keep: {', '.join(RULES)}, as in latest=2,best=loss"),
+    )
+    local_dir: str | None = field(
+        default=None, metadata=_about(_PLACE, "fast local directory to commit below before uploading; needs upload_to")
+    )
+    upload_to: str | None = field(
+        default=None, metadata=_about(_PLACE, "URL or directory to upload to in the background; needs local_dir")
+    )
+    keep_local: int | None = field(
+        default=None,
+        metadata=_about(_COUNT_OR_ALL, "newest uploaded checkpoints that stay in local_dir (default: all)"),
+    )
     # Credentials do not belong into logs.
     storage_options: dict[str, Any] | None = field(
         default=None, repr=False, hash=False, metadata=_about(_MAPPING, "passed to fsspec for checkpoints at URLs")
@@ -174,6 +209,13 @@ class CheckpointConfig:
         for name, kind in _kinds().items():
             # The only way to set a frozen field: a path becomes text, whole seconds a float.
             object.__setattr__(self, name, _checked(name, kind, getattr(self, name)))
+        if (self.local_dir is None) != (self.upload_to is None):
+            missing, given = ("local_dir", "upload_to") if self.local_dir is None else ("upload_to", "local_dir")
+            raise OptionError(
+                f"{given} needs {missing} too: checkpoints go to local_dir first, and from there to upload_to"
+            )
+        if self.keep_local is not None and self.local_dir is None:
+            raise OptionError("keep_local needs local_dir and upload_to: without them there is one tier only")
 
     @property
     def is_async(self) -> bool:
@@ -209,7 +251,7 @@ class CheckpointConfig:
         Example:
             >>> CheckpointConfig.from_sources({"strategy": "sync"}, variables={"ACCELERATE_CKPT_MAX_PENDING": "2"})
             CheckpointConfig(strategy='sync', wait=False, max_pending=2, on_error='raise', mid_accumulation='grads', \
-commit_timeout=600.0, event_log=None)
+commit_timeout=600.0, retention=None, local_dir=None, upload_to=None, keep_local=None, event_log=None)
         """
         environment = os.environ if variables is None else variables
         given_flags = {flag_name.format(name): (name, value) for name, value in (flags or {}).items()}

@@ -191,14 +191,14 @@ class _InstallAfterImport(importlib.abc.MetaPathFinder):
 
 
 def _install(config: CheckpointConfig) -> None:
-    from accelerate_ckpt.attach import install
+    from accelerate_ckpt._attach import install
 
     install(config)
 
 
 def _drain(failed: bool) -> None:
-    if "accelerate_ckpt.attach" in sys.modules:  # otherwise the script has not even imported Accelerate
-        from accelerate_ckpt.attach import drain
+    if "accelerate_ckpt._attach" in sys.modules:  # otherwise the script has not even imported Accelerate
+        from accelerate_ckpt._attach import drain
 
         drain(raised=failed)
 

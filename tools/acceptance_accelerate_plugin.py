@@ -23,7 +23,7 @@ def pytest_configure() -> None:
     from accelerate import Accelerator
 
     from accelerate_ckpt import CheckpointConfig, _save_state
-    from accelerate_ckpt.attach import install
+    from accelerate_ckpt._attach import install
 
     if os.environ.get("ACCEPTANCE_NEVER_WAIT"):
         _save_state.SMALL_STATE_BYTES = -1

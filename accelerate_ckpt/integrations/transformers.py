@@ -26,6 +26,7 @@ import json
 import logging
 import os
 import re
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -34,10 +35,10 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from accelerate_ckpt._attach import attach
 from accelerate_ckpt._load_state import FolderNotFoundError
 from accelerate_ckpt._parts import FORMAT, indexed, load_model
 from accelerate_ckpt._session import Session, session_of
-from accelerate_ckpt.attach import attach
 from accelerate_ckpt.config import OptionError
 from ckpt_core import Catalog
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, StateMismatchError
@@ -184,6 +185,9 @@ class ResumableCallback(TrainerCallback):
         loaders[:] = [loader for loader in loaders if loader is train_dataloader]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        retention = self._session.retention
+        if retention is not None:
+            retention.note_metrics(logs or {})
         if "train_runtime" not in (logs or {}):
             return
         # The last thing that is logged. What comes after it looks for the best checkpoint in the file system.
@@ -205,10 +209,9 @@ class ResumableCallback(TrainerCallback):
             is_saved = best == target or session.checkpointer.exists(best)
             if session.agreement.from_rank_zero("save", is_saved):
                 state.best_model_checkpoint = best
+        session.limit = functools.partial(_surplus, weakref.proxy(trainer))  # the session outlives the Trainer
+        session.protected = {state.best_model_checkpoint} if state.best_model_checkpoint else set()
         trainer.accelerator.save_state(target)
-        if session.rank == 0:
-            for path in _surplus(trainer, [*session.checkpointer.pending, target]):
-                session.checkpointer.remove(path)  # when all saves so far are durable
 
     def _write_files(self, _models: Any, _weights: Any, directory: str) -> None:
         """Add what the Trainer puts beside the weights, but for the pickle of its arguments."""
@@ -216,7 +219,9 @@ class ResumableCallback(TrainerCallback):
         if not trainer.is_world_process_zero():
             return
         model = trainer.accelerator.unwrap_model(trainer.model)
-        if isinstance(model, PreTrainedModel):
+        if hasattr(model, "peft_config"):
+            model.save_pretrained(directory)  # the adapters alone, for those who have the model under them
+        elif isinstance(model, PreTrainedModel):
             config = copy.deepcopy(model.config)
             config.architectures = [type(model).__name__]
             config.save_pretrained(directory)
@@ -332,7 +337,6 @@ def _check_arguments(trainer: Any) -> None:
         f"an output_dir that is a URL: {args.output_dir}": "://" in str(args.output_dir),
         "DeepSpeed": trainer.is_deepspeed_enabled,
         "FSDP": trainer.is_fsdp_enabled,
-        "PEFT adapters": hasattr(trainer.model, "peft_config"),
     }
     for problem, is_there in problems.items():
         if is_there:
@@ -350,11 +354,11 @@ def _collect_callback_states(trainer: Any) -> None:
                 states[name] = callback.state()
 
 
-def _surplus(trainer: Any, pending: list[str]) -> list[str]:
+def _surplus(trainer: Any, pending: list[str]) -> list[str] | None:
     """Return the checkpoints that ``save_total_limit`` is to delete, the oldest first, by the Trainer's own rules."""
     limit = trainer.args.save_total_limit
     if not limit or limit < 0:
-        return []
+        return None
     infos = Catalog(trainer.args.output_dir, suffix="").checkpoints()
     infos = [info for info in infos if _NAME.fullmatch(os.path.basename(info.path))]
     best = trainer.state.best_model_checkpoint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -11,14 +12,22 @@ from tests.support.accelerate_ranks import ranks
 __all__ = ["fresh_accelerate", "ranks"]
 
 
-@pytest.fixture
-def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Accelerate as in a new process, on the CPU."""
-    from accelerate.state import AcceleratorState, GradientState
-
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+@pytest.fixture(autouse=True)
+def _no_accelerator_of_others() -> Iterator[None]:
+    """Accelerate knows of no Accelerator of an earlier test, nor do the processes that are forked from this one."""
+    _forget_accelerators()
     yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    _forget_accelerators()
+
+
+@pytest.fixture
+def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accelerate as in a new process, on the CPU."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+
+def _forget_accelerators() -> None:
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(True)
+        state.GradientState._reset_state()

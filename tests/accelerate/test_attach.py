@@ -17,8 +17,8 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.optimizer import AcceleratedOptimizer
 
 from accelerate_ckpt import CheckpointConfig, CheckpointProjectConfiguration, attach
+from accelerate_ckpt._attach import drain, install, uninstall
 from accelerate_ckpt._session import live_sessions, session_of
-from accelerate_ckpt.attach import drain, install, uninstall
 from ckpt_core.errors import StorageError
 from tests.accelerate.training import Run, assert_same, model_of
 

@@ -43,6 +43,10 @@ def test_defaults() -> None:
         "on_error": "raise",
         "mid_accumulation": "grads",
         "commit_timeout": 600.0,
+        "retention": None,
+        "local_dir": None,
+        "upload_to": None,
+        "keep_local": None,
         "storage_options": None,
         "event_log": None,
     }

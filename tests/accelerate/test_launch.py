@@ -288,7 +288,7 @@ def test_two_processes(run_script: RunScript, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "first", ["from accelerate_ckpt.attach import install", "from accelerate_ckpt import attach", ""]
+    "first", ["from accelerate_ckpt._attach import install", "from accelerate_ckpt import attach", ""]
 )
 def test_attach_is_the_function_whatever_was_imported_first(run_script: RunScript, first: str) -> None:
     done = run_script(f"{first}\nimport accelerate_ckpt\nprint(type(accelerate_ckpt.attach).__name__)")

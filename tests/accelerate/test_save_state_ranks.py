@@ -87,27 +87,127 @@ def test_the_hooks_of_rank_zero_decide(ranks: Ranks, tmp_path: Path, strategy: s
     assert {"rank-0.txt", "rank-1.txt"} <= set(files)
 
 
-@pytest.mark.parametrize("caller", [0, 1])
-def test_a_save_on_one_rank_alone_is_an_error_that_says_what_to_do(ranks: Ranks, tmp_path: Path, caller: int) -> None:
+@pytest.mark.parametrize(("caller", "strategy"), [(0, "sync"), (0, "async"), (1, "sync"), (1, "async")])
+def test_a_save_on_one_rank_alone_is_an_error_that_says_what_to_do(
+    ranks: Ranks, tmp_path: Path, caller: int, strategy: str
+) -> None:
     body = """
         import time
-        accelerator = attach(Accelerator(), "async", commit_timeout=2)
+        accelerator = attach(Accelerator(), strategy, commit_timeout=2)
         accelerator.prepare(nn.Linear(2, 2))
         if rank == caller:
             started = time.monotonic()
             try:
                 accelerator.save_state(saved)
+                accelerator.end_training()
             finally:
                 tell(seconds=time.monotonic() - started)
         else:
             time.sleep(6)  # the store is on rank 0
     """
-    results = ranks.run(body, 2, saved=str(tmp_path / "saved"), caller=caller)
+    results = ranks.run(body, 2, saved=str(tmp_path / "saved"), caller=caller, strategy=strategy)
     assert results[caller].error == "RankFailedError"
-    assert f"called on rank {caller}, and not on rank {1 - caller} within 2 s" in results[caller].message
-    assert "not under `if accelerator.is_main_process`" in results[caller].message
+    if (caller, strategy) == (0, "async"):  # found in the background
+        assert "rank 1 did not begin the save" in results[0].message
+        assert "call save on all ranks" in results[0].message
+    else:
+        assert f"called on rank {caller}, and not on rank {1 - caller} within 2 s" in results[caller].message
+        assert "not under `if accelerator.is_main_process`" in results[caller].message
     assert results[caller].told["seconds"] >= 2
     assert not (tmp_path / "saved").exists()
+
+
+LARGE = """
+    accelerator = attach(Accelerator(), "async", **options)
+    model = nn.Linear(300, 300)  # more than what is waited for
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters()))
+
+    def train(steps):
+        for _ in range(steps):
+            optimizer.step()
+"""
+
+
+@pytest.mark.parametrize("hooks", [False, True])
+def test_rank_zero_does_not_wait_for_the_others_in_an_asynchronous_save(
+    ranks: Ranks, tmp_path: Path, hooks: bool
+) -> None:
+    body = (
+        LARGE
+        + """
+    import time
+    accelerator.prepare(model)
+    if hooks:
+        accelerator.register_save_state_pre_hook(lambda models, weights, path: Path(path, "hook").write_text("x"))
+    while rank == 1 and not Path(saved + "-returned").exists():
+        time.sleep(0.01)
+    accelerator.save_state(saved)
+    if rank == 0:
+        Path(saved + "-returned").touch()
+    accelerator.end_training()
+    tell(files=sorted(path.name for path in Path(saved).iterdir()))
+    """
+    )
+    results = ranks.run(body, 2, saved=str(tmp_path / "saved"), hooks=hooks, options={"commit_timeout": 20})
+    assert [(result.error, result.ended) for result in results] == [(None, True), (None, True)], results[0].message
+    assert {"manifest.json", "model.safetensors"} <= set(results[0].told["files"])
+    assert ("hook" in results[0].told["files"]) == hooks
+
+
+@pytest.mark.parametrize("missed", [0, 1])
+def test_a_rank_that_has_missed_a_save_is_not_mixed_into_it(ranks: Ranks, tmp_path: Path, missed: int) -> None:
+    body = (
+        LARGE
+        + """
+    import time
+    if rank != missed:
+        try:
+            accelerator.save_state(saved + "-1")
+        except Exception as error:
+            tell(alone=type(error).__name__)
+    train(1)
+    accelerator.save_state(saved + "-2")
+    if rank == 1:
+        time.sleep(4)
+    accelerator.end_training()
+    """
+    )
+    results = ranks.run(body, 2, saved=str(tmp_path / "saved"), missed=missed, options={"commit_timeout": 2})
+    assert "RankFailedError" in {results[1 - missed].error, results[1 - missed].told.get("alone")}
+    if missed == 1:
+        assert results[1].error == "RankFailedError"
+        assert "rank 1 saves step 1, and rank 0 step 0" in results[1].message
+    assert list(tmp_path.glob("*/manifest.json")) == []
+
+
+def test_ranks_may_differ_in_steps_where_accelerate_lets_them(ranks: Ranks, tmp_path: Path) -> None:
+    body = (
+        LARGE
+        + """
+    if joined:
+        with accelerator.join_uneven_inputs([]):
+            train(1 + rank)
+    else:
+        accelerator.even_batches = even
+        accelerator = attach(accelerator, "sync", **options)  # a new session
+        optimizer = accelerator.prepare(torch.optim.SGD(model.parameters()))
+        train(1 + rank)
+    accelerator.save_state(saved)
+    accelerator.end_training()
+    """
+    )
+    options = {"commit_timeout": 20}
+    for joined, even in ((True, True), (False, False)):
+        saved = tmp_path / f"{joined}"
+        results = ranks.run(body, 2, saved=str(saved), joined=joined, even=even, options=options)
+        assert [result.error for result in results] == [None, None], [result.message for result in results]
+        assert (saved / "manifest.json").exists()
+    results = ranks.run(
+        body, 2, saved=str(tmp_path / "refused"), joined=False, even=True, options={"commit_timeout": 2}
+    )
+    assert [result.error for result in results] == ["RankFailedError", "RankFailedError"]
+    assert "rank 1 saves step 2, and rank 0 step 1" in results[1].message
+    assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])
@@ -199,15 +299,15 @@ def test_a_load_that_fails_on_one_rank_fails_on_all(ranks: Ranks, tmp_path: Path
     assert "failed on rank 1" in results[0].message and "not for me" in results[0].message
 
 
-@pytest.mark.parametrize("where", ["hook", "object"])
+@pytest.mark.parametrize(("where", "culprit"), [("hook", 0), ("hook", 1), ("object", 1)])
 def test_what_one_rank_raises_in_a_save_does_not_leave_the_others_waiting(
-    ranks: Ranks, tmp_path: Path, where: str
+    ranks: Ranks, tmp_path: Path, where: str, culprit: int
 ) -> None:
     body = """
         from tests.accelerate.training import Counter
         class Picky(Counter):
             def state_dict(self):
-                if rank == 1:
+                if rank == culprit:
                     raise KeyError("not mine")
                 return super().state_dict()
         accelerator = attach(Accelerator(), "async")
@@ -219,12 +319,12 @@ def test_what_one_rank_raises_in_a_save_does_not_leave_the_others_waiting(
         accelerator.save_state(saved)
         accelerator.end_training()
     """
-    results = ranks.run(body, 2, timeout=30, saved=str(tmp_path / "saved"), where=where)
+    results = ranks.run(body, 2, timeout=30, saved=str(tmp_path / "saved"), where=where, culprit=culprit)
     assert [result.ended for result in results] == [True, True]
-    assert results[1].error == "KeyError"
-    assert results[0].error in {"RankFailedError", "CheckpointError"}
-    assert "not mine" in results[0].message
-    assert not (tmp_path / "saved").exists()
+    assert results[culprit].error == "KeyError"
+    assert results[1 - culprit].error in {"RankFailedError", "CheckpointError"}
+    assert "not mine" in results[1 - culprit].message
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_rank_zero_ends_when_the_others_have_heard_it(ranks: Ranks, tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ def main() -> None:
     """Import once; then run the cases that are asked for, one a line."""
     import torch._dynamo  # noqa: F401 - which DDP imports otherwise, in every rank
 
-    import accelerate_ckpt.attach  # noqa: F401 - once for all ranks
+    import accelerate_ckpt._attach  # noqa: F401 - once for all ranks
 
     for line in sys.stdin:
         print(json.dumps(_run_case(json.loads(line), os.getcwd())), flush=True)

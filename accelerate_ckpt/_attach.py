@@ -184,6 +184,8 @@ def _listen() -> None:
     if not _signals:
         _signals.wrap(Accelerator, "prepare_model", _prepare_model)
         _signals.wrap(Accelerator, "backward", _backward)
+        _signals.wrap(Accelerator, "log", _log)
+        _signals.wrap(Accelerator, "join_uneven_inputs", _join_uneven_inputs)
         _signals.wrap(AcceleratedOptimizer, "step", _optimizer_step)
         _signals.wrap(DataLoaderShard, "__iter__", _iterate)
         _signals.wrap(DataLoaderDispatcher, "__iter__", _iterate)
@@ -205,6 +207,20 @@ def _backward(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Non
     session = session_of(accelerator)
     if session is not None:
         session.backward_done()
+
+
+def _log(original: Any, accelerator: Any, values: Any, *args: Any, **kwargs: Any) -> None:
+    original(accelerator, values, *args, **kwargs)
+    session = session_of(accelerator)
+    if session is not None and session.retention is not None:
+        session.retention.note_metrics(values)
+
+
+def _join_uneven_inputs(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    session = session_of(accelerator)
+    if session is not None:
+        session.uneven = True
+    return original(accelerator, *args, **kwargs)
 
 
 def _optimizer_step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
