@@ -33,10 +33,10 @@ demo: $(READY)
 	$(BIN)/python examples/crash_demo/run.py --output demo_output $(ARGS)
 
 # The tests start several processes at a time: one thread each keeps them from fighting over the cores. Much of their time is
-# waiting for processes to start, so two files run at a time.
+# waiting for processes to start, so two files run at a time, in the order that tests/conftest.py gives them.
 test: export OMP_NUM_THREADS = 1
 test: $(READY)
-	$(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile --durations=25 $(ARGS)
+	$(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations=25 $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -20,14 +21,48 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from hypothesis import settings
+
+from tests.support.fork_server import ForkServer
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL_FILESYSTEM_BYTES = 8 * 2**20
 THREAD_GRACE_SECONDS = 5.0
+#: What scripts of the core and of the Lightning plugin import.
+CORE = ("torch._dynamo", "ckpt_core")
+LIGHTNING = ("lightning.pytorch.cli", "ckpt_core", "lightning_ckpt")
+_RUN_FILE = "import runpy, sys; sys.argv[0] = {0!r}; runpy.run_path({0!r}, run_name='__main__')"
+
+# No test passes or fails by the clock.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
+
+
+#: Files that take longest: they begin first, so that no worker is left with a long one in the end.
+LONGEST = (
+    "accelerate/test_exact_data_two.py",
+    "lightning/test_exact_resume.py",
+    "accelerate/test_exact_data_one.py",
+    "lightning/test_exact_processes.py",
+    "lightning/test_sharded.py",
+    "lightning/test_elastic.py",
+    "accelerate/test_elastic.py",
+    "accelerate/test_exact_data_scripts.py",
+    "accelerate/test_save_state_ranks.py",
+    "accelerate/test_launch_runs.py",
+    "lightning/test_failures.py",
+    "chaos/test_cut_chaos.py",
+    "examples/test_ways_in.py",
+    "storage/test_contract.py",
+    "core/test_directory_ranks.py",
+    "core/test_processes.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip the tests marked ``gpu`` where there is none."""
+    """Put the longest files first, and skip the tests marked ``gpu`` where there is none."""
+    places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
     if torch.cuda.is_available():
         return
     for item in items:
@@ -156,14 +191,79 @@ def run_script(tmp_path: Path) -> ScriptRunner:
             stdout, stderr = process.communicate(timeout=30)
         finally:
             _kill_group(process)
-        output = f"--- stdout\n{stdout}\n--- stderr\n{stderr}"
-        if timed_out:
-            pytest.fail(f"the script did not end within {timeout} s\n{output}")
-        if check and process.returncode != 0:
-            pytest.fail(f"the script exited with status {process.returncode}\n{output}")
-        return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+        status = process.returncode
+        _judge(status, stdout, stderr, timed_out=timed_out, timeout=timeout, check=check)
+        return subprocess.CompletedProcess(command, status, stdout, stderr)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def _fork_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[tuple[str, ...]], ForkServer]]:
+    servers: dict[tuple[str, ...], ForkServer] = {}
+
+    def get(modules: tuple[str, ...]) -> ForkServer:
+        if modules not in servers:
+            servers[modules] = ForkServer(tmp_path_factory.mktemp("scripts"), modules, _script_environment({}))
+        return servers[modules]
+
+    yield get
+    for server in servers.values():
+        server.close()
+
+
+@pytest.fixture
+def fork_script(tmp_path: Path, _fork_servers: Callable[[tuple[str, ...]], ForkServer]) -> ScriptRunner:
+    """``run_script`` for code that does not mind being forked from a process that has imported for it, which saves seconds.
+
+    ``fork_script(script, *args, modules=CORE, ranks=None, env=None, cwd=None, timeout=120, check=True)``: ``modules`` is what
+    has been imported; with ``ranks`` so many processes run the script, with the variables that a launcher would set, and the
+    results are those of all. Everything else is as for ``run_script``.
+    """
+
+    def run(
+        script: str | Path,
+        *args: object,
+        modules: tuple[str, ...] = CORE,
+        ranks: int | None = None,
+        env: Mapping[str, str | None] | None = None,
+        cwd: Path | None = None,
+        timeout: float = 120.0,
+        check: bool = True,
+    ) -> subprocess.CompletedProcess[str]:
+        words = [str(arg) for arg in args]
+        code = textwrap.dedent(script) if isinstance(script, str) else _RUN_FILE.format(str(script))
+        outcome = _fork_servers(modules).run(
+            code,
+            words,
+            cwd=cwd or tmp_path,
+            environments=[_script_environment({**launched, **(env or {})}) for launched in _launcher_variables(ranks)],
+            timeout=timeout,
+        )
+        _judge(
+            outcome.status, outcome.stdout, outcome.stderr, timed_out=outcome.timed_out, timeout=timeout, check=check
+        )
+        return subprocess.CompletedProcess(words, outcome.status, outcome.stdout, outcome.stderr)
+
+    return run
+
+
+def _launcher_variables(ranks: int | None) -> list[dict[str, str]]:
+    if ranks is None:
+        return [{}]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": str(ranks)}
+    return [{**shared, "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+
+
+def _judge(status: int, stdout: str, stderr: str, *, timed_out: bool, timeout: float, check: bool) -> None:
+    output = f"--- stdout\n{stdout}\n--- stderr\n{stderr}"
+    if timed_out:
+        pytest.fail(f"the script did not end within {timeout} s\n{output}")
+    if check and status != 0:
+        pytest.fail(f"the script exited with status {status}\n{output}")
 
 
 def _script_environment(changes: Mapping[str, str | None]) -> dict[str, str]:

@@ -16,11 +16,12 @@ MAXIMUM_LINES = 400
 # Top floor first. Rooms of one floor may import each other; the order is explained in docs/architecture.md.
 FLOORS = (
     {"cli"},
-    {"interchange", "parameter_server"},
+    {"interchange", "local_updates", "parameter_server"},
     {"checkpointer", "directory_checkpointer"},
     {"consistent_cut"},
     {"policies"},
     {"catalog"},
+    {"tiers"},
     {"directory_writer"},
     {"writer", "reader"},
     {"commit"},

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.conftest import ScriptRunner
+
 pytest_plugins = ["pytester"]
 
 
@@ -23,8 +25,13 @@ def test_a_small_filesystem_runs_full(small_filesystem: Path) -> None:
     assert caught.value.errno == errno.ENOSPC
 
 
-def test_a_script_gets_its_arguments_and_environment(run_script, tmp_path: Path) -> None:
-    done = run_script(
+@pytest.fixture(params=["run_script", "fork_script"])
+def any_script(request: pytest.FixtureRequest) -> ScriptRunner:
+    return request.getfixturevalue(request.param)
+
+
+def test_a_script_gets_its_arguments_and_environment(any_script: ScriptRunner, tmp_path: Path) -> None:
+    done = any_script(
         """
         import os, sys, torch, ckpt_core
         print(sys.argv[1:], os.environ["NEW"], "HOME" in os.environ, torch.get_num_threads(), os.getcwd())
@@ -38,15 +45,34 @@ def test_a_script_gets_its_arguments_and_environment(run_script, tmp_path: Path)
     assert done.stderr == "problem\n"
 
 
-def test_the_exit_status_of_a_script_is_checked_unless_told_otherwise(run_script) -> None:
-    assert run_script("raise SystemExit(3)", check=False).returncode == 3
-    with pytest.raises(pytest.fail.Exception, match=r"status 3\n[^$]*said this"):
-        run_script("print('said this'); raise SystemExit(3)")
+def test_the_exit_status_of_a_script_is_checked_unless_told_otherwise(any_script: ScriptRunner) -> None:
+    assert any_script("raise SystemExit(3)", check=False).returncode == 3
+    assert any_script("raise KeyError('x')", check=False).stderr.endswith("KeyError: 'x'\n")
+    assert any_script("import os; os.kill(os.getpid(), 9)", check=False).returncode == -9
+    with pytest.raises(pytest.fail.Exception, match=r"status 1\n[^$]*said this[^$]*because"):
+        any_script("print('said this'); raise SystemExit('because')")
 
 
-def test_a_script_that_hangs_is_killed_with_its_children(run_script, tmp_path: Path) -> None:
+def test_a_script_ends_as_programs_do(any_script: ScriptRunner) -> None:
+    done = any_script(
+        """
+        import atexit, threading, time
+        atexit.register(print, "at exit")
+        threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+        """
+    )
+    assert done.stdout == "thread\nat exit\n"
+
+
+def test_a_forked_script_finds_nothing_of_the_one_before(fork_script: ScriptRunner) -> None:
+    code = "import os, sys, torch; print(hasattr(torch, 'of_mine'), os.environ.get('MINE'), 'x' in globals())"
+    fork_script(code + "; torch.of_mine = 1; x = 1", env={"MINE": "1"})
+    assert fork_script(code).stdout == "False None False\n"
+
+
+def test_a_script_that_hangs_is_killed_with_its_children(any_script: ScriptRunner, tmp_path: Path) -> None:
     with pytest.raises(pytest.fail.Exception, match="did not end within 3 s"):
-        run_script(
+        any_script(
             """
             import pathlib, subprocess, sys, time
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

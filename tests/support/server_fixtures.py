@@ -13,13 +13,15 @@ os.environ.setdefault("AWS_EC2_METADATA_DISABLED", "true")
 
 import pytest
 
-from tests.support.servers import MissingServerError, Server, ServerPool
+from tests.support.servers import MissingServerError, Server
+from tests.support.shared_servers import ServerPool
 
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerPool]:
-    """All servers, started when they are first asked for."""
-    pool = ServerPool(tmp_path_factory.mktemp)
+    """All servers, started when they are first asked for; the workers of a run share them."""
+    base = tmp_path_factory.getbasetemp()
+    pool = ServerPool((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "servers")
     yield pool
     pool.close()
 

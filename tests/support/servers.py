@@ -233,7 +233,9 @@ mon data = {home}/mon
 osd data = {home}/osd0
 osd objectstore = memstore
 osd memory target = 1073741824
-osd crush update on start = true
+# An OSD that has only just found the monitor may be told "wrong fsid" by it and give up: we say where it is.
+osd crush update on start = false
+osd class update on start = false
 memstore device bytes = 3221225472
 [mon.a]
 host = {host}
@@ -318,6 +320,7 @@ def _start_ceph_once(home: Path) -> Iterator[Server]:
     with contextlib.ExitStack() as daemons:
         daemons.enter_context(_running(["ceph-mon", "-f", "-c", str(configuration), "-i", "a"], home, monitor_answers))
         ceph("osd", "create", disk)
+        ceph("osd", "crush", "add", "osd.0", "1.0", "root=default", "host=a")
         run("ceph-osd", "-c", configuration, "-i", "0", "--mkfs", "--osd-uuid", disk)
         daemons.enter_context(_running(["ceph-osd", "-f", "-c", str(configuration), "-i", "0"], home, disk_is_up))
         gateway = ["radosgw", "-f", "-c", str(configuration), "-n", "client.rgw"]
@@ -328,6 +331,7 @@ def _start_ceph_once(home: Path) -> Iterator[Server]:
         yield Server("ceph", endpoint, "s3", s3_options(endpoint), home)
 
 
+#: Starts a server of each kind.
 STARTERS: Mapping[str, Callable[[Path], contextlib.AbstractContextManager[Server]]] = {
     "moto": start_moto,
     "ceph": start_ceph,
@@ -335,26 +339,3 @@ STARTERS: Mapping[str, Callable[[Path], contextlib.AbstractContextManager[Server
     "azurite": start_azurite,
     "gcs": start_gcs,
 }
-
-
-class ServerPool:
-    """Servers that are started when they are first asked for, and run until :meth:`close`.
-
-    Args:
-        make_home: Returns an empty directory for a server of the given name.
-    """
-
-    def __init__(self, make_home: Callable[[str], Path]) -> None:
-        self._make_home = make_home
-        self._running: dict[str, Server] = {}
-        self._stack = contextlib.ExitStack()
-
-    def __getitem__(self, kind: str) -> Server:
-        if kind not in self._running:
-            self._running[kind] = self._stack.enter_context(STARTERS[kind](self._make_home(kind)))
-        return self._running[kind]
-
-    def close(self) -> None:
-        """Stop all of them."""
-        self._running.clear()
-        self._stack.close()

@@ -1,0 +1,56 @@
+"""Two jobs at the same time, which warn into files of their own; for scripts (fixture ``run_script``)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["meet", "run_two"]
+
+_MOST_SECONDS = 200.0
+
+
+def run_two(work: Callable[[str], None], first_has_saved: Callable[[], bool]) -> None:
+    """Fork job A, which does ``work("A")``, and job B when A has saved; print what each was told of the other, as JSON."""
+    children = {}
+    for job in "AB":
+        child = os.fork()
+        if child == 0:
+            _run(job, work, first_has_saved)
+        children[child] = job
+    for child, job in children.items():
+        _, status = os.waitpid(child, 0)
+        assert status == 0, f"job {job} has ended with {status}"
+    logs = {job: Path(f"{job}.log").read_text().splitlines() for job in "AB"}
+    print(json.dumps({job: [line for line in lines if "another job" in line] for job, lines in logs.items()}))
+
+
+def meet(job: str, *, has_saved: bool, is_about_to_end: bool) -> None:
+    """Called after each step of both jobs: A, before it ends, waits until B has begun a save."""
+    if job == "B" and has_saved:
+        Path("B.saved").touch()
+    deadline = time.monotonic() + _MOST_SECONDS
+    while job == "A" and is_about_to_end and not Path("B.saved").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _run(job: str, work: Callable[[str], None], first_has_saved: Callable[[], bool]) -> None:
+    try:
+        handler = logging.FileHandler(f"{job}.log")
+        logging.getLogger("ckpt_core").addHandler(handler)
+        deadline = time.monotonic() + _MOST_SECONDS
+        while job == "B" and not first_has_saved():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        work(job)
+        handler.close()
+    except BaseException:  # noqa: BLE001 - nothing of the parent may run here
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)

@@ -1,0 +1,101 @@
+"""The processes of a test run share one server, which runs as long as one of them does."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from tests.support.shared_servers import ROOT, ServerPool
+
+ASKER = """
+import json, os, sys, time
+from pathlib import Path
+from tests.support.shared_servers import ServerPool
+pool = ServerPool(Path(sys.argv[1]))
+server = pool[sys.argv[2]]
+print(json.dumps([server.endpoint, server.new_bucket()]), flush=True)
+child = os.fork() if "fork" in sys.argv else None  # which must not keep the server
+if child == 0:
+    time.sleep(60)
+    os._exit(0)
+sys.stdin.readline()
+pool.close()
+print("null", flush=True)
+sys.stdin.read()
+if child:
+    os.kill(child, 9)
+"""
+
+
+def ask(directory: Path, *words: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", ASKER, str(directory), *words]
+    return subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def answer(asker: subprocess.Popen[str]) -> Any:
+    assert asker.stdout is not None
+    return json.loads(asker.stdout.readline())
+
+
+def is_up(endpoint: str) -> bool:
+    with socket.socket() as connection:
+        return connection.connect_ex((urlsplit(endpoint).hostname or "", urlsplit(endpoint).port or 0)) == 0
+
+
+def goes_down(endpoint: str) -> bool:
+    deadline = time.monotonic() + 30
+    while is_up(endpoint) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not is_up(endpoint)
+
+
+@pytest.mark.parametrize("kind", ["moto", pytest.param("ceph", marks=pytest.mark.slow)])
+def test_who_asks_at_once_gets_one_server_that_runs_until_the_last_has_left(tmp_path: Path, kind: str) -> None:
+    askers = [ask(tmp_path, kind), ask(tmp_path, kind, "fork")]
+    (endpoint, bucket), (other_endpoint, other_bucket) = map(answer, askers)
+    assert endpoint == other_endpoint and bucket != other_bucket
+    askers[0].kill()  # SIGKILL: it cannot say that it leaves
+    askers[0].communicate()
+    assert is_up(endpoint)
+    pool = ServerPool(tmp_path)
+    assert pool[kind].endpoint == endpoint
+    assert askers[1].stdin is not None
+    print(file=askers[1].stdin, flush=True)
+    assert answer(askers[1]) is None
+    assert is_up(endpoint)
+    pool.close()
+    assert goes_down(endpoint)
+    askers[1].communicate()
+    assert askers[1].returncode == 0
+
+
+def test_after_the_last_has_left_another_server_is_started(tmp_path: Path) -> None:
+    pool = ServerPool(tmp_path)
+    before = pool["moto"].endpoint
+    pool.close()
+    assert goes_down(before)
+    after = pool["moto"].endpoint
+    assert is_up(after) and after != before
+    pool.close()
+    assert goes_down(after)
+
+
+def test_what_is_missing_is_told_to_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support.servers import MissingServerError
+
+    monkeypatch.setenv("CKPT_AZURITE", os.fspath(tmp_path))
+    pools = [ServerPool(tmp_path / "run") for _ in range(2)]
+    for pool in pools:
+        with pytest.raises(MissingServerError, match="azurite-blob"):
+            pool["azurite"]
+    for pool in pools:
+        pool.close()
