@@ -4,83 +4,39 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import glob
 import hashlib
-import itertools
 import json
-import os
 import random
 import shutil
-import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "crash_demo"))
-
-from records import pair_events, read_lines
-
-from tests.chaos.jobs import Job, Nursery
+from tests.chaos.cells import LAUNCH, LIGHTNING, LOCAL, STORES, Setting
+from tests.chaos.jobs import ROOT, Job, Launched, Nursery
 from tests.chaos.judge import Judge
+from tests.chaos.kills import AIMS, PHASES, Pace, kill_at, measure, phase_hit, read_lines
+from tests.chaos.places import LocalPlace, Place, StorePlace
+from tests.chaos.training import KEPT
 
-KEPT = 2  # as in train.py
-
-STARTING = "starting or resuming"
-STAGING = "in a save, before its file"
-WRITING = "writing"
-COMMIT = "committed, not yet announced"
-RETENTION = "between commit and removal"
-BETWEEN = "between saves"
-PHASES = (STARTING, STAGING, WRITING, COMMIT, RETENTION, BETWEEN)
-# Aims, and how often each is taken; what a kill really hit is found out afterwards.
-AIMS = {STARTING: 2, STAGING: 3, WRITING: 6, COMMIT: 4, RETENTION: 2, BETWEEN: 2}
-
-
-@dataclasses.dataclass(frozen=True)
-class Setting:
-    """How a training runs."""
-
-    io: str
-    accumulate: int
-    devices: int
-
-    @property
-    def arguments(self) -> list[str]:
-        return ["--io", self.io, "--accumulate", str(self.accumulate), "--devices", str(self.devices)]
-
-    def __str__(self) -> str:
-        ranks = f", {self.devices} ranks" if self.devices > 1 else ""
-        return f"{self.io}{f', accumulating {self.accumulate}' if self.accumulate > 1 else ''}{ranks}"
-
-
-SETTINGS = tuple(Setting(io, accumulate, 1) for io in ("async", "sync") for accumulate in (1, 3))
-PARALLEL_SETTINGS = tuple(Setting(io, accumulate, 2) for io, accumulate in (("async", 1), ("sync", 3)))
-
-
-@dataclasses.dataclass(frozen=True)
-class Pace:
-    """How long things take in a training that nobody kills: what the kills are timed by, in seconds."""
-
-    start: float
-    whole: float
-    stall: float
-    write: float
+ACCELERATE_SCRIPT = ROOT / "tests" / "chaos" / "train_accelerate.py"
+COMMIT_TIMEOUT_SECONDS = 20  # for the others, when a rank was killed
 
 
 @dataclasses.dataclass
 class Report:
-    """What a campaign did and found."""
+    """What a campaign did and found; reports of its parts can be added."""
 
     seed: int
     aimed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    hit: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    by_setting: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    runs: int = 0
+    hit: collections.Counter[tuple[str, str, str]] = dataclasses.field(default_factory=collections.Counter)
+    runs: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
     verified: int = 0
-    orphans: int = 0
+    unfinished: int = 0
     left_over: int = 0
+    unfinished_at_end: int = 0
+    never_pruned: int = 0
     violations: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
 
@@ -88,21 +44,54 @@ class Report:
     def kills(self) -> int:
         return sum(self.hit.values())
 
+    def add(self, other: Report) -> None:
+        """Take in what another part of the campaign found; its time is not added."""
+        for field in dataclasses.fields(self):
+            if field.name not in ("seed", "seconds"):
+                mine, more = getattr(self, field.name), getattr(other, field.name)
+                setattr(self, field.name, mine + more)
+
     def table(self) -> str:
         """The report as text."""
-        lines = [f"{'kills':<34}{'aimed at':>9}{'hit':>6}"]
-        lines += [f"  {phase:<32}{self.aimed[phase]:>9}{self.hit[phase]:>6}" for phase in PHASES]
-        lines += [f"  {'all':<32}{sum(self.aimed.values()):>9}{self.kills:>6}"]
-        lines += [f"  {setting:<41}{count:>6}" for setting, count in sorted(self.by_setting.items())]
+        cells = sorted({cell for cell, _, _ in self.hit})
+        lines = [f"{'kills':<43}{'aimed at':>9}" + "".join(f"{f'hit, {store}':>12}" for store in STORES)]
+        for phase in PHASES:
+            hits = [self._count(phase=phase, store=store) for store in STORES]
+            lines.append(f"  {phase:<41}{self.aimed[phase]:>9}" + "".join(f"{count:>12}" for count in hits))
+        every = "".join(f"{self._count(store=store):>12}" for store in STORES)
+        lines += [f"  {'all':<41}{sum(self.aimed.values()):>9}{every}", ""]
         lines += [
-            f"{'runs resumed to their end and compared':<43}{self.runs:>6}",
-            f"{'checkpoints verified':<43}{self.verified:>6}",
-            f"{'unfinished files found after a kill':<43}{self.orphans:>6}",
-            f"{'checkpoints left over at the end':<43}{self.left_over:>6}",
-            f"{'violations':<43}{len(self.violations):>6}",
-            f"seed {self.seed}, {self.seconds:.0f} s",
+            f"{'':<31}" + "".join(f"{word:>11}" for word in (*(_short(phase) for phase in PHASES), "kills", "runs"))
+        ]
+        for cell in cells:
+            counts = [self._count(cell=cell, phase=phase) for phase in PHASES]
+            counts += [self._count(cell=cell), self.runs[cell]]
+            lines.append(f"  {cell:<29}" + "".join(f"{count:>11}" for count in counts))
+        lines += [
+            "",
+            f"{'runs resumed to their end and compared':<52}{self.runs.total():>6}",
+            f"{'checkpoints verified':<52}{self.verified:>6}",
+            f"{'unfinished files and objects found after a kill':<52}{self.unfinished:>6}",
+            f"{'unfinished objects left in a store at the end':<52}{self.unfinished_at_end:>6}",
+            f"{'... and after pruning':<52}{self.never_pruned:>6}",
+            f"{'checkpoints left over at the end':<52}{self.left_over:>6}",
+            f"{'violations':<52}{len(self.violations):>6}",
+            f"seed {self.seed}, {self.kills} kills in {self.seconds:.0f} s",
         ]
         return "\n".join(lines)
+
+    def _count(self, *, cell: str = "", store: str = "", phase: str = "") -> int:
+        return sum(
+            count
+            for (of_cell, of_store, of_phase), count in self.hit.items()
+            if cell in ("", of_cell) and store in ("", of_store) and phase in ("", of_phase)
+        )
+
+
+def _short(phase: str) -> str:
+    words = {"in a save, nothing of it in sight": "staging", "writing or uploading": "writing"}
+    words |= {"committed, not yet announced": "committed", "between commit and removal": "retention"}
+    return words.get(phase, phase.removesuffix(" saves"))
 
 
 def outcome(run: Path) -> dict[str, Any]:
@@ -115,89 +104,14 @@ def outcome(run: Path) -> dict[str, Any]:
     return dict(result)
 
 
-def measure(run: Path, launched: float, ended: float) -> Pace:
-    """Read the pace off the logs of a run that was never killed."""
-    saves = [save for save in pair_events(read_lines(run / "events.jsonl")) if save.bytes and save.freed]
-    return Pace(
-        start=read_lines(run / "steps-rank0.jsonl")[0]["start"] - launched,
-        whole=ended - launched,
-        stall=statistics.median(save.freed - save.started for save in saves),
-        write=statistics.median((save.committed or 0.0) - save.started for save in saves),
-    )
-
-
-def kill_at(job: Job, aim: str, pace: Pace, dice: random.Random) -> bool:
-    """Kill the job in, or near, a phase of its work; False when it ended before."""
-    if aim == STARTING:
-        delay = dice.uniform(0.0, 1.5 * pace.start)
-    elif aim == BETWEEN:
-        delay = dice.uniform(pace.start, pace.whole)
-    else:
-        # Some saves later, so that the run gets on. Copies are over at once, so they are aimed at less often.
-        file = "step=" if dice.random() < 0.8 else ""
-        event = wait_for_event(job, "SaveCommitted" if aim == RETENTION else "SaveStarted", file, dice.randint(0, 3))
-        if event is None:
-            return False
-        path, begun = event["path"], event["time"]
-        orphans = os.path.join(os.path.dirname(path), f".{os.path.basename(path)}.*")
-        if aim == WRITING and not job.wait_until(lambda: bool(glob.glob(orphans)) or published_since(path, begun), 0.0):
-            return False
-        if aim == COMMIT and not job.wait_until(lambda: published_since(path, begun), 0.0):
-            return False
-        delay = {
-            STAGING: dice.uniform(0.0, min(pace.stall, 0.01)),
-            WRITING: dice.uniform(0.0, 0.7 * pace.write),
-            COMMIT: 0.0,
-            RETENTION: dice.uniform(0.0, 0.001),
-        }[aim]
-    time.sleep(delay)
-    return job.kill()
-
-
-def wait_for_event(job: Job, name: str, file: str, passed_over: int) -> dict[str, Any] | None:
-    """Wait for an event about a file whose name begins so, after ``passed_over`` others; None when the job ended."""
-    found: list[dict[str, Any]] = []
-
-    def happened() -> bool:
-        new = (event for event in job.new_events() if os.path.basename(event["path"]).startswith(file))
-        found.extend(event for event in new if event["event"] == name)
-        return len(found) > passed_over
-
-    return found[passed_over] if job.wait_until(happened) else None
-
-
-def published_since(path: str, moment: float) -> bool:
-    """Whether a file got this name after the moment."""
-    try:
-        return os.stat(path).st_ctime >= moment
-    except FileNotFoundError:
-        return False
-
-
-def phase_hit(job: Job, judge: Judge, run: Path) -> str:
-    """What the job was doing when it was killed, by what it left behind."""
-    steps = [step for step in read_lines(run / "steps-rank0.jsonl") if step["start"] >= job.launched]
-    unfinished = [save for save in pair_events(job.events) if save.committed is None]
-    if unfinished:
-        save = unfinished[0]  # they are carried out in order
-        name = os.path.basename(save.path)
-        if any(orphan.startswith(f".{name}.") for orphan in judge.orphans):
-            return WRITING
-        return COMMIT if published_since(save.path, save.started) else STAGING
-    if not steps:
-        return STARTING
-    # What earlier kills left over stays, and is no removal that this one came before.
-    return RETENTION if judge.ranked > max(KEPT, judge.ranked_before) else BETWEEN
-
-
 class Campaign:
-    """Runs trainings until enough of them have been killed.
+    """Kills trainings of one setting after the other, with a nursery of its own.
 
     Args:
         directory: Where the runs live; runs with a violation stay there.
         seed: Where chance comes from. The moment of a kill also depends on the machine, so a seed repeats the plan only.
         say: Told what happens, line by line.
-        settings: How the trainings on one process run, in turn.
+        store: URL of a bucket and ``storage_options``, for settings on S3.
         kills_per_run: From how many to how many times a run is killed.
     """
 
@@ -207,86 +121,174 @@ class Campaign:
         seed: int,
         say: Callable[[str], None],
         *,
-        settings: Sequence[Setting] = SETTINGS,
+        store: tuple[str, Mapping[str, Any]] | None = None,
         kills_per_run: tuple[int, int] = (6, 14),
     ) -> None:
-        self.report = Report(seed)
         self._directory = directory
-        self._dice = random.Random(seed)
-        self._say = say
-        self._settings = itertools.cycle(settings)
-        self._parallel_settings = itertools.cycle(PARALLEL_SETTINGS)
+        self._seed = seed
+        self.say = say
+        self._store = store
         self._kills_per_run = kills_per_run
-        self._alone: dict[Setting, tuple[Pace, dict[str, Any]]] = {}
+        self._nursery: Nursery | None = None
 
-    def run(self, kills: int, *, parallel_share: float = 0.1) -> Report:
-        """Kill ``kills`` times or a little more: the last run is brought to its end.
+    def close(self) -> None:
+        """End the nursery."""
+        if self._nursery is not None:
+            self._nursery.close()
 
-        Args:
-            kills: Number of kills.
-            parallel_share: Share of the runs that train on two ranks.
-        """
+    def __enter__(self) -> Campaign:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(self, setting: Setting, kills: int) -> Report:
+        """Kill trainings of a setting ``kills`` times, and bring each of them to its end."""
+        report = Report(self._seed)
+        dice = random.Random(f"{self._seed} {setting}")
         began = time.monotonic()
-        with Nursery() as nursery:
-            while self.report.kills < kills:
-                parallel = self._dice.random() < parallel_share
-                setting = next(self._parallel_settings if parallel else self._settings)
-                most = self._dice.randint(2, 4) if parallel else self._dice.randint(*self._kills_per_run)
-                self._one_run(nursery, setting, min(most, kills - self.report.kills))
-        self.report.seconds = time.monotonic() - began
-        return self.report
-
-    def _one_run(self, nursery: Nursery, setting: Setting, kills: int) -> None:
-        pace, expected = self._train_alone(nursery, setting)
-        number, before = self.report.runs, len(self.report.violations)
-        run = self._new_directory(f"run-{number}")
-        arguments = [*setting.arguments, "--keep", self._dice.choice(["newest", "best"])]
-        judge = Judge(run, KEPT)
-        job = nursery.start(run, arguments)
-        for _ in range(kills):
-            aim = self._dice.choices(list(AIMS), list(AIMS.values()))[0]
-            if not kill_at(job, aim, pace, self._dice):
-                break
-            problems = judge.look(job.events)
-            hit = phase_hit(job, judge, run)
-            self.report.aimed[aim] += 1
-            self.report.hit[hit] += 1
-            self.report.by_setting[str(setting)] += 1
-            self.report.orphans += len(judge.orphans)
-            self._note(number, setting, problems, hit)
-            job = nursery.start(run, [*arguments, "--resume"])
-        job.finish()
-        problems = judge.look(job.events)
-        if judge.orphans:
-            problems.append(f"the finished run has unfinished files: {sorted(judge.orphans)}")
-        found = outcome(run)
-        problems += [f"not bit-exact: {key}" for key in expected if found.get(key) != expected[key]]
-        self._note(number, setting, problems, "finished")
-        self.report.runs += 1
-        self.report.verified += judge.verified
-        self.report.left_over += judge.ranked - KEPT
-        self._say(
-            f"run {number} ({setting}): {self.report.kills} kills, {len(self.report.violations)} violations so far"
+        pace, expected = self._train_alone(setting)
+        fruitless = 0
+        while report.kills < kills and fruitless < 3:
+            most = 2 if setting.framework == LAUNCH else dice.randint(*self._kills_per_run)
+            before = report.kills
+            run = _Run(self, setting, dice, report, self._new_place(setting, report.runs.total()))
+            run.carry_out(min(most, kills - report.kills), pace, expected)
+            fruitless = 0 if report.kills > before else fruitless + 1
+        report.seconds = time.monotonic() - began
+        self.say(
+            f"{setting}: {report.kills} kills, {len(report.violations)} violations, {report.seconds:.0f} s "
+            f"(start {pace.start:.2f} s, whole {pace.whole:.1f} s, save {pace.write:.3f} s)"
         )
-        if len(self.report.violations) == before:
-            shutil.rmtree(run)
+        return report
 
-    def _train_alone(self, nursery: Nursery, setting: Setting) -> tuple[Pace, dict[str, Any]]:
-        if setting not in self._alone:
-            run = self._new_directory(f"alone-{setting.io}-{setting.accumulate}-{setting.devices}")
-            job = nursery.start(run, setting.arguments)
+    def start(self, setting: Setting, run: Path, place: Place, keep: str, *, resume: bool) -> Job:
+        """Start a training."""
+        arguments = ["--output", str(run), "--root", place.root, *setting.arguments, *(["--resume"] if resume else [])]
+        if setting.framework == LIGHTNING:
+            arguments += ["--keep", keep, "--storage-options", json.dumps(place.options)]
+        else:
+            ours = ["--strategy", setting.strategy, "--event_log", str(run / "events.jsonl")]
+            ours += ["--commit_timeout", str(COMMIT_TIMEOUT_SECONDS)]
+            ours += ["--storage_options", json.dumps(place.options)] if place.options is not None else []
+            arguments = [*ours, str(ACCELERATE_SCRIPT), *arguments]
+        if setting.framework == LAUNCH:
+            return Launched.start(run, setting.ranks, arguments)
+        if self._nursery is None:
+            self._nursery = Nursery()
+        return self._nursery.start(run, setting.framework, setting.ranks, arguments)
+
+    def _train_alone(self, setting: Setting) -> tuple[Pace, dict[str, Any]]:
+        run, place = self._new_place(setting, "alone")
+        job = self.start(setting, run, place, "newest", resume=False)
+        job.finish()
+        found = measure(run, job.launched, time.time()), outcome(run)
+        forget(run, place)
+        return found
+
+    def _new_place(self, setting: Setting, number: object) -> tuple[Path, Place]:
+        name = f"{setting}-{number}".replace(", ", "-").replace(" ", "-")
+        run = self._directory / name
+        shutil.rmtree(run, ignore_errors=True)
+        run.mkdir(parents=True)
+        if setting.store == LOCAL:
+            return run, LocalPlace(run)
+        if self._store is None:
+            raise ValueError(f"{setting} needs a store")
+        bucket, options = self._store
+        return run, StorePlace(f"{bucket}/{name}", options)
+
+
+class _Run:
+    """One training, from its start over its kills to its end."""
+
+    def __init__(
+        self,
+        campaign: Campaign,
+        setting: Setting,
+        dice: random.Random,
+        report: Report,
+        place: tuple[Path, Place],
+    ) -> None:
+        self._campaign = campaign
+        self._setting = setting
+        self._dice = dice
+        self._report = report
+        self._run, self._place = place
+        self._judge = Judge(self._run, self._place, KEPT * (not setting.same_name), setting.never_missing)
+        self._keep = dice.choice(["newest", "best"])
+        self._sound = True
+
+    def carry_out(self, kills: int, pace: Pace, expected: dict[str, Any]) -> None:
+        try:
+            job = self._start(resume=False)
+            job = self._kill(job, kills, pace)
             job.finish()
-            self._alone[setting] = measure(run, job.launched, time.time()), outcome(run)
-        return self._alone[setting]
+        except (RuntimeError, TimeoutError) as error:
+            self._note([str(error)], "a training that nobody killed")
+        else:
+            self._note([*self._look(job), *self._differences(expected)], "finished")
+            self._prune()
+        report, judge = self._report, self._judge
+        report.runs[self._setting.cell] += 1
+        report.verified += judge.verified
+        report.left_over += max(0, judge.ranked - KEPT)
+        if self._sound:
+            forget(self._run, self._place)
 
-    def _new_directory(self, name: str) -> Path:
-        directory = self._directory / name
-        shutil.rmtree(directory, ignore_errors=True)
-        directory.mkdir(parents=True)
-        return directory
+    def _kill(self, job: Job, kills: int, pace: Pace) -> Job:
+        """Kill and resume; return the job that is to run to its end."""
+        setting, report = self._setting, self._report
+        for number in range(kills):
+            aim = self._dice.choices(list(AIMS), list(AIMS.values()))[0]
+            if not kill_at(job, aim, pace, self._place, setting.ranks, self._dice):
+                return job
+            time.sleep(self._place.settle_seconds)
+            problems = self._look(job)
+            hit = phase_hit(job, self._judge, self._run, resumed=number > 0)
+            report.aimed[aim] += 1
+            report.hit[setting.cell, setting.store, hit] += 1
+            report.unfinished += len(self._judge.unfinished)
+            self._note(problems, f"killed {hit} (aim: {aim})")
+            job = self._start(resume=True)
+        return job
 
-    def _note(self, number: int, setting: Setting, problems: list[str], phase: str) -> None:
+    def _start(self, *, resume: bool) -> Job:
+        return self._campaign.start(self._setting, self._run, self._place, self._keep, resume=resume)
+
+    def _look(self, job: Job) -> list[str]:
+        return self._judge.look(job.events, job.launched, saves_may_fail=job.lost_a_rank)
+
+    def _differences(self, expected: dict[str, Any]) -> list[str]:
+        found = outcome(self._run)
+        problems = [f"not bit-exact: {key}" for key in expected if found.get(key) != expected[key]]
+        if self._judge.unfinished and self._place.options is None:
+            problems.append(f"the finished run has unfinished files: {sorted(self._judge.unfinished)}")
+        return problems
+
+    def _prune(self) -> None:
+        """Clean up a store, where what a kill has left stays until it is old, and see that this is all that goes."""
+        self._report.unfinished_at_end += len(self._judge.unfinished)
+        if self._place.options is None:
+            return
+        self._place.prune()
+        problems = self._judge.look([])
+        # Objects of a directory that was never committed, or is half removed, are not told from work in progress.
+        objects = [path for path, name in self._judge.unfinished.items() if path.startswith(f"{name}/") and name]
+        self._report.never_pruned += len(objects)
+        rest = sorted(self._judge.unfinished.keys() - set(objects))
+        self._note([*problems, *([f"pruned, there still is {rest}"] if rest else [])], "pruned")
+
+    def _note(self, problems: list[str], phase: str) -> None:
         for problem in problems:
-            violation = f"run {number} ({setting}), {phase}: {problem}"
-            self.report.violations.append(violation)
-            self._say(f"VIOLATION: {violation}")
+            self._sound = False
+            violation = f"{self._run.name}, {phase}: {problem}"
+            self._report.violations.append(violation)
+            self._campaign.say(f"VIOLATION: {violation}")
+
+
+def forget(run: Path, place: Place) -> None:
+    """Delete a run and its checkpoints."""
+    shutil.rmtree(run)
+    if isinstance(place, StorePlace):
+        place.clear()

@@ -1,11 +1,11 @@
-"""What must be true of a run's directory after every kill."""
+"""What must be true of a run's checkpoints after every kill."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,19 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "crash_de
 from records import Save, pair_events, read_lines
 
 from ckpt_core import Catalog, CheckpointError, verify
-from ckpt_core.reader import peek
+from ckpt_core.layouts.sharded.reading import DirectoryCheckpoint
+from ckpt_core.reader import is_directory_checkpoint, peek
+from ckpt_core.storage import storage_for
+from tests.chaos.places import FOLDER, Committed, Listing, Place
 
-ORPHAN = re.compile(r"\..+\.[0-9a-f]{12}\.ckpt-part")
-LAST = "last.ckpt"
 BYSTANDERS = {"checkpoints/notes.txt": b"mine\n", "other/step=1.ckpt": b"of another run\n"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """A committed checkpoint: which file it is, and the optimizer step that it holds."""
+    """A committed checkpoint that verifies: which one it is, and the optimizer step that it holds."""
 
-    inode: int
-    modified: int
+    committed: Committed
     step: int
 
 
@@ -34,93 +34,142 @@ class Judge:
     """Watches one run from kill to kill.
 
     Args:
-        run: The run's directory. Files that are none of the training's business are put there.
-        kept: Number of checkpoints that retention keeps besides ``last.ckpt``.
+        run: The run's local directory, with its logs.
+        place: Where its checkpoints are. Files that are none of the training's business are put there.
+        kept: Number of checkpoints that retention keeps besides those that are never missing.
+        never_missing: Names of checkpoints that, once there, are there at any instant.
 
     Attributes:
         files: The committed checkpoints by name, as of the last look.
-        orphans: Names of unfinished files, as of the last look.
+        before: The same as of the look before.
+        listing: All that was there at the last look.
+        newest: The step of the newest checkpoint, as of the last look.
         verified: Number of checkpoints verified so far.
-        ranked: How many checkpoints there are besides ``last.ckpt``, as of the last look.
+        ranked: How many checkpoints there are besides those that are never missing, as of the last look.
         ranked_before: The same as of the look before.
     """
 
-    def __init__(self, run: Path, kept: int) -> None:
+    def __init__(self, run: Path, place: Place, kept: int, never_missing: Collection[str]) -> None:
         self.files: dict[str, Kept] = {}
-        self.orphans: set[str] = set()
+        self.before: dict[str, Kept] = {}
+        self.listing = Listing()
+        self.newest = 0
         self.verified = 0
         self.ranked = self.ranked_before = 0
         self._run = run
+        self._place = place
         self._kept = kept
+        self._never_missing = never_missing
         self._announced = 0
+        self._under_way: set[str] = set()
         for name, content in BYSTANDERS.items():
-            (run / name).parent.mkdir(parents=True, exist_ok=True)
-            (run / name).write_bytes(content)
+            place.put(name, content)
 
-    def look(self, events: list[dict[str, Any]]) -> list[str]:
-        """Compare the directory with the last look and with what happened since.
+    @property
+    def unfinished(self) -> dict[str, str]:
+        """Paths of what belongs to no checkpoint, as of the last look, with the name that it was made for."""
+        return self.listing.unfinished
+
+    def look(self, events: list[dict[str, Any]], launched: float = 0.0, *, saves_may_fail: bool = False) -> list[str]:
+        """Compare what is there with the last look and with what happened since.
 
         Args:
             events: The lines that the job that is over now added to the event log.
+            launched: Unix time of the job's start.
+            saves_may_fail: Whether a rank was killed before the others, which then say so.
 
         Returns:
             What is wrong, in words; nothing if all is well.
         """
-        before, problems = self.files, self._read_directory()
-        saves = pair_events(events)
+        problems = self._went_on(launched)
+        problems += self._read_checkpoints()
+        saves = saves_of(events)
         saved = {os.path.basename(save.path) for save in saves}
-        for name, old in before.items():
+        # A request of the killed job before may have been carried out after the look.
+        may_change, self._under_way = (
+            saved | self._under_way,
+            {os.path.basename(save.path) for save in saves if save.committed is None},
+        )
+        for name, old in self.before.items():
             new = self.files.get(name)
             if new is None:
-                if name == LAST:
+                if name in self._never_missing:
                     problems.append(f"{name} is gone")
-            elif new != old and name not in saved:
+            elif new != old and name not in may_change:
                 problems.append(f"{name} changed although it was not saved")
             elif new.step < old.step:
                 problems.append(f"{name} went back from step {old.step} to {new.step}")
-        self.ranked_before, self.ranked = self.ranked, sum(name != LAST for name in self.files)
+        self.ranked_before, self.ranked = self.ranked, sum(name not in self._never_missing for name in self.files)
         if self.ranked < min(self._kept, self.ranked_before):
             problems.append(f"retention left {self.ranked} checkpoints, {self._kept} are to be kept")
-        announced = [self._step_of(save) for save in saves if save.committed is not None]
-        self._announced = max([self._announced, *announced])
-        newest = Catalog(self._run / "checkpoints").newest_verified()
-        step = self.files[os.path.basename(newest.path)].step if newest is not None else 0
-        if step < self._announced:
-            problems.append(f"the newest checkpoint is of step {step}, but step {self._announced} was committed")
-        problems += [
-            f"{event['event']}: {event}" for event in events if event["event"] in ("SaveFailed", "CheckpointSkipped")
-        ]
+        problems += self._compare_newest(saves, launched)
+        complaints = ("CheckpointSkipped",) if saves_may_fail else ("CheckpointSkipped", "SaveFailed")
+        problems += [f"{event['event']}: {event}" for event in events if event["event"] in complaints]
         for name, content in BYSTANDERS.items():
-            if not (self._run / name).exists() or (self._run / name).read_bytes() != content:
+            if self._place.get(name) != content:
                 problems.append(f"{name}, which is none of the training's business, was touched")
         return problems
 
-    def _read_directory(self) -> list[str]:
-        self.files, self.orphans, problems = {}, set(), []
-        for path in sorted((self._run / "checkpoints").iterdir()):
-            if f"checkpoints/{path.name}" in BYSTANDERS:
-                continue
-            if ORPHAN.fullmatch(path.name):
-                self.orphans.add(path.name)
-                continue
-            if path.suffix != ".ckpt":
-                problems.append(f"unexpected file {path.name}")
-                continue
+    def _went_on(self, launched: float) -> list[str]:
+        """Whether the job began where the newest checkpoint of the last look is."""
+        steps = [step for step in self._steps() if step["start"] >= launched]
+        first = min((step["step"] for step in steps), default=None)
+        if launched and first is not None and first < self.newest:
+            return [f"went on with step {first}, although there was a checkpoint of step {self.newest}"]
+        return []
+
+    def _compare_newest(self, saves: list[Save], launched: float) -> list[str]:
+        announced = [self._step_of(save, launched) for save in saves if save.committed is not None]
+        self._announced = max([self._announced, *announced])
+        catalog = Catalog(f"{self._place.root}/{FOLDER}", suffix="", storage_options=self._place.options)
+        newest = next((info for info in catalog.checkpoints() if os.path.basename(info.path) in self.files), None)
+        step = self.files[os.path.basename(newest.path)].step if newest is not None else 0
+        self.newest = max([kept.step for kept in self.files.values()], default=0)
+        if self.newest < self._announced:
+            return [f"the newest checkpoint is of step {self.newest}, but step {self._announced} was committed"]
+        if step < self.newest:
+            return [f"the catalog calls that of step {step} the newest, but there is one of step {self.newest}"]
+        return []
+
+    def _read_checkpoints(self) -> list[str]:
+        self.before, self.files = self.files, {}
+        self.listing = self._place.look()
+        unexpected = (name for name in self.listing.unexpected if f"{FOLDER}/{name}" not in BYSTANDERS)
+        problems = [f"unexpected file {name}" for name in unexpected]
+        for name, committed in self.listing.committed.items():
             try:
-                if not verify(path):
-                    problems.append(f"{path.name} holds no digests")
-                step = peek(path)["global_step"]
+                if not verify(committed.path, storage_options=self._place.options):
+                    problems.append(f"{name} holds no digests")
+                step = step_in(committed.path, self._place.options)
             except CheckpointError as error:
-                problems.append(f"{path.name} does not verify: {error.message}")
+                problems.append(f"{name} does not verify: {error.message}")
                 continue
             self.verified += 1
-            status = path.stat()
-            self.files[path.name] = Kept(status.st_ino, status.st_mtime_ns, step)
+            self.files[name] = Kept(committed, step)
         return problems
 
-    def _step_of(self, save: Save) -> int:
-        # A step is written down before the callback that saves it is called.
-        return max(step["step"] for step in self._last_steps(save.started))
+    def _step_of(self, save: Save, launched: float) -> int:
+        # A step is written down before the callback that saves it is called, by the rank that is called: the furthest one.
+        done = [step for step in self._steps() if launched <= step["start"] and step["end"] <= save.started]
+        return max((step["step"] for step in done), default=0)
 
-    def _last_steps(self, moment: float) -> list[dict[str, Any]]:
-        return [step for step in read_lines(self._run / "steps-rank0.jsonl") if step["end"] <= moment][-1:]
+    def _steps(self) -> list[dict[str, Any]]:
+        return [step for log in self._run.glob("steps-rank*.jsonl") for step in read_lines(log)]
+
+
+def saves_of(events: list[dict[str, Any]]) -> list[Save]:
+    """Return the saves of all ranks in the order in which they started."""
+    processes = {event["pid"] for event in events}
+    saves = [save for pid in processes for save in pair_events([event for event in events if event["pid"] == pid])]
+    return sorted(saves, key=lambda save: save.started)
+
+
+def step_in(path: str, options: dict[str, Any] | None) -> int:
+    """Return the optimizer step that a checkpoint of either framework holds."""
+    storage = storage_for(path, options)
+    if is_directory_checkpoint(storage, path):
+        with DirectoryCheckpoint(path, storage) as checkpoint:
+            if "custom_0" in checkpoint.parts:  # what train_accelerate.py has registered
+                return int(checkpoint.load("custom_0", rank=0)["steps"])
+            return int(checkpoint.metadata["global_step"])
+    return int(peek(path, storage_options=options)["global_step"])

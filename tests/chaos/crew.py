@@ -1,0 +1,76 @@
+"""Several campaigns at a time, each in a process of its own, and what they found together."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.campaign import Campaign, Report
+from tests.chaos.cells import S3, Setting
+from tests.support.servers import STARTERS
+
+__all__ = ["run_all"]
+
+_campaigns: list[Campaign] = []  # one at most: that of this process
+
+
+def run_all(
+    work: Sequence[tuple[Setting, int]],
+    directory: Path,
+    seed: int,
+    say: Callable[[str], None],
+    *,
+    jobs: int = 2,
+    server: str = "rclone",
+) -> Report:
+    """Kill the trainings of each setting so many times.
+
+    Args:
+        work: Settings with their kills.
+        directory: Where the runs live; those with a violation stay there.
+        seed: Where chance comes from.
+        say: Told what happens, line by line.
+        jobs: Number of trainings at a time.
+        server: Which S3 to start, if there are settings for it (:data:`tests.support.servers.STARTERS`).
+    """
+    began = time.monotonic()
+    whole = Report(seed)
+    with contextlib.ExitStack() as stack:
+        store = None
+        if any(setting.store == S3 for setting, _ in work):
+            home = directory / "server"
+            home.mkdir(parents=True)
+            running = stack.enter_context(STARTERS[server](home))
+            store = running.new_bucket(), dict(running.options)
+        # Left by an exception, it ends its processes; their nurseries end with them.
+        pool = stack.enter_context(multiprocessing.get_context("spawn").Pool(jobs))
+        run = functools.partial(_run, directory=directory / "runs", seed=seed, store=store)
+        try:
+            for report, lines in pool.imap_unordered(run, work):
+                whole.add(report)
+                for line in [*lines, f"  so far: {whole.kills} kills, {len(whole.violations)} violations"]:
+                    say(line)
+        except KeyboardInterrupt:
+            whole.violations.append("the campaign was stopped before its end")
+    whole.seconds = time.monotonic() - began
+    return whole
+
+
+def _run(
+    work: tuple[Setting, int], *, directory: Path, seed: int, store: tuple[str, Mapping[str, Any]] | None
+) -> tuple[Report, list[str]]:
+    lines: list[str] = []
+    if not _campaigns:
+        _campaigns.append(Campaign(directory, seed, lines.append, store=store))
+    _campaigns[0].say = lines.append
+    try:
+        return _campaigns[0].run(*work), lines
+    except Exception:  # noqa: BLE001 - the other settings go on
+        failed = Report(seed, violations=[f"{work[0]}: the campaign itself failed"])
+        return failed, [*lines, f"{work[0]}: the campaign itself failed:\n{traceback.format_exc()}"]
