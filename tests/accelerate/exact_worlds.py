@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.accelerate_ranks import Ranks
 
 BODY = """
@@ -31,3 +33,12 @@ def run_and_resume(ranks: Ranks, directory: Path, world_size: int, cells: list[s
         assert all(result.ended and result.error is None for result in results), results
         found.append([result.told["found"] for result in results])
     return found[0], found[1]
+
+
+def selected_cells(request: pytest.FixtureRequest) -> list[str]:
+    """Return the cells of the tests of the file that were selected to run."""
+    found = {}
+    for item in request.session.items:
+        if isinstance(item, pytest.Function) and item.module is request.module:
+            found[item.callspec.params["cell"]] = None
+    return list(found)

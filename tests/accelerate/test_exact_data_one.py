@@ -4,36 +4,39 @@ from __future__ import annotations
 
 import pytest
 
-from tests.accelerate.exact_worlds import Found, run_and_resume
+from tests.accelerate.exact_worlds import Found, run_and_resume, selected_cells
 from tests.support.accelerate_ranks import Ranks
 
-CELLS = [
+SHORT = [
     "default",
     "default_skip",
     "default_workers",
+    "default_accumulate",
+    "own_rng",
+    "seedable",
+    "stateful_workers",
+    "stateful_samples",
+    "dispatched",
+    "stream",
+    "stateful_stream_workers",
+    "together",
+]
+OTHERS = [
     "default_workers_skip",
     "default_persistent",
-    "default_accumulate",
     "generator",
     "weighted",
     "own_sampler",
     "own_batch_sampler",
-    "own_rng",
-    "seedable",
     "stateful",
-    "stateful_workers",
     "stateful_persistent",
-    "stateful_samples",
     "stateful_samples_workers",
-    "dispatched",
-    "stream",
     "stream_workers",
     "generator_stream",
     "stateful_stream",
-    "stateful_stream_workers",
     "evaluate",
-    "together",
 ]
+CELLS = [*SHORT, *(pytest.param(cell, marks=pytest.mark.slow) for cell in OTHERS)]
 pytestmark = pytest.mark.timeout(1200)
 
 # the order of a stream cannot depend on them here, which the plugin cannot know
@@ -41,8 +44,10 @@ DRAW_WHILE_READING = {"dispatched_stream", "stream", "stream_split", "shuffled_s
 
 
 @pytest.fixture(scope="module")
-def found(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
-    return run_and_resume(ranks, tmp_path_factory.mktemp("cells"), 1, CELLS)
+def found(
+    ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[Found, Found]:
+    return run_and_resume(ranks, tmp_path_factory.mktemp("cells"), 1, selected_cells(request))
 
 
 @pytest.mark.parametrize("cell", CELLS)

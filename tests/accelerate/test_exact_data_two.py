@@ -4,53 +4,56 @@ from __future__ import annotations
 
 import pytest
 
-from tests.accelerate.exact_worlds import Found, run_and_resume
+from tests.accelerate.exact_worlds import Found, run_and_resume, selected_cells
 from tests.support.accelerate_ranks import Ranks
 
-CELLS = [
+SHORT = [
     "default",
     "default_skip",
     "default_workers",
+    "default_accumulate",
+    "own_batch_sampler",
+    "split_batches",
+    "uneven",
+    "seedable_skip",
+    "stateful_workers",
+    "stateful_samples",
+    "dispatched",
+    "dispatched_stateful",
+    "stream_workers",
+    "generator_stream",
+    "together",
+]
+OTHERS = [
     "default_workers_skip",
     "default_persistent",
-    "default_accumulate",
     "generator",
     "drop_last",
     "sequential",
     "weighted",
     "own_sampler",
-    "own_batch_sampler",
     "sampler_is_batch_sampler",
     "own_rng",
-    "split_batches",
-    "uneven",
     "uneven_seedable",
     "seedable",
-    "seedable_skip",
     "seedable_workers",
     "stateful",
-    "stateful_workers",
     "stateful_persistent",
     "stateful_seedable",
-    "stateful_samples",
     "stateful_samples_workers",
-    "dispatched",
     "dispatched_skip",
     "dispatched_split",
     "dispatched_workers",
-    "dispatched_stateful",
     "dispatched_stream",
     "dispatched_stream_workers",
     "stream",
-    "stream_workers",
     "stream_split",
     "shuffled_stream",
-    "generator_stream",
     "stateful_stream",
     "stateful_stream_workers",
     "evaluate",
-    "together",
 ]
+CELLS = [*SHORT, *(pytest.param(cell, marks=pytest.mark.slow) for cell in OTHERS)]
 pytestmark = pytest.mark.timeout(1200)
 
 # the order of a stream cannot depend on them here, which the plugin cannot know
@@ -65,8 +68,10 @@ DRAW_WHILE_READING = {
 
 
 @pytest.fixture(scope="module")
-def found(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
-    return run_and_resume(ranks, tmp_path_factory.mktemp("cells"), 2, CELLS)
+def found(
+    ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> tuple[Found, Found]:
+    return run_and_resume(ranks, tmp_path_factory.mktemp("cells"), 2, selected_cells(request))
 
 
 @pytest.mark.parametrize("cell", CELLS)

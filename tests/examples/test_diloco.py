@@ -31,6 +31,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert "20 checkpoints, 0 violations" in resumed
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_another_number_of_workers_uses_every_batch_once(tmp_path: Path) -> None:
     output, dice = tmp_path / "saved", random.Random(2)

@@ -16,6 +16,7 @@ from ckpt_core import Catalog, DirectoryCheckpointer
 from tests.examples.local_updates import finish, kill_after, start
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_every_batch_is_used_once_whoever_goes_on(tmp_path: Path) -> None:
     output, dice = tmp_path / "saved", random.Random(3)
