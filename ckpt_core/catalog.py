@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -35,6 +36,12 @@ class CheckpointInfo:
     size: int
     modified: float
     is_directory: bool = False
+
+
+def _age(info: CheckpointInfo) -> tuple[float, bool, list[int], str]:
+    # Object stores date in whole seconds. Within one, larger numbers are newer; names without, as "last", are replaced by each.
+    numbers = [int(digits) for digits in re.findall(r"[0-9]+", os.path.basename(info.path))]
+    return info.modified, not numbers, numbers, info.path
 
 
 class Catalog:
@@ -98,7 +105,7 @@ class Catalog:
             if name.endswith(self._suffix) and name != LEDGER_NAME:
                 modified = committed[name].committed if name in committed else file.modified
                 found.append(CheckpointInfo(file.path, file.size, modified, is_directory))
-        return sorted(found, key=lambda info: (info.modified, info.path), reverse=True)
+        return sorted(found, key=_age, reverse=True)
 
     def newest_verified(self, accept: Callable[[Any], bool] | None = None) -> CheckpointInfo | None:
         """Return the newest checkpoint whose bytes all match their digests, or None if there is none.

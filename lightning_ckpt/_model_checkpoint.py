@@ -15,7 +15,7 @@ from ckpt_core.tiers import Tiers
 from lightning_ckpt._bases import ModelCheckpointBase
 from lightning_ckpt._outcomes import OutcomeWatch, raise_together
 from lightning_ckpt._private import checkpoint_directory
-from lightning_ckpt._remote import is_remote, open_filesystem, tell_of_checkpoint
+from lightning_ckpt._remote import before_look_ups, is_remote, open_filesystem, tell_of_checkpoint
 from lightning_ckpt._retention import Retention
 from lightning_ckpt._sharded_routing import is_routed, raise_on_all_ranks, route
 from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
@@ -48,12 +48,24 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         self._watch: OutcomeWatch | None = None
         self._saved_by_this_trigger: str | None = None
         self._copy_of: str | None = None
+        before_look_ups(_introduce)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        before_look_ups(_introduce)  # in a process that was spawned, too
+
+    def meet(self, trainer: Any) -> None:
+        """Learn from the plugin of a Trainer how to reach the checkpoints."""
+        known = self._storage_options, self._tiers
+        self._storage_options, self._tiers = _storage_options_of(trainer), _tiers_of(trainer)
+        if known != (self._storage_options, self._tiers):
+            self._best_of_earlier_run = None  # may not have been found without them
 
     # ---- background saves --------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         route(trainer)
-        self._storage_options, self._tiers = _storage_options_of(trainer), _tiers_of(trainer)
+        self.meet(trainer)
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._has_trained = True
@@ -288,6 +300,12 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             return str(path)
         logger.warning("took %s instead of the best checkpoint %s, which is not there", newest, best)
         return newest
+
+
+def _introduce(trainer: Any) -> None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, ReliableModelCheckpoint):
+            callback.meet(trainer)
 
 
 def _copy(trainer: Any, plugin: TorchFileIO | ShardedCheckpointIO, source: str, target: str) -> None:

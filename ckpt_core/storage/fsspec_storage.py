@@ -283,12 +283,18 @@ class FsspecStorage(Storage, ConditionalStore, LeaseStore):
         """
         if self._is_in(*_OBJECT_STORES):
             remove_dead_leases(self, directory)
+        return self._abort_uploads(directory, empty=True)
+
+    def remove_abandoned(self, directory: str) -> Sequence[str]:
+        return self._abort_uploads(directory, empty=False)
+
+    def _abort_uploads(self, directory: str, *, empty: bool) -> Sequence[str]:
         if not self._is_in(_S3):
             return []
 
         def request() -> list[str]:
             removed = []
-            for upload in abandoned_uploads(self._filesystem, directory, self.abandoned_after_seconds):
+            for upload in abandoned_uploads(self._filesystem, directory, self.abandoned_after_seconds, empty=empty):
                 with contextlib.suppress(FileNotFoundError):  # ended meanwhile
                     self._filesystem.call_s3("abort_multipart_upload", **upload)
                 removed.append(self._filesystem.unstrip_protocol(f"{upload['Bucket']}/{upload['Key']}"))

@@ -60,6 +60,10 @@ class LeaseStore(abc.ABC):
     def hidden_objects(self, directory: str, prefix: str) -> Sequence[FileInfo]:
         """Return the objects directly in ``directory`` whose names begin with ``prefix``."""
 
+    def remove_abandoned(self, directory: str) -> Sequence[str]:
+        """Delete what processes that are surely dead left unfinished in ``directory``; return the paths."""
+        return []
+
 
 @dataclasses.dataclass
 class _Other:
@@ -169,6 +173,16 @@ class Lease(Claim):
             return {}
         return owner if isinstance(owner, dict) else {}
 
+    def clean_up(self) -> None:
+        """Delete what dead processes left unfinished in the directory; a refusal of the store is logged."""
+        try:
+            removed = self._store.remove_abandoned(self.directory)
+        except CheckpointError as error:
+            logger.info("could not look for unfinished uploads into %s: %s", self.directory, error.message)
+            return
+        if removed:
+            logger.info("deleted %d unfinished uploads of dead processes, such as %s", len(removed), removed[0])
+
     def delete(self) -> None:
         """End the lease."""
         try:
@@ -230,11 +244,15 @@ def _lives(owner: dict[str, Any]) -> bool | None:
 
 
 class _Keeper:
-    """Writes the leases of this process again and again, on a thread that lives as long as there are any."""
+    """Writes the leases of this process again and again, on a thread that lives as long as there are any.
+
+    It is there anyway, and no training waits for it: so it also cleans each directory up when the first lease on it begins.
+    """
 
     def __init__(self) -> None:
         self._leases: list[Lease] = []
         self._ended: list[Lease] = []
+        self._clean_directories: set[str] = set()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
@@ -281,6 +299,10 @@ class _Keeper:
             for lease in leases:
                 if is_due or lease not in known:
                     lease.beat()
+                # Once: only now can no upload of this process have been silent for long.
+                if lease.directory not in self._clean_directories:
+                    self._clean_directories.add(lease.directory)
+                    lease.clean_up()
             known = set(leases)
             if is_due:
                 all_known = all(lease.is_known for lease in leases)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import email.utils
+import math
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -100,13 +101,16 @@ class S3Upload(PartUpload):
             return  # gone already
 
 
-def abandoned_uploads(filesystem: Any, directory: str, silent_seconds: float) -> Iterator[dict[str, str]]:
+def abandoned_uploads(
+    filesystem: Any, directory: str, silent_seconds: float, *, empty: bool
+) -> Iterator[dict[str, str]]:
     """Yield the uploads into ``directory``, or a directory directly in it, to which nobody has added for so long.
 
     Args:
         filesystem: An ``s3fs.S3FileSystem``.
         directory: URL.
         silent_seconds: By the clock of the store.
+        empty: Whether those count of which no part has arrived. They cost nothing, and some servers do not tell when they began.
 
     Yields:
         Arguments of ``abort_multipart_upload``.
@@ -120,23 +124,26 @@ def abandoned_uploads(filesystem: Any, directory: str, silent_seconds: float) ->
             name = upload["Key"].removeprefix(prefix)
             if upload["Key"].startswith(prefix) and name.count("/") <= 1:
                 arguments = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
-                if _seconds_silent(filesystem, arguments, upload["Initiated"], page) >= silent_seconds:
+                begun = upload["Initiated"] if empty else None
+                if _seconds_silent(filesystem, arguments, begun, page) >= silent_seconds:
                     yield arguments
         if not page.get("IsTruncated"):
             return
         more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
 
-def _seconds_silent(filesystem: Any, upload: dict[str, str], begun: datetime.datetime, page: dict[str, Any]) -> float:
+def _seconds_silent(
+    filesystem: Any, upload: dict[str, str], begun: datetime.datetime | None, page: dict[str, Any]
+) -> float:
     now = email.utils.parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
-    latest = begun
+    times = [begun] if begun is not None else []
     more: dict[str, int] = {}
     try:
         while True:
             parts = filesystem.call_s3("list_parts", **upload, **more)
-            latest = max([latest, *(part["LastModified"] for part in parts.get("Parts", []))])
+            times += [part["LastModified"] for part in parts.get("Parts", [])]
             if not parts.get("IsTruncated"):
-                return float((now - latest).total_seconds())
+                return float((now - max(times)).total_seconds()) if times else -math.inf
             more = {"PartNumberMarker": parts["NextPartNumberMarker"]}
     except FileNotFoundError:
         return 0.0  # completed or aborted meanwhile

@@ -103,3 +103,11 @@ def test_remote_urls() -> None:
     assert info is not None
     assert info.path.endswith("catalog/a.ckpt")
     assert Checkpointer().load(info.path) == {"step": 1}
+
+
+def test_what_was_saved_within_one_second_is_told_by_its_numbers(tmp_path: Path) -> None:
+    checkpointer = Checkpointer(strategy="sync")
+    for name in ("step=9", "last", "step=10", "epoch=1-step=4"):
+        checkpointer.save({"a": 1}, tmp_path / f"{name}.ckpt")
+        os.utime(tmp_path / f"{name}.ckpt", (7, 7))
+    assert names(Catalog(tmp_path).checkpoints()) == ["last.ckpt", "step=10.ckpt", "step=9.ckpt", "epoch=1-step=4.ckpt"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
+import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +14,8 @@ import pytest
 import torch
 
 from ckpt_core import Catalog, Checkpointer, CheckpointNotFoundError, StorageError
-from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
+from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO, SyncCheckpointIO
+from tests.conftest import LIGHTNING, ScriptRunner
 from tests.lightning.reliable_cases import BATCHES, model_of, trainer_of
 from tests.support.server_fixtures import server_of, servers
 from tests.support.servers import Server
@@ -25,6 +29,7 @@ pytestmark = [
 ]
 
 LOSSES = (5.0, 3.0, 1.0, 2.0, 4.0, 6.0)  # the third is the best
+BEST_AND_LAST = (5.0, 4.0, 1.0, 6.0, 3.0, 2.0)  # and the last is the second best
 PLUGINS = [SyncCheckpointIO, AsyncCheckpointIO]
 Bucket = tuple[str, dict[str, Any]]
 
@@ -126,6 +131,89 @@ def test_best_in_the_same_process(bucket: Bucket, tmp_path: Path) -> None:
     trainer = fit(bucket, tmp_path, monitor="loss", save_top_k=2)
     assert trainer.checkpoint_callback.best_model_path.endswith("/runs/step=3.ckpt")
     (result,) = trainer.test(ckpt_path="best", verbose=False)
+    assert result["test_loss"] == pytest.approx(3.0)
+
+
+# ---- in a process that has trained nothing ---------------------------------------------------------------------------
+
+
+class Place:
+    """Where a run keeps its checkpoints: on a store, or on a disk from which they are uploaded to it."""
+
+    def __init__(self, bucket: Bucket, folder: Path, kind: Any, *, tiers: bool) -> None:
+        self.bucket, self.folder, self.kind = bucket, folder, kind
+        self.local = folder / "local" if tiers else None
+
+    def trainer(self, callback: Any = None) -> Any:
+        tiers = {"local_dir": str(self.local), "upload_to": self.bucket[0]} if self.local else {}
+        plugin = self.kind(storage_options=self.bucket[1], **tiers)
+        return trainer_of(self.folder, [callback or self.callback()], plugins=[plugin], max_epochs=1)
+
+    def callback(self) -> Any:
+        directory = self.local or self.bucket[0]
+        return ResumableCheckpoint(
+            directory, filename="{step}", every_n_train_steps=1, save_top_k=2, monitor="loss", save_last=True
+        )
+
+
+def look_up(folder: Path) -> None:
+    """Take what another process has written down, and write down what is found: by a test, a fit and an unpickled callback."""
+    place: Place = pickle.loads((folder / "place").read_bytes())
+    callback = pickle.loads((folder / "callback").read_bytes())  # as in a spawned process: its __init__ is not called
+    if place.local is not None:
+        assert callback.best_model_path == "", "nothing is on the disk, and it has not heard of the store"
+    found: list[float] = []
+    for name, known in (("best", callback), ("last", None), ("best", None)):
+        trainer = place.trainer(known)
+        (result,) = trainer.test(model_of(), ckpt_path=name, verbose=False)
+        found.append(result["test_loss"])
+    model = model_of(metrics=BEST_AND_LAST)
+    place.trainer().fit(model, ckpt_path="best")
+    found.append(model.batches)
+    (folder / "found.json").write_text(json.dumps(found))
+
+
+@pytest.mark.parametrize("tiers", [False, True], ids=["store", "tiers"])
+@pytest.mark.parametrize("kind", [AsyncCheckpointIO, ShardedCheckpointIO])
+def test_best_and_last_in_a_process_that_has_trained_nothing(
+    kind: Any, tiers: bool, bucket: Bucket, fork_script: ScriptRunner, tmp_path: Path
+) -> None:
+    place = Place(bucket, tmp_path, kind, tiers=tiers)
+    (tmp_path / "callback").write_bytes(pickle.dumps(place.callback()))
+    place.trainer().fit(model_of(metrics=BEST_AND_LAST))
+    assert names_in(bucket) == ["last.ckpt", "step=3.ckpt", "step=6.ckpt"]
+    shutil.rmtree(tmp_path / "local", ignore_errors=True)
+    (tmp_path / "place").write_bytes(pickle.dumps(place))
+    script = "import sys, pathlib; from tests.lightning.test_remote import look_up; look_up(pathlib.Path(sys.argv[1]))"
+    fork_script(script, tmp_path, modules=LIGHTNING, timeout=240)
+    best, last, again, batches = json.loads((tmp_path / "found.json").read_text())
+    assert best == again == pytest.approx(3.0), "the weights count the steps"
+    assert last == pytest.approx(float(BATCHES))
+    assert batches == BATCHES - 3
+
+
+def test_a_damaged_best_is_passed_over(bucket: Bucket, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    place = Place(bucket, tmp_path, AsyncCheckpointIO, tiers=False)
+    place.trainer().fit(model_of(metrics=BEST_AND_LAST))
+    damage(bucket, "step=3.ckpt")
+    trainer = place.trainer()
+    with caplog.at_level(logging.WARNING, "lightning_ckpt"):
+        trainer.test(model_of(), ckpt_path="best", verbose=False)
+    assert trainer.ckpt_path in (f"{bucket[0]}/last.ckpt", f"{bucket[0]}/step=6.ckpt")
+    assert "instead of the best checkpoint" in caplog.text
+
+
+def test_the_options_count_of_the_trainer_that_asks(bucket: Bucket, tmp_path: Path) -> None:
+    callback = Place(bucket, tmp_path, AsyncCheckpointIO, tiers=False).callback()
+    Place(bucket, tmp_path, AsyncCheckpointIO, tiers=False).trainer().fit(model_of(metrics=BEST_AND_LAST))
+    refused = (bucket[0], {**bucket[1], "endpoint_url": "http://127.0.0.1:1"})
+    with pytest.raises(StorageError):
+        Place(refused, tmp_path, AsyncCheckpointIO, tiers=False).trainer(callback).test(model_of(), ckpt_path="best")
+    (result,) = (
+        Place(bucket, tmp_path, AsyncCheckpointIO, tiers=False)
+        .trainer(callback)
+        .test(model_of(), ckpt_path="best", verbose=False)
+    )
     assert result["test_loss"] == pytest.approx(3.0)
 
 
