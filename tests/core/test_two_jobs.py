@@ -54,6 +54,7 @@ def one_is_told():
 
 def run(job, strategy):
     logging.basicConfig(filename=f"{job}.log", level=logging.WARNING)
+    logging.getLogger("stamina").setLevel(logging.ERROR)  # a busy server may have to be asked twice
     rng = random.Random(job)
     make = Checkpointer if layout == "file" else DirectoryCheckpointer
     checkpointer = make(strategy=strategy, storage_options=options)

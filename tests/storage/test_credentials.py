@@ -84,14 +84,15 @@ def test_no_credential_in_errors_logs_or_repr(
     caplog.set_level(logging.INFO)  # botocore's own debug lines show its requests
     storage = remote_storage("s3://bucket", options)
     texts = [repr(storage), str(storage), repr(vars(storage).get("_secrets"))]
-    for ask in (
-        lambda: storage.open("s3://bucket/a.ckpt"),
-        lambda: storage.list("s3://bucket"),
-        lambda: Checkpointer(strategy="sync", storage_options=None, storage=storage).save({}, "s3://bucket/a.ckpt"),
-    ):
-        with pytest.raises(CheckpointError) as caught:
-            ask()
-        texts.append(everything_about(caught.value))
+    with Checkpointer(strategy="sync", storage=storage) as checkpointer:
+        for ask in (
+            lambda: storage.open("s3://bucket/a.ckpt"),
+            lambda: storage.list("s3://bucket"),
+            lambda: checkpointer.save({}, "s3://bucket/a.ckpt"),
+        ):
+            with pytest.raises(CheckpointError) as caught:
+                ask()
+            texts.append(everything_about(caught.value))
     texts += [record.getMessage() + repr(vars(record)) for record in caplog.records]
     assert len(texts) >= 6
     for text in texts:
