@@ -9,8 +9,8 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers", reason="the optional extra is not installed")
-peft = pytest.importorskip("peft", reason="adapters are optional")
 
+import peft  # noqa: E402
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
 from accelerate_ckpt import _save_state  # noqa: E402

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from ckpt_core.layouts.sharded.safetensors_file import TensorInfo
 from ckpt_core.layouts.sharded.writing import PartContent, RankFiles
 from ckpt_core.memory import ScratchBuffers
 from ckpt_core.storage import LocalStorage, local_reader
+from ckpt_core.storage.base import FileReader
 from ckpt_core.writer import write_image
 from tests.support.sharded import (
     Local,
@@ -556,3 +558,37 @@ def test_tensors_without_memory_are_refused(tmp_path: Path) -> None:
             with pytest.raises(StateMismatchError, match="meta device") as caught:
                 checkpoint.load("model", into={"w": torch.empty(2, device="meta")}, strict=strict)
             assert caught.value.key == "w"
+
+
+class _SlowReader(FileReader):
+    """A store that answers only when it has been asked for so many ranges at a time."""
+
+    threads = 6
+
+    def __init__(self, inner: FileReader, answers: threading.Barrier) -> None:
+        self.path, self.size = inner.path, inner.size
+        self._inner, self._answers = inner, answers
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        if len(target) == fetching._ONE_READ:
+            self._answers.wait(60)
+        self._inner.read_into(offset, target)
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def test_a_storage_is_asked_for_as_many_ranges_at_a_time_as_it_wants(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Barrier(_SlowReader.threads)
+
+    class SlowStorage(LocalStorage):
+        def open(self, path: str) -> FileReader:
+            return _SlowReader(super().open(path), answers)
+
+    monkeypatch.setattr(fetching, "_ONE_READ", 2**20)
+    state = {"w": torch.randn(2 * _SlowReader.threads, 2**18)}
+    path = save_directory(tmp_path / "c", [{"m": ("replicated", state)}])
+    with DirectoryCheckpoint(str(path), SlowStorage()) as checkpoint:
+        assert torch.equal(checkpoint.load("m")["w"], state["w"])

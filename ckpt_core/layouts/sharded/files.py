@@ -12,7 +12,7 @@ from ckpt_core.layouts.sharded.blocks import DIGEST_BYTES
 from ckpt_core.layouts.sharded.joining import file_pieces
 from ckpt_core.layouts.sharded.manifest import ExtraFile, Manifest
 from ckpt_core.layouts.sharded.shards import Shard
-from ckpt_core.parallel import IO_THREADS, run_parallel
+from ckpt_core.parallel import run_parallel
 from ckpt_core.storage.base import FileReader, Storage
 
 __all__ = ["Files"]
@@ -119,10 +119,13 @@ class Files:
         Raises:
             CheckpointCorruptedError: One is not.
         """
+        if not shards:
+            return
+        threads = self.threads(shards)
         ranks = sorted({shard.rank for shard in shards} - self._digests.keys())
-        run_parallel(self._load_digests, ranks, threads=min(IO_THREADS, len(ranks)))
+        run_parallel(self._load_digests, ranks, threads=min(threads, len(ranks)))
         for batch in self.batches(shards):
-            run_parallel(self._check_header, batch, threads=min(IO_THREADS, len(batch)))
+            run_parallel(self._check_header, batch, threads=min(threads, len(batch)))
 
     def _load_digests(self, rank: int) -> None:
         self._digests[rank] = memoryview(self.read_whole(self._digest_files[rank]))
@@ -145,6 +148,10 @@ class Files:
             yield shards[first : first + _MOST_OPEN]
             if len(shards) > _MOST_OPEN:
                 self.close()
+
+    def threads(self, shards: Sequence[Shard]) -> int:
+        """Return from how many threads files are best read; there must be one."""
+        return self._reader(shards[0].file.name).threads
 
     def passes_cache(self, shard: Shard) -> bool:
         """Return whether a file is best read as whole pages into page-aligned memory."""
@@ -191,6 +198,7 @@ class _CountingReader(FileReader):
     def __init__(self, reader: FileReader, count: Callable[[int], None]) -> None:
         self.path = reader.path
         self.size = reader.size
+        self.request_bytes, self.threads = reader.request_bytes, reader.threads
         self._reader = reader
         self._count = count
 

@@ -28,7 +28,7 @@ from ckpt_core.layouts.sharded.plain import decode_plain
 from ckpt_core.layouts.sharded.safetensors_file import TensorInfo
 from ckpt_core.layouts.sharded.shards import Placed, Shard
 from ckpt_core.memory import ScratchBuffers
-from ckpt_core.parallel import IO_THREADS, run_parallel
+from ckpt_core.parallel import run_parallel
 from ckpt_core.storage.base import Storage
 
 __all__ = ["DirectoryCheckpoint", "PartInfo"]
@@ -248,7 +248,7 @@ class DirectoryCheckpoint:
                 jobs = [job for shard in batch for job in jobs_in(shard)]
                 largest = max((job.size for job in jobs), default=0)
                 work = functools.partial(run_job, files=self._files, scratch=scratch, scratch_size=largest)
-                run_parallel(work, jobs, threads=min(IO_THREADS, len(jobs)))
+                run_parallel(work, jobs, threads=min(self._files.threads(batch), len(jobs)))
         finally:
             scratch.close()
 
