@@ -33,6 +33,9 @@ CORE = ("torch._dynamo", "ckpt_core")
 LIGHTNING = ("lightning.pytorch.cli", "ckpt_core", "lightning_ckpt")
 _RUN_FILE = "import runpy, sys; sys.argv[0] = {0!r}; runpy.run_path({0!r}, run_name='__main__')"
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it that runs the tests in the background
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 # No test passes or fails by the clock.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")

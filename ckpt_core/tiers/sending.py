@@ -9,7 +9,7 @@ import threading
 
 from ckpt_core.commit import RankGroup, SaveSeries
 from ckpt_core.directory_writer.copying import copy_directory
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_core.reader import verify
 from ckpt_core.storage import MANIFEST_NAME
 from ckpt_core.storage.claims import Claims
@@ -66,10 +66,10 @@ class Sender:
             size = self._copy(f"{directory}/{twins[0]}", remote, identity) if twins else None
             if size is None:
                 size = self._upload(path, remote, identity)
-        except (_ReplacedError, CheckpointNotFoundError):
+        except (_ReplacedError, CheckpointNotFoundError, CheckpointCorruptedError):
             if identity_of(path) == identity:
                 raise
-            return None
+            return None  # replaced while it was read, so that files of two saves did not fit
         self._note(directory, name, identity)
         return size
 

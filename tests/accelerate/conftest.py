@@ -17,6 +17,7 @@ def _no_accelerator_of_others() -> Iterator[None]:
     """Accelerate knows of no Accelerator of an earlier test, nor do the processes that are forked from this one."""
     _forget_accelerators()
     yield
+    _end_sessions()
     _forget_accelerators()
 
 
@@ -24,6 +25,16 @@ def _no_accelerator_of_others() -> Iterator[None]:
 def fresh_accelerate(monkeypatch: pytest.MonkeyPatch) -> None:
     """Accelerate as in a new process, on the CPU."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+
+
+def _end_sessions() -> None:
+    """End what a test has left under way: its uploads and failures would be those of the next one."""
+    if "accelerate_ckpt._attach" in sys.modules:
+        from accelerate_ckpt._attach import drain
+        from accelerate_ckpt._session import close_sessions
+
+        drain(raised=True)
+        close_sessions()
 
 
 def _forget_accelerators() -> None:

@@ -351,6 +351,25 @@ def test_a_directory_replaced_during_its_upload_is_never_mixed(tmp_path: Path, g
     assert run.failures == 0
 
 
+def test_a_directory_replaced_while_it_is_verified_is_not_taken_for_damaged(tmp_path: Path) -> None:
+    setting = Setting(Layout("directory"), tmp_path)
+    replaced = threading.Event()
+
+    class ReplacedHalfRead(LocalStorage):
+        def open(self, path: str) -> Any:
+            if path.endswith(".digests") and not replaced.is_set():
+                setting.layout.save(DirectoryCheckpointer(strategy="sync"), setting.here("last"), 2)
+                replaced.set()
+            return super().open(path)
+
+    with setting.run(storage=ReplacedHalfRead()) as run:
+        setting.layout.save(run, setting.here("last"), 1)
+        until(replaced.is_set)
+        run.upload(setting.here("last"))
+    assert run.failures == 0
+    assert setting.value_there("last") == 2
+
+
 def test_a_file_replaced_during_its_upload_is_not_taken_for_what_it_was(tmp_path: Path) -> None:
     setting = Setting(Layout("file"), tmp_path)
     replaced = threading.Event()
