@@ -87,13 +87,16 @@ class FileReader(abc.ABC):
         size: Its length in bytes.
         request_bytes: About how many bytes could be read in the time that one more request takes: it is worth reading so many
             that are not needed to save a request.
-        threads: From how many threads it is worth reading at a time.
     """
 
     path: str
     size: int
     request_bytes: int = 0
-    threads: int = IO_THREADS
+
+    @property
+    def threads(self) -> int:
+        """From how many threads it is worth reading at a time."""
+        return IO_THREADS
 
     @property
     def passes_cache(self) -> bool:

@@ -215,9 +215,13 @@ class _FaultyReader(FileReader):
     def __init__(self, storage: FaultyStorage, inner: FileReader) -> None:
         self.path = inner.path
         self.size = inner.size
-        self.request_bytes, self.threads = inner.request_bytes, inner.threads
+        self.request_bytes = inner.request_bytes
         self._storage = storage
         self._inner = inner
+
+    @property
+    def threads(self) -> int:
+        return self._inner.threads
 
     def read_into(self, offset: int, target: memoryview) -> None:
         self._storage.perform(

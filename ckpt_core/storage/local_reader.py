@@ -10,6 +10,7 @@ import stat
 import threading
 
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
+from ckpt_core.parallel import IO_THREADS
 from ckpt_core.storage.base import FileReader
 from ckpt_core.storage.local_errors import storage_error
 
@@ -19,6 +20,7 @@ BLOCK = 4096  # bytes: what direct I/O is made of
 _SMALLEST_DIRECT = 256 * 2**10  # bytes: a direct read is not read ahead
 _SMALLEST_FILE = 8 * 2**20  # bytes: below, two opens cost more than the cache
 _SAMPLES = 8  # pages that are looked for in the page cache
+_DIRECT_THREADS = 4  # so that the disk is busy while others look at what they have read
 
 
 def close(descriptor: int) -> None:
@@ -80,6 +82,10 @@ class LocalFileReader(FileReader):
             if self._direct is None:
                 self._direct = -1 if self.size < _SMALLEST_FILE or self._is_cached() else self._open_direct()
             return self._direct >= 0
+
+    @property
+    def threads(self) -> int:
+        return max(IO_THREADS, _DIRECT_THREADS) if self.passes_cache else IO_THREADS
 
     def _open_direct(self) -> int:
         if not hasattr(os, "O_DIRECT"):

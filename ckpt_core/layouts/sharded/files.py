@@ -198,9 +198,13 @@ class _CountingReader(FileReader):
     def __init__(self, reader: FileReader, count: Callable[[int], None]) -> None:
         self.path = reader.path
         self.size = reader.size
-        self.request_bytes, self.threads = reader.request_bytes, reader.threads
+        self.request_bytes = reader.request_bytes
         self._reader = reader
         self._count = count
+
+    @property
+    def threads(self) -> int:
+        return self._reader.threads
 
     @property
     def passes_cache(self) -> bool:
