@@ -31,7 +31,7 @@ from tests.support.servers import ACCESS_KEY, SECRET_KEY, STARTERS, Server
 __all__ = ["table"]
 
 _UNDER_WAY = 6  # parts of an upload, as ours
-_READ_BYTES = 8 * 2**20  # of one request, as ours
+_READ_BYTES = 16 * 2**20  # of one request, as ours
 _READS_UNDER_WAY = 8
 Action = Callable[[], Any]
 
@@ -62,6 +62,11 @@ def _state(nbytes: int, tensors: int = 32) -> dict[str, Any]:
     weights = [2.0 ** (index % 4) for index in range(tensors)]
     sizes = [int(nbytes / 4 * weight / sum(weights)) for weight in weights]
     return {"state_dict": {f"layer.{i}": torch.randn(size, generator=generator) for i, size in enumerate(sizes)}}
+
+
+def _new_memory(nbytes: int) -> memoryview:
+    """Return memory that a loaded state would be in."""
+    return memoryview(torch.empty(nbytes, dtype=torch.uint8).numpy())
 
 
 # ---- contenders ------------------------------------------------------------------------------------------------------------
@@ -107,9 +112,9 @@ class _RawClient:
         parts = await asyncio.gather(*(send(number) for number in range(-(-len(data) // PART_BYTES))))
         await self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
 
-    def download(self, target: memoryview) -> None:
-        """Fill ``target`` by ranged reads of what was uploaded."""
-        self._loop.run_until_complete(self._download(target))
+    def download(self, nbytes: int) -> None:
+        """Fill new memory by ranged reads of what was uploaded."""
+        self._loop.run_until_complete(self._download(_new_memory(nbytes)))
 
     async def _download(self, target: memoryview) -> None:
         async def read(begin: int) -> None:
@@ -173,11 +178,11 @@ def _downloads(server: Server, bucket: str, raw: _RawClient, nbytes: int) -> dic
 
     store = _obstore_of(server, bucket)
     options = dict(server.options)
-    target = memoryview(torch.zeros(nbytes, dtype=torch.uint8).numpy())
     begins = list(range(0, nbytes, _READ_BYTES))
     ends = [min(begin + _READ_BYTES, nbytes) for begin in begins]
 
     def read_by_obstore() -> None:
+        target = _new_memory(nbytes)
         for begin, end, piece in zip(
             begins, ends, obstore.get_ranges(store, "raw", starts=begins, ends=ends), strict=True
         ):
@@ -186,7 +191,7 @@ def _downloads(server: Server, bucket: str, raw: _RawClient, nbytes: int) -> dic
     ours = f"{bucket}/ours.ckpt"
     load = Checkpointer(storage_options=options).load
     contenders: dict[str, Action] = {
-        "raw aiobotocore": lambda: raw.download(target),
+        "raw aiobotocore": lambda: raw.download(nbytes),
         "raw obstore": read_by_obstore,
         "ours": lambda: load(ours),
         "ours, obstore": lambda: Checkpointer(storage_options={**options, "backend": "obstore"}).load(ours),

@@ -33,12 +33,13 @@ from ckpt_core.storage.leases import LEASE_PREFIX, Lease, LeaseStore, has_others
 from ckpt_core.storage.parts import PartsWriter
 from ckpt_core.storage.retrying import Retries, http_status
 from ckpt_core.storage.s3_parts import S3Upload, abandoned_uploads, s3_defaults
+from ckpt_core.storage.s3_reading import read_range
 
 __all__ = ["FsspecStorage"]
 
 Result = TypeVar("Result")
 
-_READ_BYTES = 8 * 2**20  # of one request
+_READ_BYTES = 16 * 2**20  # of one request
 _REQUESTS_UNDER_WAY = 4  # of one call
 _S3 = ("s3", "s3a")
 _AZURE = ("abfs", "abfss", "az", "adl")
@@ -102,6 +103,8 @@ class _FsspecReader(FileReader):
         end = offset + len(target)
         if end > self.size:
             raise CheckpointCorruptedError("the checkpoint is truncated", path=self.path)
+        if self._whole is None and self._storage.fetch_into(self.path, offset, target):
+            return
         data = self._fetch(offset, end) if self._whole is None else self._whole[offset:end]
         if len(data) != len(target):
             raise CheckpointCorruptedError("the checkpoint is truncated", path=self.path)
@@ -180,6 +183,15 @@ class FsspecStorage(Storage, ConditionalStore, LeaseStore):
     def fetch(self, path: str, begin: int, end: int) -> bytes:
         """Return the bytes from ``begin`` up to ``end``, by one request."""
         return self._ask("read", path, lambda: bytes(self._filesystem.cat_file(path, start=begin, end=end)))
+
+    def fetch_into(self, path: str, begin: int, target: memoryview) -> bool:
+        """Fill ``target`` from ``begin`` on, by one request; return whether that could be done."""
+        if not self._is_in(_S3):
+            return False
+        filesystem = self._filesystem
+        arguments = (filesystem.loop, read_range, filesystem, path, begin, target)
+        count: int = self._ask("read", path, lambda: fsspec.asyn.sync(*arguments))
+        return count == len(target)
 
     def exists(self, path: str) -> bool:
         try:
