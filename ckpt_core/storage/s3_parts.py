@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import email.utils
 import math
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,7 +34,21 @@ def s3_defaults(options: dict[str, Any]) -> dict[str, Any]:
         "read_timeout": 60,
         **(options.get("config_kwargs") or {}),
     }
+    if _is_encrypted(options):
+        # The connection guards the bytes already, and SHA-256 of all of them takes longer than sending them.
+        config["s3"] = {"payload_signing_enabled": False, **(config.get("s3") or {})}
     return {"use_listings_cache": False, **options, "config_kwargs": config}
+
+
+def _is_encrypted(options: dict[str, Any]) -> bool:
+    """Return whether requests go through TLS, which is so unless an endpoint without it is named."""
+    named = [
+        options.get("endpoint_url"),
+        (options.get("client_kwargs") or {}).get("endpoint_url"),
+        *(os.environ.get(name) for name in ("FSSPEC_S3_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")),
+    ]
+    endpoint = next(filter(None, named), "https://")
+    return bool(options.get("use_ssl", True)) and str(endpoint).startswith("https://")
 
 
 class S3Upload(PartUpload):

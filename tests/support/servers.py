@@ -13,6 +13,7 @@ import random
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -104,8 +105,10 @@ def _require_programs(*names: str) -> None:
 
 
 def _answers(endpoint: str) -> bool:
+    anybody = ssl.create_default_context()
+    anybody.check_hostname, anybody.verify_mode = False, ssl.CERT_NONE
     try:
-        urllib.request.urlopen(endpoint, timeout=5).close()
+        urllib.request.urlopen(endpoint, timeout=5, context=anybody).close()
     except urllib.error.HTTPError:
         return True  # it says what it thinks of the request
     except OSError:
@@ -158,18 +161,26 @@ def start_moto(home: Path) -> Iterator[Server]:
 
 
 @contextlib.contextmanager
-def start_rclone(home: Path) -> Iterator[Server]:
-    """Start ``rclone serve s3``: a real server over a directory, which silently ignores preconditions."""
+def start_rclone(home: Path, certificate: Path | None = None) -> Iterator[Server]:
+    """Start ``rclone serve s3``: a real server over a directory, which silently ignores preconditions.
+
+    With ``certificate``, a file that holds its key too, it speaks TLS.
+    """
     program = shutil.which("rclone") or str(Path(sys.executable).with_name("rclone"))
     if not Path(program).exists():
         raise MissingServerError("rclone is not installed (.ci/install_servers does it)")
     _require_packages("s3fs")
-    endpoint = f"http://127.0.0.1:{free_port()}"
+    address = f"127.0.0.1:{free_port()}"
+    endpoint = f"http://{address}" if certificate is None else f"https://{address}"
     (home / "data").mkdir()
-    command = [program, "serve", "s3", "--config", "/dev/null", "--addr", endpoint.removeprefix("http://")]
+    command = [program, "serve", "s3", "--config", "/dev/null", "--addr", address]
     command += ["--auth-key", f"{ACCESS_KEY},{SECRET_KEY}", str(home / "data")]
+    options = s3_options(endpoint)
+    if certificate is not None:
+        command += ["--cert", str(certificate), "--key", str(certificate)]
+        options["client_kwargs"] = {"verify": str(certificate)}
     with _running(command, home, lambda: _answers(endpoint)):
-        yield Server("rclone", endpoint, "s3", s3_options(endpoint), home)
+        yield Server("rclone", endpoint, "s3", options, home)
 
 
 @contextlib.contextmanager
