@@ -74,8 +74,10 @@ class S3Upload(PartUpload):
         self._upload_id = ""
         self._tags: dict[int, str] = {}
 
-    async def _call(self, action: str, method: str, **arguments: Any) -> dict[str, Any]:
+    async def _call(self, action: str, method: str, data: bytearray | None = None, **arguments: Any) -> dict[str, Any]:
         async def request() -> dict[str, Any]:
+            if data is not None:
+                arguments["Body"] = _Body(data)  # a new one for each attempt: the last may have read half of it
             answer: dict[str, Any] = await self._filesystem._call_s3(method, **self._object, **arguments)
             return answer
 
@@ -87,7 +89,7 @@ class S3Upload(PartUpload):
 
     async def send(self, number: int, data: bytearray) -> None:
         where = {"UploadId": self._upload_id, "PartNumber": number + 1}
-        answer = await self._call("write", "upload_part", **where, Body=_Body(data))
+        answer = await self._call("write", "upload_part", data, **where)
         self._tags[number] = answer["ETag"]
 
     async def complete(self, count: int) -> None:
@@ -109,7 +111,7 @@ class S3Upload(PartUpload):
         return bool(answer.get("Metadata", {}).get(_MARK) == self._mark)
 
     async def put(self, data: bytearray) -> None:
-        await self._call("commit", "put_object", Body=_Body(data))
+        await self._call("commit", "put_object", data)
 
     async def abandon(self) -> None:
         try:
