@@ -21,10 +21,10 @@ from tests.chaos.training import EVERY_N_STEPS, KEPT, common_arguments, network,
 
 
 class Progress:
-    """How far the training is: optimizer steps, batches, and complete epochs."""
+    """How far the training is: optimizer steps and batches."""
 
     def __init__(self) -> None:
-        self.steps = self.batches = self.epoch = 0
+        self.steps = self.batches = 0
 
     def state_dict(self) -> dict[str, int]:
         return dict(vars(self))
@@ -71,8 +71,6 @@ class Training:
                 self.step(batch)
                 if self.progress.steps == self.options.steps:
                     break
-            else:
-                self.progress.epoch += 1
 
     def step(self, batch: list[torch.Tensor]) -> None:
         start, progress = time.time(), self.progress
@@ -86,7 +84,8 @@ class Training:
         progress.batches += 1
         progress.steps += int(self.accelerator.sync_gradients)
         record: dict[str, Any] = {
-            "epoch": progress.epoch,
+            # Counted at the end of an epoch, it would be one behind after a resume from the epoch's last batch.
+            "epoch": (progress.batches - 1) // len(self.loader),
             "batch": progress.batches,
             "step": progress.steps,
             "loss": loss.item(),
