@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 from cryptography import x509
@@ -96,3 +97,9 @@ def test_where_the_bytes_are_hashed(
     settings = s3_defaults(options)["config_kwargs"].get("s3", {})
     assert settings.get("payload_signing_enabled", True) is hashed
     assert {**options.get("config_kwargs", {}).get("s3", {}), **settings} == settings, "what the user said stays"
+
+
+def test_an_endpoint_of_fsspecs_own_configuration_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "s3" in s3_defaults({})["config_kwargs"]
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": "http://store.example.org"})
+    assert "s3" not in s3_defaults({})["config_kwargs"]
