@@ -228,13 +228,13 @@ def test_a_manifest_that_lies(saved: Path, attack: Callable[[bytes], Path], chan
 @pytest.mark.parametrize(
     "text",
     [
-        '{"format":"ckpt_core.sharded","version":1,' + '"a":[' * 200_000,
-        '{"format":"ckpt_core.sharded","version":1,"a":' + "[" * 200_000 + "]" * 200_000 + ",\n",
-        '{"format":"ckpt_core.sharded","version":1,"a":' + '{"a":' * 100_000 + "1" + "}" * 100_000 + ",\n",
-        '{"format":"ckpt_core.sharded","version":1,"a":' + "9" * 100_000 + ",\n",
-        '{"format":"ckpt_core.sharded","version":1,"a":1e999999,\n',
-        '{"format":"ckpt_core.sharded","version":1,"a":NaN,\n',
-        '{"format":"ckpt_core.sharded","version":1,\n',
+        '{"format":"ckpt_core.sharded","version":3,' + '"a":[' * 200_000,
+        '{"format":"ckpt_core.sharded","version":3,"a":' + "[" * 200_000 + "]" * 200_000 + ",\n",
+        '{"format":"ckpt_core.sharded","version":3,"a":' + '{"a":' * 100_000 + "1" + "}" * 100_000 + ",\n",
+        '{"format":"ckpt_core.sharded","version":3,"a":' + "9" * 100_000 + ",\n",
+        '{"format":"ckpt_core.sharded","version":3,"a":1e999999,\n',
+        '{"format":"ckpt_core.sharded","version":3,"a":NaN,\n',
+        '{"format":"ckpt_core.sharded","version":3,\n',
     ],
     ids=["open", "deep lists", "deep objects", "long number", "large float", "nan", "nothing"],
 )

@@ -18,7 +18,7 @@ from ckpt_core import SerializationError
 from ckpt_core.geometry import Box
 from ckpt_core.layouts.sharded.blocks import LARGEST_BLOCK, SMALLEST_BLOCK, block_begins, block_size
 from ckpt_core.layouts.sharded.dtypes import DTYPES
-from ckpt_core.layouts.sharded.safetensors_file import ALIGNMENT, TensorInfo, file_layout
+from ckpt_core.layouts.sharded.safetensors_file import ALIGNMENT, TensorInfo, file_layout, file_order
 from ckpt_core.layouts.sharded.writing import RankFiles
 from ckpt_core.layouts.torch_file.manifest import WINDOW
 from ckpt_core.memory import ScratchBuffers, StagingBuffer
@@ -109,6 +109,32 @@ def test_non_contiguous_tensors_and_views(tmp_path: Path) -> None:
             loaded = checkpoint.load("model")
         for key, value in state.items():
             assert torch.equal(loaded[key], value), key
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(list(DTYPES.values())), st.lists(st.integers(0, 9), max_size=3).map(tuple)),
+        max_size=12,
+    )
+)
+def test_elements_are_aligned_and_what_fills_cache_lines_begins_at_one(tensors: list[tuple[torch.dtype, Any]]) -> None:
+    infos = [TensorInfo(dtype, shape) for dtype, shape in tensors]
+    order = file_order(infos)
+    assert sorted(order) == list(range(len(infos)))
+    layout = file_layout(tuple((str(index), infos[index]) for index in order), ())
+    for index, begin in zip(order, layout.begins, strict=True):
+        assert begin % infos[index].dtype.itemsize == 0
+        assert begin % 64 == 0 or infos[index].nbytes % 64
+
+
+def test_the_scalars_of_an_optimizer_do_not_shift_its_moments(tmp_path: Path) -> None:
+    state = {str(number): {"step": torch.tensor(1.0), "exp_avg": torch.randn(4, 16)} for number in range(3)}
+    save_directory(tmp_path / "c", [{"optimizer": ("replicated", state)}])
+    data = (tmp_path / "c" / "optimizer.safetensors").read_bytes()
+    (length,) = struct.unpack("<Q", data[:8])
+    header = json.loads(data[8 : 8 + length])
+    begins = {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items() if name[:2] != "__"}
+    assert [begin % 64 for name, begin in begins.items() if "exp_avg" in name] == [0, 0, 0]
 
 
 def written(files: list[tuple[str, Any]], path: Path) -> dict[str, bytes]:

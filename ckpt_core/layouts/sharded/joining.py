@@ -8,13 +8,7 @@ from typing import Any
 
 from ckpt_core.digest import digest_of_parts
 from ckpt_core.errors import CheckpointError, SerializationError
-from ckpt_core.layouts.sharded.manifest import (
-    FORMAT_VERSION,
-    LINKED_VERSION,
-    MANIFEST_NAME,
-    ExtraFile,
-    encode_manifest,
-)
+from ckpt_core.layouts.sharded.manifest import MANIFEST_NAME, ExtraFile, encode_manifest
 from ckpt_core.layouts.sharded.plain import encode_plain
 from ckpt_core.storage.base import FileReader
 
@@ -69,7 +63,6 @@ def build_manifest(reports: Sequence[str], *, metadata: Mapping[str, Any], path:
         kinds=found[0]["kinds"],
         parts=commons[0],
         ranks=records,
-        version=LINKED_VERSION if any(summary["linked"] for summary in found) else FORMAT_VERSION,
     )
 
 

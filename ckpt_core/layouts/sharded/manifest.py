@@ -24,7 +24,6 @@ from ckpt_core.storage.base import MANIFEST_NAME
 
 __all__ = [
     "FORMAT_VERSION",
-    "LINKED_VERSION",
     "MANIFEST_NAME",
     "ExtraFile",
     "Kind",
@@ -36,8 +35,8 @@ __all__ = [
     "encode_part",
 ]
 
-FORMAT_VERSION = 1
-LINKED_VERSION = 2  # of a manifest that names files of earlier saves
+FORMAT_VERSION = 3
+_READ_VERSIONS = (1, 2, FORMAT_VERSION)
 
 Kind = Literal["replicated", "sharded", "per-rank"]
 KINDS = ("replicated", "sharded", "per-rank")
@@ -126,6 +125,7 @@ class Manifest:
     """A manifest that was checked.
 
     Attributes:
+        version: Of the format.
         save_id: Which save wrote it.
         algorithm: Name of the digest algorithm.
         metadata: What the caller added.
@@ -134,6 +134,7 @@ class Manifest:
         ranks: What each rank wrote.
     """
 
+    version: int
     save_id: str
     algorithm: str
     metadata: dict[str, Any]
@@ -190,7 +191,7 @@ def encode_manifest(
         kinds: Kind of each part.
         parts: JSON text of the replicated and sharded parts.
         ranks: JSON text of each rank's record, on one line.
-        version: ``LINKED_VERSION`` if a rank's record names the save of a file.
+        version: Of the format: what wrote the files says in which order the tensors are in them.
     """
     head = json.dumps(
         {
@@ -217,10 +218,10 @@ def _check_bytes(data: bytes, path: str) -> None:
             path=path,
             remedy="check that the path is a checkpoint",
         )
-    if found is not None and int(found[1]) not in (FORMAT_VERSION, LINKED_VERSION):
+    if found is not None and int(found[1]) not in _READ_VERSIONS:
         raise CheckpointFormatError(
             f"the checkpoint has format version {int(found[1])}; this version of ckpt_core reads versions "
-            f"{FORMAT_VERSION} and {LINKED_VERSION}",
+            f"{_READ_VERSIONS[0]} to {FORMAT_VERSION}",
             path=path,
             remedy="upgrade ckpt_core to the version that wrote the checkpoint",
         )
@@ -261,10 +262,11 @@ def _manifest(document: dict[str, Any]) -> Manifest:
     if not 0 < len(ranks) <= _MOST_RANKS:
         raise ValueError(f"there cannot be {len(ranks)} ranks")
     records = tuple(_rank(number, record, kinds) for number, record in enumerate(ranks))
-    if document["version"] == FORMAT_VERSION and any(file.save_id for record in records for file in record.files):
-        raise ValueError(f"version {FORMAT_VERSION} knows no files of earlier saves")
+    version = _number(document["version"])
+    if version == 1 and any(file.save_id for record in records for file in record.files):
+        raise ValueError("version 1 knows no files of earlier saves")
     _check_unique(records)
-    return Manifest(save_id, ALGORITHM, metadata, kinds, parts, records)
+    return Manifest(version, save_id, ALGORITHM, metadata, kinds, parts, records)
 
 
 def _rank(number: int, record: Any, kinds: Mapping[str, str]) -> RankRecord:

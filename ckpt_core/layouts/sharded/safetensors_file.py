@@ -1,8 +1,8 @@
 """A safetensors file in the making: its header, where every tensor goes, and the image that is written.
 
 The format: eight bytes with the header's length (little-endian), the header (JSON, padded with spaces), the tensors without
-a hole between them. The padding lets the tensors begin at a multiple of 4096, and they are ordered by falling size of their
-elements, so that every element is aligned.
+a hole between them. The padding lets the tensors begin at a multiple of 4096, and those whose size is no multiple of 64 come
+last, so that nearly every tensor begins at one: a copy between addresses that differ below that takes half as long again.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ __all__ = [
 ALIGNMENT = 4096  # bytes: windows of the file can be written by direct I/O, and elements are aligned in memory
 LONGEST_SAVE_ID = 64
 _LARGEST_HEADER = 100_000_000  # bytes: what safetensors reads
+_CACHE_LINE = 64  # bytes
 _PLACEHOLDER = "@" * LONGEST_SAVE_ID  # becomes the save's id, without changing the length
 
 
@@ -70,8 +71,17 @@ class TensorInfo(NamedTuple):
 
 
 def file_order(tensors: Sequence[TensorInfo]) -> list[int]:
-    """Return the indices of tensors in the order in which they stand in a file: by falling size of their elements."""
-    return sorted(range(len(tensors)), key=lambda index: -tensors[index].dtype.itemsize)
+    """Return the indices of tensors in the order in which they stand in a file.
+
+    First come those that fill whole cache lines, as they are given, then the others by falling size of their elements. So every
+    element is aligned, and every tensor of the first ones to a cache line.
+    """
+
+    def place(index: int) -> int:
+        info = tensors[index]
+        return -info.dtype.itemsize if info.nbytes % _CACHE_LINE else -_CACHE_LINE
+
+    return sorted(range(len(tensors)), key=place)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -279,7 +279,6 @@ class RankFiles:
             "written": self._written(self._common),
             "tables": self._tables,
             "totals": {part.name: _total(part) for part in self._parts if part.name in self._common},
-            "linked": any(file.save_id for file in self._files),
         }
         return "\n".join([_text(summary), _text(record), _text(self._common) if self._rank == 0 else "{}"])
 
