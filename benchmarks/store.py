@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import os
 import statistics
 import time
@@ -44,12 +45,12 @@ def table(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     home = directory / "server"
     home.mkdir()
     with STARTERS[options.server](home) as server:
-        bucket = server.new_bucket()
-        with contextlib.closing(_RawClient(server, bucket)) as raw:
-            figures = {
-                "upload": _rounds(_uploads(server, bucket, raw, state, nbytes), options.repeats, nbytes),
-                "download": _rounds(_downloads(server, bucket, raw, nbytes), options.repeats, nbytes),
-            }
+        objects = _Objects(server)
+        with contextlib.closing(_RawClient(server, objects.bucket)) as raw:
+            uploads = _uploads(server, objects, raw, state, nbytes)
+            figures = {"upload": _rounds(uploads, options.repeats, nbytes, between=objects.delete_replaced)}
+            downloads = _downloads(server, objects, raw, nbytes)
+            figures["download"] = _rounds(downloads, options.repeats, nbytes)
     for direction, found in figures.items():
         _print(direction, found)
     figures["verification"] = _verification(state, directory, options.repeats)
@@ -67,6 +68,34 @@ def _state(nbytes: int, tensors: int = 32) -> dict[str, Any]:
 def _new_memory(nbytes: int) -> memoryview:
     """Return memory that a loaded state would be in."""
     return memoryview(torch.empty(nbytes, dtype=torch.uint8).numpy())
+
+
+class _Objects:
+    """Names of objects, a new one for each upload: a server may take as long to delete a replaced object as to store the new one."""
+
+    def __init__(self, server: Server) -> None:
+        self.bucket = server.new_bucket()
+        self._server = server
+        self._newest: dict[str, str] = {}
+        self._replaced: list[str] = []
+        self._count = itertools.count()
+
+    def new(self, name: str) -> str:
+        """Return the path of the next object of that name."""
+        if name in self._newest:
+            self._replaced.append(self._newest[name])
+        self._newest[name] = f"{self.bucket}/{next(self._count)}-{name.replace(', ', '-')}"
+        return self._newest[name]
+
+    def newest(self, name: str) -> str:
+        """Return the path of the last one."""
+        return self._newest[name]
+
+    def delete_replaced(self) -> None:
+        """Delete all but the last object of each name."""
+        filesystem = fsspec.filesystem("s3", **self._server.options)
+        while self._replaced:
+            filesystem.rm_file(self._replaced.pop())
 
 
 # ---- contenders ------------------------------------------------------------------------------------------------------------
@@ -93,12 +122,15 @@ class _RawClient:
         self._loop.run_until_complete(self._context.__aexit__(None, None, None))
         self._loop.close()
 
-    def upload(self, data: bytearray) -> None:
-        """Upload ``data`` in parts."""
-        self._loop.run_until_complete(self._upload(data))
+    def _key(self, path: str) -> str:
+        return path.removeprefix(f"s3://{self._bucket}/")
 
-    async def _upload(self, data: bytearray) -> None:
-        target = {"Bucket": self._bucket, "Key": "raw"}
+    def upload(self, path: str, data: bytearray) -> None:
+        """Upload ``data`` in parts."""
+        self._loop.run_until_complete(self._upload(self._key(path), data))
+
+    async def _upload(self, key: str, data: bytearray) -> None:
+        target = {"Bucket": self._bucket, "Key": key}
         upload = {**target, "UploadId": (await self._client.create_multipart_upload(**target))["UploadId"]}
 
         async def send(number: int) -> dict[str, Any]:
@@ -112,16 +144,16 @@ class _RawClient:
         parts = await asyncio.gather(*(send(number) for number in range(-(-len(data) // PART_BYTES))))
         await self._client.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
 
-    def download(self, nbytes: int) -> None:
+    def download(self, path: str, nbytes: int) -> None:
         """Fill new memory by ranged reads of what was uploaded."""
-        self._loop.run_until_complete(self._download(_new_memory(nbytes)))
+        self._loop.run_until_complete(self._download(self._key(path), _new_memory(nbytes)))
 
-    async def _download(self, target: memoryview) -> None:
+    async def _download(self, key: str, target: memoryview) -> None:
         async def read(begin: int) -> None:
             end = min(begin + _READ_BYTES, len(target))
             async with slots:
                 wanted = f"bytes={begin}-{end - 1}"
-                answer = await self._client.get_object(Bucket=self._bucket, Key="raw", Range=wanted)
+                answer = await self._client.get_object(Bucket=self._bucket, Key=key, Range=wanted)
                 target[begin:end] = await answer["Body"].read()
 
         slots = asyncio.Semaphore(_READS_UNDER_WAY)
@@ -143,62 +175,71 @@ def _obstore_of(server: Server, bucket: str) -> Any:
     )
 
 
-def _uploads(server: Server, bucket: str, raw: _RawClient, state: dict[str, Any], nbytes: int) -> dict[str, Action]:
+def _uploads(
+    server: Server, objects: _Objects, raw: _RawClient, state: dict[str, Any], nbytes: int
+) -> dict[str, Action]:
     import obstore
 
     data = bytearray(os.urandom(2**20) * (nbytes // 2**20 + 1))[:nbytes]
-    store = _obstore_of(server, bucket)
+    store = _obstore_of(server, objects.bucket)
     options = dict(server.options)
+
+    def put_by_obstore() -> None:
+        name = objects.new("raw obstore").rpartition("/")[2]
+        obstore.put(store, name, data, chunk_size=PART_BYTES, max_concurrency=_UNDER_WAY)
+
     fast = {**options, "backend": "obstore"}
     contenders: dict[str, Action] = {
-        "raw aiobotocore": lambda: raw.upload(data),
-        "raw obstore": lambda: obstore.put(store, "raw", data, chunk_size=PART_BYTES, max_concurrency=_UNDER_WAY),
+        "raw aiobotocore": lambda: raw.upload(objects.new("raw"), data),
+        "raw obstore": put_by_obstore,
     }
     for name, settings in (("ours", options), ("ours, obstore", fast)):
         for strategy in ("sync", "async"):
-            contenders[f"{name}, {strategy}"] = _saving(strategy, settings, state, f"{bucket}/{name}.ckpt")
+            contenders[f"{name}, {strategy}"] = _saving(strategy, settings, state, objects, name)
     contenders["Lightning TorchCheckpointIO"] = _by_lightning(
-        options, lambda: TorchCheckpointIO().save_checkpoint(state, f"{bucket}/lightning.ckpt")
+        options, lambda: TorchCheckpointIO().save_checkpoint(state, objects.new("lightning"))
     )
     return contenders
 
 
-def _saving(strategy: Any, settings: dict[str, Any], state: dict[str, Any], path: str) -> Action:
+def _saving(strategy: Any, settings: dict[str, Any], state: dict[str, Any], objects: _Objects, name: str) -> Action:
     checkpointer = Checkpointer(strategy=strategy, storage_options=settings)
 
     def save() -> None:
-        checkpointer.save(state, path)
+        checkpointer.save(state, objects.new(name))
         checkpointer.wait()
 
     return save
 
 
-def _downloads(server: Server, bucket: str, raw: _RawClient, nbytes: int) -> dict[str, Action]:
+def _downloads(server: Server, objects: _Objects, raw: _RawClient, nbytes: int) -> dict[str, Action]:
     import obstore
 
-    store = _obstore_of(server, bucket)
+    store = _obstore_of(server, objects.bucket)
     options = dict(server.options)
+    uploaded = objects.newest("raw")
     begins = list(range(0, nbytes, _READ_BYTES))
     ends = [min(begin + _READ_BYTES, nbytes) for begin in begins]
 
     def read_by_obstore() -> None:
         target = _new_memory(nbytes)
         for begin, end, piece in zip(
-            begins, ends, obstore.get_ranges(store, "raw", starts=begins, ends=ends), strict=True
+            begins,
+            ends,
+            obstore.get_ranges(store, uploaded.rpartition("/")[2], starts=begins, ends=ends),
+            strict=True,
         ):
             target[begin:end] = memoryview(piece)
 
-    ours = f"{bucket}/ours.ckpt"
+    ours, lightning = objects.newest("ours"), objects.newest("lightning")
     load = Checkpointer(storage_options=options).load
     contenders: dict[str, Action] = {
-        "raw aiobotocore": lambda: raw.download(nbytes),
+        "raw aiobotocore": lambda: raw.download(uploaded, nbytes),
         "raw obstore": read_by_obstore,
         "ours": lambda: load(ours),
         "ours, obstore": lambda: Checkpointer(storage_options={**options, "backend": "obstore"}).load(ours),
         "ours, not verified": _unverified(lambda: load(ours)),
-        "Lightning TorchCheckpointIO": _by_lightning(
-            options, lambda: TorchCheckpointIO().load_checkpoint(f"{bucket}/lightning.ckpt")
-        ),
+        "Lightning TorchCheckpointIO": _by_lightning(options, lambda: TorchCheckpointIO().load_checkpoint(lightning)),
     }
     if server.kind == "rclone":  # which answers ranged reads in a way that obstore refuses
         del contenders["raw obstore"], contenders["ours, obstore"]
@@ -244,12 +285,15 @@ def _unverified(action: Action) -> Action:
 # ---- measuring -------------------------------------------------------------------------------------------------------------
 
 
-def _rounds(contenders: dict[str, Action], repeats: int, nbytes: int) -> dict[str, dict[str, float]]:
-    """Time every contender in turn, round by round; the first round is a warm-up."""
+def _rounds(
+    contenders: dict[str, Action], repeats: int, nbytes: int, *, between: Action = lambda: None
+) -> dict[str, dict[str, float]]:
+    """Time every contender in turn, round by round; the first round is a warm-up. ``between`` is called untimed."""
     seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     names = list(contenders)
     for repeat in range(repeats + 1):
         for name in names[repeat % len(names) :] + names[: repeat % len(names)]:
+            between()
             os.sync()
             begun, busy = time.perf_counter(), time.process_time()
             contenders[name]()

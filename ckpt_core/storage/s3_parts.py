@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import email.utils
+import logging
 import math
 import os
 import uuid
@@ -12,13 +13,15 @@ from typing import Any
 
 import fsspec
 
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_core.storage.base import RandomAccessIO
 from ckpt_core.storage.failures import Describe
 from ckpt_core.storage.parts import PartUpload
 from ckpt_core.storage.retrying import Retries, is_transient
 
 __all__ = ["S3Upload", "abandoned_uploads", "s3_defaults"]
+
+logger = logging.getLogger(__name__)
 
 _MARK = "ckpt-upload"  # user metadata: tells whether an object is the one that an upload has made
 _Describe = Callable[[str, str], Describe]
@@ -76,6 +79,7 @@ class S3Upload(PartUpload):
         self._mark = uuid.uuid4().hex
         self._upload_id = ""
         self._tags: dict[int, str] = {}
+        self._sizes: dict[int, int] = {}
 
     async def _call(self, action: str, method: str, data: bytearray | None = None, **arguments: Any) -> dict[str, Any]:
         async def request() -> dict[str, Any]:
@@ -93,9 +97,10 @@ class S3Upload(PartUpload):
     async def send(self, number: int, data: bytearray) -> None:
         where = {"UploadId": self._upload_id, "PartNumber": number + 1}
         answer = await self._call("write", "upload_part", data, **where)
-        self._tags[number] = answer["ETag"]
+        self._tags[number], self._sizes[number] = answer["ETag"], len(data)
 
     async def complete(self, count: int) -> None:
+        await self._compare_sizes()
         parts = [{"PartNumber": number + 1, "ETag": self._tags[number]} for number in range(count)]
         try:
             await self._call(
@@ -105,6 +110,28 @@ class S3Upload(PartUpload):
             # An earlier attempt may have done it, and its answer was lost.
             if is_transient(error) or not await self._is_there():
                 raise
+
+    async def _compare_sizes(self) -> None:
+        """Refuse parts of which the store holds another number of bytes: in a moment they would replace what is there."""
+        more: dict[str, Any] = {}
+        while True:
+            try:
+                page = await self._call("verify", "list_parts", UploadId=self._upload_id, **more)
+            except CheckpointError as error:
+                # A store or a policy may not allow to list parts.
+                logger.debug("could not compare the parts of %s with what was sent: %s", self._path, error.message)
+                return
+            for part in page.get("Parts", []):
+                sent = self._sizes.get(part["PartNumber"] - 1, part["Size"])
+                if part["Size"] != sent:
+                    raise StorageError(
+                        f"the store has {part['Size']} bytes of a part of which {sent} were sent; nothing was replaced",
+                        path=self._path,
+                        remedy="find out what stands between this machine and the store, and save again",
+                    )
+            if not page.get("IsTruncated"):
+                return
+            more = {"PartNumberMarker": page["NextPartNumberMarker"]}
 
     async def _is_there(self) -> bool:
         try:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from numpy.random import mtrand
 from torch.utils.data import BatchSampler, RandomSampler
 
 from ckpt_core.state.rng import (
@@ -54,6 +58,36 @@ def test_packed_state_comes_back(drawn: int) -> None:
     draw()
     unpack_rng(packed).restore()
     assert [draw() for _ in range(3)] == expected
+
+
+NUMPY_STEPS: dict[str, Callable[[list[RngState]], Any]] = {
+    "uniform": lambda _: np.random.rand(),
+    "many": lambda _: np.random.rand(700),
+    "normal": lambda _: np.random.randn(),  # every second one leaves NumPy's memory as it is
+    "seed": lambda _: np.random.seed(7),
+    "restore the last": lambda captured: captured[-1].restore(),
+    "restore the one before": lambda captured: captured[-2:][0].restore(),
+    "restore the first": lambda captured: captured[0].restore(),
+    "another generator": lambda _: np.random.set_bit_generator(np.random.MT19937(3)),
+    "nothing": lambda _: None,
+}
+
+
+@given(st.lists(st.sampled_from(sorted(NUMPY_STEPS)), max_size=20))
+@example(["normal", "normal", "restore the one before"])
+def test_what_is_remembered_of_numpy_is_what_it_is(steps: list[str]) -> None:
+    bit_generator, before = mtrand.get_bit_generator(), np.random.get_state()
+    try:
+        captured = [RngState.capture()]
+        for step in steps:
+            NUMPY_STEPS[step](captured)
+            captured.append(RngState.capture())
+            found, real = captured[-1].numpy, np.random.get_state(legacy=True)
+            assert (found[0], found[2:]) == (real[0], real[2:])
+            assert np.array_equal(found[1], real[1])
+    finally:
+        np.random.set_bit_generator(bit_generator)
+        np.random.set_state(before)
 
 
 @pytest.mark.parametrize("move", [torch.rand, np.random.rand, random.random])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import stamina
 
+from ckpt_core.errors import StorageError
 from ckpt_core.storage.remote import remote_storage
+from ckpt_core.storage.s3_parts import S3Upload
 from tests.support.fault_proxy import HttpFault, start_proxy
 from tests.support.server_fixtures import server_of, servers
 from tests.support.servers import Server
@@ -24,6 +27,52 @@ def _small_parts_and_no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     stamina.set_testing(True, attempts=4, cap=True)
     yield
     stamina.set_testing(False)
+
+
+def test_what_arrives_in_another_length_replaces_nothing(
+    server_of: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = server_of("moto")
+    path = f"{server.new_bucket()}/a"
+    storage = remote_storage(path, dict(server.options))
+
+    def upload() -> None:
+        writer = storage.create(path, len(CONTENT))
+        try:
+            writer.write_at(0, memoryview(bytearray(CONTENT)))
+            writer.commit(len(CONTENT))
+        except BaseException:
+            writer.abort()
+            raise
+
+    upload()
+    call = S3Upload._call
+
+    async def lose_half(self: S3Upload, action: str, method: str, data: Any = None, **arguments: Any) -> Any:
+        if arguments.get("PartNumber") == 3:  # the last one may be of any size
+            data = data[: len(data) // 2]
+        return await call(self, action, method, data, **arguments)
+
+    with monkeypatch.context() as damage:
+        damage.setattr(S3Upload, "_call", lose_half)
+        with pytest.raises(StorageError, match=f"has {2**19} bytes of a part of which {2**20} were sent") as caught:
+            upload()
+    assert caught.value.path == path
+    with storage.open(path) as reader:
+        found = bytearray(reader.size)
+        reader.read_into(0, memoryview(found))
+    assert found == CONTENT
+    assert (
+        list(storage._filesystem.call_s3("list_multipart_uploads", Bucket=path.split("/")[2]).get("Uploads", [])) == []
+    )
+
+    async def refuse(self: S3Upload, action: str, method: str, data: Any = None, **arguments: Any) -> Any:
+        if method == "list_parts":
+            raise StorageError("AccessDenied", path=path)
+        return await call(self, action, method, data, **arguments)
+
+    monkeypatch.setattr(S3Upload, "_call", refuse)
+    upload()  # a policy that does not let one list parts is no reason not to save
 
 
 @pytest.mark.parametrize("size", [len(CONTENT), 3 * 2**20], ids=["parts", "one request"])
