@@ -15,7 +15,7 @@ from ckpt_core.layouts.image import Image
 from ckpt_core.layouts.torch_file.image import ImageAbandonedError
 from ckpt_core.layouts.torch_file.manifest import WINDOW
 from ckpt_core.memory import ScratchBuffers, StagingBuffer
-from ckpt_core.parallel import IO_THREADS, run_parallel
+from ckpt_core.parallel import run_parallel
 from ckpt_core.storage.base import FileWriter, Storage
 
 __all__ = ["BackgroundWriter", "OnError", "notify", "write_image"]
@@ -25,7 +25,8 @@ logger = logging.getLogger(__name__)
 OnError = Literal["raise", "warn"]
 
 _BLOCK = 4096
-_WINDOWS_IN_MEMORY = IO_THREADS + 3  # at most 112 MiB
+_WINDOWS_IN_MEMORY = 7  # 112 MiB
+_WINDOWS_AHEAD = 3
 
 
 def notify(listeners: Sequence[Listener], event: Event) -> None:
@@ -65,23 +66,25 @@ def write_image(
     writer = storage.create(path, image.approximate_size)
 
     # More windows are assembled than written at a time: the disk never waits for a copy.
-    writing = threading.Semaphore(IO_THREADS)
+    writing = threading.Semaphore(writer.threads)
 
     def write_window(begin: int) -> None:
         if image.is_staged:
-            writer.write_at(begin, image.window(begin, None))
+            writer.write_through(begin, image.window(begin, None))
             return
         buffer = scratch.take(min(WINDOW, image.region_size))
         try:
             window = image.window(begin, buffer)
             with writing:
-                writer.write_at(begin, window)
+                writer.write_through(begin, window)
         finally:
             scratch.give(buffer)
 
     try:
         windows = range(0, image.region_size, WINDOW)
-        threads = 1 if not writer.parallel else IO_THREADS if image.is_staged else _WINDOWS_IN_MEMORY
+        threads = writer.threads if writer.parallel else 1
+        if writer.parallel and not image.is_staged:
+            threads = min(threads + _WINDOWS_AHEAD, _WINDOWS_IN_MEMORY)
         # With something else to do meanwhile, the calling thread comes late, and the first window is another's.
         useful = len(windows) + (meanwhile is not None)
         run_parallel(write_window, windows, threads=min(threads, useful), meanwhile=meanwhile)

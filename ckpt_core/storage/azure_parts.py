@@ -51,8 +51,8 @@ class AzureUpload(PartUpload):
     async def begin(self) -> None:
         """Nothing to prepare."""
 
-    async def send(self, number: int, data: bytearray) -> None:
-        await self._call("write", "stage_block", self._block(number), memoryview(data), length=len(data))
+    async def send(self, number: int, data: memoryview) -> None:
+        await self._call("write", "stage_block", self._block(number), data, length=len(data))
 
     async def complete(self, count: int) -> None:
         from azure.storage.blob import BlobBlock

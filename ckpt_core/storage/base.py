@@ -62,13 +62,19 @@ class FileWriter(abc.ABC):
     Attributes:
         parallel: Whether :meth:`write_at` may be called from several threads and in any order. If not, it is called from
             one thread with offsets that follow each other.
+        threads: How many of those calls at a time are worth it.
     """
 
     parallel: bool = False
+    threads: int = IO_THREADS
 
     @abc.abstractmethod
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write ``data`` at ``offset`` bytes; all but the last piece of a file are multiples of 4096 bytes."""
+
+    def write_through(self, offset: int, data: memoryview) -> None:
+        """Do as :meth:`write_at`, for a caller with several threads: it may wait for the bytes to go, instead of copying them."""
+        self.write_at(offset, data)
 
     @abc.abstractmethod
     def commit(self, size: int) -> None:
@@ -127,7 +133,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def create(self, path: str, expected_size: int) -> FileWriter:
-        """Begin a file that will be about ``expected_size`` bytes long; room for it is reserved where that is possible.
+        """Begin a file that will be ``expected_size`` bytes long, or a little longer; room is reserved where that is possible.
 
         Raises:
             StorageError: There is no room, no permission, or ``path`` is a directory.

@@ -193,6 +193,7 @@ class FaultyStorage(Storage):
 class _FaultyWriter(FileWriter):
     def __init__(self, storage: FaultyStorage, path: str, inner: FileWriter) -> None:
         self.parallel = inner.parallel
+        self.threads = inner.threads
         self._storage = storage
         self._path = path
         self._inner = inner
@@ -201,6 +202,13 @@ class _FaultyWriter(FileWriter):
         self._storage.perform(
             Operation("write_at", self._path, len(data)),
             lambda: self._inner.write_at(offset, data),
+            lambda count: self._inner.write_at(offset, data[:count]),
+        )
+
+    def write_through(self, offset: int, data: memoryview) -> None:
+        self._storage.perform(
+            Operation("write_at", self._path, len(data)),
+            lambda: self._inner.write_through(offset, data),
             lambda count: self._inner.write_at(offset, data[:count]),
         )
 

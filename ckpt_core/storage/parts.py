@@ -39,8 +39,8 @@ class PartUpload(abc.ABC):
         """Prepare for parts."""
 
     @abc.abstractmethod
-    async def send(self, number: int, data: bytearray) -> None:
-        """Upload part ``number``, counted from 0."""
+    async def send(self, number: int, data: memoryview) -> None:
+        """Upload part ``number``, counted from 0, of memory that is used for something else afterwards."""
 
     @abc.abstractmethod
     async def complete(self, count: int) -> None:
@@ -64,23 +64,26 @@ class _Part:
 
 
 class PartsWriter(FileWriter):
-    """Collects what is written into parts of equal size and uploads each as soon as it is whole.
+    """Uploads what is written in parts of equal size, and collects it until one is whole.
 
     Memory is bounded: six parts under way, one for each thread that writes, and the last one, which waits for the commit,
-    because only that knows where the object ends. An object of one part is made by a single request.
+    because only that knows where the object ends; none for whole parts that are written through. An object of one part is made
+    by a single request.
 
     Args:
         upload: Talks to the store.
         loop: Where the store's client runs.
-        expected_size: About how many bytes will be written; decides how large parts must be.
+        expected_size: How many bytes will be written, or a few less; decides how large parts must be.
     """
 
     parallel = True
+    threads = _PARTS_UNDER_WAY
 
     def __init__(self, upload: PartUpload, loop: asyncio.AbstractEventLoop, expected_size: int) -> None:
         self._upload = upload
         self._loop = loop
         # A tenth more parts than expected are allowed for.
+        self._expected_size = expected_size
         self._part_bytes = PART_BYTES * max(1, -(-expected_size * 11 // (10 * PART_BYTES * upload.most_parts)))
         self._parts: dict[int, _Part] = {}
         self._sent: set[int] = set()
@@ -99,6 +102,19 @@ class PartsWriter(FileWriter):
             piece = data[: self._part_bytes - begin]
             self._fill(number, begin, piece)
             data, offset = data[len(piece) :], offset + len(piece)
+
+    def write_through(self, offset: int, data: memoryview) -> None:
+        number, begin = divmod(offset, self._part_bytes)
+        is_whole = begin == 0 and len(data) == self._part_bytes
+        if not is_whole or offset + len(data) > self._expected_size:
+            self.write_at(offset, data)
+            return
+        with self._lock:
+            self._sent.add(number)
+            self._last = max(self._last, number)
+        self._take_slot()
+        asyncio.run_coroutine_threadsafe(self._send(number, data), self._loop).result()
+        self._raise_failure()
 
     def _fill(self, number: int, begin: int, piece: memoryview) -> None:
         self._raise_failure()
@@ -123,11 +139,22 @@ class PartsWriter(FileWriter):
                     return
                 memory = self._parts.pop(number).memory
                 self._sent.add(number)
-            self._slots.acquire()
-            self._raise_failure()
-            asyncio.run_coroutine_threadsafe(self._send(number, memory), self._loop)
+            self._take_slot()
+            asyncio.run_coroutine_threadsafe(self._send_collected(number, memory), self._loop)
 
-    async def _send(self, number: int, memory: bytearray) -> None:
+    def _take_slot(self) -> None:
+        self._slots.acquire()
+        if self._error is not None:
+            self._slots.release()  # to the next thread that waits to be told
+            raise self._error
+
+    async def _send_collected(self, number: int, memory: bytearray) -> None:
+        with memoryview(memory) as data:
+            await self._send(number, data)
+        with self._lock:
+            self._idle.append(memory)
+
+    async def _send(self, number: int, data: memoryview) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._sending.add(task)
@@ -135,9 +162,7 @@ class PartsWriter(FileWriter):
             if self._beginning is None:
                 self._beginning = asyncio.ensure_future(self._upload.begin())
             await asyncio.shield(self._beginning)
-            await self._upload.send(number, memory)
-            with self._lock:
-                self._idle.append(memory)
+            await self._upload.send(number, data)
         except Exception as error:  # noqa: BLE001 - raised by the next write or the commit
             self._error = self._error or error
         finally:
@@ -168,10 +193,10 @@ class PartsWriter(FileWriter):
         self._is_over = True
 
     async def _commit(self, parts: dict[int, bytearray], count: int) -> None:
-        if count == 1:
+        if count == 1 and parts:
             await self._upload.put(parts[0])
             return
-        tasks = [asyncio.ensure_future(self._send(number, memory)) for number, memory in parts.items()]
+        tasks = [asyncio.ensure_future(self._send_collected(number, memory)) for number, memory in parts.items()]
         await asyncio.gather(*tasks, *self._sending)
         self._raise_failure()
         await self._upload.complete(count)

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 
 _MARK = "ckpt-upload"  # user metadata: tells whether an object is the one that an upload has made
 _Describe = Callable[[str, str], Describe]
+Buffer = bytearray | memoryview
 
 
 def s3_defaults(options: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +82,7 @@ class S3Upload(PartUpload):
         self._tags: dict[int, str] = {}
         self._sizes: dict[int, int] = {}
 
-    async def _call(self, action: str, method: str, data: bytearray | None = None, **arguments: Any) -> dict[str, Any]:
+    async def _call(self, action: str, method: str, data: Buffer | None = None, **arguments: Any) -> dict[str, Any]:
         async def request() -> dict[str, Any]:
             if data is not None:
                 arguments["Body"] = _Body(data)  # a new one for each attempt: the last may have read half of it
@@ -94,7 +95,7 @@ class S3Upload(PartUpload):
         answer = await self._call("write", "create_multipart_upload", Metadata={_MARK: self._mark})
         self._upload_id = answer["UploadId"]
 
-    async def send(self, number: int, data: bytearray) -> None:
+    async def send(self, number: int, data: memoryview) -> None:
         where = {"UploadId": self._upload_id, "PartNumber": number + 1}
         answer = await self._call("write", "upload_part", data, **where)
         self._tags[number], self._sizes[number] = answer["ETag"], len(data)
@@ -151,9 +152,9 @@ class S3Upload(PartUpload):
 
 
 class _Body(RandomAccessIO):
-    """What is sent, as a file: of a bytearray the client makes copies, which costs more processor time."""
+    """What is sent, as a file: of other memory the client makes copies, which costs more processor time."""
 
-    def __init__(self, data: bytearray) -> None:
+    def __init__(self, data: Buffer) -> None:
         super().__init__(len(data))
         self._data = memoryview(data)
 

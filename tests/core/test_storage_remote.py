@@ -11,6 +11,7 @@ import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import stamina
 
@@ -53,7 +54,7 @@ class MemoryUpload(PartUpload):
         await asyncio.sleep(self._seconds)
         self.begun += 1
 
-    async def send(self, number: int, data: bytearray) -> None:
+    async def send(self, number: int, data: memoryview) -> None:
         assert self.begun == 1
         self.under_way += 1
         self.most_under_way = max(self.most_under_way, self.under_way)
@@ -86,17 +87,20 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> int:
 
 @pytest.mark.parametrize("size", [0, 1, 64 * KIB - 1, 64 * KIB, 64 * KIB + 1, 1_000_003, 20 * 64 * KIB])
 @pytest.mark.parametrize("piece", [4 * KIB, 64 * KIB, 100 * KIB, 300 * KIB])
-def test_any_pieces_in_any_order(size: int, piece: int, loop: asyncio.AbstractEventLoop, small_parts: int) -> None:
+@pytest.mark.parametrize("method", ["write_at", "write_through"])
+def test_any_pieces_in_any_order(
+    size: int, piece: int, method: str, loop: asyncio.AbstractEventLoop, small_parts: int
+) -> None:
     data = random.Random(size).randbytes(-(-size // 4096) * 4096)  # whole blocks, as direct I/O wants them
     upload = MemoryUpload()
     writer = PartsWriter(upload, loop, size)
     pieces = [(begin, memoryview(data)[begin : begin + piece]) for begin in range(0, len(data), piece)]
     random.Random(piece).shuffle(pieces)
-    run_parallel(lambda args: writer.write_at(*args), pieces, threads=4)
+    run_parallel(lambda args: getattr(writer, method)(*args), pieces, threads=4)
     assert upload.result is None
     writer.commit(size)
     assert upload.result == data[:size]
-    assert upload.begun == (size > small_parts)
+    assert upload.begun == (size > small_parts or (method == "write_through" and piece >= size == small_parts))
     writer.abort()
     assert upload.abandoned == 0
 
@@ -113,7 +117,7 @@ def test_as_many_at_a_time_as_allowed_and_no_more(loop: asyncio.AbstractEventLoo
 
 def test_memory_does_not_grow_with_the_object(loop: asyncio.AbstractEventLoop) -> None:
     class Forgetful(MemoryUpload):
-        async def send(self, number: int, data: bytearray) -> None:
+        async def send(self, number: int, data: memoryview) -> None:
             await asyncio.sleep(0.002)
 
         async def complete(self, count: int) -> None:
@@ -129,6 +133,64 @@ def test_memory_does_not_grow_with_the_object(loop: asyncio.AbstractEventLoop) -
     finally:
         tracemalloc.stop()
     assert peak < (6 + 3 + 2) * PART_BYTES, "six under way, one for each thread, the last, and some change"
+
+
+def test_whole_parts_that_are_written_through_are_not_copied(loop: asyncio.AbstractEventLoop) -> None:
+    class Looking(MemoryUpload):
+        async def send(self, number: int, data: memoryview) -> None:
+            await asyncio.sleep(0.002)
+            self.sent[number] = bytes(data[:8])
+
+    upload = Looking()
+    writer = PartsWriter(upload, loop, 20 * PART_BYTES)
+
+    def write(number: int) -> None:
+        window = memoryview(bytearray([number]) * PART_BYTES)
+        writer.write_through(number * PART_BYTES, window)
+        np.frombuffer(window, np.uint8)[:] = 255  # used for something else at once
+
+    tracemalloc.start()
+    try:
+        run_parallel(write, range(20), threads=3)
+        writer.commit(20 * PART_BYTES)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert upload.result == b"".join(bytes([number]) * 8 for number in range(20))
+    assert peak < 5 * PART_BYTES, "the windows of three threads, and some change"
+
+
+@pytest.mark.parametrize("method", ["write_at", "write_through"])
+def test_a_failure_is_told_to_every_thread_that_waits(
+    method: str, loop: asyncio.AbstractEventLoop, small_parts: int
+) -> None:
+    class Failing(MemoryUpload):
+        async def send(self, number: int, data: memoryview) -> None:
+            await asyncio.sleep(0.5)  # until all threads wait
+            raise StorageError("the cable was pulled")
+
+    writer = PartsWriter(Failing(), loop, 40 * small_parts)
+    window = memoryview(bytes(small_parts))
+    told = []
+
+    def write(number: int) -> None:
+        try:
+            getattr(writer, method)(number * small_parts, window)
+            getattr(writer, method)((number + 20) * small_parts, window)
+        except StorageError:
+            told.append(number)
+
+    threads = [threading.Thread(target=write, args=(number,), daemon=True) for number in range(20)]
+    for thread in threads:
+        thread.start()
+    end = time.monotonic() + 30
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(told) > 6, "more than there are places under way"
+    if method == "write_through":
+        assert sorted(told) == list(range(20))
+    writer.abort()
 
 
 def test_parts_are_as_large_as_the_number_of_parts_demands(loop: asyncio.AbstractEventLoop) -> None:
