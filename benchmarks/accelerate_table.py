@@ -6,7 +6,6 @@ import argparse
 import functools
 import itertools
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_ckpt._attach import attach, uninstall
 from accelerate_ckpt._session import session_of
-from benchmarks.save import Contender, Make, fsync, measure, one_copy, peak_extra_memory, raw_direct_write
+from benchmarks.save import Contender, FreshPaths, Make, fsync, measure, one_copy, peak_extra_memory, raw_direct_write
 from benchmarks.states import gpt_state, tensor_bytes
 
 __all__ = ["table"]
@@ -65,17 +64,15 @@ def _prepared(state: dict[str, Any], **options: Any) -> Accelerator:
     return accelerator
 
 
-class _Saves:
-    """A new directory for each save, and none of the old ones; what is saved has changed in between."""
+class _Saves(FreshPaths):
+    """A new directory for each save; what is saved has changed in between."""
 
     def __init__(self, accelerator: Accelerator, path: Path) -> None:
+        super().__init__(path.with_suffix(""))
         self._accelerator = accelerator
-        self._paths = (path.with_name(f"{path.stem}-{number}") for number in itertools.count())
-        self.path = path
 
     def prepare(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.path = next(self._paths)
+        super().prepare()
         tensors = [parameter.data for model in self._accelerator._models for parameter in model.parameters()]
         for optimizer in self._accelerator._optimizers:
             tensors += [value for entry in optimizer.state.values() for value in entry.values()]

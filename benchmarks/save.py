@@ -1,16 +1,19 @@
 """Contenders of the save benchmark: ours, Lightning's, and what the machine allows at best.
 
 A contender is a pair of functions: ``save`` returns when training may go on (the stall ends there), ``finish`` returns when
-the checkpoint is durable.
+the checkpoint is durable. Each save has a path of its own, and the checkpoint before is deleted untimed: a disk may take longer to
+delete a file than to write one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import mmap
 import os
 import queue
+import shutil
 import statistics
 import threading
 import time
@@ -30,6 +33,7 @@ from lightning_ckpt import AsyncCheckpointIO, SyncCheckpointIO
 __all__ = [
     "CONTENDERS",
     "Contender",
+    "FreshPaths",
     "Make",
     "Timing",
     "fsync",
@@ -61,6 +65,21 @@ class Timing:
     durable: float
 
 
+class FreshPaths:
+    """A new path for each save, and nothing at the ones before."""
+
+    def __init__(self, path: Path) -> None:
+        self._paths = (path.with_name(f"{path.stem}-{number}{path.suffix}") for number in itertools.count())
+        self.path = path
+
+    def prepare(self) -> None:
+        """Delete what is at the last path, and go to the next one."""
+        if self.path.is_dir():
+            shutil.rmtree(self.path)
+        self.path.unlink(missing_ok=True)
+        self.path = next(self._paths)
+
+
 def fsync(path: Path) -> None:
     """Wait until a file that somebody else wrote is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -84,56 +103,62 @@ def raw_direct_write(state: dict[str, Any], path: Path) -> Contender:
     memory.madvise(mmap.MADV_HUGEPAGE)
     torch.frombuffer(memory, dtype=torch.uint8).random_(0, 255)
     view, block = memoryview(memory), 16 * 2**20
+    fresh = FreshPaths(path)
 
     def save() -> None:
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
+        descriptor = os.open(fresh.path, os.O_WRONLY | os.O_CREAT | os.O_DIRECT, 0o644)
         os.posix_fallocate(descriptor, 0, nbytes)
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(lambda at: os.pwrite(descriptor, view[at : at + block], at), range(0, nbytes, block)))
         os.fsync(descriptor)
         os.close(descriptor)
 
-    return Contender(save=save)
+    return Contender(save=save, prepare=fresh.prepare)
 
 
 def ours_sync(state: dict[str, Any], path: Path) -> Contender:
     """``lightning_ckpt.SyncCheckpointIO``."""
-    io = SyncCheckpointIO()
-    return Contender(save=lambda: io.save_checkpoint(state, path), close=io.teardown)
+    io, fresh = SyncCheckpointIO(), FreshPaths(path)
+    return Contender(save=lambda: io.save_checkpoint(state, fresh.path), close=io.teardown, prepare=fresh.prepare)
 
 
 def ours_async(state: dict[str, Any], path: Path) -> Contender:
     """``lightning_ckpt.AsyncCheckpointIO``."""
-    io = AsyncCheckpointIO()
-    return Contender(save=lambda: io.save_checkpoint(state, path), finish=io.checkpointer.wait, close=io.teardown)
+    io, fresh = AsyncCheckpointIO(), FreshPaths(path)
+    return Contender(
+        save=lambda: io.save_checkpoint(state, fresh.path),
+        finish=io.checkpointer.wait,
+        close=io.teardown,
+        prepare=fresh.prepare,
+    )
 
 
 def lightning_sync(state: dict[str, Any], path: Path) -> Contender:
     """Lightning's ``TorchCheckpointIO`` and an fsync, which it does not do."""
-    io = TorchCheckpointIO()
+    io, fresh = TorchCheckpointIO(), FreshPaths(path)
 
     def save() -> None:
-        io.save_checkpoint(state, path)
-        fsync(path)
+        io.save_checkpoint(state, fresh.path)
+        fsync(fresh.path)
 
-    return Contender(save=save)
+    return Contender(save=save, prepare=fresh.prepare)
 
 
 def lightning_async(state: dict[str, Any], path: Path) -> Contender:
     """Lightning's ``AsyncCheckpointIO`` and an fsync, which it does not do."""
     pending: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    fresh = FreshPaths(path)
 
     def save() -> None:
         io = LightningAsyncCheckpointIO(TorchCheckpointIO())
-        io.save_checkpoint(state, path)
+        io.save_checkpoint(state, fresh.path)
         pending.put(io)
 
     def finish() -> None:
         pending.get().teardown()
-        fsync(path)
+        fsync(fresh.path)
 
-    return Contender(save=save, finish=finish)
+    return Contender(save=save, finish=finish, prepare=fresh.prepare)
 
 
 CONTENDERS: dict[str, Make] = {
