@@ -132,6 +132,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
 
     def _save_last_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
         self._copy_of = self._saved_by_this_trigger if _saves_through_plugin(trainer.strategy) else None
+        if self._last_checkpoint_saved == self.last_model_path:
+            self._last_checkpoint_saved = ""  # Lightning 2.5.0 would put a link to itself in its place
         try:
             super()._save_last_checkpoint(trainer, monitor_candidates)
         finally:

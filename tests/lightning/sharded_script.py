@@ -22,7 +22,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging
+from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
@@ -268,6 +268,8 @@ def train(spec: Spec, rank: int) -> dict[str, Any]:
     else:
         callbacks.append(ResumableCheckpoint(dirpath=directory, **spec.callback))
     if spec.average:
+        from lightning.pytorch.callbacks import EMAWeightAveraging  # since Lightning 2.6
+
         callbacks.append(EMAWeightAveraging(decay=0.9))
     save = SaveAt(directory / "saved.ckpt", *spec.save_at) if spec.save_at else None
     if save is not None:

@@ -18,6 +18,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from ckpt_core.errors import CheckpointFormatError, StateMismatchError
 from lightning_ckpt.resumable import ResumableCheckpoint
 from tests.lightning.exact_cases import Model, Outcome, PlannedError, SaveAt, make_trainer, outcome
+from tests.lightning.features import needs_save_on_exception
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
@@ -52,6 +53,8 @@ def tail(expected: Outcome, found: Outcome) -> bool:
 
 
 def saver(kind: str, directory: Path) -> Any:
+    if kind in ("stock", "ours"):
+        needs_save_on_exception()
     if kind == "stock":
         return ModelCheckpoint(directory, filename="saved", save_on_exception=True, save_top_k=0)
     if kind == "ours":

@@ -21,6 +21,7 @@ import torch
 import ckpt_core.checkpointer as checkpointer_module
 from ckpt_core import StorageError, verify
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
+from tests.lightning.features import needs_save_on_exception
 from tests.lightning.reliable_cases import (
     NUMBERS,
     Callback,
@@ -48,6 +49,8 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 def each_second_step(directory: Path, **options: Any) -> ResumableCheckpoint:
+    if options.get("save_on_exception"):
+        needs_save_on_exception()
     settings = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}", **options}
     return ResumableCheckpoint(directory, **settings)
 
@@ -382,6 +385,8 @@ def assert_all_raised(results: list[dict[str, Any]], path: Path, *, step: int) -
 def test_every_rank_raises_the_same_at_the_same_step(
     ranks: Ranks, small_filesystem: Path, tmp_path: Path, settings: dict[str, Any], full_at: int, step: int
 ) -> None:
+    if "save_on_exception" in settings.get("callback", {}):
+        needs_save_on_exception()
     saved = small_filesystem / "saved"
     results = ranks.run(tmp_path, saved=str(saved), full_at=full_at, **settings)
     assert_all_raised(results, saved / f"step={full_at}.ckpt", step=step)

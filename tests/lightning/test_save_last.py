@@ -171,6 +171,13 @@ def test_a_resumed_run_keeps_its_link(slow_disk: None, plugin: Any, tmp_path: Pa
 
 
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS.keys())
+def test_with_nothing_to_link_to_the_last_one_is_saved_each_time(plugin: Any, tmp_path: Path) -> None:
+    settings = {"every_n_train_steps": 1000, "save_top_k": -1, "save_last": "link"}
+    run(ResumableCheckpoint, plugin, tmp_path / "c", settings, max_epochs=3)
+    assert contents(tmp_path / "c") == {"last.ckpt": 3 * BATCHES}
+
+
+@pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS.keys())
 def test_a_link_leads_to_nothing_in_another_directory(slow_disk: None, plugin: Any, tmp_path: Path) -> None:
     settings = {"every_n_train_steps": 4, "save_top_k": -1, "save_last": "link"}
     old, new = tmp_path / "old", tmp_path / "new"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ckpt_core import DirectoryCheckpointer
+from tests.lightning.features import needs_weight_averaging
 from tests.lightning.sharded_runs import Runs, assert_same_tensors, parts_at
 
 KINDS = ("ddp", "mp", "fsdp")
@@ -199,6 +200,7 @@ def test_failure_of_which_a_rank_hears_late_is_one_on_all(runs: Runs, tmp_path: 
 
 
 def test_averaged_weights_are_saved_and_resumed(runs: Runs, tmp_path: Path) -> None:
+    needs_weight_averaging()
     whole = runs.run(tmp_path / "whole", "whole", trainer={"max_steps": 8}, callback=EVERY, average=True)
     first = tmp_path / "first"
     runs.run(first, "first", trainer={"max_steps": 3}, callback=EVERY, average=True)

@@ -1,0 +1,24 @@
+"""What only newer versions of Lightning can do."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+from lightning.pytorch import callbacks
+
+__all__ = ["HAS_SAVE_ON_EXCEPTION", "needs_save_on_exception", "needs_weight_averaging"]
+
+HAS_SAVE_ON_EXCEPTION = "save_on_exception" in inspect.signature(callbacks.ModelCheckpoint).parameters
+
+
+def needs_save_on_exception() -> None:
+    """Skip the test where ``ModelCheckpoint`` has no ``save_on_exception``."""
+    if not HAS_SAVE_ON_EXCEPTION:
+        pytest.skip("save_on_exception is there since Lightning 2.5.6")
+
+
+def needs_weight_averaging() -> None:
+    """Skip the test where there is no ``EMAWeightAveraging``."""
+    if not hasattr(callbacks, "EMAWeightAveraging"):
+        pytest.skip("EMAWeightAveraging is there since Lightning 2.6")
