@@ -219,9 +219,20 @@ def _replace_by_two_renames(staging: str, path: str, token: str) -> str:
                     _delete_tree(replaced)
             raise
         sync_directory(parent)
+        return _given_up(replaced, path)
     finally:
         os.close(descriptor)
-    return replaced
+
+
+def _given_up(replaced: str, path: str) -> str:
+    """Give a replaced directory a name that :func:`restore` does not care about: it is about to lose its files, one by one."""
+    name = _hidden(path, uuid.uuid4().hex[:12])
+    try:
+        os.rename(replaced, name)
+        sync_directory(os.path.dirname(name))
+    except OSError:
+        return name if os.path.lexists(name) else replaced  # the new one is in its place, so it is not restored
+    return name
 
 
 def restore(directory: str) -> None:

@@ -174,6 +174,30 @@ def test_an_orphan_that_is_being_removed_is_not_joined(tmp_path: Path, monkeypat
     assert os.path.isdir(staging)
 
 
+def test_what_is_being_deleted_is_not_given_its_name_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another job is between its own two renames of the same directory while the first one deletes what it has replaced."""
+    monkeypatch.setattr(local_directory, "_exchange", lambda *_: False)
+    path, away = tmp_path / "a", tmp_path / "away"
+    delete, met = local_directory._delete, []
+
+    def delete_and_look(remove: Any, name: str) -> None:
+        delete(remove, name)
+        os.rename(path, away)
+        local_directory.restore(str(tmp_path))
+        met.append(path.exists())
+        os.rename(away, path)
+
+    with DirectoryCheckpointer(strategy="sync") as checkpointer:
+        checkpointer.save(parts(1.0), path)
+        with monkeypatch.context() as patch:
+            patch.setattr(local_directory, "_delete", delete_and_look)
+            checkpointer.save(parts(2.0), path)
+    assert len(met) > 3, "files and their directory"
+    assert not any(met)
+    assert verify(path)
+    assert os.listdir(tmp_path) == ["a"]
+
+
 FULL = errno.ENOSPC
 CODES = [FULL, errno.EIO]
 
