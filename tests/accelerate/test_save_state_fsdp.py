@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import accelerate
 import pytest
 
 from tests.support.accelerate_ranks import Ranks
@@ -95,10 +96,15 @@ def test_a_checkpoint_of_stock_accelerate_is_loaded(ranks: Ranks, tmp_path: Path
     names: dict[str, Any] = {"version": 2, "accumulation": 1, "alone": False, "saved": str(tmp_path / "saved")}
     stock = "    train(3)\n    Accelerator.save_state(accelerator, saved)\n    tell(whole=whole())\n"
     saved = ranks.run(PREPARED + stock, 2, seed=0, **names)
-    loaded = ranks.run(PREPARED + "    accelerator.load_state(saved)\n    tell(whole=whole())\n", 2, seed=1, **names)
+    loaded, by_stock = (
+        ranks.run(f"{PREPARED}    {load}.load_state({of}saved)\n    tell(whole=whole())\n", 2, seed=1, **names)
+        for load, of in (("accelerator", ""), ("Accelerator", "accelerator, "))
+    )
     assert (tmp_path / "saved" / "pytorch_model_fsdp_0").is_dir()
     assert [result.error for result in loaded] == [None, None]
-    assert loaded[0].told["whole"] == saved[0].told["whole"]
+    assert loaded[0].told["whole"] == by_stock[0].told["whole"]
+    if not accelerate.__version__.startswith("1.10."):  # which does not get the optimizer back itself
+        assert loaded[0].told["whole"] == saved[0].told["whole"]
 
 
 def test_a_save_inside_a_window_waits_for_its_end(ranks: Ranks, tmp_path: Path) -> None:
