@@ -33,6 +33,7 @@ __all__ = ["LocalStorage", "storage_error"]
 
 class _LocalFileWriter(FileWriter):
     parallel = True
+    threads = 4  # they wait for the disk, so the number of processors does not matter
 
     def __init__(self, path: str, expected_size: int) -> None:
         self._path = path
