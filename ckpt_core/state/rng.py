@@ -30,15 +30,17 @@ __all__ = [
 
 _PYTHON_WORDS = 625
 _NUMPY_WORDS = 624
-
-
 _MT19937_BYTES = 4 * (_NUMPY_WORDS + 1)  # the words and the position among them
 # What NumPy's generator looked like when its state was read, and the state.
 _numpy_seen: tuple[bytes, tuple[Any, ...]] | None = None
 
 
 def _numpy_state() -> tuple[Any, ...]:
-    """Return ``numpy.random.get_state()``, which takes 60 us, or in 2 us the same again if nothing was drawn since the last call."""
+    """Return ``numpy.random.get_state()``, which takes 60 us, or in 2 us the same again if nothing was drawn since the last call.
+
+    What goes unseen is a script's own ``set_state`` to a state that differs from the present one in nothing but a normal number
+    kept for the next call.
+    """
     global _numpy_seen  # noqa: PLW0603 - NumPy's generator is one, too
     generator = mtrand.get_bit_generator()
     looks = b""

@@ -216,7 +216,7 @@ def _replace_by_two_renames(staging: str, path: str, token: str) -> str:
                 os.rename(replaced, path)
             except OSError:
                 if os.path.lexists(path):  # another job was faster: what we have moved away was replaced by that
-                    _delete_tree(replaced)
+                    _delete_tree(_given_up(replaced, path))
             raise
         sync_directory(parent)
         return _given_up(replaced, path)

@@ -82,8 +82,8 @@ class PartsWriter(FileWriter):
     def __init__(self, upload: PartUpload, loop: asyncio.AbstractEventLoop, expected_size: int) -> None:
         self._upload = upload
         self._loop = loop
-        # A tenth more parts than expected are allowed for.
         self._expected_size = expected_size
+        # A tenth more parts than expected are allowed for.
         self._part_bytes = PART_BYTES * max(1, -(-expected_size * 11 // (10 * PART_BYTES * upload.most_parts)))
         self._parts: dict[int, _Part] = {}
         self._sent: set[int] = set()

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _MARK = "ckpt-upload"  # user metadata: tells whether an object is the one that an upload has made
 _Describe = Callable[[str, str], Describe]
-Buffer = bytearray | memoryview
+_Buffer = bytearray | memoryview
 
 
 def s3_defaults(options: dict[str, Any]) -> dict[str, Any]:
@@ -82,7 +82,7 @@ class S3Upload(PartUpload):
         self._tags: dict[int, str] = {}
         self._sizes: dict[int, int] = {}
 
-    async def _call(self, action: str, method: str, data: Buffer | None = None, **arguments: Any) -> dict[str, Any]:
+    async def _call(self, action: str, method: str, data: _Buffer | None = None, **arguments: Any) -> dict[str, Any]:
         async def request() -> dict[str, Any]:
             if data is not None:
                 arguments["Body"] = _Body(data)  # a new one for each attempt: the last may have read half of it
@@ -126,7 +126,8 @@ class S3Upload(PartUpload):
                 sent = self._sizes.get(part["PartNumber"] - 1, part["Size"])
                 if part["Size"] != sent:
                     raise StorageError(
-                        f"the store has {part['Size']} bytes of a part of which {sent} were sent; nothing was replaced",
+                        f"the store has {part['Size']} bytes of part {part['PartNumber']}, of which {sent} were sent; nothing was "
+                        "replaced",
                         path=self._path,
                         remedy="find out what stands between this machine and the store, and save again",
                     )
@@ -154,7 +155,7 @@ class S3Upload(PartUpload):
 class _Body(RandomAccessIO):
     """What is sent, as a file: of other memory the client makes copies, which costs more processor time."""
 
-    def __init__(self, data: Buffer) -> None:
+    def __init__(self, data: _Buffer) -> None:
         super().__init__(len(data))
         self._data = memoryview(data)
 

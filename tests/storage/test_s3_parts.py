@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -30,20 +31,15 @@ def _small_parts_and_no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 
 def test_what_arrives_in_another_length_replaces_nothing(
-    server_of: Callable[[str], Server], monkeypatch: pytest.MonkeyPatch
+    server_of: Callable[[str], Server], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = server_of("moto")
-    path = f"{server.new_bucket()}/a"
+    path, source = f"{server.new_bucket()}/a", tmp_path / "a"
     storage = remote_storage(path, dict(server.options))
+    source.write_bytes(CONTENT)
 
     def upload() -> None:
-        writer = storage.create(path, len(CONTENT))
-        try:
-            writer.write_at(0, memoryview(bytearray(CONTENT)))
-            writer.commit(len(CONTENT))
-        except BaseException:
-            writer.abort()
-            raise
+        storage.put_file(str(source), path)
 
     upload()
     call = S3Upload._call
@@ -55,7 +51,7 @@ def test_what_arrives_in_another_length_replaces_nothing(
 
     with monkeypatch.context() as damage:
         damage.setattr(S3Upload, "_call", lose_half)
-        with pytest.raises(StorageError, match=f"has {2**19} bytes of a part of which {2**20} were sent") as caught:
+        with pytest.raises(StorageError, match=f"has {2**19} bytes of part 3, of which {2**20} were sent") as caught:
             upload()
     assert caught.value.path == path
     with storage.open(path) as reader:
