@@ -32,6 +32,7 @@ from ckpt_core.storage.fsspec_writers import ResumableWriter, WholeObjectWriter
 from ckpt_core.storage.leases import LEASE_PREFIX, Lease, LeaseStore, has_others, remove_dead_leases
 from ckpt_core.storage.parts import PartsWriter
 from ckpt_core.storage.retrying import Retries, http_status
+from ckpt_core.storage.s3_direct import DirectTransfers
 from ckpt_core.storage.s3_parts import S3Upload, abandoned_uploads, s3_defaults
 from ckpt_core.storage.s3_reading import read_range
 
@@ -55,6 +56,7 @@ class _Shared:
     def __init__(self) -> None:
         self.retries = Retries()
         self.honours_conditions: dict[str, bool] = {}
+        self.direct = DirectTransfers()
 
 
 _SHARED: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()
@@ -146,6 +148,7 @@ class FsspecStorage(Storage, ConditionalStore, LeaseStore):
         self._filesystem = _open_filesystem(url, self._options, self._secrets)
         shared = _SHARED.setdefault(self._filesystem, _Shared())
         self._retries = shared.retries
+        self._direct = shared.direct
         self.honours_conditions = shared.honours_conditions
         protocol = self._filesystem.protocol
         self._protocols = {protocol} if isinstance(protocol, str) else set(protocol)
@@ -163,8 +166,8 @@ class FsspecStorage(Storage, ConditionalStore, LeaseStore):
         with translated(describe):
             if self._is_in(_GCS):
                 return ResumableWriter(self._filesystem, path, describe)
-            upload = S3Upload if self._is_in(_S3) else AzureUpload
-            parts = upload(self._filesystem, path, self._retries, self._describing)
+            arguments = (self._filesystem, path, self._retries, self._describing)
+            parts = S3Upload(*arguments, self._direct) if self._is_in(_S3) else AzureUpload(*arguments)
             return PartsWriter(parts, self._filesystem.loop, expected_size)
 
     def open(self, path: str) -> FileReader:
@@ -189,6 +192,8 @@ class FsspecStorage(Storage, ConditionalStore, LeaseStore):
         if not self._is_in(_S3):
             return False
         filesystem = self._filesystem
+        if self._direct.read_range(filesystem, path, begin, target):
+            return True
         arguments = (filesystem.loop, read_range, filesystem, path, begin, target)
         count: int = self._ask("read", path, lambda: fsspec.asyn.sync(*arguments))
         return count == len(target)
