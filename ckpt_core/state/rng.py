@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
+from ckpt_core.errors import SerializationError
+
 __all__ = [
     "PACKED_RNG_BYTES",
     "RngState",
@@ -40,18 +42,25 @@ def _numpy_state() -> tuple[Any, ...]:
 
     What goes unseen is a script's own ``set_state`` to a state that differs from the present one in nothing but a normal number
     kept for the next call.
+
+    Raises:
+        SerializationError: The generator is of another kind than NumPy's own.
     """
     global _numpy_seen  # noqa: PLW0603 - NumPy's generator is one, too
     generator = mtrand.get_bit_generator()
-    looks = b""
-    if type(generator) is np.random.MT19937:
-        looks = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-        if _numpy_seen is not None and _numpy_seen[0] == looks:
-            return _numpy_seen[1]
+    if type(generator) is not np.random.MT19937:
+        raise SerializationError(
+            f"NumPy's global random generator was replaced by {type(generator).__name__}, whose state cannot be saved",
+            key="numpy.random",
+            remedy="do without numpy.random.set_bit_generator: for other kinds, use a numpy.random.Generator of your own",
+        )
+    looks = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
+    if _numpy_seen is not None and _numpy_seen[0] == looks:
+        return _numpy_seen[1]
     state = tuple(np.random.get_state(legacy=True))
     # A normal number that is kept for the next call is not in that memory, and is used without a change there. When none is
     # kept, the next one changes the memory.
-    _numpy_seen = (looks, state) if looks and not state[3] else None
+    _numpy_seen = None if state[3] else (looks, state)
     return state
 
 

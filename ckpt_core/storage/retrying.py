@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any, TypeVar
 
@@ -13,8 +14,11 @@ from ckpt_core.storage.failures import Describe
 
 __all__ = ["Retries", "http_status", "is_transient"]
 
+logger = logging.getLogger(__name__)
+
 Result = TypeVar("Result")
 
+_ATTEMPTS = 10
 _TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
 # Refused with another status, but only because of the moment or of bytes lost on the way.
 _TRANSIENT_CODES = frozenset(
@@ -99,6 +103,14 @@ class _TransientError(Exception):
         self.failure = failure
 
 
+def _is_not_ours(record: logging.LogRecord) -> bool:
+    """Let pass what stamina logs, but for our own retries, of which it says nothing but its own event's name."""
+    return not str(record.__dict__.get("stamina.caused_by", "")).startswith(_TransientError.__name__)
+
+
+logging.getLogger("stamina").addFilter(_is_not_ours)
+
+
 class Retries:
     """Carries out requests to one store; transient failures are retried with growing, random pauses.
 
@@ -156,10 +168,16 @@ class Retries:
         def is_worth_another(error: Exception) -> bool:
             if not isinstance(error, _TransientError):
                 return False
-            return next(failed) < _ATTEMPTS_BEFORE_FIRST_ANSWER or self._has_answered
+            count = next(failed)
+            most = _ATTEMPTS if self._has_answered else _ATTEMPTS_BEFORE_FIRST_ANSWER
+            if count < most:
+                logger.warning(
+                    "%s (%s); trying again, %d of %d", error.failure.message, error.failure.path, count, most - 1
+                )
+            return count < most
 
         return stamina.retry_context(
-            is_worth_another, attempts=10, timeout=300.0, wait_initial=0.2, wait_max=30.0, wait_jitter=1.0
+            is_worth_another, attempts=_ATTEMPTS, timeout=300.0, wait_initial=0.2, wait_max=30.0, wait_jitter=1.0
         )
 
     def _judged(self, error: Exception, describe: Describe) -> Exception:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from numpy.random import mtrand
 from torch.utils.data import BatchSampler, RandomSampler
 
+from ckpt_core.errors import SerializationError
 from ckpt_core.state.rng import (
     PACKED_RNG_BYTES,
     RngState,
@@ -46,6 +47,19 @@ def test_encoded_state_comes_back(drawn: int) -> None:
         seed(99)
     RngState.decode(encoded).restore()
     assert [draw() for _ in range(3)] == expected
+
+
+def test_a_generator_of_another_kind_is_refused_by_name() -> None:
+    kept = mtrand.get_bit_generator()
+    try:
+        np.random.set_bit_generator(np.random.PCG64(5))
+        for capture in (RngState.capture, pack_rng):
+            with pytest.raises(SerializationError, match="replaced by PCG64") as caught:
+                capture()
+            assert "set_bit_generator" in str(caught.value)
+    finally:
+        np.random.set_bit_generator(kept)
+    assert RngState.capture().numpy[0] == "MT19937"
 
 
 @pytest.mark.parametrize("drawn", [0, 1, 2])

@@ -231,13 +231,19 @@ def test_pauses_grow_and_are_random(server_of: ServerOf, caplog: pytest.LogCaptu
         hooks = stamina.instrumentation.get_on_retry_hooks()
         stamina.instrumentation.set_on_retry_hooks([*hooks, lambda details: waits.append(details.wait_for)])
         try:
-            with caplog.at_level(logging.WARNING, "stamina"):
+            with caplog.at_level(logging.WARNING):
                 proxy.plan(HttpFault("503", 1, for_good=True))
                 exists = scene.faulty
                 timer = _heal_after(proxy, 4)
                 assert exists.exists(scene.path)
         finally:
             stamina.instrumentation.set_on_retry_hooks(hooks)
+        told = [record.getMessage() for record in caplog.records if record.name != "asyncio"]
+        assert [line[line.rindex("trying") :] for line in told] == [
+            f"trying again, {n} of 9" for n in range(1, len(told) + 1)
+        ]
+        assert all(f"Service Unavailable ({scene.path})" in line for line in told), told
+        assert len(told) == len(waits)
         assert timer() >= 4
         assert len(waits) >= 3
         assert len({round(wait, 6) for wait in waits}) == len(waits)
