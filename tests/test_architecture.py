@@ -37,7 +37,7 @@ FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in room
 # The fsspec backends are extras: ckpt_core reaches them through fsspec alone.
 THIRD_PARTY_OF_CORE = {"fsspec", "numpy", "stamina", "torch", "xxhash"}
 # What only one room may import, where it is used and installed: clients that a user asks for by an extra.
-OPTIONAL_OF_ROOM = {"storage": {"azure", "botocore", "obstore"}}
+OPTIONAL_OF_ROOM = {"storage": {"aiobotocore", "azure", "botocore", "obstore"}}
 FRAMEWORKS_OF = {
     "lightning_ckpt": {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"},
     "accelerate_ckpt": {"accelerate", "transformers"},

@@ -17,6 +17,8 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ckpt_core.parallel import IO_THREADS
 from ckpt_core.storage.claims import Claim
 
@@ -116,6 +118,24 @@ class FileReader(abc.ABC):
         Raises:
             CheckpointCorruptedError: The file ends before.
         """
+
+    def read_parts(self, offset: int, targets: Sequence[memoryview]) -> None:
+        """Fill several targets, one after the other, with the bytes from ``offset`` on; a store is asked only once.
+
+        Raises:
+            CheckpointCorruptedError: The file ends before.
+        """
+        if self.request_bytes > 0 and len(targets) > 1:
+            merged = np.empty(sum(map(len, targets)), np.uint8)
+            self.read_into(offset, merged.data)
+            for target in targets:
+                # numpy copies without the GIL, a slice assignment holds it
+                np.copyto(np.frombuffer(target, np.uint8), merged[: len(target)])
+                merged = merged[len(target) :]
+            return
+        for target in targets:
+            self.read_into(offset, target)
+            offset += len(target)
 
     @abc.abstractmethod
     def close(self) -> None:

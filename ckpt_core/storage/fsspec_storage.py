@@ -101,6 +101,12 @@ class _FsspecReader(FileReader):
         elif target:
             self._read(offset, target)
 
+    def read_parts(self, offset: int, targets: Sequence[memoryview]) -> None:
+        size = sum(map(len, targets))
+        is_one_request = self._whole is None and 0 < size <= 2 * _READ_BYTES and offset + size <= self.size
+        if not is_one_request or not self._storage.fetch_parts(self.path, offset, targets):
+            super().read_parts(offset, targets)
+
     def _read(self, offset: int, target: memoryview) -> None:
         end = offset + len(target)
         if end > self.size:
@@ -187,13 +193,17 @@ class FsspecStorage(Storage, ConditionalStore, LeaseStore):
         """Return the bytes from ``begin`` up to ``end``, by one request."""
         return self._ask("read", path, lambda: bytes(self._filesystem.cat_file(path, start=begin, end=end)))
 
+    def fetch_parts(self, path: str, begin: int, targets: Sequence[memoryview]) -> bool:
+        """Fill several targets from ``begin`` on, by one request; return whether that was done."""
+        return self._is_in(_S3) and self._direct.read_range(self._filesystem, path, begin, targets)
+
     def fetch_into(self, path: str, begin: int, target: memoryview) -> bool:
         """Fill ``target`` from ``begin`` on, by one request; return whether that could be done."""
         if not self._is_in(_S3):
             return False
-        filesystem = self._filesystem
-        if self._direct.read_range(filesystem, path, begin, target):
+        if self.fetch_parts(path, begin, [target]):
             return True
+        filesystem = self._filesystem
         arguments = (filesystem.loop, read_range, filesystem, path, begin, target)
         count: int = self._ask("read", path, lambda: fsspec.asyn.sync(*arguments))
         return count == len(target)

@@ -293,7 +293,7 @@ def test_certificates(tmp_path: Path, taken: Taken, monkeypatch: pytest.MonkeyPa
         assert taken.reads == 0
 
         storage = storage_with()
-        assert not storage._direct.read_range(storage._filesystem, path, 0, memoryview(bytearray(10)))
+        assert not storage._direct.read_range(storage._filesystem, path, 0, [memoryview(bytearray(10))])
         assert connections_of(storage) == 0
         with pytest.raises(StorageError):
             storage.open(path)

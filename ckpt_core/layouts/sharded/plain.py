@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -25,6 +26,7 @@ Json = Any  # what json.dumps takes and json.loads returns
 
 _MAXIMUM_DEPTH = 200
 _LARGEST_INTEGER = 2**63  # other programs' JSON readers need not go further
+_NUMPY_TYPE = re.compile(r"[<>|=][biufcmMSUVO]\d{1,9}(\[\d{0,9}\w{1,9}\])?")  # as NumPy writes them itself
 _MOST_DIGITS = 16  # of the number of a tensor
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
@@ -331,6 +333,8 @@ def _dtype_name(name: Any) -> str:
 
 
 def _numpy_type(text: Any) -> np.dtype[Any]:
+    if _NUMPY_TYPE.fullmatch(str(text)) is None:
+        raise ValueError(f"{text!r} is no type of an array")
     found = np.dtype(str(text))
     if found.hasobject or found.names is not None:
         raise ValueError(f"arrays of {text!r} hold more than plain numbers")

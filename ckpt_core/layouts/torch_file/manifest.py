@@ -158,9 +158,10 @@ class Manifest:
             position = offset + size
             records.append(RecordDigests(name, offset, size, tuple(digests)))
         names = {record.name for record in records}
-        if len(names) != len(records) or not names.issuperset(document["storages"]):
-            raise ValueError("record names are not unique, or a storage has no record")
-        return cls(tuple(records), tuple(document["storages"]), str(document["structure"]), str(document["digest"]))
+        storages = document["storages"]
+        if len(names) != len(records) or len(set(storages)) != len(storages) or not names.issuperset(storages):
+            raise ValueError("names of records or storages are not unique, or a storage has no record")
+        return cls(tuple(records), tuple(storages), str(document["structure"]), str(document["digest"]))
 
 
 def pieces(offset: int, size: int) -> Iterator[tuple[int, int]]:
