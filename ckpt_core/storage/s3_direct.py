@@ -215,8 +215,8 @@ class _Connections:
         while True:
             connection, is_new = self._take(signed, address)
             try:
-                _acknowledge_at_once(connection)
                 connection.request(request.method, resource, body=body, headers=headers)
+                _acknowledge_at_once(connection)
                 answer = connection.getresponse()
                 break
             except BaseException as error:
@@ -271,7 +271,7 @@ class _Connections:
 def _acknowledge_at_once(connection: http.client.HTTPConnection) -> None:
     """Do not let a server wait that sends the end of a small answer only when its beginning was acknowledged: 40 ms each time.
 
-    Ceph does so by default. The system forgets it again and again.
+    Ceph does so by default. What is sent makes the system forget it.
     """
     if hasattr(socket, "TCP_QUICKACK"):
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_QUICKACK, 1)
