@@ -129,6 +129,18 @@ class StorageContract:
         self.write(storage, f"{root}/deep/er/a.ckpt", data)
         assert self.read(storage, f"{root}/deep/er/a.ckpt") == data
 
+    def test_parts_come_one_after_the_other(self, storage: Storage, root: str) -> None:
+        data = tensor_of(torch.uint8, 3_000_000).numpy().tobytes()
+        self.write(storage, f"{root}/a.ckpt", data)
+        with storage.open(f"{root}/a.ckpt") as reader:
+            for offset, sizes in ((7, (5, 2_000_000, 1, 70_000)), (0, (3_000_000,)), (2_999_990, (4, 6)), (5, ())):
+                memory = [bytearray(size + 1) for size in sizes]
+                reader.read_parts(offset, [memoryview(part)[:-1] for part in memory])
+                assert b"".join(bytes(part[:-1]) for part in memory) == data[offset : offset + sum(sizes)]
+                assert all(part[-1] == 0 for part in memory), "nothing is written behind the end"
+            with pytest.raises(CheckpointCorruptedError, match="truncated"):
+                reader.read_parts(2_999_990, [memoryview(bytearray(4)), memoryview(bytearray(7))])
+
     def test_nothing_is_visible_before_commit(self, storage: Storage, root: str) -> None:
         path = f"{root}/a.ckpt"
         writer = storage.create(path, 10_000)

@@ -120,6 +120,7 @@ def open_torch_file(reader: FileReader) -> OpenedFile | None:
         return None
     if footer.tail_offset + _LOCAL_HEADER_SIZE > size - FOOTER_SIZE:
         raise _damaged("the footer points outside the file", path)
+    end.extend(footer.tail_offset)
     tail = end.read(footer.tail_offset, size - FOOTER_SIZE)
     # The footer is always written with the current algorithm: its own version number covers a change.
     if digest_of_parts([tail]) != footer.tail_digest:
