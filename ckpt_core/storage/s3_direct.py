@@ -229,7 +229,7 @@ class _Connections:
         except BaseException:
             connection.close()
             raise
-        if answer.will_close or not answer.isclosed():
+        if answer.will_close:
             connection.close()
         else:
             self._put_back(address, connection)
