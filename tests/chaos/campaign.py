@@ -227,7 +227,7 @@ class _Run:
         except (RuntimeError, TimeoutError) as error:
             self._note([str(error)], "a training that nobody killed")
         else:
-            self._note([*self._look(job), *self._differences(expected)], "finished")
+            self._note([*self._look(job), *self._differences(expected, job)], "finished")
             self._prune()
         report, judge = self._report, self._judge
         report.runs[self._setting.cell] += 1
@@ -259,10 +259,12 @@ class _Run:
     def _look(self, job: Job) -> list[str]:
         return self._judge.look(job.events, job.launched, saves_may_fail=job.lost_a_rank)
 
-    def _differences(self, expected: dict[str, Any]) -> list[str]:
+    def _differences(self, expected: dict[str, Any], job: Job) -> list[str]:
         found = outcome(self._run)
         problems = [f"not bit-exact: {key}" for key in expected if found.get(key) != expected[key]]
-        if self._judge.unfinished and self._place.options is None:
+        # What a kill leaves goes with the next save; one after the last commit of the training leaves nothing to save.
+        has_saved = any(event["event"] == "SaveStarted" for event in job.events)
+        if self._judge.unfinished and self._place.options is None and has_saved:
             problems.append(f"the finished run has unfinished files: {sorted(self._judge.unfinished)}")
         return problems
 

@@ -49,6 +49,7 @@ def test_a_load(backend: str, tensors: int, nbytes: int, expected: int, server_o
     with start_proxy(server.endpoint) as proxy:
         options: dict[str, Any] = {**server.options, "endpoint_url": proxy.endpoint}
         if backend == "obstore":
+            pytest.importorskip("obstore")
             options["backend"] = "obstore"
             if nbytes > 8 * MIB:
                 expected += 3  # whose requests are of 8 MiB
