@@ -11,6 +11,7 @@ from typing import Any
 
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError, UnsafeCheckpointError
 from ckpt_core.events import CheckpointSkipped, Listener
+from ckpt_core.layouts.sharded.leftovers import remove_leftovers
 from ckpt_core.reader import peek, verify
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 from ckpt_core.tiers import LEDGER_NAME, TieredStorage, Tiers, read_ledger
@@ -168,5 +169,11 @@ class Catalog:
         return result
 
     def prune(self) -> list[str]:
-        """Delete what dead processes left unfinished in the directory, files and directories; return the deleted paths."""
-        return list(self._storage.remove_orphans(self.root))
+        """Delete what dead processes left unfinished in the directory, files and directories; return the deleted paths.
+
+        On an object store that is what has not changed for an hour (uploads) or a day (directories that were never committed).
+        """
+        removed = list(self._storage.remove_orphans(self.root))
+        if is_remote(self.root):
+            removed += remove_leftovers(self._storage, self.root)
+        return removed
