@@ -145,7 +145,7 @@ class DirectTransfers:
             wanted["VersionId"] = version
         try:
             signed = fsspec.asyn.sync(filesystem.loop, _sign, filesystem, "get_object", **wanted)
-            self._connections.exchange(signed, None, lambda answer: _receive(answer, targets))
+            self._connections.exchange(signed, lambda: None, lambda answer: _receive(answer, targets))
         except Exception as error:  # noqa: BLE001 - the event loop tries again and tells what is wrong
             self._count_failure(error)
             return False
@@ -169,7 +169,9 @@ class DirectTransfers:
             signed = await _sign(filesystem, "upload_part", **arguments)
             is_over = threading.Event()
             try:
-                tag = await _in_thread(lambda: self._connections.exchange(signed, _chunks(data, is_over), _etag))
+                tag = await _in_thread(
+                    lambda: self._connections.exchange(signed, lambda: _chunks(data, is_over), _etag)
+                )
             finally:
                 is_over.set()
         except Exception as error:  # noqa: BLE001 - as above
@@ -200,9 +202,18 @@ class _Connections:
         self._tls: ssl.SSLContext | None = None
 
     def exchange(
-        self, signed: _Signed, body: Iterator[memoryview] | None, finish: Callable[[http.client.HTTPResponse], Result]
+        self,
+        signed: _Signed,
+        body: Callable[[], Iterator[memoryview] | None],
+        finish: Callable[[http.client.HTTPResponse], Result],
     ) -> Result:
-        """Send a request and return what ``finish`` makes of the answer, of which it reads every byte."""
+        """Send a request and return what ``finish`` makes of the answer, of which it reads every byte.
+
+        Args:
+            signed: The request.
+            body: Gives what is sent, anew each time.
+            finish: Takes the answer.
+        """
         request = signed.request
         url = urllib.parse.urlsplit(request.url)
         resource = f"{url.path}?{url.query}" if url.query else url.path
@@ -215,7 +226,7 @@ class _Connections:
         while True:
             connection, is_new = self._take(signed, address)
             try:
-                connection.request(request.method, resource, body=body, headers=headers)
+                connection.request(request.method, resource, body=body(), headers=headers)
                 _acknowledge_at_once(connection)
                 answer = connection.getresponse()
                 break

@@ -168,6 +168,11 @@ def test_a_part_that_fails_is_sent_by_the_event_loop(
         assert read(storage, path, 0, len(content)) == content
         storage._direct._skipped = 0
         assert upload() == 0
+        for kind in ("reset", "lost reply"):
+            proxy.plan(HttpFault(kind, first))
+            assert upload() == 0, "a connection that was open before may have been closed by the server"
+            assert len(proxy.requests) > first
+            assert read(storage, path, 0, len(content)) == content
 
 
 class Whole(BaseHTTPRequestHandler):
