@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate_ckpt._private_data import inner_batch_sampler, is_iterable_shard, over_other_batches
 from ckpt_core.state.elastic import RemainingBatches, RemainingSamples, carry_order
-from ckpt_core.state.loaders import LoaderTracker, _has_no_dataset_state, _is_stateful
+from ckpt_core.state.loaders import LoaderTracker, _has_no_dataset_state
 from ckpt_core.state.rng import RngState, capture_generators, find_generators, restore_generators
 from ckpt_core.state.samplers import (
     RecordingSampler,
@@ -17,6 +17,7 @@ from ckpt_core.state.samplers import (
     capture_counters,
     restore_counters,
 )
+from ckpt_core.state.stateful import is_stateful
 
 __all__ = ["InnerTracker", "ShardSampler"]
 
@@ -184,7 +185,7 @@ class InnerTracker(LoaderTracker):
         """Whether a resume reads again, in this process, what was consumed."""
         if self.workers:
             return False
-        return self.method == "replay" or (self.iterable and not _is_stateful(self.loader.dataset))
+        return self.method == "replay" or (self.iterable and not is_stateful(self.loader.dataset))
 
     def _wrap_sampler(self) -> None:
         name = "batch_sampler" if self.loader.batch_sampler is not None else "sampler"

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from ckpt_core.errors import CheckpointError, StateMismatchError
 from ckpt_core.state.rng import RngState, capture_generators, find_generators, restore_generators
 from ckpt_core.state.samplers import RecordingSampler, SamplerMoment, SamplerPass
+from ckpt_core.state.stateful import is_stateful
 from ckpt_core.state.workers import RecordingCollate, RngIterableDataset, RngMapDataset, WorkerInit, WorkerRngLog
 
 __all__ = ["LoaderMark", "LoaderTracker"]
@@ -39,10 +40,6 @@ class LoaderMark:
     started: int
     sampler_pass: SamplerPass | None
     state: Mapping[str, Any] | None
-
-
-def _is_stateful(value: object) -> bool:
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
 def _has_no_dataset_state(state: Any) -> bool:
@@ -91,9 +88,9 @@ class LoaderTracker:
     def _choose_method(self, dataset: object, replay: bool) -> Method:
         if replay:
             return "replay"
-        if self.is_loader and not self.iterable and not (_is_stateful(self.loader) and _is_stateful(dataset)):
+        if self.is_loader and not self.iterable and not (is_stateful(self.loader) and is_stateful(dataset)):
             return "skip"
-        return "load" if _is_stateful(self.loader) else "replay"
+        return "load" if is_stateful(self.loader) else "replay"
 
     # ---- wrapping and unwrapping -------------------------------------------------------------------------------------
 
@@ -112,7 +109,7 @@ class LoaderTracker:
     def _wrap_dataset(self, dataset: Any) -> None:
         if self.method == "load" and self.workers:
             if self.iterable:
-                if _is_stateful(dataset):
+                if is_stateful(dataset):
                     self._set("dataset", RngIterableDataset(dataset))
             else:
                 self._set("dataset", RngMapDataset(dataset))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ckpt_core.state.rng import RngState, capture_generators, restore_generators
+from ckpt_core.state.stateful import stay_stateful
 
 __all__ = ["RecordingSampler", "SamplerMoment", "SamplerPass", "capture_counters", "restore_counters"]
 
@@ -119,6 +120,7 @@ class RecordingSampler:
         self.undo_seed = False
         self._initial = capture_counters(inner)
         self._pending: tuple[SamplerPass, int] | None = None
+        stay_stateful(self)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name in RecordingSampler._own:
@@ -198,6 +200,7 @@ class _RecordingIterator:
         self.inner = iter(sampler.inner)
         self._first = first
         self._skip = skip
+        stay_stateful(self)  # so that checkpoints are also good for the loader's own way to resume
 
     def __iter__(self) -> _RecordingIterator:
         return self
@@ -234,7 +237,6 @@ class _RecordingIterator:
         return indices
 
     def __getattr__(self, name: str) -> Any:
-        # a stateful iterator stays one, so that checkpoints are also good for the loader's own way to resume
         if name.startswith("__") or name in {"sampler", "current", "inner", "_first", "_skip"}:
             raise AttributeError(name)
         return getattr(self.inner, name)

@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from ckpt_core.errors import CheckpointError
 from ckpt_core.state.rng import PACKED_RNG_BYTES, pack_rng, unpack_rng
+from ckpt_core.state.stateful import stay_stateful
 
 __all__ = ["RecordingCollate", "RngIterableDataset", "RngMapDataset", "WorkerInit", "WorkerRngLog"]
 
@@ -207,6 +208,7 @@ class _RngIterator:
     def __init__(self, owner: RngIterableDataset, inner: Iterator[Any]) -> None:
         self.owner = owner
         self.inner = inner
+        stay_stateful(self)
 
     def __iter__(self) -> _RngIterator:
         return self
@@ -217,7 +219,6 @@ class _RngIterator:
         return next(self.inner)
 
     def __getattr__(self, name: str) -> Any:
-        # a stateful iterator stays one
         if name in ("inner", "owner") or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self.inner, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import pytest
@@ -164,3 +164,49 @@ def test_kinds() -> None:
     for rank in (1, 2):
         with pytest.raises(StateMismatchError, match=f"no state of rank {rank}"):
             state_of_rank(joined, rank)
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """As torchdata asks for it."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+class Counted:
+    """A sampler that has a state, as its iterator has."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __iter__(self) -> Counted:
+        return self
+
+    def __next__(self) -> int:
+        self.count += 1
+        return self.count
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.count = state_dict["count"]
+
+
+def test_what_has_a_state_has_it_behind_a_wrapper_too() -> None:
+    """Also for ``isinstance`` of a protocol, which looks into the class from Python 3.12 on."""
+    sampler = RecordingSampler(Counted(), None)
+    iterator = iter(sampler)
+    assert isinstance(sampler, RecordingSampler)
+    for wrapper in (sampler, iterator):
+        assert isinstance(wrapper, Stateful)
+        assert hasattr(type(wrapper), "state_dict"), "before Python 3.12, isinstance asks the object"
+    assert [next(iterator) for _ in range(3)] == [1, 2, 3]
+    assert iterator.state_dict() == {"count": 3}
+    iterator.load_state_dict({"count": 10})
+    assert next(iterator) == 11
+    plain = RecordingSampler([1, 2], None)
+    assert not isinstance(plain, Stateful)
+    assert not isinstance(iter(plain), Stateful)

@@ -1,0 +1,40 @@
+"""Objects with a state: what has ``state_dict`` and ``load_state_dict``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+__all__ = ["is_stateful", "stay_stateful"]
+
+
+def is_stateful(value: object) -> bool:
+    """Return whether an object has both methods."""
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def stay_stateful(wrapper: Any) -> None:
+    """Give an object that stands in front of ``wrapper.inner`` the methods of that one's state, if it has one, in its class.
+
+    Since Python 3.12, ``isinstance(wrapper, Stateful)`` of a protocol looks for methods in the class: what ``__getattr__`` forwards does
+    not count, and torchdata's loaders would leave the object out of their state.
+    """
+    kind: Any = type(wrapper)
+    shows_another = wrapper.__class__ is not kind  # and is taken for one of those
+    if is_stateful(wrapper.inner) and not shows_another:
+        object.__setattr__(wrapper, "__class__", _with_state(kind))
+
+
+@functools.cache
+def _with_state(kind: Any) -> Any:
+    return type(kind.__name__, (_ForwardedState, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+class _ForwardedState:
+    inner: Any
+
+    def state_dict(self) -> Any:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self.inner.load_state_dict(state)
