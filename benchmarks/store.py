@@ -26,7 +26,7 @@ from botocore.config import Config
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from ckpt_core import Checkpointer
-from ckpt_core.layouts.torch_file import loading
+from ckpt_core.layouts.torch_file import opening
 from ckpt_core.storage.parts import PART_BYTES
 from tests.support.servers import ACCESS_KEY, SECRET_KEY, STARTERS, Server
 
@@ -46,8 +46,7 @@ def table(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     print(f"{nbytes / 1e6:.0f} MB, {options.repeats} rounds, {torch.get_num_threads()} threads\n", flush=True)
     home = directory / "server"
     home.mkdir()
-    with STARTERS[options.server](home) as server:
-        objects = _Objects(server)
+    with STARTERS[options.server](home) as server, contextlib.closing(_Objects(server)) as objects:
         gc.collect()  # s3fs closes a client that is collected on the loop that runs then: not on that of the raw client
         with contextlib.closing(_RawClient(server, objects.bucket)) as raw:
             uploads = _uploads(server, objects, raw, state, nbytes)
@@ -82,6 +81,7 @@ class _Objects:
         self._newest: dict[str, str] = {}
         self._replaced: list[str] = []
         self._count = itertools.count()
+        self._open = contextlib.ExitStack()
 
     def new(self, name: str) -> str:
         """Return the path of the next object of that name."""
@@ -93,6 +93,14 @@ class _Objects:
     def newest(self, name: str) -> str:
         """Return the path of the last one."""
         return self._newest[name]
+
+    def keep(self, checkpointer: Checkpointer) -> Checkpointer:
+        """Keep a checkpointer open as long as the server runs."""
+        return self._open.enter_context(checkpointer)
+
+    def close(self) -> None:
+        """Close the checkpointers."""
+        self._open.close()
 
     def delete_replaced(self) -> None:
         """Delete all but the last object of each name."""
@@ -206,7 +214,7 @@ def _uploads(
 
 
 def _saving(strategy: Any, settings: dict[str, Any], state: dict[str, Any], objects: _Objects, name: str) -> Action:
-    checkpointer = Checkpointer(strategy=strategy, storage_options=settings)
+    checkpointer = objects.keep(Checkpointer(strategy=strategy, storage_options=settings))
 
     def save() -> None:
         checkpointer.save(state, objects.new(name))
@@ -279,7 +287,7 @@ def _unverified(action: Action) -> Action:
     """Leave out what verification costs: the digests of the tensors' bytes are not computed."""
 
     def act() -> Any:
-        with mock.patch.object(loading, "digest_with", return_value=lambda _: _EqualToAll()):
+        with mock.patch.object(opening, "digest_with", return_value=lambda _: _EqualToAll()):
             return action()
 
     return act
