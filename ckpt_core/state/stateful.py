@@ -20,7 +20,7 @@ def stay_stateful(wrapper: Any) -> None:
     not count, and torchdata's loaders would leave the object out of their state.
     """
     kind: Any = type(wrapper)
-    shows_another = wrapper.__class__ is not kind  # and is taken for one of those
+    shows_another = any("__class__" in vars(base) for base in kind.__mro__[:-1])  # and is taken for one of those
     if is_stateful(wrapper.inner) and not shows_another:
         object.__setattr__(wrapper, "__class__", _with_state(kind))
 
