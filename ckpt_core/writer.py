@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from ckpt_core import at_exit
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import CheckpointRemoved, Event, Listener, SaveCommitted, SaveFailed
 from ckpt_core.layouts.image import Image
@@ -289,6 +290,7 @@ class BackgroundWriter:
             with self._lock:
                 self._thread = None
             return False
+        at_exit.wait_for(thread)
         return True
 
     def run_queued(self) -> None:

@@ -30,7 +30,7 @@ FLOORS = (
     {"state"},
     {"layouts"},
     {"storage"},
-    {"memory", "parallel", "geometry", "tree", "digest", "events", "errors"},
+    {"at_exit", "memory", "parallel", "geometry", "tree", "digest", "events", "errors"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

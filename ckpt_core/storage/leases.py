@@ -12,7 +12,6 @@ own. Of a process of this machine it is known at once. One of another machine th
 from __future__ import annotations
 
 import abc
-import atexit
 import contextlib
 import dataclasses
 import json
@@ -26,6 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from ckpt_core import at_exit
 from ckpt_core.errors import CheckpointError
 from ckpt_core.storage.base import FileInfo
 from ckpt_core.storage.claims import Claim, claim_on
@@ -331,6 +331,8 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_start_anew)
 
 
-@atexit.register
 def _end_leases() -> None:
     _keeper.close()
+
+
+at_exit.call_after_threads(_end_leases)

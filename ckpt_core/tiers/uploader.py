@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from ckpt_core import at_exit
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError
 from ckpt_core.events import CheckpointUploaded, Event, Listener, SaveCommitted, UploadFailed
 from ckpt_core.tiers.ledger import Identity, identity_of
@@ -185,6 +186,7 @@ class Uploader:
         self._thread = threading.Thread(target=self._run, name="ckpt-uploader")
         try:
             self._thread.start()
+            at_exit.wait_for(self._thread)
         except RuntimeError:
             self._thread = None
             logger.warning("not uploaded: the interpreter is shutting down; the next run does it")
