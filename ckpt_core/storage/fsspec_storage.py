@@ -120,8 +120,8 @@ class _FsspecReader(FileReader):
 
     def _fetch(self, begin: int, end: int) -> memoryview:
         data = memoryview(self._storage.fetch(self.path, begin, end))
-        if len(data) == self.size > end - begin:
-            # An HTTP server that knows no ranges sends the whole file, whatever it is asked for: once is enough.
+        if len(data) == self.size and (end - begin < self.size or self.size <= REMOTE_REQUEST_BYTES):
+            # An HTTP server that knows no ranges sends the whole file, whatever it is asked for: once is enough. So it is of a small file.
             self._whole = data
             return data[begin:end]
         return data

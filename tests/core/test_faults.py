@@ -456,7 +456,7 @@ def test_a_sync_save_waits_for_a_storage_that_hangs(release: threading.Event, tm
 
 
 EXIT_WHILE_HANGING = """
-import os, sys, threading, torch
+import os, sys, threading, time, torch
 from ckpt_core import Checkpointer
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 
@@ -465,8 +465,9 @@ checkpointer = Checkpointer(storage=FaultyStorage(LocalStorage(), [Fault("write_
 checkpointer.save({"w": torch.ones(1000)}, "a.ckpt")
 
 def let_go():
-    threading.main_thread().join()
-    print("main thread over", os.path.exists("a.ckpt"), flush=True)
+    while not threading._SHUTTING_DOWN:
+        time.sleep(0.01)
+    print("shutting down", os.path.exists("a.ckpt"), flush=True)
     release.set()
 
 threading.Thread(target=let_go, daemon=True).start()
@@ -474,7 +475,7 @@ threading.Thread(target=let_go, daemon=True).start()
 
 
 def test_a_program_ends_when_the_storage_answers_again(run_script: ScriptRunner, tmp_path: Path) -> None:
-    assert run_script(EXIT_WHILE_HANGING).stdout == "main thread over False\n"
+    assert run_script(EXIT_WHILE_HANGING).stdout == "shutting down False\n"
     assert os.listdir(tmp_path) == ["a.ckpt"]
     assert_same_state(Checkpointer().load(tmp_path / "a.ckpt"), {"w": torch.ones(1000)})
 

@@ -131,10 +131,9 @@ def test_a_pending_save_is_finished_at_the_end_of_the_program(run_script: Script
         from ckpt_core.storage import LocalStorage
 
         create = LocalStorage.create
-        main = threading.main_thread()
 
         def late(storage, path, size):
-            while sys.modules["threading"]._main_thread.is_alive():
+            while not threading._SHUTTING_DOWN:
                 time.sleep(0.01)
             time.sleep(0.2)
             return create(storage, path, size)
