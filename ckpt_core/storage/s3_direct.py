@@ -232,8 +232,11 @@ class _Connections:
                 break
             except BaseException as error:
                 connection.close()
-                # The server may have closed a connection that was not in use.
-                if is_new or not isinstance(error, (OSError, http.client.HTTPException)):
+                # The server may have closed a connection that was not in use; one that is silent is another matter.
+                is_closed = isinstance(error, (OSError, http.client.HTTPException)) and not isinstance(
+                    error, TimeoutError
+                )
+                if is_new or not is_closed:
                     raise
         try:
             result = finish(answer)

@@ -111,7 +111,8 @@ def test_after_failures_the_event_loop_takes_over_for_a_while(server_of: ServerO
     path = f"{server.new_bucket()}/a"
     remote_storage(path, dict(server.options)).put(path, CONTENT)  # type: ignore[attr-defined]
     with start_proxy(server.endpoint) as proxy:
-        storage = remote_storage(path, {**server.options, "endpoint_url": proxy.endpoint})
+        options = {**server.options, "endpoint_url": proxy.endpoint, "config_kwargs": {"read_timeout": 1.0}}
+        storage = remote_storage(path, options)
         assert isinstance(storage, FsspecStorage)
 
         def taken_of(reads: int) -> int:
@@ -129,6 +130,12 @@ def test_after_failures_the_event_loop_takes_over_for_a_while(server_of: ServerO
             assert taken_of(1) == 1, kind
             assert taken_of(2) == 2, "the next two are not tried"
             assert taken_of(3) == 0, "then it goes on"
+        storage._direct._skipped = 0
+        for _ in range(2):  # one that is silent for a second is not tried on another connection
+            proxy.plan(HttpFault("hang", 2))
+            assert taken_of(1) == 1
+            storage._direct._skipped = 0
+        assert taken_of(1) == 0
         for expected in (2, 4, 8):
             proxy.plan(HttpFault("503", 2))
             before = taken.reads

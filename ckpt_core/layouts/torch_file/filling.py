@@ -51,11 +51,13 @@ def read_pieces(reader: FileReader, hash_of: HashOf, pieces: Iterable[Piece]) ->
 def _runs(pieces: Iterable[Piece], request_bytes: int) -> Iterator[list[Piece]]:
     """Yield small neighbours together, for which one request to a store is better than several, and all others alone."""
     run: list[Piece] = []
+    is_empty = False  # the run, of all but what stands before its pieces
     for piece in sorted(pieces, key=lambda piece: piece.begin):
         is_near = run and request_bytes > 0 and piece.gap - run[-1].end <= request_bytes
-        if run and not (is_near and piece.end - run[0].gap <= _LONGEST_RUN):
+        if run and not (is_near and (is_empty or piece.end - run[0].gap <= _LONGEST_RUN)):
             yield run
             run = []
+        is_empty = piece.begin == piece.end and (is_empty or not run)
         run.append(piece)
     if run:
         yield run
@@ -71,10 +73,12 @@ def _read_run(reader: FileReader, hash_of: HashOf, run: list[Piece], gaps: dict[
         memories.append(_host_memory(piece))
         parts += [memoryview(between[-1]), memories[-1].numpy().data]
         position = piece.end
-    reader.read_parts(run[0].gap, [part for part in parts if part])
+    reader.read_parts(run[0].gap, [part for part in parts if len(part)])
     for piece, before, memory in zip(run, between, memories, strict=True):
         if piece.gap < piece.begin:
             gaps[piece.record.name] = bytes(before[len(before) - (piece.begin - piece.gap) :])
+        if piece.begin == piece.end:
+            continue
         compare(hash_of, memory.numpy().data, piece.record, piece.number, reader.path)
         if piece.target is not None and piece.target.device.type != "cpu":
             _place(piece).copy_(memory)

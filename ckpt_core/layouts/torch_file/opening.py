@@ -74,7 +74,9 @@ class OpenedFile(NamedTuple):
             if record.name in tensors:
                 before = record.offset if record.name in self.gaps else gap
                 memory = memories.get(record.name)
-                for index, (begin, end) in enumerate(pieces(record.offset, record.size)):
+                # An empty tensor has no piece, but something before it.
+                whole = list(pieces(record.offset, record.size)) or [(record.offset, record.offset)]
+                for index, (begin, end) in enumerate(whole):
                     found.append(Piece(record, index, begin, end, begin if index else before, memory))
         more = read_pieces(reader, digest_with(self.manifest.algorithm, path=reader.path), found)
         self._check_structure(reader.path, more)
@@ -138,7 +140,7 @@ def open_torch_file(reader: FileReader) -> OpenedFile | None:
     stops = [*((record.offset, record) for record in manifest.records), (footer.tail_offset, None)]
     for gap, (stop, record) in zip(_gap_begins(manifest), stops, strict=True):
         # What stands before a tensor is read with it, unless that is too much to be a header and padding.
-        if record is None or record.name not in names or record.size == 0 or stop - gap > _LONGEST_GAP:
+        if record is None or record.name not in names or stop - gap > _LONGEST_GAP:
             gaps[MANIFEST_NAME if record is None else record.name] = data = end.read(gap, stop)
             segments.append((gap, data))
         if record is not None and record.name not in names:
@@ -214,7 +216,11 @@ def _check_archive(file: io.RawIOBase, size: int, path: str) -> None:
         with zipfile.ZipFile(io.BufferedReader(file)) as archive:
             records = archive.infolist()
     except (zipfile.BadZipFile, ValueError, IndexError, struct.error, NotImplementedError, MemoryError) as error:
-        raise CheckpointFormatError(f"the archive's directory makes no sense: {error}", path=path) from error
+        raise CheckpointFormatError(
+            f"the archive's directory makes no sense: {error}",
+            path=path,
+            remedy="check that the path is a checkpoint and that its copy is complete",
+        ) from error
     stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
     if not stored or sum(record.file_size for record in records) > size:
         raise CheckpointFormatError(
