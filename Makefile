@@ -24,6 +24,7 @@ venv: $(READY)
 
 # torch comes first and alone: where it cannot be had, that is the error to see.
 $(READY): pyproject.toml constraints.txt
+	rm -rf *.egg-info
 	$(PYTHON) -m venv --clear .venv
 	$(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt torch==2.13.0
 	$(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt --editable '.[test,lint]'

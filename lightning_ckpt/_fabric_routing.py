@@ -22,8 +22,7 @@ from torch.optim import Optimizer
 
 from ckpt_core import Kind, Part, RankGroup
 from ckpt_core.errors import CheckpointError, StateMismatchError
-from lightning_ckpt._sharded_routing import raise_on_all_ranks, refuse_strategy
-from lightning_ckpt.sharded import ROUTED, ShardedCheckpointIO
+from lightning_ckpt._sharded_routing import ROUTED, RankCheckpointIO, raise_on_all_ranks, refuse_strategy
 
 __all__ = ["route_fabric"]
 
@@ -32,9 +31,9 @@ _SHARDED = {"FSDPStrategy", "ModelParallelStrategy"}
 
 
 def route_fabric(fabric: Any) -> None:
-    """Let Fabric save and load through its plugin on all ranks, if that is a :class:`ShardedCheckpointIO`.
+    """Let Fabric save and load through its plugin on all ranks, if that is a :class:`RankCheckpointIO`.
 
-    Called on all ranks together, when a model is set up. Does nothing a second time.
+    Called on all ranks together, before a save or a load. Does nothing a second time.
 
     Args:
         fabric: The Fabric; its plugin is one of ``plugins``, or of ``callbacks`` where the strategy refuses plugins.
@@ -64,9 +63,9 @@ def route_fabric(fabric: Any) -> None:
     )
 
 
-def _plugin_of(fabric: Any) -> ShardedCheckpointIO | None:
+def _plugin_of(fabric: Any) -> RankCheckpointIO | None:
     given = [getattr(fabric.strategy, "_checkpoint_io", None), *fabric._callbacks]
-    return next((candidate for candidate in given if isinstance(candidate, ShardedCheckpointIO)), None)
+    return next((candidate for candidate in given if isinstance(candidate, RankCheckpointIO)), None)
 
 
 def _is_sharded(strategy: Any) -> bool:
@@ -95,7 +94,7 @@ def _state_of(strategy: Any, state: Mapping[str, Any], value: Any) -> Any:
 
 def _save(
     fabric: Any,
-    plugin: ShardedCheckpointIO,
+    plugin: RankCheckpointIO,
     path: Any,
     state: Mapping[str, Any],
     storage_options: Any | None = None,
@@ -135,7 +134,7 @@ def _buffers(value: Any, found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _load(
     fabric: Any,
-    plugin: ShardedCheckpointIO,
+    plugin: RankCheckpointIO,
     path: Any,
     state: Any | None = None,
     strict: bool = True,

@@ -15,9 +15,10 @@ from ckpt_core.tiers import Tiers
 from lightning_ckpt._bases import ModelCheckpointBase
 from lightning_ckpt._outcomes import OutcomeWatch, raise_together
 from lightning_ckpt._private import checkpoint_directory
-from lightning_ckpt._remote import before_look_ups, is_remote, open_filesystem, tell_of_checkpoint
+from lightning_ckpt._private_hooks import before_look_ups
+from lightning_ckpt._remote import is_remote, open_filesystem, tell_of_checkpoint
 from lightning_ckpt._retention import Retention
-from lightning_ckpt._sharded_routing import is_routed, raise_on_all_ranks, route
+from lightning_ckpt._sharded_routing import is_routed, raise_on_all_ranks
 from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
 from lightning_ckpt.sharded import ShardedCheckpointIO
 
@@ -64,7 +65,6 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
     # ---- background saves --------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        route(trainer)
         self.meet(trainer)
         super().setup(trainer, pl_module, stage)
         if stage == "fit":

@@ -9,17 +9,13 @@ from __future__ import annotations
 
 import datetime
 import functools
-import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import fsspec
 
-from ckpt_core.errors import CheckpointError
-from lightning_ckpt._bases import ModelCheckpointBase
-
-__all__ = ["before_look_ups", "is_remote", "open_filesystem", "tell_of_checkpoint"]
+__all__ = ["is_remote", "open_filesystem", "tell_of_checkpoint"]
 
 
 def is_remote(path: Any) -> bool:
@@ -69,42 +65,3 @@ def tell_of_checkpoint(trainer: Any, path: str, modified: float) -> None:
         get_filesystem.found_checkpoints = known  # type: ignore[attr-defined]
         connector.get_filesystem = get_filesystem  # type: ignore[attr-defined]
     known[path] = _FoundCheckpoint(modified)
-
-
-def before_look_ups(call: Callable[[Any], None]) -> None:
-    """Let every Trainer of this process, of either package, call ``call(trainer)`` before it finds out what its ``ckpt_path`` is.
-
-    No hook is called before that. Does nothing a second time.
-
-    Args:
-        call: A function, and always the same.
-
-    Raises:
-        CheckpointError: This release of Lightning is not built as we know it.
-    """
-    for base in ModelCheckpointBase.__mro__:
-        package, is_lightnings, _ = base.__module__.partition(".callbacks.model_checkpoint")
-        if not is_lightnings:
-            continue
-        connectors = importlib.import_module(f"{package}.trainer.connectors.checkpoint_connector")
-        connector = getattr(connectors, "_CheckpointConnector", None)
-        if not hasattr(connector, "_select_ckpt_path"):
-            raise CheckpointError(
-                f"cannot look up checkpoints with this release of {package}: it has no _select_ckpt_path",
-                remedy="use Lightning 2.5 to 2.7",
-            )
-        _call_before_select(connector, call)
-
-
-def _call_before_select(connector: Any, call: Callable[[Any], None]) -> None:
-    original = connector._select_ckpt_path
-    if getattr(original, "called_before", None) is call:
-        return
-
-    @functools.wraps(original)
-    def select_ckpt_path(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call(self.trainer)
-        return original(self, *args, **kwargs)
-
-    select_ckpt_path.called_before = call  # type: ignore[attr-defined]
-    connector._select_ckpt_path = select_ckpt_path

@@ -1,12 +1,13 @@
 """Takes saves and loads of a Trainer on all ranks to :class:`~lightning_ckpt.ShardedCheckpointIO`.
 
-Lightning calls a plugin on rank 0 only, and sharded strategies pass it by. No hook of a callback gets the path and the
-collected checkpoint, so methods of the strategy are replaced on the instance, as soon as a callback sees it.
+Lightning calls a plugin on rank 0 only, and sharded strategies pass it by. No hook gets the path and the
+collected checkpoint, so methods of the strategy are replaced on the instance when its processes are connected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,13 +19,51 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ckpt_core import RankGroup
+from ckpt_core import DirectoryCheckpointer, RankGroup
 from ckpt_core.commit import decode_error, encode_error
 from ckpt_core.errors import CheckpointError
+from lightning_ckpt._bases import CheckpointIOBase
 from lightning_ckpt._post_local_sgd import refuse_unequal_ranks
-from lightning_ckpt.sharded import ROUTED, ShardedCheckpointIO, is_routed
 
-__all__ = ["is_routed", "keeps_whole_gradients", "raise_on_all_ranks", "refuse_strategy", "route"]
+__all__ = [
+    "ROUTED",
+    "RankCheckpointIO",
+    "is_routed",
+    "keeps_whole_gradients",
+    "raise_on_all_ranks",
+    "refuse_strategy",
+    "route",
+]
+
+ROUTED = "_ckpt_routed_plugin"
+
+
+class RankCheckpointIO(CheckpointIOBase):
+    """A plugin whose saves are made by all ranks together."""
+
+    @property
+    @abstractmethod
+    def checkpointer(self) -> DirectoryCheckpointer:
+        """What saves."""
+
+    @abstractmethod
+    def connect(self, ranks: RankGroup, buffers: Callable[[], Collection[str]] = tuple) -> None:
+        """Say who saves together; called on all ranks together."""
+
+    @abstractmethod
+    def save_together(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Save what the Trainer collected; called on all ranks together."""
+
+    @abstractmethod
+    def load_into(
+        self, path: Any, model: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]], *, strict: bool = True
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """Load into distributed tensors; return everything but weights and optimizers, and the optimizers' states."""
+
+
+def is_routed(strategy: Any) -> bool:
+    """Return whether the strategy saves through a :class:`RankCheckpointIO`."""
+    return vars(strategy).get(ROUTED) is not None
 
 
 def raise_on_all_ranks(action: Callable[[], None], *, world_size: int) -> None:
@@ -71,7 +110,7 @@ def refuse_strategy(strategy: Any) -> None:
 
 
 def route(trainer: Any) -> None:
-    """Let the Trainer save and load through its plugin on all ranks, if that is a :class:`ShardedCheckpointIO`.
+    """Let the Trainer save and load through its plugin on all ranks, if that is a :class:`RankCheckpointIO`.
 
     Called on all ranks together, once its processes are connected and before anything is loaded. Does nothing a second time.
 
@@ -82,7 +121,7 @@ def route(trainer: Any) -> None:
         CheckpointError: The strategy has a way of saving that cannot be replaced.
     """
     strategy, plugin = trainer.strategy, trainer.strategy.checkpoint_io
-    if not isinstance(plugin, ShardedCheckpointIO) or vars(strategy).get(ROUTED) is plugin:
+    if not isinstance(plugin, RankCheckpointIO) or vars(strategy).get(ROUTED) is plugin:
         return
     refuse_strategy(strategy)
     refuse_unequal_ranks(trainer)
@@ -103,7 +142,7 @@ def keeps_whole_gradients(strategy: Any) -> bool:
     return any(cls.__name__ == "FSDPStrategy" for cls in type(strategy).__mro__)
 
 
-def _saving(trainer: Any, plugin: ShardedCheckpointIO) -> Callable[..., None]:
+def _saving(trainer: Any, plugin: RankCheckpointIO) -> Callable[..., None]:
     def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         path = trainer.strategy.broadcast(str(filepath))
         raise_on_all_ranks(
@@ -114,14 +153,14 @@ def _saving(trainer: Any, plugin: ShardedCheckpointIO) -> Callable[..., None]:
     return save_checkpoint
 
 
-def _loading(trainer: Any, plugin: ShardedCheckpointIO) -> Callable[..., dict[str, Any]]:
+def _loading(trainer: Any, plugin: RankCheckpointIO) -> Callable[..., dict[str, Any]]:
     def load_checkpoint(checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         return plugin.load_checkpoint(trainer.strategy.broadcast(str(checkpoint_path)), weights_only=weights_only)
 
     return load_checkpoint
 
 
-def _loading_into(trainer: Any, plugin: ShardedCheckpointIO) -> Callable[..., dict[str, Any]]:
+def _loading_into(trainer: Any, plugin: RankCheckpointIO) -> Callable[..., dict[str, Any]]:
     def load_checkpoint(checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         strategy = trainer.strategy
         path = strategy.broadcast(str(checkpoint_path))
@@ -140,7 +179,7 @@ def _loading_into(trainer: Any, plugin: ShardedCheckpointIO) -> Callable[..., di
     return load_checkpoint
 
 
-def _tearing_down(strategy: Any, plugin: ShardedCheckpointIO) -> Callable[[], None]:
+def _tearing_down(strategy: Any, plugin: RankCheckpointIO) -> Callable[[], None]:
     original = strategy.teardown
 
     def teardown() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, Union
@@ -14,7 +13,9 @@ from ckpt_core.commit import RankGroup
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import EventLog
 from ckpt_core.tiers import Tiers
-from lightning_ckpt._bases import CheckpointIOBase
+from lightning_ckpt._fabric_routing import route_fabric
+from lightning_ckpt._private_hooks import before_saves_of_fabric, before_setup
+from lightning_ckpt._sharded_routing import RankCheckpointIO, route
 from lightning_ckpt._sharded_state import (
     GRADIENTS_KEY,
     gradients_of,
@@ -25,19 +26,12 @@ from lightning_ckpt._sharded_state import (
 )
 from lightning_ckpt.io import training_goes_on
 
-__all__ = ["ROUTED", "ShardedCheckpointIO", "is_routed"]
-
-ROUTED = "_ckpt_routed_plugin"
+__all__ = ["ShardedCheckpointIO"]
 
 _Path = Union[str, "os.PathLike[str]"]
 
 
-def is_routed(strategy: Any) -> bool:
-    """Return whether the strategy saves through a :class:`ShardedCheckpointIO`."""
-    return vars(strategy).get(ROUTED) is not None
-
-
-class ShardedCheckpointIO(CheckpointIOBase):
+class ShardedCheckpointIO(RankCheckpointIO):
     """Saves a directory to which every rank writes its part; any number of ranks reads it back.
 
     Under FSDP and ``ModelParallelStrategy`` each rank writes its shards; under DDP, where all ranks hold the same, each
@@ -46,9 +40,8 @@ class ShardedCheckpointIO(CheckpointIOBase):
 
     With Fabric, give it to ``plugins``, or, for FSDP and ``ModelParallelStrategy``, which refuse plugins, to ``callbacks``.
 
-    Lightning's own strategies call a plugin on rank 0 only, or pass it by. A callback changes that:
-    :class:`~lightning_ckpt.ResumableCheckpoint`, or, without one, a callback that Lightning adds by itself where this
-    package is installed.
+    Lightning's own strategies call a plugin on rank 0 only, or pass it by. This one replaces the methods that save and load on
+    the strategy of the Trainer or Fabric that it was given to; no callback is needed.
 
     Args:
         mode: ``"async"`` lets training go on once this rank's part is copied; ``"sync"`` waits until all is durable.
@@ -96,6 +89,11 @@ class ShardedCheckpointIO(CheckpointIOBase):
         self._ranks = RankGroup.alone()
         self._buffers: Callable[[], Collection[str]] = tuple
         DirectoryCheckpointer(**self._settings)  # refuses what makes no sense here and not at the first save
+        _listen()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        _listen()  # in a process that was spawned, too
 
     def connect(self, ranks: RankGroup, buffers: Callable[[], Collection[str]] = tuple) -> None:
         """Say who saves together; called on all ranks together.
@@ -120,9 +118,8 @@ class ShardedCheckpointIO(CheckpointIOBase):
             is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
             if is_distributed and torch.distributed.get_world_size() > 1:
                 raise CheckpointError(
-                    "ShardedCheckpointIO must be called on all ranks, which Lightning does not do by itself",
-                    remedy="add lightning_ckpt.ResumableCheckpoint to the callbacks, or install this package, so that "
-                    "Lightning finds the callback that it brings along",
+                    "ShardedCheckpointIO saves on all ranks together, and was called on one of them outside of a Trainer or Fabric",
+                    remedy="save with trainer.save_checkpoint or fabric.save, on all ranks",
                 )
             self.connect(RankGroup.alone())
         assert self._checkpointer is not None
@@ -226,22 +223,6 @@ class ShardedCheckpointIO(CheckpointIOBase):
         found = gradients_of(opened, [self._ranks.rank] if same else range(opened.world_size))
         return {GRADIENTS_KEY: found} if any(found.values()) else {}
 
-    def on_after_setup(self, fabric: Any, module: Any) -> None:
-        """Hook of Fabric, to which the plugin is given as a callback where the strategy takes no plugin."""
-        importlib.import_module("lightning_ckpt._fabric_routing").route_fabric(fabric)  # which imports this module
-
-    def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
-        """Hook of Fabric: refuses to go on where the hook before was never called.
-
-        Raises:
-            CheckpointError: Fabric saves without this plugin.
-        """
-        if not is_routed(strategy):
-            raise CheckpointError(
-                "Fabric saves without ShardedCheckpointIO, because it did not tell it of the model",
-                remedy="set the model up with fabric.setup(model), which tells callbacks, and not with fabric.setup_module",
-            )
-
     def remove_checkpoint(self, path: _Path) -> None:
         """Delete a checkpoint, after the saves asked for before are durable; keep it if the newest of them fails."""
         self.checkpointer.remove(path)
@@ -250,6 +231,11 @@ class ShardedCheckpointIO(CheckpointIOBase):
         """Wait for the background, free its memory and raise a failure that was not raised yet."""
         if self._checkpointer is not None:
             self._checkpointer.close()
+
+
+def _listen() -> None:
+    before_setup(route)
+    before_saves_of_fabric(route_fabric)
 
 
 def _refuse(storage_options: Any | None) -> None:

@@ -125,11 +125,30 @@ def test_the_console_scripts_work(metadata) -> None:
     assert all(callable(script.load()) for script in scripts)
 
 
+def test_installing_it_adds_nothing_to_other_programs(metadata) -> None:
+    points = importlib.metadata.distribution(DISTRIBUTION).entry_points
+    assert {point.group for point in points} == {"console_scripts"}
+
+
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_lightning_finds_the_callback_of_the_sharded_plugin(metadata, package: str) -> None:
-    points = importlib.metadata.distribution(DISTRIBUTION).entry_points.select(group=f"{package}.callbacks_factory")
-    (callback,) = next(iter(points)).load()()
-    assert type(callback).__name__ == "ShardedRouting"
+def test_a_trainer_that_does_not_use_it_is_as_without_it(run_script, metadata, package: str) -> None:
+    done = run_script(
+        f"""
+        import io, pickle, sys, torch
+        import {package} as pl
+        from {package}.demos.boring_classes import BoringModel
+        trainer = pl.Trainer(fast_dev_run=True, accelerator="cpu", barebones=False)
+        model = BoringModel()
+        trainer.fit(model)
+        model.trainer = trainer
+        torch.save(model, io.BytesIO())
+        print(pickle.loads(pickle.dumps(trainer)).global_step)
+        print([type(callback).__module__ for callback in trainer.callbacks if "lightning" not in type(callback).__module__])
+        print(sorted(name for name in sys.modules if name.partition(".")[0] in {PACKAGES}))
+        """
+    )
+    assert done.stdout.splitlines()[-3:] == ["1", "[]", "[]"]
+    assert "ckpt" not in done.stdout + done.stderr
 
 
 def test_importing_the_engine_imports_no_framework(run_script) -> None:

@@ -1,9 +1,10 @@
 """Run Lightning's own checkpoint tests with each of our ``CheckpointIO`` plugins as the default one.
 
-They run with the Lightning that is installed: with Lightning's own plugin (stock), with ``SyncCheckpointIO`` and with
-``AsyncCheckpointIO``. Whatever passes on stock must pass with ours; if something does not, the exit status is 1 and it is
-named. One more run, which only informs, takes away the waiting for small states from ``AsyncCheckpointIO``: the models of
-these tests are all small. Logs and results are kept in ``.acceptance/``.
+They run with the Lightning that is installed: with Lightning's own plugin in an environment without this project (stock), the
+same where it is installed and not used, with ``SyncCheckpointIO`` and with ``AsyncCheckpointIO``. Whatever passes on stock must
+pass in the other rows; if something does not, the exit status is 1 and it is named. One more run, which only informs, takes
+away the waiting for small states from ``AsyncCheckpointIO``: the models of these tests are all small. Logs and results are kept
+in ``.acceptance/``.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ import sys
 import time
 from pathlib import Path
 
+from stock_environment import StockEnvironmentError, make_stock_environment
+
 ROOT = Path(__file__).resolve().parents[1]
 OUTPUT = ROOT / ".acceptance"
 TEST_TIMEOUT_SECONDS = 120
-RUN_TIMEOUT_SECONDS = 30 * 60
+RUN_TIMEOUT_SECONDS = 2 * 60 * 60
 
 NEVER_WAITING = "AsyncCheckpointIO never waiting"
+STOCK, INSTALLED = "stock", "stock, project installed"
 IOS = {
-    "stock": "",
+    STOCK: "",
+    INSTALLED: "",
     "SyncCheckpointIO": "lightning_ckpt:SyncCheckpointIO",
     "AsyncCheckpointIO": "lightning_ckpt:AsyncCheckpointIO",
     NEVER_WAITING: "lightning_ckpt:AsyncCheckpointIO",
@@ -124,8 +129,10 @@ def install_extra_packages() -> None:
                 print(f"cannot install {module}: the tests that need it are not counted", flush=True)
 
 
-def selections(tests: Path) -> dict[str, list[str]]:
+def selections(tests: Path, *, whole: bool) -> dict[str, list[str]]:
     """Return the pytest arguments of the parts of a run."""
+    if whole:
+        return {name: [str(tests / name)] for name in ("tests_fabric", "tests_pytorch")}
     folder = tests / "tests_pytorch"
     missing = [name for name in ABOUT_CHECKPOINTS + TOUCHING_CHECKPOINTS if not (folder / name).exists()]
     for name in missing:
@@ -139,9 +146,9 @@ def selections(tests: Path) -> dict[str, list[str]]:
     return {"about checkpoints": about, "touching checkpoints": touching}
 
 
-def run_tests(name: str, tests: Path, extra: list[str]) -> Run:
+def run_tests(name: str, tests: Path, python: str | Path, extra: list[str], *, whole: bool = False) -> Run:
     """Run all parts with one plugin as the default."""
-    output = OUTPUT / name.replace(" ", "_")
+    output = OUTPUT / name.replace(",", "").replace(" ", "_")
     shutil.rmtree(output, ignore_errors=True)
     site, working_directory = output / "site", output / "work"
     site.mkdir(parents=True)
@@ -149,7 +156,7 @@ def run_tests(name: str, tests: Path, extra: list[str]) -> Run:
     (site / "sitecustomize.py").write_text("import acceptance_plugin\n\nacceptance_plugin.install()\n")
     run = Run()
     begin = time.monotonic()
-    for part, arguments in selections(tests).items():
+    for part, arguments in selections(tests, whole=whole).items():
         stem = part.replace(" ", "_")
         results, log = output / f"{stem}.jsonl", output / f"{stem}.log"
         results.touch()
@@ -160,9 +167,9 @@ def run_tests(name: str, tests: Path, extra: list[str]) -> Run:
             "ACCEPTANCE_RESULTS": str(results),
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
             "PYTHONDONTWRITEBYTECODE": "1",
-            "PYTHONPATH": os.pathsep.join(map(str, (site, ROOT / "tools", ROOT, tests, PACKAGES))),
+            "PYTHONPATH": os.pathsep.join(map(str, (site, ROOT / "tools", tests, PACKAGES))),
         }
-        command = [sys.executable, "-m", "pytest", "-p", "acceptance_plugin", "-p", "no:cacheprovider", "-q", "-ra"]
+        command = [str(python), "-m", "pytest", "-p", "acceptance_plugin", "-p", "no:cacheprovider", "-q", "-ra"]
         # Neither the checkout's settings nor ours: the same for every version.
         command += ["-c", os.devnull, f"--rootdir={tests}", f"--timeout={TEST_TIMEOUT_SECONDS}", "--tb=short"]
         command += [f"--basetemp={output / 'tmp'}", *arguments, *extra]
@@ -196,8 +203,8 @@ def report(runs: dict[str, Run]) -> bool:
         counts = [len(run.passed), len(run.failed), len(run.errors), len(run.skipped)]
         calls = [run.calls[f"{verb}_checkpoint"] if IOS[name] else "" for verb in ("save", "load", "remove")]
         print("|", " | ".join(map(str, [name, *counts, *calls, f"{run.seconds:.0f} s"])), "|")
-    stock = runs["stock"]
-    lost = {name: run.lost(stock) for name, run in runs.items() if name != "stock"}
+    stock = runs[STOCK]
+    lost = {name: run.lost(stock) for name, run in runs.items() if name != STOCK}
     for name, tests in lost.items():
         print(f"\n{name}: {len(tests)} of the tests that pass on stock do not pass")
         for test in tests:
@@ -209,14 +216,19 @@ def main() -> int:
     """Run everything and compare."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="a checkout of Lightning, or its tests/ folder")
+    parser.add_argument("--whole", action="store_true", help="all of Lightning's tests, only with stock's plugin")
     options, extra = parser.parse_known_args()
     try:
         tests = tests_folder(options.checkout)
         install_extra_packages()
-        runs = {name: run_tests(name, tests, extra) for name in IOS}
-        if not runs["stock"].passed:
+        stock_python = make_stock_environment(OUTPUT / "stock_environment")
+        runs = {}
+        for name in (STOCK, INSTALLED) if options.whole else IOS:
+            python = stock_python if name == STOCK else sys.executable
+            runs[name] = run_tests(name, tests, python, extra, whole=options.whole)
+        if not runs[STOCK].passed:
             raise AcceptanceError("nothing passes on stock: see .acceptance/stock")
-    except AcceptanceError as error:
+    except (AcceptanceError, StockEnvironmentError) as error:
         print(f"acceptance: {error}", file=sys.stderr)
         return 2
     return 0 if report(runs) else 1

@@ -1,6 +1,6 @@
 """Run Accelerate's own tests with ``save_state`` and ``load_state`` replaced by ours.
 
-They run with the Accelerate that is installed: as it is (stock), then with each of our strategies installed for every
+They run with the Accelerate that is installed: in an environment without this project (stock), then with each of our strategies installed for every
 Accelerator. Whatever passes on stock must pass with ours; if something does not, the exit status is 1 and it is named. One
 more run, which only informs, takes away the waiting for small states: the models of these tests are all small. Logs and results
 are kept in ``.acceptance/``.
@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from acceptance import OUTPUT, RUN_TIMEOUT_SECONDS, TEST_TIMEOUT_SECONDS, AcceptanceError, Run
+from stock_environment import StockEnvironmentError, make_stock_environment
 
 ROOT = Path(__file__).resolve().parents[1]
 NEVER_WAITING = "async never waiting"
@@ -59,7 +60,7 @@ def install_extra_packages() -> None:
                 )
 
 
-def run_tests(name: str, tests: Path, extra: list[str]) -> Run:
+def run_tests(name: str, tests: Path, python: str | Path, extra: list[str]) -> Run:
     """Run all tests with one strategy."""
     output = OUTPUT / "accelerate" / name.replace(" ", "_")
     shutil.rmtree(output, ignore_errors=True)
@@ -78,10 +79,10 @@ def run_tests(name: str, tests: Path, extra: list[str]) -> Run:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "PYTHONDONTWRITEBYTECODE": "1",
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "tools", ROOT, tests.parent, PACKAGES))),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "tools", tests.parent, PACKAGES))),
     }
     command = [
-        sys.executable,
+        str(python),
         "-m",
         "pytest",
         "-p",
@@ -143,10 +144,14 @@ def main() -> int:
     try:
         tests = tests_folder(options.checkout)
         install_extra_packages()
-        runs = {name: run_tests(name, tests, extra) for name in STRATEGIES}
+        stock_python = make_stock_environment(OUTPUT / "stock_environment")
+        runs = {
+            name: run_tests(name, tests, sys.executable if strategy else stock_python, extra)
+            for name, strategy in STRATEGIES.items()
+        }
         if not runs["stock"].passed:
             raise AcceptanceError("nothing passes on stock: see .acceptance/accelerate/stock")
-    except AcceptanceError as error:
+    except (AcceptanceError, StockEnvironmentError) as error:
         print(f"acceptance: {error}", file=sys.stderr)
         return 2
     return 0 if report(runs) else 1

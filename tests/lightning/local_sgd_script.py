@@ -15,7 +15,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 
 import lightning_ckpt
-from lightning_ckpt import ResumableCheckpoint, _entry_point
+from lightning_ckpt import ResumableCheckpoint
 from tests.lightning import sharded_script
 
 
@@ -137,9 +137,7 @@ def train(spec: Spec, rank: int) -> dict[str, Any]:
     pl.seed_everything(1, verbose=False)
     tells, plugin = Tells(spec), getattr(lightning_ckpt, spec.io)()
     callbacks: list[Any] = [tells]
-    if spec.callback is None:
-        callbacks += _entry_point.callbacks()
-    else:
+    if spec.callback is not None:
         settings = {"every_n_train_steps": 6, "save_top_k": -1, "filename": "{step}", **spec.callback}
         callbacks.append(ResumableCheckpoint(dirpath=spec.directory, **settings))
     module = Model()

@@ -27,7 +27,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
-from lightning_ckpt import ResumableCheckpoint, ShardedCheckpointIO, _entry_point
+from lightning_ckpt import ResumableCheckpoint, ShardedCheckpointIO
 from tests.lightning.sharded_faults import SetInBatch, faulty_storage
 
 for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
@@ -243,7 +243,7 @@ def make_trainer(spec: Spec, plugin: ShardedCheckpointIO, callbacks: list[Any]) 
         inference_mode=spec.kind != "mp",  # in which FSDP2 cannot gather weights
         strategy=make_strategy(spec),
         plugins=[plugin],
-        callbacks=callbacks or _entry_point.callbacks(),
+        callbacks=callbacks,
         default_root_dir=spec.directory,
         logger=False,
         enable_checkpointing=any(isinstance(callback, ResumableCheckpoint) for callback in callbacks),
@@ -263,9 +263,7 @@ def train(spec: Spec, rank: int) -> dict[str, Any]:
         late = threading.Event()
         storage = plugin._settings["storage"] = faulty_storage(spec.fault, rank, late)
         callbacks.append(SetInBatch(late, spec.fault.get("late", 0)))
-    if spec.callback is None:
-        callbacks += _entry_point.callbacks()
-    else:
+    if spec.callback is not None:
         callbacks.append(ResumableCheckpoint(dirpath=directory, **spec.callback))
     if spec.average:
         from lightning.pytorch.callbacks import EMAWeightAveraging  # since Lightning 2.6

@@ -1,4 +1,4 @@
-"""The plugin by configuration alone: through the entry point of the installed package, and through LightningCLI."""
+"""The plugin by itself, without a callback of ours: in a Trainer, spawned, and through LightningCLI."""
 
 from __future__ import annotations
 
@@ -8,17 +8,9 @@ import pytest
 
 from tests.conftest import LIGHTNING, ScriptRunner
 
-# The metadata of an installed package, and nothing else of it.
-ENTRY_POINTS = """
-[lightning.pytorch.callbacks_factory]
-ckpt-plugins = lightning_ckpt._entry_point:callbacks
-[pytorch_lightning.callbacks_factory]
-ckpt-plugins = lightning_ckpt._entry_point:callbacks
-"""
-
 SCRIPT = """
-import importlib, sys, torch, logging
-package, directory = sys.argv[1:]
+import importlib, sys, torch
+package, directory, start = sys.argv[1:4]
 pl = importlib.import_module(package)
 from lightning_ckpt import ShardedCheckpointIO
 
@@ -35,51 +27,33 @@ class Model(pl.LightningModule):
 
 def trainer(steps):
     return pl.Trainer(
-        accelerator="cpu", devices=2, strategy="ddp_fork", max_steps=steps, plugins=[ShardedCheckpointIO()], logger=False,
+        accelerator="cpu", devices=2, strategy=start, max_steps=steps, plugins=[ShardedCheckpointIO()], logger=False,
         callbacks=[importlib.import_module(f"{package}.callbacks").ModelCheckpoint(directory, every_n_train_steps=2)],
         enable_progress_bar=False, enable_model_summary=False,
     )
 
-data = torch.utils.data.DataLoader(torch.ones(16, 64), batch_size=2)
-trainer(2).fit(Model(), data)
-trainer(4).fit(Model(), data, ckpt_path=f"{directory}/epoch=0-step=2.ckpt")
+if __name__ == "__main__":
+    data = torch.utils.data.DataLoader(torch.ones(16, 64), batch_size=2)
+    trainer(2).fit(Model(), data)
+    trainer(4).fit(Model(), data, ckpt_path=f"{directory}/epoch=0-step=2.ckpt")
 """
 
 
-@pytest.fixture
-def site(tmp_path: Path) -> Path:
-    """A directory with the metadata, as pip leaves it beside the package."""
-    metadata = tmp_path / "site" / "ckpt_plugins_under_test-1.0.dist-info"
-    metadata.mkdir(parents=True)
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: ckpt-plugins-under-test\nVersion: 1.0\n")
-    (metadata / "entry_points.txt").write_text(ENTRY_POINTS)
-    return metadata.parent
-
-
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
-def test_installed_package_is_enough(fork_script: ScriptRunner, tmp_path: Path, site: Path, package: str) -> None:
+def test_the_plugin_is_enough(fork_script: ScriptRunner, tmp_path: Path, package: str) -> None:
     directory = tmp_path / "checkpoints"
-    path = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{site}"}
-    fork_script(SCRIPT, package, directory, modules=LIGHTNING, env=path, timeout=300)
+    fork_script(SCRIPT, package, directory, "ddp_fork", modules=LIGHTNING, timeout=300)
     saved = directory / "epoch=0-step=4.ckpt"
     assert (saved / "manifest.json").exists()
     assert len(list(saved.glob("optimizer-*-of-00002.safetensors"))) == 2, "both ranks have written"
 
 
-def test_not_used_it_imports_nothing(run_script: ScriptRunner) -> None:
-    done = run_script(
-        """
-        import sys
-        import lightning.pytorch
-        before = set(sys.modules)
-        from lightning_ckpt import _entry_point
-        (callback,) = _entry_point.callbacks()
-        callback.setup(None, None, "fit")
-        assert isinstance(callback, lightning.pytorch.Callback)
-        print(sorted(set(sys.modules) - before))
-        """
-    )
-    assert done.stdout.strip() == "['lightning_ckpt', 'lightning_ckpt._entry_point']"
+def test_the_plugin_is_enough_in_spawned_processes(run_script: ScriptRunner, tmp_path: Path) -> None:
+    directory, script = tmp_path / "checkpoints", tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    run_script(script, "lightning.pytorch", directory, "ddp_spawn", timeout=300)
+    saved = directory / "epoch=0-step=4.ckpt"
+    assert len(list(saved.glob("optimizer-*-of-00002.safetensors"))) == 2, "both ranks have written"
 
 
 def test_strategies_that_cannot_be_routed_say_so() -> None:
@@ -125,7 +99,7 @@ def test_in_several_processes_it_must_be_routed(fork_script: ScriptRunner, tmp_p
         tmp_path / "x.ckpt",
         modules=LIGHTNING,
     )
-    assert "must be called on all ranks" in done.stdout
+    assert "saves on all ranks together" in done.stdout
 
 
 def test_configurations_run(fork_script: ScriptRunner, tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""Calls of ours before functions of Lightning for which it has no hook, in processes in which one of our objects was made.
+
+Nothing is replaced in a program that only has this package installed, or only imports it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ckpt_core.errors import CheckpointError
+from lightning_ckpt._bases import CheckpointIOBase, ModelCheckpointBase
+
+__all__ = ["before_look_ups", "before_saves_of_fabric", "before_setup"]
+
+_Call = Callable[[Any], None]
+
+
+def before_setup(call: _Call) -> None:
+    """Let every Trainer call ``call(trainer)`` when its processes are connected, before ``setup`` hooks and any load.
+
+    A callback has such a hook, a ``CheckpointIO`` has none. Does nothing a second time.
+
+    Args:
+        call: A function, and always the same.
+
+    Raises:
+        CheckpointError: This release of Lightning is not built as we know it.
+    """
+    for package in _trainers():
+        module = importlib.import_module(f"{package}.trainer.call")
+        _call_first(module, "_call_setup_hook", call, package)
+
+
+def before_look_ups(call: Callable[[Any], None]) -> None:
+    """Let every Trainer call ``call(trainer)`` before it finds out what its ``ckpt_path`` is.
+
+    No hook is called before that. Does nothing a second time.
+
+    Args:
+        call: A function, and always the same.
+
+    Raises:
+        CheckpointError: This release of Lightning is not built as we know it.
+    """
+    for package in _trainers():
+        module = importlib.import_module(f"{package}.trainer.connectors.checkpoint_connector")
+        connector = getattr(module, "_CheckpointConnector", None)
+        _call_first(connector, "_select_ckpt_path", lambda self: call(self.trainer), package, same=call)
+
+
+def before_saves_of_fabric(call: _Call) -> None:
+    """Let every Fabric call ``call(fabric)`` before it saves or loads, which all ranks do together.
+
+    Does nothing a second time.
+
+    Args:
+        call: A function, and always the same.
+    """
+    for base in CheckpointIOBase.__bases__:
+        package = base.__module__.partition(".plugins")[0]
+        for name in ("save", "load", "load_raw"):
+            _call_first(sys.modules[package].Fabric, name, call, package)
+
+
+def _trainers() -> list[str]:
+    return [base.__module__.partition(".callbacks")[0] for base in ModelCheckpointBase.__bases__]
+
+
+def _call_first(owner: Any, name: str, call: _Call, package: str, *, same: _Call | None = None) -> None:
+    original, same = getattr(owner, name, None), same or call
+    if original is None:
+        raise CheckpointError(
+            f"lightning_ckpt does not work with this release of {package}: it has no {name}",
+            remedy="use Lightning 2.5 to 2.7",
+        )
+    if getattr(original, "called_first", None) is same:
+        return
+
+    @functools.wraps(original)
+    def call_first(first: Any, *args: Any, **kwargs: Any) -> Any:
+        call(first)
+        return original(first, *args, **kwargs)
+
+    call_first.called_first = same  # type: ignore[attr-defined]
+    setattr(owner, name, call_first)

@@ -1,0 +1,56 @@
+"""An environment like the one that runs, without this project: what is installed can change programs that do not use it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+DISTRIBUTION = "ckpt-plugins"
+_CHECK = f"""
+import importlib.metadata, importlib.util
+print([name for name in ("ckpt_core", "lightning_ckpt", "accelerate_ckpt") if importlib.util.find_spec(name)])
+print([found.name for found in importlib.metadata.distributions() if found.name == {DISTRIBUTION!r}])
+"""
+
+
+class StockEnvironmentError(Exception):
+    """It would not be one."""
+
+
+def make_stock_environment(folder: Path) -> Path:
+    """Make an environment with the packages of this one, by links, and without this project.
+
+    Args:
+        folder: Where it goes; replaced if it is there.
+
+    Returns:
+        Its Python.
+
+    Raises:
+        StockEnvironmentError: This project can be imported there.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    installed = Path(sysconfig.get_paths()["purelib"])
+    ours = _own_files(installed)
+    for path in installed.iterdir():
+        if path.name not in ours and path.name != "__pycache__":
+            os.symlink(path, site / path.name)
+    python = folder / "bin" / "python"
+    # from the folder itself: the current directory is on the path
+    done = subprocess.run([python, "-c", _CHECK], cwd=folder, check=True, capture_output=True, text=True)
+    if done.stdout.split() != ["[]", "[]"]:
+        raise StockEnvironmentError(f"{folder} has this project: {done.stdout}")
+    return python
+
+
+def _own_files(installed: Path) -> set[str]:
+    """Names directly in ``site-packages`` that belong to this project, be it installed editable or not."""
+    files = importlib.metadata.distribution(DISTRIBUTION).files or ()
+    return {path.parts[0] for path in files} | {path.name for path in installed.glob("ckpt_plugins-*")}
