@@ -12,6 +12,7 @@ import time
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ckpt_core.commit.errors_as_data import decode_error, encode_error
+from ckpt_core.commit.store import seal, unseal
 from ckpt_core.errors import CheckpointError, RankFailedError
 
 __all__ = ["SharedOutcome"]
@@ -66,10 +67,11 @@ class SharedOutcome:
         if writes and self._announced is None:
             if failure is not None:
                 self._announced = (self._boundary + 1, failure)
-                self._store.set(_FAILURE, json.dumps([self._boundary + 1, encode_error(failure)]))
+                announcement = json.dumps([self._boundary + 1, encode_error(failure)])
+                self._store.set(_FAILURE, seal(self._store, _FAILURE, announcement))
             elif not pending and self._ended < self._begun:
                 self._ended = self._begun
-                self._store.set(_ENDED, str(self._begun))
+                self._store.set(_ENDED, seal(self._store, _ENDED, str(self._begun)))
         elif self._announced is None and self._ended < self._begun:
             self._look(self._store)
         if self._announced is not None and self._boundary >= self._announced[0]:
@@ -82,11 +84,11 @@ class SharedOutcome:
     def _look(self, store: Store) -> None:
         try:
             if store.check([_FAILURE]):
-                boundary, encoded = json.loads(store.get(_FAILURE))
+                boundary, encoded = json.loads(unseal(store, _FAILURE, store.get(_FAILURE)))
                 self._announced = (boundary, decode_error(encoded))
                 store.add(_HEARD, 1)
             elif store.check([_ENDED]):
-                self._ended = int(store.get(_ENDED))
+                self._ended = int(unseal(store, _ENDED, store.get(_ENDED)))
         except RuntimeError as error:  # what torch.distributed raises
             if self._announced is None:
                 raise RankFailedError(

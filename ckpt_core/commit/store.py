@@ -1,24 +1,39 @@
-"""The store through which the ranks talk: opened for checkpointing alone, and asked with a time limit."""
+"""The store through which the ranks talk: opened for checkpointing alone, and asked with a time limit.
+
+torch's server takes requests from everybody who can reach it. So it listens on the loopback interface where all ranks are
+on one machine; and what ranks tell each other is sealed with a secret that the ranks alone have, so that a stranger may
+make a save fail, and can neither invent a report nor an outcome.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import hashlib
+import hmac
+import ipaddress
 import os
+import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from ckpt_core.errors import RankFailedError
 
-__all__ = ["StoreLine", "connect_store"]
+__all__ = ["StoreLine", "connect_store", "seal", "unseal"]
 
 Answer = TypeVar("Answer")
 
 _SHORTEST_PAUSE = 0.001  # seconds
 _LONGEST_PAUSE = 0.5
+# How many processes launchers say there are on this machine, and in all.
+_COUNTS = (("LOCAL_WORLD_SIZE", "WORLD_SIZE"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"))
+
+_secrets: dict[tuple[str, int], bytes] = {}  # of the stores that this process is connected to, by their addresses
 
 
 def connect_store(
@@ -33,12 +48,87 @@ def connect_store(
         timeout_seconds: How long an operation may take before it fails.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
+    server, address = None, None
+    if rank == 0:
+        server, host = _serve(world_size, timeout)
+        address = [host, server.port, secrets.token_hex(16)]
+    host, port, secret = broadcast(address)
+    _secrets[host, port] = bytes.fromhex(secret)
+    return server or TCPStore(host, port, world_size=world_size, is_master=False, timeout=timeout)
+
+
+def _serve(world_size: int, timeout: datetime.timedelta) -> tuple[TCPStore, str]:
+    """Return a server, and the address under which the others find it."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    server = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout) if rank == 0 else None
-    port = broadcast(server.port if server is not None else None)
-    if server is not None:
-        return server
-    return TCPStore(host, port, world_size=world_size, is_master=False, timeout=timeout)
+    for address in _addresses(host, world_size):
+        with contextlib.suppress(OSError), socket.socket(_family(address)) as listening:
+            listening.bind((address, 0))
+            listening.listen(socket.SOMAXCONN)
+            port = listening.getsockname()[1]
+            descriptor = listening.detach()
+            server = TCPStore(
+                address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
+            )
+            return server, address
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout), host
+
+
+def _addresses(host: str, world_size: int) -> list[str]:
+    """Return the addresses on which it is enough to listen, best first; none if that is not known."""
+    if host == "localhost" or _are_on_one_machine(world_size):
+        return ["127.0.0.1", "::1"]
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return []  # what a name means here is not what it means on other machines
+    return [host]
+
+
+def _are_on_one_machine(world_size: int) -> bool:
+    get = os.environ.get
+    total = str(world_size)
+    if get("SLURM_NNODES") == "1" and get("SLURM_NTASKS") == total:
+        return True
+    return any(get(here) == get(everywhere) == total for here, everywhere in _COUNTS)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def seal(store: Store, key: str, value: str) -> str:
+    """Return what to put under ``key``, so that the other ranks know that a rank has put it there."""
+    secret = _secret_of(store)
+    return value if secret is None else f"{_mark(secret, key, value)} {value}"
+
+
+def unseal(store: Store, key: str, sealed: bytes) -> str:
+    """Return the value that was sealed.
+
+    Raises:
+        RankFailedError: No rank has put it there.
+    """
+    text = sealed.decode(errors="replace")
+    secret = _secret_of(store)
+    if secret is None:
+        return text
+    mark, _, value = text.partition(" ")
+    if not hmac.compare_digest(mark.encode(), _mark(secret, key, value).encode()):
+        raise RankFailedError(
+            "what another rank is said to have reported was written by a program that is not one of the ranks",
+            remedy="find out who else connects to the ports of this job, and keep them out with a firewall",
+        )
+    return value
+
+
+def _mark(secret: bytes, key: str, value: str) -> str:
+    return hashlib.blake2b(f"{key}\0{value}".encode(errors="replace"), key=secret, digest_size=16).hexdigest()
+
+
+def _secret_of(store: Store) -> bytes | None:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return _secrets.get((store.host, store.port)) if isinstance(store, TCPStore) else None
 
 
 class StoreLine:
@@ -58,12 +148,11 @@ class StoreLine:
 
     def set(self, key: str, value: str) -> None:
         """Store ``value`` under ``key``."""
-        self._ask(lambda: self._store.set(key, value))
+        self._ask(lambda: self._store.set(key, seal(self._store, key, value)))
 
     def get(self, key: str) -> str:
         """Return the value of ``key``, which exists."""
-        value: bytes = self._ask(lambda: self._store.get(key))
-        return value.decode()
+        return unseal(self._store, key, self._ask(lambda: self._store.get(key)))
 
     def has(self, key: str) -> bool:
         """Return whether there is a value under ``key``."""

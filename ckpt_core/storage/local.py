@@ -12,12 +12,12 @@ import ctypes
 import errno
 import fcntl
 import os
-import shutil
+import stat
 import uuid
 from collections.abc import Collection, Sequence
 
 from ckpt_core.errors import CheckpointNotFoundError, StorageError
-from ckpt_core.storage import local_directory
+from ckpt_core.storage import local_directory, permissions
 from ckpt_core.storage.base import FileInfo, FileReader, FileWriter, Storage
 from ckpt_core.storage.claims import Claim
 from ckpt_core.storage.local_claim import DirectoryLock
@@ -57,9 +57,10 @@ class _LocalFileWriter(FileWriter):
 
     def _open(self) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        mode = permissions.first_mode(_file_replaced_by(self._path), 0o666)
         if hasattr(os, "O_DIRECT"):
             try:
-                self._descriptor = os.open(self._part, flags | os.O_DIRECT, 0o666)
+                self._descriptor = os.open(self._part, flags | os.O_DIRECT, mode)
                 self._direct = True
                 return
             except OSError as error:
@@ -67,7 +68,7 @@ class _LocalFileWriter(FileWriter):
                     raise
                 if os.path.exists(self._part):
                     os.unlink(self._part)
-        self._descriptor = os.open(self._part, flags, 0o666)
+        self._descriptor = os.open(self._part, flags, mode)
 
     def write_at(self, offset: int, data: memoryview) -> None:
         try:
@@ -101,6 +102,7 @@ class _LocalFileWriter(FileWriter):
     def commit(self, size: int) -> None:
         try:
             os.ftruncate(self._descriptor, size)
+            permissions.adopt(self._descriptor, _file_replaced_by(self._path))
             os.fsync(self._descriptor)
             os.replace(self._part, self._path)
             _sync_directory(self._directory)
@@ -127,13 +129,9 @@ def _part_name(path: str) -> str:
     return os.path.join(directory, f".{start}.{uuid.uuid4().hex[:12]}{_SUFFIX}")
 
 
-def _copy_durably(source: str, target: str) -> None:
-    shutil.copyfile(source, target)
-    descriptor = os.open(target, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _file_replaced_by(path: str) -> os.stat_result | None:
+    status = permissions.replaced_by(path)
+    return status if status is not None and stat.S_ISREG(status.st_mode) else None
 
 
 def _reserve(descriptor: int, size: int) -> None:
@@ -189,12 +187,17 @@ class LocalStorage(Storage):
         part = _part_name(target)
         try:
             _make_directories(directory)
-            try:
-                os.link(os.path.realpath(source), part)
-            except OSError as error:
-                if error.errno not in _CANNOT_LINK:
-                    raise
-                _copy_durably(source, part)
+            status, replaced = os.stat(source), _file_replaced_by(target)
+            # Two names of one file have the same permissions.
+            if replaced is not None and permissions.differ(status, replaced):
+                permissions.copy_file(source, part, replaced)
+            else:
+                try:
+                    os.link(os.path.realpath(source), part)
+                except OSError as error:
+                    if error.errno not in _CANNOT_LINK:
+                        raise
+                    permissions.copy_file(source, part, status)
             size = os.stat(part).st_size
             os.replace(part, target)
             _sync_directory(directory)
@@ -242,6 +245,7 @@ class LocalStorage(Storage):
                 os.fsync(descriptor)
             finally:
                 close(descriptor)
+            permissions.adopt(source, _file_replaced_by(target))
             os.replace(source, target)
             _sync_directory(directory)
         except OSError as error:

@@ -21,6 +21,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 
+from ckpt_core.storage import permissions
 from ckpt_core.storage.base import MANIFEST_NAME
 
 __all__ = [
@@ -68,7 +69,9 @@ class StagingDirectories:
     def begin(self, path: str, token: str) -> str:
         """Create the hidden directory of ``path``, or join those who have, and return its path."""
         staging = _hidden(path, token)
-        descriptor = _create_locked(staging)
+        replaced = permissions.replaced_by(path)
+        is_directory = replaced is not None and stat.S_ISDIR(replaced.st_mode)
+        descriptor = _create_locked(staging, permissions.first_mode(replaced if is_directory else None, 0o777))
         with self._lock:
             self._locks.setdefault(staging, []).append(descriptor)
         return staging
@@ -115,6 +118,7 @@ def _publish(staging: str, path: str, token: str, gone: Sequence[str]) -> None:
         return
     if os.path.isdir(path) and not os.path.islink(path):
         _keep_others(path, staging, {*gone, MANIFEST_NAME})
+        permissions.adopt_tree(staging, path)
     _sync_tree(staging)
     if _exchange(staging, path):
         replaced = staging
@@ -122,6 +126,8 @@ def _publish(staging: str, path: str, token: str, gone: Sequence[str]) -> None:
     else:
         replaced = _replace_by_two_renames(staging, path, token)
     with contextlib.suppress(OSError):  # it is committed; what cannot be deleted is an orphan
+        if os.path.isdir(replaced) and not os.path.islink(replaced):
+            os.chmod(replaced, 0o700)  # it may have been closed even to its owner
         _delete_tree(replaced)
 
 
@@ -130,10 +136,10 @@ def _hidden(path: str, token: str) -> str:
     return os.path.join(directory, f".{name}.{token}{SUFFIX}")
 
 
-def _create_locked(staging: str) -> int:
+def _create_locked(staging: str, mode: int) -> int:
     while True:
         with contextlib.suppress(FileExistsError):
-            os.mkdir(staging)
+            os.mkdir(staging, mode)
         try:
             descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
