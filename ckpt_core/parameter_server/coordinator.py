@@ -75,6 +75,9 @@ class TrainingCoordinator:
         checkpoint: Path of the checkpoint the training goes on from; None at the beginning.
         resumed: The cut it is of.
 
+    Raises:
+        CheckpointCorruptedError: There are checkpoints, and none verifies. None is deleted.
+
     Example:
         The coordinator of two shards and three workers::
 
@@ -125,10 +128,10 @@ class TrainingCoordinator:
         self._finished = False
         self._threads: list[threading.Thread] = []
         self._generation = self.store.claim_generation() if generation is None else generation
-        self.store.clean()
         self.checkpoint: str | None = None
         self.resumed: ConsistentCut | None = None
         self._resume()
+        self.store.clean()
         self._cuts = SnapshotCoordinator(
             range(streams),
             shards,
