@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -18,6 +19,8 @@ from typing import NoReturn
 
 # Before torch is imported: it reads the variable once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Instead of the file in the user's home that processes without a secret make.
+os.environ.setdefault("CKPT_SECRET", secrets.token_hex(32))
 
 import pytest
 import torch

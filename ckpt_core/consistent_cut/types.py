@@ -132,7 +132,7 @@ class ConsistentCut:
         snapshot_id: Number of the snapshot; grows from one to the next.
         generation: Life of the run in which it was taken.
         vector: How many updates of each stream are in the saved state of *every* shard.
-        workers: Names of the workers whose state was saved.
+        workers: Names of the workers whose state was saved; from a coordinator, in the order in which they said hello.
         shards: Names of the shards whose state was saved, in the order in which they hold the parameters.
     """
 

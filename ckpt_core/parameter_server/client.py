@@ -29,7 +29,7 @@ from ckpt_core.errors import CheckpointError, StateMismatchError
 from ckpt_core.parameter_server.blocks import BlockTable
 from ckpt_core.parameter_server.frames import Frame
 from ckpt_core.parameter_server.participant import Participant
-from ckpt_core.parameter_server.transport import Transport
+from ckpt_core.parameter_server.transport import PeerLostError, Transport
 from ckpt_core.state.rng import RngState
 
 __all__ = ["ParameterClient", "seed_of"]
@@ -196,11 +196,19 @@ class ParameterClient(Participant):
             raise CheckpointError(f"{self.name} has no batch left", remedy="call finish()")
         while True:
             self.check()
+            self._watch.look([COORDINATOR])
             with self._lock:
                 tag = self._worker.tag
             question = Frame({"kind": "pull", "tag": list(tag)})
-            futures = {shard: self._transport.request(shard, question) for shard in self.training.shards}
-            answers = {shard: self._answer(shard, future.result()) for shard, future in futures.items()}
+            try:
+                futures = {shard: self._transport.request(shard, question) for shard in self.training.shards}
+                frames = {shard: future.result() for shard, future in futures.items()}
+            except PeerLostError as error:
+                self.check()  # which may know more
+                self._fail(error)
+                self.close()  # after which the coordinator knows it, too
+                raise
+            answers = {shard: self._answer(shard, frame) for shard, frame in frames.items()}
             with self._lock:
                 # Before anything of the answers is used: they may show updates from after the cut.
                 self._perform(self._worker.at_boundary({shard: header for shard, (header, _) in answers.items()}))
@@ -257,6 +265,7 @@ class ParameterClient(Participant):
             while not self._stopped.wait(_IDLE):
                 with self._lock:
                     self._perform(self._worker.at_boundary())
+                self._watch.look([COORDINATOR])
         finally:
             self.close()
         super().check()
@@ -267,6 +276,8 @@ class ParameterClient(Participant):
             raise CheckpointError(f"{self.name} was told that the training is over")
 
     def _answer(self, shard: str, frame: Frame) -> tuple[PullHeader, Mapping[str, torch.Tensor]]:
+        if frame.content.get("kind") == "failed":
+            raise PeerLostError(f"{shard} has failed: {frame.content['reason']}", remedy="restart the whole training")
         if frame.content.get("kind") != "pulled":
             raise CheckpointError(f"{shard} has answered a pull with {frame.content or 'nothing'}")
         header = decode_message(frame.content["header"])

@@ -31,7 +31,7 @@ from ckpt_core.consistent_cut import (
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import Listener, SaveCommitted, SaveFailed, SaveStarted
 from ckpt_core.parameter_server.frames import Frame
-from ckpt_core.parameter_server.participant import Training
+from ckpt_core.parameter_server.participant import ALIVE, Training, Watch
 from ckpt_core.parameter_server.store import CutStore
 from ckpt_core.parameter_server.transport import Peer, PeerLostError, Transport
 from ckpt_core.writer import notify
@@ -74,6 +74,9 @@ class TrainingCoordinator:
         store: Where the checkpoints are.
         checkpoint: Path of the checkpoint the training goes on from; None at the beginning.
         resumed: The cut it is of.
+
+    Raises:
+        CheckpointCorruptedError: There are checkpoints, and none verifies. None is deleted.
 
     Example:
         The coordinator of two shards and three workers::
@@ -124,11 +127,12 @@ class TrainingCoordinator:
         self._failure: CheckpointError | None = None
         self._finished = False
         self._threads: list[threading.Thread] = []
+        self._watch = Watch(transport)
         self._generation = self.store.claim_generation() if generation is None else generation
-        self.store.clean()
         self.checkpoint: str | None = None
         self.resumed: ConsistentCut | None = None
         self._resume()
+        self.store.clean()
         self._cuts = SnapshotCoordinator(
             range(streams),
             shards,
@@ -175,6 +179,8 @@ class TrainingCoordinator:
                 with self._lock:
                     self._perform(self._cuts.tick(time.monotonic()))
                     self._trigger_if_due()
+                    here = [name for name in self._shards if name in self._members.keys() - self._gone]
+                self._watch.look(here)
                 time.sleep(_TICK)
         finally:
             self._end()
@@ -214,9 +220,10 @@ class TrainingCoordinator:
     def _tell_to_exit(self, names: Sequence[str], reason: str | None) -> None:
         question = Frame({"kind": "exit", "reason": reason})
         answers = [(name, self._transport.request(name, question)) for name in names]
+        deadline = time.monotonic() + _GOODBYE
         for name, answer in answers:
             try:
-                answer.result(_GOODBYE)
+                answer.result(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
                 logger.warning("%s does not answer when it is told to stop", name)
             except PeerLostError as error:
@@ -230,6 +237,8 @@ class TrainingCoordinator:
 
     def _receive(self, peer: Peer, frame: Frame) -> Frame | None:
         content = frame.content
+        if content["kind"] == ALIVE.content["kind"]:
+            return ALIVE
         with self._lock:
             if self._finished:
                 return None
@@ -240,6 +249,8 @@ class TrainingCoordinator:
                     MessageTag(self._generation, 0).check_generation(MessageTag(*content["tag"]))
                     if self._is_current(peer):
                         self._done.add(peer.name)
+                elif content["kind"] == "failed":
+                    self._member_failed(peer, content["reason"])
                 else:
                     self._perform(self._cuts.on_message(decode_message(content)))
             except StaleGenerationError as error:
@@ -249,6 +260,12 @@ class TrainingCoordinator:
             except InconsistentCutError as error:
                 logger.warning("the coordinator does not take what %s says: %s", peer.name, error.message)
         return None
+
+    def _member_failed(self, peer: Peer, reason: str) -> None:
+        logger.warning("%s has failed: %s", peer.name, reason)
+        is_needed = peer.name in self._shards or self._options.on_worker_failure == "rollback"
+        if self._is_current(peer) and is_needed:
+            self._fail(reason if reason.startswith(peer.name) else f"{peer.name} has failed: {reason}")
 
     def _is_current(self, peer: Peer) -> bool:
         return peer.name in self._members and peer.instance in {"", self._members[peer.name].instance}
@@ -306,7 +323,11 @@ class TrainingCoordinator:
                 case Send():
                     self._transport.send(effect.to, Frame(encode_message(effect.message)))
                 case ReserveSnapshot():
-                    self._reserve(effect.snapshot_id)
+                    try:
+                        self._reserve(effect.snapshot_id)
+                    except CheckpointError as error:  # nobody knows of the snapshot yet, and the training continues
+                        self._perform(self._cuts.abort(f"its directory could not be made: {error.message}"))
+                        return
                 case CommitCut():
                     self._later(functools.partial(self._commit, effect))
                 case SnapshotAborted():
@@ -334,7 +355,13 @@ class TrainingCoordinator:
         path = self.store.path(self._generation, effect.snapshot_id)
         notify(self._listeners, SaveFailed(path=path, error=effect.error.message))
         self._began.pop(effect.snapshot_id, None)
-        self._later(lambda: self.store.discard(self._generation, effect.snapshot_id))
+        self._later(functools.partial(self._discard, effect.snapshot_id))
+
+    def _discard(self, snapshot_id: int) -> None:
+        try:
+            self.store.discard(self._generation, snapshot_id)
+        except CheckpointError as error:
+            logger.warning("could not delete snapshot %d, which was given up: %s", snapshot_id, error.message)
 
     def _commit(self, effect: CommitCut) -> None:
         cut = dataclasses.replace(effect.cut, workers=self._workers)

@@ -84,7 +84,9 @@ def decode_frame(data: bytearray) -> Frame:
             indices, values = dense[name + _INDICES], dense[name + _VALUES]
             tensors[name] = torch.sparse_coo_tensor(indices, values, shape, is_coalesced=True, check_invariants=True)
         content = dict(about["content"].items())
-    except (struct.error, KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:
         raise ValueError(f"not a frame: {error!r}") from error
     return Frame(content, tensors)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
@@ -27,7 +29,7 @@ from ckpt_core.parameter_server.frames import Frame
 from ckpt_core.parameter_server.store import CutCheckpoint, CutStore
 from ckpt_core.parameter_server.transport import Peer, PeerLostError, Transport
 
-__all__ = ["Participant", "Training"]
+__all__ = ["ALIVE", "Participant", "Training", "Watch"]
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +37,8 @@ Own = TypeVar("Own", bound="Participant")
 
 _KINDS = {kind.__name__ for kind in get_args(Message)}
 _PATIENCE = 0.05  # seconds between two questions whether everybody is here
+_WATCH_SECONDS = 5.0
+ALIVE = Frame({"kind": "alive"})
 
 
 @dataclass(frozen=True)
@@ -86,6 +90,30 @@ class Training:
         return len(self.shards) + len(self.workers)
 
 
+class Watch:
+    """Asks others now and then whether they are there; of those that do not answer, the transport says that they are lost.
+
+    Args:
+        transport: Carries the questions.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._asked: dict[str, Future[Frame]] = {}
+        self._due = 0.0
+
+    def look(self, names: Iterable[str]) -> None:
+        """Ask, if it is time to; call it often."""
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + _WATCH_SECONDS
+        for name in names:
+            asked = self._asked.get(name)
+            if asked is None or asked.done():
+                with contextlib.suppress(PeerLostError):
+                    self._asked[name] = self._transport.request(name, ALIVE)
+
+
 class Participant(abc.ABC):
     """A process that takes part in the training beside the coordinator.
 
@@ -111,6 +139,7 @@ class Participant(abc.ABC):
         self._failure: CheckpointError | None = None
         self._writers: list[threading.Thread] = []
         self._needed = {COORDINATOR}
+        self._watch = Watch(transport)
         transport.connect(COORDINATOR, coordinator)
         transport.start(self._receive, self._lost)
         try:
@@ -142,10 +171,13 @@ class Participant(abc.ABC):
         content = {"kind": "join", "role": self._role, "address": self._transport.address}
         while True:
             answer = self._transport.request(COORDINATOR, Frame(content)).result().content
+            if "kind" not in answer:
+                raise CheckpointError(f"{self.name} comes too late: the training is over")
             if answer["kind"] == "welcome":
                 training = Training.from_content(answer["training"])
                 for shard, address in training.shards.items():
-                    self._transport.connect(shard, address)
+                    if address:  # a shard may join before the others, with which it has no business
+                        self._transport.connect(shard, address)
                 return training
             if answer["kind"] == "refused":
                 raise CheckpointError(f"the coordinator refuses {self.name}: {answer['reason']}")
@@ -184,11 +216,17 @@ class Participant(abc.ABC):
                 self._failure = failure
         self._stopped.set()
 
+    def _fail(self, failure: CheckpointError) -> None:
+        """Stop, and let the coordinator know why: it would only see that this process is gone."""
+        if not self._stopped.is_set():
+            self._transport.send(COORDINATOR, Frame({"kind": "failed", "reason": failure.message}))
+        self._stop(failure)
+
     # ---- messages ------------------------------------------------------------------------------------------------------
 
     def _lost(self, peer: Peer) -> None:
         if peer.name in self._needed:
-            self._stop(PeerLostError(f"{self.name} has lost {peer.name}", remedy="restart the whole training"))
+            self._fail(PeerLostError(f"{self.name} has lost {peer.name}", remedy="restart the whole training"))
 
     def _receive(self, peer: Peer, frame: Frame) -> Frame | None:
         content = frame.content
@@ -196,9 +234,11 @@ class Participant(abc.ABC):
             reason = content["reason"]
             self._stop(None if reason is None else CheckpointError(f"{self.name} was told to stop: {reason}"))
             return None
+        if content.get("kind") == ALIVE.content["kind"]:
+            return ALIVE
         self._ready.wait()
         if self._stopped.is_set():
-            return None
+            return self._last_word()
         try:
             with self._lock:
                 answer = self._on_request(frame)
@@ -211,8 +251,11 @@ class Participant(abc.ABC):
                 self._stop(error)
             return Frame({"kind": "stale", "reason": error.message})
         except Exception as error:  # noqa: BLE001 - the state cannot be trusted any more, so the process has to end
-            self._stop(_as_checkpoint_error(error, f"{self.name} failed on a message of {peer.name}"))
-        return None
+            self._fail(_as_checkpoint_error(error, f"{self.name} failed on a message of {peer.name}"))
+        return self._last_word()
+
+    def _last_word(self) -> Frame | None:
+        return None if self._failure is None else Frame({"kind": "failed", "reason": self._failure.message})
 
     # ---- effects -------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 
 from ckpt_core.consistent_cut import (
+    COORDINATOR,
     CutShard,
     DiscardCopy,
     Effect,
@@ -112,6 +113,7 @@ class ParameterServer(Participant):
                 with self._lock:
                     self._perform(self._shard.tick(time.monotonic()))
                 self._copy_blocks()
+                self._watch.look([COORDINATOR])
         finally:
             self.close()
         self.check()

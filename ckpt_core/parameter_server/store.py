@@ -8,10 +8,11 @@ clock is in the manifest's metadata, and the manifest is written last.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ import torch
 from ckpt_core.catalog import Catalog
 from ckpt_core.consistent_cut import ConsistentCut, InconsistentCutError
 from ckpt_core.directory_checkpointer import DirectoryCheckpoint, DirectoryCheckpointer
-from ckpt_core.errors import CheckpointError, StateMismatchError
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, StateMismatchError
 from ckpt_core.layouts.sharded import PartContent, RankFiles, build_manifest, encode_plain
 from ckpt_core.memory import ScratchBuffers
 from ckpt_core.parameter_server.blocks import BlockTable
@@ -53,6 +54,7 @@ class CutStore:
         self._checkpointer = DirectoryCheckpointer(storage=self._storage)
         self._catalog = Catalog(self.root, suffix="", storage=self._storage)
         self._scratch = ScratchBuffers()
+        self._passed_over: set[str] = set()
 
     # ---- starting ------------------------------------------------------------------------------------------------------
 
@@ -70,8 +72,10 @@ class CutStore:
             )
         directory = os.path.join(self.root, _GENERATIONS)
         os.makedirs(directory, exist_ok=True)
+        # Of a copy of the checkpoints alone, only their names tell which generations there were.
+        known = {number[0] for path in self._storage.subdirectories(self.root) if (number := _number(path)) is not None}
         while True:
-            generation = 1 + max((int(name) for name in os.listdir(directory)), default=0)
+            generation = 1 + max(known.union(int(name) for name in os.listdir(directory)), default=0)
             with contextlib.suppress(FileExistsError):
                 os.mkdir(os.path.join(directory, str(generation)))
                 return generation
@@ -82,19 +86,56 @@ class CutStore:
 
     def committed(self) -> list[str]:
         """Paths of the committed checkpoints, the newest first."""
-        found = [(_number(info.path), info.path) for info in self._catalog.checkpoints()]
-        return [path for number, path in sorted(found, reverse=True) if number is not None]
+        return _newest_first(info.path for info in self._catalog.checkpoints())
 
     def newest(self) -> CutCheckpoint | None:
-        """The newest checkpoint all of whose bytes verify, open; each damaged one is named in a warning."""
-        for path in self.committed():
+        """The newest checkpoint all of whose bytes verify, open; None where nothing was ever committed.
+
+        Each damaged one is named in a warning, and is not deleted by :meth:`prune`.
+
+        Raises:
+            CheckpointCorruptedError: There are checkpoints, and none verifies.
+        """
+        reasons: dict[str, str] = {}
+        found = self._found()
+        for path in found:
             try:
-                checkpoint = self.open(path)
-                checkpoint.verify()
-                return checkpoint
+                checkpoint = self._verified(path)
             except CheckpointError as error:
-                logger.warning("passed over the checkpoint %s: %s", path, error.message)
-        return None
+                if path in self._found():  # not deleted meanwhile
+                    reasons[path] = error.message
+                    self._pass_over(path, error)
+            else:
+                self._passed_over.update(checkpoint.passed_over)
+                self._passed_over.discard(os.path.basename(path))
+                return checkpoint
+        if reasons:
+            listed = "".join(f"\n  {path}: {reason}" for path, reason in reasons.items())
+            raise CheckpointCorruptedError(
+                f"none of the {len(reasons)} checkpoints in {self.root} can be used:{listed}",
+                path=self.root,
+                remedy="restore one of them from a copy; to begin the training anew, move them elsewhere or give another root",
+            )
+        return self.newest() if found else None
+
+    def _found(self) -> list[str]:
+        """Paths of all that was committed, the newest first, also where the manifest is missing now."""
+        if is_remote(self.root):
+            return self.committed()  # there, a directory without a manifest may be one that was never committed
+        return _newest_first(self._storage.subdirectories(self.root))
+
+    def _verified(self, path: str) -> CutCheckpoint:
+        checkpoint = self.open(path)
+        try:
+            checkpoint.verify()
+        except BaseException:
+            checkpoint.close()
+            raise
+        return checkpoint
+
+    def _pass_over(self, path: str, error: CheckpointError) -> None:
+        self._passed_over.add(os.path.basename(path))
+        logger.warning("passed over the checkpoint %s, which is kept: %s", path, error.message)
 
     def open(self, path: str) -> CutCheckpoint:
         """A committed checkpoint."""
@@ -127,12 +168,13 @@ class CutStore:
         Args:
             generation: Number of this start of the training.
             snapshot_id: What it belongs to.
-            rank: The participant's place.
+            rank: The participant's place: first the shards and then the workers, in the order of the cut that is committed.
             world_size: Number of participants.
             incarnation: Life of the participant; it is in the files' names, so that no life writes another's file.
             table: All blocks of the model.
             blocks: The blocks that this participant holds.
-            participant: The rest of its state: plain data and tensors.
+            participant: The rest of its state, plain data and tensors, with its ``name`` and the ``cut`` of its streams as
+                pairs of stream and count.
         """
         path, token = self.path(generation, snapshot_id), _token(generation, snapshot_id)
         directory = self._storage.begin_directory(path, token)
@@ -143,7 +185,7 @@ class CutStore:
             )
             for name, image in files.live_files():
                 write_image(image, self._storage, f"{directory}/{name}", scratch=self._scratch)
-            return files.report()
+            return json.dumps([participant["name"], participant["cut"], files.report()])
         finally:
             self._storage.leave_directory(path, token)
 
@@ -151,15 +193,24 @@ class CutStore:
         """Write the manifest: from now on it is a checkpoint.
 
         Args:
-            cut: What it is of.
-            reports: Of the shards and then of the workers, in the order of the ranks.
+            cut: What it is of. Its workers must be in the order of the ranks; a :class:`SnapshotCoordinator` has them in the
+                order in which they said hello, so give ``dataclasses.replace(cut, workers=...)``.
+            reports: What :meth:`write` returned: of the shards and then of the workers, in the order of the ranks.
 
         Returns:
             The checkpoint's path, and its size in bytes.
+
+        Raises:
+            InconsistentCutError: The reports are of other participants, in another order, or of another cut.
         """
         path = self.path(cut.generation, cut.snapshot_id)
         token = _token(cut.generation, cut.snapshot_id)
-        manifest = build_manifest(reports, metadata={"cut": cut.to_metadata()}, path=path)
+        names, cuts, files = zip(*map(json.loads, reports), strict=True)
+        _check_participants(cut, names, cuts, path)
+        metadata: dict[str, Any] = {"cut": cut.to_metadata()}
+        if self._passed_over:
+            metadata["passed_over"] = sorted(self._passed_over)
+        manifest = build_manifest(files, metadata=metadata, path=path)
         self._storage.publish_directory(path, token, manifest)
         self._storage.leave_directory(path, token)
         with self._checkpointer.load(path) as checkpoint:
@@ -172,8 +223,21 @@ class CutStore:
         self._storage.discard_directory(path, token)
 
     def prune(self, keep: int) -> None:
-        """Delete all but the newest committed checkpoints."""
-        for path in self.committed()[keep:]:
+        """Delete all but the newest committed checkpoints.
+
+        What :meth:`newest` has passed over, now or at an earlier start of the training, is neither counted nor deleted.
+
+        Args:
+            keep: How many stay. Where it is 1, the newest is read and verified before the one before it goes.
+        """
+        good = [path for path in self.committed() if os.path.basename(path) not in self._passed_over]
+        if keep == 1 and len(good) > 1:
+            try:
+                self._verified(good[0]).close()
+            except CheckpointError as error:
+                self._pass_over(good[0], error)
+                return
+        for path in good[keep:]:
             self._storage.remove_directory(path)
 
 
@@ -186,6 +250,7 @@ class CutCheckpoint:
     Attributes:
         path: Where it is.
         cut: What it is of.
+        passed_over: Names of checkpoints that were damaged when the training that wrote this one was resumed.
 
     Raises:
         InconsistentCutError: It is another kind of checkpoint.
@@ -195,6 +260,7 @@ class CutCheckpoint:
         self._checkpoint = checkpoint
         self.path = checkpoint.path
         self.cut = ConsistentCut.from_metadata(checkpoint.metadata.get("cut", {}))
+        self.passed_over: tuple[str, ...] = tuple(checkpoint.metadata.get("passed_over", ()))
 
     def verify(self) -> None:
         """Compare every byte with its digest, and what each participant says of itself with the cut.
@@ -204,14 +270,8 @@ class CutCheckpoint:
             InconsistentCutError: A participant's state is not of this cut.
         """
         self._checkpoint.verify()
-        for rank, name in enumerate((*self.cut.shards, *self.cut.workers)):
-            says = self.participant(rank)
-            vector = dict(self.cut.vector)
-            own = {int(stream): count for stream, count in says["cut"]}
-            if says["name"] != name or any(vector.get(stream) != count for stream, count in own.items()):
-                raise InconsistentCutError(
-                    f"the state of {says['name']} is at {own}, and the cut at {vector}", path=self.path
-                )
+        said = [self.participant(rank) for rank in range(self._checkpoint.world_size)]
+        _check_participants(self.cut, [says["name"] for says in said], [says["cut"] for says in said], self.path)
 
     def model(self) -> dict[str, torch.Tensor]:
         """The parameters, whole: a plain state dict, for evaluation. Recorded pieces, if any, are not in it."""
@@ -274,6 +334,22 @@ class CutCheckpoint:
         self.close()
 
 
+def _check_participants(cut: ConsistentCut, names: Sequence[str], cuts: Sequence[Any], path: str) -> None:
+    """Compare what the participants say of themselves, in the order of their ranks, with the cut."""
+    expected = (*cut.shards, *cut.workers)
+    if tuple(names) != expected:
+        raise InconsistentCutError(
+            f"the ranks are {', '.join(names)}, and the cut has {', '.join(expected)}",
+            path=path,
+            remedy="give ranks, reports and the cut's shards and workers in one order: dataclasses.replace(cut, workers=...)",
+        )
+    vector = dict(cut.vector)
+    for name, pairs in zip(names, cuts, strict=True):
+        own = {int(stream): count for stream, count in pairs}
+        if any(vector.get(stream) != count for stream, count in own.items()):
+            raise InconsistentCutError(f"the state of {name} is at {own}, and the cut at {vector}", path=path)
+
+
 def _model_part(table: BlockTable, blocks: Mapping[str, torch.Tensor]) -> PartContent:
     skeleton, tensors = encode_plain(table.shapes, key=MODEL)
     pieces = dict(_pieces(table, blocks, {name: key for (key, _), name in zip(tensors, table.shapes, strict=True)}))
@@ -310,6 +386,11 @@ def _number(path: str) -> tuple[int, int] | None:
     """Generation and snapshot of a checkpoint, by its name."""
     match = _NAME.fullmatch(os.path.basename(path))
     return None if match is None else (int(match[1]), int(match[2]))
+
+
+def _newest_first(paths: Iterable[str]) -> list[str]:
+    found = [(number, path) for path in paths if (number := _number(path)) is not None]
+    return [path for _, path in sorted(found, reverse=True)]
 
 
 def _token(generation: int, snapshot_id: int) -> str:

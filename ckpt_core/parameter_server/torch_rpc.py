@@ -26,9 +26,10 @@ class TorchRpcTransport:
     """Carries frames between the workers of ``torch.distributed.rpc``.
 
     ``rpc.init_rpc`` must have been called with the participant's name, and the coordinator's as that of the coordinator;
-    ``rpc.shutdown(graceful=False)`` is the caller's, after everything is over. torch's RPC unpickles what it receives: use it
-    where every process that can connect is trusted. It cannot be initialised again in a process that has lost a peer, so
-    recovery means new processes.
+    ``rpc.shutdown(graceful=False)`` is the caller's, after everything is over. torch's RPC unpickles what it receives, from
+    whoever reaches its port, and has no secret: use it where every process that can connect is trusted. It cannot be
+    initialised again in a process that has lost a peer, so recovery means new processes. Who does not answer is taken for lost
+    after the ``rpc_timeout`` of its options.
 
     Args:
         name: This participant's name.
@@ -75,7 +76,7 @@ class TorchRpcTransport:
         with self._lock:
             under_way = list(self._under_way)
         for call in under_way:
-            with contextlib.suppress(RuntimeError):
+            with contextlib.suppress(Exception):  # of any type that the other process has raised
                 call.wait()
         with _arrived:
             _here.pop(self.name, None)
@@ -90,11 +91,11 @@ class TorchRpcTransport:
         with self._lock:
             self._under_way.discard(done)
         try:
-            data = done.value()
-        except RuntimeError as error:
+            found = decode_frame(bytearray(done.value().numpy().tobytes()))
+        except Exception as error:  # noqa: BLE001 - of any type that the other process has raised; who waits is told
             self._fail(to, answer, error)
         else:
-            answer.set_result(decode_frame(bytearray(data.numpy().tobytes())))
+            answer.set_result(found)
 
     def _fail(self, to: str, answer: Future[Frame], cause: Exception) -> None:
         error = PeerLostError(f"{to} is gone: {cause}")

@@ -1,0 +1,136 @@
+"""The secret that the processes of a training share, and how two of them show each other that they know it.
+
+The secret itself is never sent. Who listens sends a random number, who connects another one and a digest of both; then who listens
+sends a different digest of both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import os
+import secrets
+import stat
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckpt_core.errors import CheckpointError, StorageError
+
+__all__ = ["FILE_VARIABLE", "SECRET_VARIABLE", "Secret", "find_secret"]
+
+SECRET_VARIABLE, FILE_VARIABLE = "CKPT_SECRET", "CKPT_SECRET_FILE"
+NONCE_BYTES = PROOF_BYTES = 32
+_SHORTEST = 16  # bytes
+_HOW_TO_SHARE = (
+    f"give every process the same secret=, {SECRET_VARIABLE} or {FILE_VARIABLE} (a file that only its owner can read); "
+    'python -c "import secrets; print(secrets.token_hex(32))" makes one'
+)
+
+
+class Secret:
+    """A shared secret.
+
+    Args:
+        value: Random bytes.
+        origin: Where it comes from, for messages.
+    """
+
+    def __init__(self, value: bytes, origin: str) -> None:
+        if len(value) < _SHORTEST:
+            raise CheckpointError(
+                f"the secret {origin} has {len(value)} bytes, and {_SHORTEST} are the least", remedy=_HOW_TO_SHARE
+            )
+        self.origin = origin
+        self._value = value
+
+    def proof(self, role: bytes, listener: bytes, caller: bytes) -> bytes:
+        """What shows that a side knows the secret.
+
+        Args:
+            role: Which side; each has its own, so that none can be answered with its own words.
+            listener: The random number of who listens, :data:`NONCE_BYTES` long.
+            caller: That of who connects.
+        """
+        return hmac.digest(self._value, role + listener + caller, "sha256")
+
+
+def find_secret(given: str | os.PathLike[str] | None, *, address: str, is_loopback: bool) -> Secret:
+    """The secret to use.
+
+    Args:
+        given: The secret, or as a path the file it is in. None: what ``CKPT_SECRET`` or the file ``CKPT_SECRET_FILE`` says;
+            without them, at the loopback interface, a file that all processes of the user share and that is made here.
+        address: Where the process listens, for messages.
+        is_loopback: Whether only processes of this machine can connect.
+
+    Raises:
+        CheckpointError: There is none, or it is too short, or its file cannot be used.
+    """
+    if isinstance(given, str):
+        return Secret(given.strip().encode(), "in secret=")
+    if given is None and os.environ.get(SECRET_VARIABLE):
+        return Secret(os.environ[SECRET_VARIABLE].strip().encode(), f"in {SECRET_VARIABLE}")
+    file = given or os.environ.get(FILE_VARIABLE)
+    if file is not None:
+        return Secret(_read(file), f"in {os.fspath(file)}")
+    if not is_loopback:
+        raise CheckpointError(
+            f"other machines can connect to {address}, and there is no secret that keeps strangers out",
+            remedy=_HOW_TO_SHARE,
+        )
+    return _of_this_user()
+
+
+def _read(file: str | os.PathLike[str]) -> bytes:
+    try:
+        return Path(file).read_bytes().strip()
+    except OSError as error:
+        raise StorageError(
+            f"the secret cannot be read: {error}", path=os.fspath(file), remedy=_HOW_TO_SHARE, errno=error.errno
+        ) from error
+
+
+def _of_this_user() -> Secret:
+    reasons = []
+    for directory in _directories():
+        file = directory / "parameter_server_secret"
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _check_owner(directory)
+            with contextlib.suppress(FileExistsError):
+                _make(file)
+            _check_owner(file)
+            return Secret(_read(file), f"in {file}")
+        except OSError as error:
+            reasons.append(f"{file}: {error}")
+    raise CheckpointError(
+        f"no file for a secret that only this user can read: {'; '.join(reasons)}", remedy=_HOW_TO_SHARE
+    )
+
+
+def _directories() -> Iterator[Path]:
+    """Where the user's secret may be: where programs keep what outlives them, or, without a home, below /tmp."""
+    with contextlib.suppress(RuntimeError):  # there is no home
+        yield Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "ckpt"
+    yield Path(tempfile.gettempdir()) / f"ckpt-{os.getuid()}"
+
+
+def _make(file: Path) -> None:
+    """Write a new secret, in one step, so that of several processes that do the same one wins."""
+    if file.exists():
+        return
+    descriptor, temporary = tempfile.mkstemp(dir=file.parent)  # only its owner can read it
+    try:
+        with os.fdopen(descriptor, "w") as opened:
+            opened.write(secrets.token_hex(32))
+        os.link(temporary, file)
+    finally:
+        os.unlink(temporary)
+
+
+def _check_owner(path: Path) -> None:
+    status = path.lstat()
+    others = stat.S_IWGRP | stat.S_IWOTH if stat.S_ISDIR(status.st_mode) else stat.S_IRWXG | stat.S_IRWXO
+    if status.st_uid != os.geteuid() or status.st_mode & others or stat.S_ISLNK(status.st_mode):
+        raise PermissionError(f"{path} must belong to user {os.geteuid()} and be closed to others")
