@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from ckpt_core.errors import StateMismatchError
@@ -23,7 +24,7 @@ class ParameterServerWorker(CallbackBase):
     Example:
         In a worker's process::
 
-            client = ParameterClient(transport, coordinator, module.named_parameters(), batches=100)
+            client = ParameterClient(transport, coordinator, module, batches=100)
             loader = DataLoader(dataset, batch_sampler=UpdateSampler(client, samples_of))
             module.configure_optimizers = lambda: RemoteOptimizer(client)
             Trainer(max_epochs=1, callbacks=[ParameterServerWorker(client)], enable_checkpointing=False).fit(module, loader)
@@ -54,11 +55,26 @@ class ParameterServerWorker(CallbackBase):
                 "parameters that are not the client's",
                 {id(parameter) for parameter in pl_module.parameters()}
                 != {id(parameter) for parameter in self._client.parameters.values()},
-                "make the client from module.named_parameters()",
+                "make the client from the module that is trained",
             ),
         ):
             if is_wrong:
                 raise StateMismatchError(f"a worker of a parameter server cannot train with {what}", remedy=remedy)
+        self._warn_of_what_is_not_saved(pl_module)
+
+    def _warn_of_what_is_not_saved(self, pl_module: Any) -> None:
+        client = self._client
+        known = {id(tensor) for tensor in (*client.parameters.values(), *client.buffers.values())}
+        unknown = [name for name, value in pl_module.state_dict(keep_vars=True).items() if id(value) not in known]
+        names = [name for name, _ in pl_module.named_parameters(remove_duplicate=False)]
+        is_tied = len(names) > len(client.parameters) + len(client.aliases)
+        if unknown or is_tied:
+            what = f"{', '.join(unknown[:5])}{', ...' if unknown[5:] else ''}" or "the further names of tied parameters"
+            warnings.warn(
+                f"the checkpoints of this training will not have {what}: give ParameterClient the module itself, and not "
+                "its named_parameters()",
+                stacklevel=2,
+            )
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         # Validation and the loader have used the generator since the parameters were pulled.

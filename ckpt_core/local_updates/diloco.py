@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ from ckpt_core.local_updates.worker_state import WorkerState
 from ckpt_core.state.kinds import Kind, Part
 
 __all__ = ["DiLoCo", "DiLoCoState", "OuterLoop"]
+
+logger = logging.getLogger(__name__)
 
 
 class OuterLoop(abc.ABC):
@@ -30,6 +33,10 @@ class OuterLoop(abc.ABC):
     @abc.abstractmethod
     def own_parameters(self) -> dict[str, torch.Tensor]:
         """Parameters of this worker that are not the shared ones now; none unless fragments are synchronised apart."""
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """This worker's buffers (statistics of BatchNorm), by name; none if the implementation does not know them."""
+        return {}
 
     @abc.abstractmethod
     def load(self, parameters: Mapping[str, torch.Tensor], outer: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -62,6 +69,7 @@ class DiLoCo(OuterLoop):
     def __init__(
         self, model: torch.nn.Module, outer: torch.optim.Optimizer, *, group: dist.ProcessGroup | None = None
     ) -> None:
+        self._model = model
         self._parameters = dict(model.named_parameters())
         self._outer = outer
         self._group = group
@@ -91,6 +99,10 @@ class DiLoCo(OuterLoop):
     def outer_state(self) -> dict[str, Any]:
         return {"optimizer": self._outer.state_dict()}
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        saved = self._model.state_dict(keep_vars=True)
+        return {name: buffer for name, buffer in self._model.named_buffers(remove_duplicate=False) if name in saved}
+
     def own_parameters(self) -> dict[str, torch.Tensor]:
         parameters = {name: parameter.detach() for name, parameter in self._parameters.items()}
         return {name: value for name, value in parameters.items() if not torch.equal(value, self._shared[name])}
@@ -112,7 +124,8 @@ class DiLoCoState:
     Args:
         loop: :class:`DiLoCo`, or torchft's in a :class:`~ckpt_core.local_updates.TorchftLoop`.
         own: What this worker has of its own: its inner optimizer, its place in the data.
-        buffers: Returns the model's buffers, of which each worker has its own; ``lambda: dict(model.named_buffers())``.
+        buffers: Returns the model's buffers, of which each worker has its own; ``lambda: dict(model.named_buffers())``. None:
+            those of the state dict of the model that :class:`DiLoCo` was given; torchft's does not know it.
 
     Example::
 
@@ -127,11 +140,11 @@ class DiLoCoState:
     """
 
     def __init__(
-        self, loop: OuterLoop, own: WorkerState, *, buffers: Callable[[], Mapping[str, torch.Tensor]] = dict
+        self, loop: OuterLoop, own: WorkerState, *, buffers: Callable[[], Mapping[str, torch.Tensor]] | None = None
     ) -> None:
         self._loop = loop
         self._own = own
-        self._buffers = buffers
+        self._buffers = buffers or loop.buffers
 
     def parts(self) -> list[Part]:
         """All of it, now: ``model`` and ``outer``, which are the same for all workers, and ``worker``."""
@@ -169,5 +182,8 @@ class DiLoCoState:
         self._loop.load(opened.load("model"), opened.load("outer"), mine["parameters"])
         with torch.no_grad():
             for name, buffer in self._buffers().items():
-                buffer.copy_(mine["buffers"][name])
+                if name in mine["buffers"]:
+                    buffer.copy_(mine["buffers"][name])
+                else:
+                    logger.warning("%s has nothing of the buffer %s, which stays as it is", opened.path, name)
         self._own.load_state_dicts([worker["state"] for worker in workers])

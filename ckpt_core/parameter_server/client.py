@@ -28,6 +28,7 @@ from ckpt_core.consistent_cut import (
 from ckpt_core.errors import CheckpointError, StateMismatchError
 from ckpt_core.parameter_server.blocks import BlockTable
 from ckpt_core.parameter_server.frames import Frame
+from ckpt_core.parameter_server.model import Model, aliases_of, buffers_of, parameters_of
 from ckpt_core.parameter_server.participant import Participant
 from ckpt_core.parameter_server.transport import PeerLostError, Transport
 from ckpt_core.state.rng import RngState
@@ -55,7 +56,8 @@ class ParameterClient(Participant):
     Args:
         transport: Its name is the worker's; the coordinator knows which names there are.
         coordinator: Address of the coordinator.
-        parameters: Name and tensor of each parameter of the model, which :meth:`pull` overwrites.
+        parameters: The model, or name and tensor of each of its parameters, which :meth:`pull` overwrites. Of a model, its
+            buffers (statistics of BatchNorm) are part of this worker's state, and further names of tied parameters are saved.
         batches: Number of batches in each stream; None for streams without end.
         seed: Every pull sets torch's default generator from this number and the update's, so that an update's randomness
             (dropout, augmentation) is the same whenever and wherever it is computed. None: the generators are left alone,
@@ -65,12 +67,14 @@ class ParameterClient(Participant):
 
     Attributes:
         parameters: Those of the model, by name.
+        buffers: Those of the model, by name, if it was given.
+        aliases: Of its tied parameters, the name in ``parameters`` by each further name.
         committed_snapshot: Id of the newest snapshot that is known to be a checkpoint.
 
     Example:
         A worker, in a process of its own::
 
-            client = ParameterClient(SocketTransport("worker-0"), "10.0.0.1:7000", model.named_parameters(), batches=100)
+            client = ParameterClient(SocketTransport("worker-0"), "10.0.0.1:7000", model, batches=100)
             for update in client.updates():
                 client.pull()
                 loss_of(model, batch_of(update.stream, update.seq)).backward()
@@ -82,7 +86,7 @@ class ParameterClient(Participant):
         self,
         transport: Transport,
         coordinator: str,
-        parameters: Iterable[tuple[str, torch.Tensor]],
+        parameters: Model,
         *,
         batches: int | None = None,
         seed: int | None = 0,
@@ -92,7 +96,9 @@ class ParameterClient(Participant):
         super().__init__(transport, coordinator, "worker", storage_options=storage_options)
         training = self.training
         self.committed_snapshot = training.snapshot_id
-        self.parameters = dict(parameters)
+        self.parameters = parameters_of(parameters)
+        self.buffers = buffers_of(parameters)
+        self.aliases = aliases_of(parameters)
         self._batches = batches
         self._seed = seed
         self._objects: dict[str, _Stateful] = {}
@@ -116,7 +122,8 @@ class ParameterClient(Participant):
         if checkpoint is not None:
             with checkpoint:
                 positions = checkpoint.cut.vector.restricted_to(streams)
-                self._saved = checkpoint.worker(self.name) or {}
+                self._saved = checkpoint.worker(self.name) or {"buffers": checkpoint.buffers()}
+                self._load_buffers(checkpoint.path)
             logger.info("%s goes on from %s: %s", self.name, checkpoint.path, VectorClock(positions).in_words())
             if self._seed is None and "rng" in self._saved:
                 RngState.decode(self._saved["rng"]).restore()
@@ -308,11 +315,27 @@ class ParameterClient(Participant):
         if name in saved:
             stateful.load_state_dict(saved[name])
 
+    @torch.no_grad()
+    def _load_buffers(self, path: str) -> None:
+        saved = self._saved.get("buffers", {})
+        for name, buffer in self.buffers.items():
+            if name not in saved:
+                logger.warning("%s has nothing of the buffer %s, which stays as it is", path, name)
+            elif saved[name].shape != buffer.shape:
+                shapes = f"{tuple(saved[name].shape)} and {tuple(buffer.shape)}"
+                raise StateMismatchError(f"the buffer {name!r} has another shape: {shapes}", path=path, key=name)
+            else:
+                buffer.copy_(saved[name])
+
     def _capture(self) -> dict[str, Any]:
-        objects = {name: copy.deepcopy(stateful.state_dict()) for name, stateful in self._objects.items()}
-        if self._seed is not None:
-            return {"objects": objects}  # each update sets torch's generator itself
-        return {"objects": objects, "rng": RngState.capture().encode()}
+        state: dict[str, Any] = {
+            "objects": {name: copy.deepcopy(stateful.state_dict()) for name, stateful in self._objects.items()},
+            "buffers": {name: buffer.detach().cpu().clone() for name, buffer in self.buffers.items()},
+            "aliases": dict(self.aliases),
+        }
+        if self._seed is None:  # otherwise each update sets torch's generator itself
+            state["rng"] = RngState.capture().encode()
+        return state
 
     # ---- messages and effects ------------------------------------------------------------------------------------------
 

@@ -25,8 +25,9 @@ from ckpt_core.consistent_cut import (
     encode_message,
 )
 from ckpt_core.errors import CheckpointError
+from ckpt_core.parameter_server.checkpoint import CutCheckpoint
 from ckpt_core.parameter_server.frames import Frame
-from ckpt_core.parameter_server.store import CutCheckpoint, CutStore
+from ckpt_core.parameter_server.store import CutStore
 from ckpt_core.parameter_server.transport import Peer, PeerLostError, Transport
 
 __all__ = ["ALIVE", "Participant", "Training", "Watch"]

@@ -5,10 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
-
-import torch
 
 from ckpt_core.consistent_cut import (
     COORDINATOR,
@@ -25,6 +23,7 @@ from ckpt_core.consistent_cut import (
 from ckpt_core.consistent_cut.types import MessageTag
 from ckpt_core.parameter_server.blocks import BlockTable
 from ckpt_core.parameter_server.frames import Frame
+from ckpt_core.parameter_server.model import Model, parameters_of
 from ckpt_core.parameter_server.participant import Participant
 from ckpt_core.parameter_server.state import MakeOptimizer, ServerState, ShadowState, pack_recorded
 from ckpt_core.parameter_server.transport import Transport
@@ -44,7 +43,7 @@ class ParameterServer(Participant):
     Args:
         transport: Its name is the shard's; the coordinator knows which names there are.
         coordinator: Address of the coordinator.
-        parameters: Name and initial value of each parameter of the *whole* model, the same in every process.
+        parameters: The *whole* model, or name and initial value of each of its parameters; the same in every process.
         make_optimizer: Makes an optimizer for this shard's blocks; see :class:`~ckpt_core.parameter_server.state.ServerState`.
         max_block_bytes: See :class:`~ckpt_core.parameter_server.blocks.BlockTable`; the same in every process.
         storage_options: For fsspec, if the checkpoints are in an object store.
@@ -57,21 +56,21 @@ class ParameterServer(Participant):
 
             transport = SocketTransport("shard-0")
             make_optimizer = lambda parameters: torch.optim.Adam(parameters, lr=1e-3)
-            ParameterServer(transport, "10.0.0.1:7000", model.named_parameters(), make_optimizer).run()
+            ParameterServer(transport, "10.0.0.1:7000", model, make_optimizer).run()
     """
 
     def __init__(
         self,
         transport: Transport,
         coordinator: str,
-        parameters: Iterable[tuple[str, torch.Tensor]],
+        parameters: Model,
         make_optimizer: MakeOptimizer,
         *,
         max_block_bytes: int | None = None,
         storage_options: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(transport, coordinator, "shard", storage_options=storage_options)
-        initial = dict(parameters)
+        initial = parameters_of(parameters)
         self.table = BlockTable(initial.items(), max_block_bytes=max_block_bytes)
         here = self.table.deal(list(self.training.shards))[self.name]
         values = self.table.divide({name: tensor.detach() for name, tensor in initial.items()})

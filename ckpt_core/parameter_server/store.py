@@ -18,25 +18,24 @@ from typing import Any
 import torch
 
 from ckpt_core.catalog import Catalog
-from ckpt_core.consistent_cut import ConsistentCut, InconsistentCutError
-from ckpt_core.directory_checkpointer import DirectoryCheckpoint, DirectoryCheckpointer
-from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, StateMismatchError
+from ckpt_core.consistent_cut import ConsistentCut
+from ckpt_core.directory_checkpointer import DirectoryCheckpointer
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointError
 from ckpt_core.layouts.sharded import PartContent, RankFiles, build_manifest, encode_plain
 from ckpt_core.memory import ScratchBuffers
 from ckpt_core.parameter_server.blocks import BlockTable
-from ckpt_core.parameter_server.state import ServerState
+from ckpt_core.parameter_server.checkpoint import MODEL, PARTICIPANT, CutCheckpoint, check_participants
 from ckpt_core.plan import Box, LocalTensor, Piece
 from ckpt_core.state.kinds import Kind
 from ckpt_core.storage import is_remote, local_path, storage_for
 from ckpt_core.writer import write_image
 
-__all__ = ["CutCheckpoint", "CutStore"]
+__all__ = ["CutStore"]
 
 logger = logging.getLogger(__name__)
 
 _NAME = re.compile(r"cut-(\d{6,})-(\d{8,})")
 _GENERATIONS = ".ckpt-generations"
-MODEL, PARTICIPANT = "model", "participant"
 
 
 class CutStore:
@@ -206,7 +205,7 @@ class CutStore:
         path = self.path(cut.generation, cut.snapshot_id)
         token = _token(cut.generation, cut.snapshot_id)
         names, cuts, files = zip(*map(json.loads, reports), strict=True)
-        _check_participants(cut, names, cuts, path)
+        check_participants(cut, names, cuts, path)
         metadata: dict[str, Any] = {"cut": cut.to_metadata()}
         if self._passed_over:
             metadata["passed_over"] = sorted(self._passed_over)
@@ -239,115 +238,6 @@ class CutStore:
                 return
         for path in good[keep:]:
             self._storage.remove_directory(path)
-
-
-class CutCheckpoint:
-    """A committed checkpoint of an asynchronous training.
-
-    Args:
-        checkpoint: Its directory.
-
-    Attributes:
-        path: Where it is.
-        cut: What it is of.
-        passed_over: Names of checkpoints that were damaged when the training that wrote this one was resumed.
-
-    Raises:
-        InconsistentCutError: It is another kind of checkpoint.
-    """
-
-    def __init__(self, checkpoint: DirectoryCheckpoint) -> None:
-        self._checkpoint = checkpoint
-        self.path = checkpoint.path
-        self.cut = ConsistentCut.from_metadata(checkpoint.metadata.get("cut", {}))
-        self.passed_over: tuple[str, ...] = tuple(checkpoint.metadata.get("passed_over", ()))
-
-    def verify(self) -> None:
-        """Compare every byte with its digest, and what each participant says of itself with the cut.
-
-        Raises:
-            CheckpointCorruptedError: A byte differs or is missing.
-            InconsistentCutError: A participant's state is not of this cut.
-        """
-        self._checkpoint.verify()
-        said = [self.participant(rank) for rank in range(self._checkpoint.world_size)]
-        _check_participants(self.cut, [says["name"] for says in said], [says["cut"] for says in said], self.path)
-
-    def model(self) -> dict[str, torch.Tensor]:
-        """The parameters, whole: a plain state dict, for evaluation. Recorded pieces, if any, are not in it."""
-        state: dict[str, torch.Tensor] = self._checkpoint.load(MODEL)
-        return state
-
-    def participant(self, rank: int) -> dict[str, Any]:
-        """The state of one participant but its parameters."""
-        state: dict[str, Any] = self._checkpoint.load(PARTICIPANT, rank=rank)
-        return state
-
-    def worker(self, name: str) -> dict[str, Any] | None:
-        """The state of the worker of that name, if there was one."""
-        if name not in self.cut.workers:
-            return None
-        return self.participant(len(self.cut.shards) + self.cut.workers.index(name))
-
-    def load_into(self, state: ServerState, table: BlockTable) -> None:
-        """Load the blocks that a shard holds, whichever shards held them when they were saved; only their bytes are read.
-
-        Args:
-            state: Receives them.
-            table: All blocks of the model.
-
-        Raises:
-            StateMismatchError: The model is another one, or it is divided in another way.
-        """
-        saved_shards = [self.participant(rank) for rank in range(len(self.cut.shards))]
-        saved = saved_shards[0]["blocks"]
-        here = table.describe()
-        if saved != here:
-            wrong = sorted(name for name in {*saved, *here} if saved.get(name) != here.get(name))[:5]
-            raise StateMismatchError(
-                f"the checkpoint's parameters are divided in other blocks than the model's: {', '.join(wrong)}",
-                path=self.path,
-                remedy="resume with the same model and the same max_block_bytes",
-            )
-        pieces: dict[int, list[Piece]] = {id(tensor): [] for tensor in table.shapes.values()}
-        for name, tensor in state.parameters.items():
-            block = table.blocks[name]
-            pieces[id(table.shapes[block.parameter])].append(Piece(block.box, tensor.detach()))
-
-        def local(_: str, tensor: torch.Tensor) -> LocalTensor:
-            here = tuple(pieces[id(tensor)])
-            return LocalTensor(tensor.dtype, tuple(tensor.shape), here, (0,) if here else ())
-
-        self._checkpoint.load(MODEL, into=dict(table.shapes), local=local)
-        for saved_shard in saved_shards if state.parameters else ():
-            state.load_optimizer(saved_shard["optimizer"])
-            state.apply_recorded(saved_shard["recorded"])
-
-    def close(self) -> None:
-        """Close the files."""
-        self._checkpoint.close()
-
-    def __enter__(self) -> CutCheckpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-def _check_participants(cut: ConsistentCut, names: Sequence[str], cuts: Sequence[Any], path: str) -> None:
-    """Compare what the participants say of themselves, in the order of their ranks, with the cut."""
-    expected = (*cut.shards, *cut.workers)
-    if tuple(names) != expected:
-        raise InconsistentCutError(
-            f"the ranks are {', '.join(names)}, and the cut has {', '.join(expected)}",
-            path=path,
-            remedy="give ranks, reports and the cut's shards and workers in one order: dataclasses.replace(cut, workers=...)",
-        )
-    vector = dict(cut.vector)
-    for name, pairs in zip(names, cuts, strict=True):
-        own = {int(stream): count for stream, count in pairs}
-        if any(vector.get(stream) != count for stream, count in own.items()):
-            raise InconsistentCutError(f"the state of {name} is at {own}, and the cut at {vector}", path=path)
 
 
 def _model_part(table: BlockTable, blocks: Mapping[str, torch.Tensor]) -> PartContent:

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset
 from ckpt_core.consistent_cut import CutOptions
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.parameter_server import CutStore, ParameterClient, RemoteOptimizer, Transport, UpdateSampler
+from ckpt_core.parameter_server.model import aliases_of, buffers_of, parameters_of
 from lightning_ckpt.parameter_server import ParameterServerWorker
 from tests.chaos.cut_campaign import wait_for_checkpoints
 from tests.chaos.cut_cluster import Cluster
@@ -137,3 +138,31 @@ def test_a_client_of_another_model_is_refused() -> None:
     loader = DataLoader(Samples(48), batch_size=4)
     with pytest.raises(StateMismatchError, match="not the client's"):
         trainer_with(ParameterServerWorker(client)).fit(module, loader)  # type: ignore[arg-type]
+
+
+class Normed(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(2)
+
+
+class Tied(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        self.second.weight = self.first.weight
+
+
+@pytest.mark.parametrize(("module", "missing"), [(Normed(), "norm.running_mean"), (Tied(), "the further names")])
+def test_what_the_checkpoints_will_not_have_is_said(module: pl.LightningModule, missing: str) -> None:
+    class Given:
+        """What a client knows of a model."""
+
+        def __init__(self, model: Any) -> None:
+            self.parameters, self.buffers, self.aliases = parameters_of(model), buffers_of(model), aliases_of(model)
+
+    with pytest.warns(UserWarning, match=missing):
+        ParameterServerWorker(Given(module.named_parameters()))._warn_of_what_is_not_saved(module)  # type: ignore[arg-type]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ParameterServerWorker(Given(module))._warn_of_what_is_not_saved(module)  # type: ignore[arg-type]

@@ -53,3 +53,37 @@ def test_inside_a_window_each_worker_has_parameters_of_its_own(tmp_path: Path) -
             assert opened.load("worker")["parameters"] == {}
             other_state.load(opened)
         assert torch.equal(other.weight, model.weight)
+
+
+def test_a_models_buffers_come_back_without_being_asked_for(tmp_path: Path) -> None:
+    def make_normed() -> tuple[torch.nn.Module, DiLoCoState]:
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+        model.register_buffer("scratch", torch.zeros(1), persistent=False)
+        loop = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.7))
+        return model, DiLoCoState(loop, WorkerState(StreamCursor(4)))
+
+    model, state = make_normed()
+    model(torch.rand(4, 3))
+    mean = model[1].running_mean.clone()  # type: ignore[index, union-attr, operator]
+    with DirectoryCheckpointer() as checkpointer:
+        checkpointer.save(state.parts(), tmp_path / "a.ckpt")
+        other, again = make_normed()
+        with checkpointer.load(tmp_path / "a.ckpt") as opened:
+            again.load(opened)
+            assert opened.load("worker", rank=0)["buffers"].keys() == {
+                "1.running_mean",
+                "1.running_var",
+                "1.num_batches_tracked",
+            }
+    assert mean.any()
+    assert torch.equal(other[1].running_mean, mean)  # type: ignore[index, union-attr, arg-type]
+
+
+def test_a_checkpoint_without_buffers_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    loop, own = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.7)), WorkerState(StreamCursor(4))
+    with DirectoryCheckpointer() as checkpointer:
+        checkpointer.save(DiLoCoState(loop, own, buffers=dict).parts(), tmp_path / "a.ckpt")
+        with checkpointer.load(tmp_path / "a.ckpt") as opened:
+            DiLoCoState(loop, own).load(opened)
+    assert "has nothing of the buffer 1.running_mean" in caplog.text
