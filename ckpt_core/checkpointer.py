@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 from ckpt_core import reader
-from ckpt_core.errors import CheckpointError
+from ckpt_core.advice import Advice
+from ckpt_core.errors import CheckpointError, OutOfMemoryError
 from ckpt_core.events import (
     CheckpointLoaded,
     CheckpointRemoved,
@@ -78,6 +79,7 @@ class CheckpointerBase:
         self._clean_directories: set[str] = set()
         self._claims = Claims()
         self._saving_thread: int | None = None
+        self._advice = Advice()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, and what a spawned process gets, has the same settings and no saves of its own yet."""
@@ -294,6 +296,7 @@ class Checkpointer(CheckpointerBase):
             guard.check(path=path)
 
         size = write_image(image, storage, path, scratch=self._scratch, meanwhile=complete, before_commit=check)
+        self._advice.refused_by_default(image, path)
         stall = time.perf_counter() - started
         notify(self._listeners, SnapshotTaken(path=path, bytes=size, stall_seconds=stall))
         notify(self._listeners, SaveCommitted(path=path, bytes=size, background_seconds=0.0))
@@ -304,7 +307,12 @@ class Checkpointer(CheckpointerBase):
         if self._buffers.exhausted:
             self._buffers.wait()
             waited = time.perf_counter() - started
-        snapshot = Snapshot(state, path=path, buffers=self._buffers)
+        try:
+            snapshot = Snapshot(state, path=path, buffers=self._buffers)
+        except OutOfMemoryError as error:
+            self._advice.no_copy(error)
+            self._writer.wait()  # an older save of this path must not end after this one
+            return self._save_now(state, storage, path, started)
         image = snapshot.image
         # Writing begins while the state is still being copied; the commit waits for the seal.
         write = functools.partial(self._write_staged, image, storage, path)
@@ -336,7 +344,9 @@ class Checkpointer(CheckpointerBase):
 
     def _write_staged(self, image: FileImage, storage: Storage, path: str) -> int:
         try:
-            return write_image(image, storage, path, scratch=self._scratch)
+            size = write_image(image, storage, path, scratch=self._scratch)
+            self._advice.refused_by_default(image, path)
+            return size
         finally:
             image.wait_settled()  # until then the training thread may be copying into the buffer
             self._release(image)

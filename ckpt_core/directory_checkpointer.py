@@ -303,6 +303,9 @@ class DirectoryCheckpointer(CheckpointerBase):
         finally:
             if not running:
                 self._writer.run_queued()
+        if staged.not_copied is not None:
+            self._advice.no_copy(staged.not_copied)
+            self._writer.wait(path)  # until the live tensors are written
         return size
 
     def copy(self, source: Path, target: Path) -> None:

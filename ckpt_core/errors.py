@@ -11,6 +11,7 @@ or torch has an exception for the same thing, ours is also that one, so that exi
     ├── SerializationError        (also TypeError)                an object in the state cannot be saved
     ├── StateMismatchError        (also RuntimeError)             the checkpoint is of another model or another run
     ├── StorageError              (also OSError)                  the disk or the store refused: full, read-only, ...
+    ├── OutOfMemoryError          (also MemoryError)              the copy of the state does not fit into memory
     ├── SnapshotTornError                                         a tensor changed while it was being copied
     └── RankFailedError                                           another rank's part of a save failed
 """
@@ -24,6 +25,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointFormatError",
     "CheckpointNotFoundError",
+    "OutOfMemoryError",
     "RankFailedError",
     "SerializationError",
     "SnapshotTornError",
@@ -104,6 +106,10 @@ class StorageError(CheckpointError, OSError):
     ) -> None:
         super().__init__(message, path=path, key=key, remedy=remedy)
         self.errno = errno
+
+
+class OutOfMemoryError(CheckpointError, MemoryError):
+    """There is no memory for the copy of the state, or for the buffers through which it is written."""
 
 
 class SnapshotTornError(CheckpointError):

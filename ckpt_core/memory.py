@@ -8,7 +8,9 @@ import threading
 
 import torch
 
-__all__ = ["ScratchBuffers", "StagingBuffer", "bytes_of"]
+from ckpt_core.errors import OutOfMemoryError, SerializationError
+
+__all__ = ["ScratchBuffers", "StagingBuffer", "bytes_of", "storage_of"]
 
 _PAGE = mmap.PAGESIZE
 
@@ -21,6 +23,9 @@ class StagingBuffer:
         pinned: Whether to lock the pages where CUDA is in use. On the thread that trains: on another one, CUDA would take
             memory on the first device, whichever the process uses.
 
+    Raises:
+        OutOfMemoryError: The system refuses so much.
+
     Attributes:
         tensor: The memory as a one-dimensional ``uint8`` tensor.
         memory: The memory as a writable ``memoryview``.
@@ -28,7 +33,14 @@ class StagingBuffer:
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self.nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
-        self._map = mmap.mmap(-1, self.nbytes)
+        try:
+            self._map = mmap.mmap(-1, self.nbytes)
+        except (OSError, MemoryError, OverflowError) as error:
+            raise OutOfMemoryError(
+                f"there is no memory for a buffer of {self.nbytes} bytes: {error}",
+                remedy="free memory or raise its limit (ulimit -v, the job's or the container's); strategy='sync' needs "
+                "112 MiB instead of a copy of the state",
+            ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.memory = memoryview(self._map)
@@ -53,25 +65,42 @@ class ScratchBuffers:
 
     def __init__(self) -> None:
         self._idle: list[StagingBuffer] = []
-        self._lock = threading.Lock()
+        self._lent = 0
+        self._changed = threading.Condition()
 
     def take(self, nbytes: int) -> StagingBuffer:
-        """Return a buffer of at least ``nbytes``."""
-        with self._lock:
-            found = self._idle.pop() if self._idle else None
-        if found is not None and found.nbytes < nbytes:
-            found.close()
-            found = None
-        return found if found is not None else StagingBuffer(nbytes)
+        """Return a buffer of at least ``nbytes``; where there is no memory for one more, wait for one to come back.
+
+        Raises:
+            OutOfMemoryError: There is no memory for a single one.
+        """
+        while True:
+            with self._changed:
+                found = self._idle.pop() if self._idle else None
+                self._lent += 1
+            if found is not None and found.nbytes >= nbytes:
+                return found
+            if found is not None:
+                found.close()
+            try:
+                return StagingBuffer(nbytes)
+            except BaseException as error:
+                with self._changed:
+                    self._lent -= 1
+                    if not isinstance(error, OutOfMemoryError) or not (self._lent or self._idle):
+                        raise
+                    self._changed.wait_for(lambda: self._idle or not self._lent)
 
     def give(self, buffer: StagingBuffer) -> None:
         """Take a buffer back."""
-        with self._lock:
+        with self._changed:
+            self._lent -= 1
             self._idle.append(buffer)
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Free the buffers that are not in use."""
-        with self._lock:
+        with self._changed:
             while self._idle:
                 self._idle.pop().close()
 
@@ -86,6 +115,37 @@ def _pin(memory: torch.Tensor) -> bool:
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device="cuda")
     return False
+
+
+def storage_of(tensor: torch.Tensor, *, key: str) -> torch.UntypedStorage:
+    """Return the memory of a dense tensor.
+
+    Raises:
+        SerializationError: It has none, or less than its elements need; the error names ``key``.
+    """
+    try:
+        storage = tensor.untyped_storage()
+    except NotImplementedError as error:
+        raise SerializationError(
+            f"the tensor at {key} has no memory: {error}",
+            key=key,
+            remedy="save outside of torch.func's transforms, such as grad and vmap",
+        ) from error
+    if storage.nbytes() < tensor.nbytes and storage.nbytes() < _bytes_needed(tensor):
+        raise SerializationError(
+            f"the tensor at {key} has a memory of {storage.nbytes()} bytes, which was freed or is too small for its shape "
+            f"{list(tensor.shape)}",
+            key=key,
+            remedy="gather or materialize it before it is saved (FSDP frees parameters between steps)",
+        )
+    return storage
+
+
+def _bytes_needed(tensor: torch.Tensor) -> int:
+    if tensor.is_nested or tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset() + last + 1) * tensor.itemsize
 
 
 def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckpt_core.errors import SnapshotTornError
+from ckpt_core.errors import OutOfMemoryError, SnapshotTornError
 from ckpt_core.layouts.torch_file.image import ImageAbandonedError, StateLayout
 from ckpt_core.memory import StagingBuffer
 from ckpt_core.parallel import wait_through
@@ -43,7 +43,11 @@ class BufferPool:
         return self._lent >= self._limit
 
     def acquire(self, nbytes: int) -> StagingBuffer:
-        """Lend a buffer of at least ``nbytes``, waiting until one is free."""
+        """Lend a buffer of at least ``nbytes``, waiting until one is free.
+
+        Raises:
+            OutOfMemoryError: There is no memory for it.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._lent < self._limit)
             self._lent += 1
@@ -57,7 +61,11 @@ class BufferPool:
                 self._idle.remove(idle[0])
                 idle[0].close()
         try:
-            return StagingBuffer(nbytes, pinned=True)
+            try:
+                return StagingBuffer(nbytes, pinned=True)
+            except OutOfMemoryError:
+                self.close()  # of those that are too small
+                return StagingBuffer(nbytes, pinned=True)
         except BaseException:
             with self._changed:
                 self._lent -= 1

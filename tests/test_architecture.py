@@ -24,7 +24,7 @@ FLOORS = (
     {"directory_writer"},
     {"writer", "reader"},
     {"commit"},
-    {"snapshot"},
+    {"advice", "snapshot"},
     {"plan"},
     {"state"},
     {"layouts"},

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ckpt_core import reader
 from ckpt_core.catalog import Catalog, CheckpointInfo
 from ckpt_core.cli.interchange import add_commands
@@ -95,7 +97,7 @@ def _inspect(options: argparse.Namespace) -> int:
     state, verified, size = reader.load(path, map_location="cpu", storage_options=options.storage_options)
     print(f"{options.path}: {size:,} bytes, {'verified' if verified else 'no digests: written by another program'}")
     for name, leaf in leaves(state):
-        print(f"  {name}: {_describe(leaf)}")
+        print(f"  {_shown(name)}: {_describe(leaf)}")
     return 0
 
 
@@ -103,13 +105,18 @@ def _inspect_directory(checkpoint: DirectoryCheckpoint) -> None:
     checkpoint.verify()
     print(f"{checkpoint.path}: {checkpoint.size:,} bytes, saved by {_count(checkpoint.world_size, 'rank')}, verified")
     for name, leaf in leaves(checkpoint.metadata, "metadata"):
-        print(f"  {name}: {_describe(leaf)}")
+        print(f"  {_shown(name)}: {_describe(leaf)}")
     for part in checkpoint.parts.values():
         print(f"  {part.name}: {part.kind}, {_count(len(part.tensors), 'tensor')}")
         for key, tensor in part.tensors.items():
-            print(f"    {key}: {_describe(tensor)}")
+            print(f"    {_shown(key)}: {_describe(tensor)}")
     for file, size in checkpoint.files.items():
         print(f"  {size:>14,}  {file}")
+
+
+def _shown(key: str) -> str:
+    """Return a key without what would break the line or control the terminal."""
+    return key if key.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in key)
 
 
 def _count(number: int, thing: str) -> str:
@@ -117,9 +124,14 @@ def _count(number: int, thing: str) -> str:
 
 
 def _describe(leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+        return f"{str(leaf.dtype).removeprefix('torch.')}, nested, {_count(leaf.size(0), 'tensor')}"
     if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
         return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-    text = repr(leaf)
+    try:
+        text = repr(leaf)
+    except ValueError:  # an integer that is longer than Python turns into digits
+        return f"an integer of {leaf.bit_length()} bits" if isinstance(leaf, int) else f"a {type(leaf).__name__}"
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from ckpt_core.commit import RankGroup
 from ckpt_core.directory_writer.added_files import AddedFiles
-from ckpt_core.errors import CheckpointError
+from ckpt_core.errors import CheckpointError, OutOfMemoryError
 from ckpt_core.layouts.image import Image
 from ckpt_core.layouts.sharded.writing import PartContent, RankFiles
 from ckpt_core.memory import StagingBuffer
@@ -72,10 +72,12 @@ class StagedState:
 
     Attributes:
         sealed_at: ``time.perf_counter()`` of the moment in which it was complete.
+        not_copied: Why there is no copy: the live tensors are written, and must not change until the save has ended.
     """
 
     def __init__(self, ranks: RankGroup, buffers: BufferPool) -> None:
         self.sealed_at = 0.0
+        self.not_copied: OutOfMemoryError | None = None
         self._ranks = ranks
         self._buffers = buffers
         self._contents: Sequence[PartContent] = ()
@@ -102,8 +104,13 @@ class StagedState:
         files = self._files("0", "")
         guard = TornSnapshotGuard(files.tensors)
         if files.staged_size:
-            self._buffer = self._buffers.acquire(files.staged_size)
-            self._copy = BackgroundCopy(files.pieces_in(self._buffer, COPY_GROUP))
+            try:
+                self._buffer = self._buffers.acquire(files.staged_size)
+            except OutOfMemoryError as error:
+                self.not_copied = error
+                wait_for_devices(files.tensors)
+            else:
+                self._copy = BackgroundCopy(files.pieces_in(self._buffer, COPY_GROUP))
         self._begun.set()
         if self._copy is not None:
             self._copy.wait()
@@ -149,7 +156,7 @@ class StagedState:
 
     def images(self, files: RankFiles) -> Sequence[tuple[str, Image]]:
         if self._buffer is None or self._copy is None:
-            return []
+            return files.live_files()
         return files.staged_files(self._buffer, self._copy.wait_until)
 
     def complete(self) -> AddedFiles | None:

@@ -12,6 +12,7 @@ import torch
 
 from ckpt_core.errors import SerializationError
 from ckpt_core.geometry import Box
+from ckpt_core.memory import storage_of
 from ckpt_core.plan.geometry import Sharding, sharded_boxes
 
 if TYPE_CHECKING:
@@ -94,6 +95,7 @@ def all_ranks(world_size: int) -> tuple[int, ...]:
 
 def _check_plain(tensor: torch.Tensor, key: str) -> None:
     if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested and not tensor.is_meta:
+        storage_of(tensor, key=key)
         return
     if tensor.is_nested:
         kind, remedy = "a nested tensor", "save its parts, for example tensor.unbind(), as a list"

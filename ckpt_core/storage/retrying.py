@@ -12,7 +12,7 @@ import stamina
 from ckpt_core.errors import CheckpointError
 from ckpt_core.storage.failures import Describe
 
-__all__ = ["Retries", "http_status", "is_transient"]
+__all__ = ["IncompleteAnswerError", "Retries", "http_status", "is_transient"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +41,7 @@ _TRANSIENT_CLASSES = frozenset(
         "ConnectionError",
         "FSTimeoutError",
         "HTTPClientError",
+        "IncompleteAnswerError",
         "IncompleteRead",
         "IncompleteReadError",
         "ProtocolError",
@@ -51,6 +52,12 @@ _TRANSIENT_CLASSES = frozenset(
         "TimeoutError",
     }
 )
+
+
+class IncompleteAnswerError(Exception):
+    """The request is said to have succeeded, by an answer that is not the store's: empty, or of something in between."""
+
+
 # A store that never answered is more likely a wrong address than an outage.
 _ATTEMPTS_BEFORE_FIRST_ANSWER = 3
 

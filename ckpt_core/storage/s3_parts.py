@@ -17,7 +17,7 @@ from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageEr
 from ckpt_core.storage.base import RandomAccessIO
 from ckpt_core.storage.failures import Describe
 from ckpt_core.storage.parts import PartUpload
-from ckpt_core.storage.retrying import Retries, is_transient
+from ckpt_core.storage.retrying import IncompleteAnswerError, Retries, is_transient
 from ckpt_core.storage.s3_direct import DirectTransfers
 
 __all__ = ["S3Upload", "abandoned_uploads", "s3_defaults"]
@@ -87,33 +87,48 @@ class S3Upload(PartUpload):
         self._tags: dict[int, str] = {}
         self._sizes: dict[int, int] = {}
 
-    async def _call(self, action: str, method: str, data: _Buffer | None = None, **arguments: Any) -> dict[str, Any]:
+    async def _call(
+        self, action: str, method: str, data: _Buffer | None = None, *, needs: str = "", **arguments: Any
+    ) -> dict[str, Any]:
+        """Return the store's answer, which must have the field ``needs``."""
+
         async def request() -> dict[str, Any]:
             if data is not None:
                 arguments["Body"] = _Body(data)  # a new one for each attempt: the last may have read half of it
             answer: dict[str, Any] = await self._filesystem._call_s3(method, **self._object, **arguments)
+            if needs and not answer.get(needs):
+                raise IncompleteAnswerError(f"the answer to {method} has no {needs}: it is not the store's own")
             return answer
 
         return await self._retries.call_async(request, self._describe(action, self._path))
 
     async def begin(self) -> None:
-        answer = await self._call("write", "create_multipart_upload", Metadata={_MARK: self._mark})
+        answer = await self._call("write", "create_multipart_upload", needs="UploadId", Metadata={_MARK: self._mark})
         self._upload_id = answer["UploadId"]
 
     async def send(self, number: int, data: memoryview) -> None:
         where = {"UploadId": self._upload_id, "PartNumber": number + 1}
         tag = await self._direct.upload_part(self._filesystem, data, **self._object, **where, Body=_Body(data))
         if tag is None:
-            tag = (await self._call("write", "upload_part", data, **where))["ETag"]
+            tag = (await self._call("write", "upload_part", data, needs="ETag", **where))["ETag"]
         self._tags[number], self._sizes[number] = tag, len(data)
 
     async def complete(self, count: int) -> None:
         await self._compare_sizes()
         parts = [{"PartNumber": number + 1, "ETag": self._tags[number]} for number in range(count)]
         try:
-            await self._call(
+            answer = await self._call(
                 "commit", "complete_multipart_upload", UploadId=self._upload_id, MultipartUpload={"Parts": parts}
             )
+            if not answer.get("ETag") and not await self._is_there():
+                # That was not the store's answer: once more, now with no doubt about it.
+                await self._call(
+                    "commit",
+                    "complete_multipart_upload",
+                    needs="ETag",
+                    UploadId=self._upload_id,
+                    MultipartUpload={"Parts": parts},
+                )
         except CheckpointError as error:
             # An earlier attempt may have done it, and its answer was lost.
             if is_transient(error) or not await self._is_there():
@@ -150,7 +165,7 @@ class S3Upload(PartUpload):
         return bool(answer.get("Metadata", {}).get(_MARK) == self._mark)
 
     async def put(self, data: bytearray) -> None:
-        await self._call("commit", "put_object", data)
+        await self._call("commit", "put_object", data, needs="ETag")
 
     async def abandon(self) -> None:
         try:

@@ -14,7 +14,7 @@ from ckpt_core.errors import StorageError
 from ckpt_core.storage.remote import remote_storage
 from ckpt_core.storage.s3_direct import DirectTransfers
 from ckpt_core.storage.s3_parts import S3Upload
-from tests.support.fault_proxy import HttpFault, start_proxy
+from tests.support.fault_proxy import FOREIGN, HttpFault, start_proxy
 from tests.support.server_fixtures import server_of, servers
 from tests.support.servers import Server
 
@@ -105,3 +105,45 @@ def test_what_is_sent_again_is_sent_whole(size: int, server_of: Callable[[str], 
                         found = bytearray(reader.size)
                         reader.read_into(0, memoryview(found))
                     assert found == CONTENT[:size], (kind, request)
+
+
+@pytest.mark.parametrize("size", [len(CONTENT), 3 * 2**20], ids=["parts", "one request"])
+def test_an_answer_in_the_place_of_the_stores_is_no_answer(size: int, server_of: Callable[[str], Server]) -> None:
+    """A proxy that says 200 to everything, for a moment or for good, gets no checkpoint declared saved that is not there."""
+    server = server_of("moto")
+    path = f"{server.new_bucket()}/a"
+    direct = remote_storage(path, dict(server.options))
+
+    def found() -> bytes:
+        with direct.open(path) as reader:
+            data = bytearray(reader.size)
+            reader.read_into(0, memoryview(data))
+        return bytes(data)
+
+    with start_proxy(server.endpoint) as proxy:
+        faulty = remote_storage(path, {**server.options, "endpoint_url": proxy.endpoint})
+
+        def upload(content: bytes) -> None:
+            writer = faulty.create(path, len(content))
+            try:
+                writer.write_at(0, memoryview(bytearray(content)))
+                writer.commit(len(content))
+            except BaseException:
+                writer.abort()
+                raise
+
+        upload(CONTENT[:size])
+        proxy.plan(None)
+        upload(CONTENT[:size])
+        count = len(proxy.requests)
+        for kind in FOREIGN:
+            for number in range(1, count + 1):
+                content = os.urandom(size)
+                proxy.plan(HttpFault(kind, number))
+                upload(content)
+                assert found() == content, (kind, number)
+            proxy.plan(HttpFault(kind, 1, for_good=True))
+            with pytest.raises(StorageError):
+                upload(os.urandom(size))
+            proxy.plan(None)
+            assert found() == content

@@ -13,7 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-__all__ = ["FAULTS", "FaultProxy", "HttpFault", "start_proxy"]
+__all__ = ["FAULTS", "FOREIGN", "FaultProxy", "HttpFault", "start_proxy"]
 
 #: What may happen to a request.
 FAULTS = (
@@ -25,6 +25,8 @@ FAULTS = (
     "cut reply",  # the connection breaks in the middle of the reply
     "hang",  # no reply ever
 )
+#: What something between a client and a store may do: it answers in the store's place.
+FOREIGN = ("empty answer", "foreign answer")
 HANG_SECONDS = 30.0
 _NOT_FORWARDED = {"connection", "expect", "keep-alive", "transfer-encoding"}
 _REFUSAL = (
@@ -39,7 +41,7 @@ class HttpFault:
     """What goes wrong, and where.
 
     Args:
-        kind: One of :data:`FAULTS`.
+        kind: One of :data:`FAULTS` or :data:`FOREIGN`.
         number: Which request, from 1.
         for_good: Whether all requests after it fail, too.
     """
@@ -102,6 +104,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._break()
         elif fault in ("500", "503", "429"):
             self._reply(int(fault), {"Content-Type": "application/xml"}, _REFUSAL % _CODES[int(fault)])
+        elif fault in FOREIGN:
+            page = b"" if fault == "empty answer" else b"<html><body>Please log in</body></html>"
+            self._reply(200, {"Content-Type": "text/html"}, page)
         else:
             status, headers, content = self._ask_upstream(body)
             if fault == "lost reply" or (fault == "cut reply" and not content):

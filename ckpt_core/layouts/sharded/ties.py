@@ -20,8 +20,11 @@ def identity_of(tensor: torch.Tensor) -> Hashable:
     All ranks come to the same conclusion about tensors of which they hold different pieces, or none: what decides is never
     an address. Of kinds of tensors that are not known here, only the very same object is tied to itself.
     """
-    if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta:
-        return _memory(tensor)
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested:
+        try:
+            return _memory(tensor)
+        except NotImplementedError:  # of torch.func: it has no memory
+            return id(tensor)
     placements = getattr(tensor, "placements", None)
     if placements is None:
         return id(tensor)

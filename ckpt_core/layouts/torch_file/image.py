@@ -20,6 +20,7 @@ import torch
 
 from ckpt_core.digest import digest, digest_of_parts
 from ckpt_core.errors import CheckpointError
+from ckpt_core.layouts.torch_file.default_reading import refused_by_default
 from ckpt_core.layouts.torch_file.manifest import (
     ARCHIVE,
     MANIFEST_NAME,
@@ -37,6 +38,7 @@ __all__ = ["FileImage", "ImageAbandonedError", "StateLayout"]
 
 _ALIGNMENT = 64  # bytes, torch's own: a mapped tensor can be used as it lies
 _BLOCK = 4096  # bytes: the region's size is a multiple, so that the tail begins at a block of the disk
+_ARCHIVE_START = b"PK\3\4"  # at which torch looks first
 _VERSION_RECORD = b"3\n"  # of torch's archive format: the newest that uses nothing but stored records
 
 
@@ -246,6 +248,12 @@ class FileImage:
         closing += central_directory(entries, position + len(closing), comment)
         covered = memoryview(closing)[: len(closing) - len(comment)]
         return bytes(body) + bytes(covered) + Footer(position, digest(covered)).encode()
+
+    def refused_by_default(self) -> dict[str, str]:
+        """Return what the default way of reading will refuse, by key; called when the image is sealed."""
+        tail = self.tail()
+        segments = [(0, _ARCHIVE_START), (self.region_size, tail)]
+        return refused_by_default(segments, self.region_size + len(tail), self._pickled)
 
     def release(self) -> StagingBuffer | None:
         """Forget the state; return the staging buffer, if there is one, for its owner to use again."""

@@ -19,9 +19,10 @@ import torch
 from torch.serialization import location_tag, normalize_storage_type
 
 from ckpt_core.errors import SerializationError
+from ckpt_core.memory import storage_of
 from ckpt_core.tree import leaves, tensors
 
-__all__ = ["StorageTable", "collect_storages", "dense_storage", "pickle_state"]
+__all__ = ["StorageTable", "collect_storages", "is_dense", "pickle_state"]
 
 _PROTOCOL = 2  # torch's default, which every torch.load reads
 _STORAGE_TYPES = (torch.storage.TypedStorage, torch.UntypedStorage)
@@ -47,13 +48,11 @@ class StorageTable:
         return index
 
 
-def dense_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """Return the storage behind a plain dense tensor, or None for every other kind (sparse, subclass, meta, ...)."""
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is plain and dense, and of no other kind (sparse, subclass, meta, ...)."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
-        return None
-    if tensor.device.type == "meta" or tensor.is_quantized:
-        return None
-    return tensor.untyped_storage()
+        return False
+    return tensor.device.type != "meta" and not tensor.is_quantized
 
 
 def pickle_state(state: Any, table: StorageTable) -> tuple[bytes, list[int]]:
@@ -73,8 +72,14 @@ def pickle_state(state: Any, table: StorageTable) -> tuple[bytes, list[int]]:
     pickler = _StoragePickler(stream, table)
     try:
         pickler.dump(state)
-    except SerializationError:
+    except SerializationError as error:
+        error.key = error.key or _key_of_second_type(state)
         raise
+    except RecursionError as error:
+        raise SerializationError(
+            f"cannot save the state: it is nested too deep: {error}",
+            remedy="save a flatter state: long chains of objects as a list",
+        ) from error
     except Exception as error:  # whatever an object's own __reduce__ or __getstate__ raises
         key = _unpicklable_key(state)
         raise SerializationError(
@@ -111,6 +116,14 @@ class _StoragePickler(pickle.Pickler):
         return ("storage", storage_type, str(index), location_tag(storage), length)
 
 
+def _key_of_second_type(state: Any) -> str | None:
+    types: dict[int, torch.dtype] = {}
+    for name, tensor in tensors(state):
+        if is_dense(tensor) and types.setdefault(tensor.untyped_storage()._cdata, tensor.dtype) is not tensor.dtype:
+            return name
+    return None
+
+
 def _unpicklable_key(state: Any) -> str | None:
     for name, leaf in leaves(state):
         try:
@@ -123,9 +136,8 @@ def _unpicklable_key(state: Any) -> str | None:
 def collect_storages(state: Any, table: StorageTable) -> list[torch.Tensor]:
     """Add the storages of all plain dense tensors of ``state`` to ``table`` and return those tensors."""
     plain = []
-    for _, tensor in tensors(state):
-        storage = dense_storage(tensor)
-        if storage is not None:
-            table.add(storage)
+    for name, tensor in tensors(state):
+        if is_dense(tensor):
+            table.add(storage_of(tensor, key=name))
             plain.append(tensor)
     return plain

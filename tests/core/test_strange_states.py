@@ -1,0 +1,198 @@
+"""States that cannot be saved, or not be read by default: said at the save, by key."""
+
+from __future__ import annotations
+
+import enum
+import logging
+import pathlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt_core import (
+    Checkpointer,
+    DirectoryCheckpointer,
+    Kind,
+    Part,
+    SerializationError,
+    UnsafeCheckpointError,
+)
+from ckpt_core.cli import main
+
+Save = Callable[[Any], None]
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@pytest.fixture(params=["sync", "async", "directory"])
+def save(request: pytest.FixtureRequest, tmp_path: Path) -> Save:
+    def act(state: Any) -> None:
+        if request.param == "directory":
+            with DirectoryCheckpointer(strategy="async") as checkpointer:
+                checkpointer.save([Part("part", state, Kind.REPLICATED)], tmp_path / "a", step=1)
+        else:
+            with Checkpointer(strategy=request.param) as files:
+                files.save(state, tmp_path / "a.ckpt")
+
+    return act
+
+
+def freed() -> torch.Tensor:
+    tensor = torch.ones(4)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def too_small() -> torch.Tensor:
+    tensor = torch.ones(4, 4).t()
+    tensor.untyped_storage().resize_(60)
+    return tensor
+
+
+@pytest.mark.parametrize(("make", "remedy"), [(freed, "materialize"), (too_small, "materialize")])
+def test_a_tensor_without_its_memory_is_refused_by_key(
+    make: Callable[[], torch.Tensor], remedy: str, save: Save, tmp_path: Path
+) -> None:
+    with pytest.raises(SerializationError, match=remedy) as caught:
+        save({"whole": torch.ones(2), "model": {"w": make()}})
+    assert str(caught.value.key).endswith("model.w")
+    assert list(tmp_path.glob("[!.]*")) == []
+
+
+def test_a_tensor_inside_a_transform_is_refused_by_key(save: Save) -> None:
+    errors = []
+
+    def loss(weight: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(SerializationError, match=r"torch\.func") as caught:
+            save({"model": {"w": weight}})
+        errors.append(caught.value)
+        return weight.sum()
+
+    torch.func.grad(loss)(torch.ones(3))
+    assert str(errors[0].key).endswith("model.w")
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_of_the_strided_layout(
+    save: Save, tmp_path: Path, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    parts = [torch.ones(2), torch.full((3,), 2.0)]
+    state = {"model": {"w": torch.nested.nested_tensor(parts)}}
+    if "directory" in request.node.name:
+        with pytest.raises(SerializationError, match="unbind") as caught:
+            save(state)
+        assert caught.value.key == "part.model.w"
+        return
+    save(state)
+    found = Checkpointer().load(tmp_path / "a.ckpt")["model"]["w"].unbind()
+    assert [part.tolist() for part in found] == [part.tolist() for part in parts]
+    assert main(["inspect", str(tmp_path / "a.ckpt")]) == 0
+    assert "model.w: float32, nested, 2 tensors" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_two_types_of_one_memory_are_refused_by_key(strategy: Any, tmp_path: Path) -> None:
+    weight = torch.ones(3)
+    with pytest.raises(SerializationError, match="different types") as caught, Checkpointer(strategy=strategy) as files:
+        files.save({"a": {"w": weight}, "b": weight.view(torch.int32)}, tmp_path / "a.ckpt")
+    assert caught.value.key == "b"
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_a_chain_that_is_too_deep_is_refused_for_what_it_is(strategy: Any, tmp_path: Path) -> None:
+    state: Any = []
+    for _ in range(10_000):
+        state = [state]
+    with pytest.raises(SerializationError, match="nested too deep"), Checkpointer(strategy=strategy) as files:
+        files.save(state, tmp_path / "a.ckpt")
+
+
+@pytest.mark.parametrize(
+    ("value", "key", "what"),
+    [
+        (np.float64(1.5), "hyper.x", "numpy"),
+        (np.arange(3), "hyper.x", "numpy"),
+        ([1, {"deep": np.int64(3)}], "hyper.x.1.deep", "numpy"),
+        (range(3), "hyper.x", "range"),
+        (10**5000, "hyper.x", "integer of 16610 bits"),
+        (-(10**5000), "hyper.x", "integer of 16610 bits"),
+        (Colour.RED, "hyper.x", "Colour"),
+        ({Colour.RED: 1}, "a key in hyper.x", "Colour"),
+        ({Colour.RED}, "hyper.x", "Colour"),
+        (pathlib.PurePosixPath("/x"), "hyper.x", "PurePosixPath"),
+        (defaultdict(list, a=[1]), "hyper.x", "defaultdict"),
+        (torch.nn.Linear(2, 2), "hyper.x", "Linear"),
+        (np.dtype("f4"), "hyper.x", "dtype"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_what_a_load_will_refuse_is_said_at_the_first_save(
+    value: Any, key: str, what: str, strategy: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a.ckpt"
+    with caplog.at_level(logging.WARNING), Checkpointer(strategy=strategy) as files:
+        files.save({"w": torch.ones(3), "hyper": {"fine": 1, "x": value}}, path)
+        files.save({"w": torch.ones(3), "hyper": {"fine": 1, "x": value}}, path)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert f"{key}: " in warning
+    assert what in warning.partition(f"{key}: ")[2].partition(".  ")[0]
+    assert "fine" not in warning
+    assert "weights_only=False" in warning
+    with pytest.raises(UnsafeCheckpointError):
+        Checkpointer().load(path)
+    Checkpointer().load(path, weights_only=False)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        1,
+        2**2038,
+        "text",
+        OrderedDict(a=torch.ones(1)),
+        torch.Size([1]),
+        torch.float16,
+        torch.nn.Linear(2, 2).state_dict(),
+        torch.eye(3).to_sparse(),
+        torch.nn.Parameter(torch.ones(2)),
+        {1, 2},
+        1 + 2j,
+        b"bytes",
+    ],
+    ids=lambda value: type(value).__name__,
+)
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_nothing_is_said_of_what_a_load_takes(
+    value: Any, strategy: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), Checkpointer(strategy=strategy) as files:
+        files.save({"x": value}, tmp_path / "a.ckpt")
+    assert caplog.records == []
+    Checkpointer().load(tmp_path / "a.ckpt")
+
+
+def test_what_the_program_allows_is_not_complained_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with torch.serialization.safe_globals([Colour]), caplog.at_level(logging.WARNING):
+        with Checkpointer(strategy="sync") as files:
+            files.save({"x": Colour.RED}, tmp_path / "a.ckpt")
+        assert Checkpointer().load(tmp_path / "a.ckpt") == {"x": Colour.RED}
+    assert caplog.records == []
+
+
+def test_inspect_shows_what_python_does_not_print(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with DirectoryCheckpointer(strategy="sync") as checkpointer:
+        parts = [Part("part", {"a\x1b[2J\nb": torch.ones(2)}, Kind.REPLICATED)]
+        checkpointer.save(parts, tmp_path / "a", metadata={"big": 10**5000, "seen": {10**5000}}, step=1)
+    assert main(["inspect", str(tmp_path / "a")]) == 0
+    out = capsys.readouterr().out
+    assert "metadata.big: an integer of 16610 bits" in out
+    assert "metadata.seen: a set" in out
+    assert "a\\x1b[2J\\nb: float32[2]" in out
