@@ -128,11 +128,20 @@ class TrainingCoordinator:
         self._finished = False
         self._threads: list[threading.Thread] = []
         self._watch = Watch(transport)
-        self._generation = self.store.claim_generation() if generation is None else generation
+        self._ready = threading.Event()
         self.checkpoint: str | None = None
         self.resumed: ConsistentCut | None = None
-        self._resume()
-        self.store.clean()
+        # Before the checkpoint is read, which takes its time: others get signs of life meanwhile.
+        transport.start(self._receive, self._lost)
+        try:
+            self._generation = self.store.claim_generation() if generation is None else generation
+            self._resume()
+            self.store.clean()
+        except BaseException:
+            self._finished = True
+            self._ready.set()
+            transport.close()
+            raise
         self._cuts = SnapshotCoordinator(
             range(streams),
             shards,
@@ -140,7 +149,7 @@ class TrainingCoordinator:
             last_snapshot_id=self._last_id,
             options=self._options,
         )
-        transport.start(self._receive, self._lost)
+        self._ready.set()
 
     @property
     def _last_id(self) -> int:
@@ -239,6 +248,7 @@ class TrainingCoordinator:
         content = frame.content
         if content["kind"] == ALIVE.content["kind"]:
             return ALIVE
+        self._ready.wait()
         with self._lock:
             if self._finished:
                 return None

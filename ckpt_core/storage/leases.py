@@ -137,8 +137,8 @@ class Lease(Claim):
                 self._store.put(self._path, json.dumps(self._owner).encode())
                 self._written_at = time.monotonic()
                 self._look()
-            except CheckpointError as error:
-                logger.warning("cannot find out whether another job saves into %s: %s", self.directory, error.message)
+            except Exception as error:  # noqa: BLE001 - of any type that a client raises: the thread is that of all leases
+                logger.warning("cannot find out whether another job saves into %s: %s", self.directory, error)
                 self._is_first |= self._written_at < 0  # nothing speaks against it
                 self._is_known.set()
                 return
@@ -177,8 +177,8 @@ class Lease(Claim):
         """Delete what dead processes left unfinished in the directory; a refusal of the store is logged."""
         try:
             removed = self._store.remove_abandoned(self.directory)
-        except CheckpointError as error:
-            logger.info("could not look for unfinished uploads into %s: %s", self.directory, error.message)
+        except Exception as error:  # noqa: BLE001 - as above
+            logger.info("could not look for unfinished uploads into %s: %s", self.directory, error)
             return
         if removed:
             logger.info("deleted %d unfinished uploads of dead processes, such as %s", len(removed), removed[0])
@@ -187,8 +187,8 @@ class Lease(Claim):
         """End the lease."""
         try:
             self._store.delete(self._path)
-        except CheckpointError as error:
-            logger.info("could not delete the lease %s, which ends by itself: %s", self._path, error.message)
+        except Exception as error:  # noqa: BLE001 - as above
+            logger.info("could not delete the lease %s, which ends by itself: %s", self._path, error)
         self.was_deleted.set()
 
 

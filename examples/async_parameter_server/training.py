@@ -79,7 +79,7 @@ def coordinate(directory: Path, transport: Transport, started: Callable[[str], N
 
 def serve(directory: Path, transport: Transport, coordinator: str) -> None:
     """Be a server; save now and then without asking anybody, too."""
-    server = ParameterServer(transport, coordinator, TallyModel().named_parameters(), make_optimizer)
+    server = ParameterServer(transport, coordinator, TallyModel(), make_optimizer)
 
     def tallies() -> list[float]:
         with server.lock:
@@ -93,7 +93,7 @@ def serve(directory: Path, transport: Transport, coordinator: str) -> None:
 def work(directory: Path, transport: Transport, coordinator: str, pushed: Callable[[], None]) -> None:
     """Be a worker; save now and then without asking anybody, too."""
     model = TallyModel()
-    client = ParameterClient(transport, coordinator, model.named_parameters(), batches=ROUNDS)
+    client = ParameterClient(transport, coordinator, model, batches=ROUNDS)
     save_naively(directory, transport.name, lambda: list(client.position.values()))
     for update in client.updates():
         client.pull()

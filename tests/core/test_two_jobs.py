@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part
-from ckpt_core.storage import claims, leases, local_claim
+from ckpt_core.storage import FileInfo, claims, leases, local_claim
 from ckpt_core.storage.remote import remote_storage
 from tests.conftest import ScriptRunner
 from tests.support.server_fixtures import server_of, servers
@@ -438,3 +438,42 @@ def test_files_of_callers_are_refused_where_another_job_could_overwrite_them(ser
     assert not storage.exists(f"{root}/a")
     checkpointer.save(parts, f"{root}/a")
     checkpointer.close()
+
+
+def test_an_error_of_a_client_does_not_end_the_thread_of_all_leases(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Store(leases.LeaseStore):
+        """Keeps objects in a dictionary; ``error`` is raised in the place of everything."""
+
+        def __init__(self) -> None:
+            self.objects: dict[str, bytes] = {}
+            self.error: Exception | None = None
+
+        def put(self, path: str, data: bytes) -> None:
+            if self.error is not None:
+                raise self.error
+            self.objects[path] = data
+
+        def get(self, path: str) -> bytes | None:
+            return self.objects.get(path)
+
+        def delete(self, path: str) -> None:
+            if self.error is not None:
+                raise self.error
+            self.objects.pop(path, None)
+
+        def hidden_objects(self, directory: str, prefix: str) -> list[FileInfo]:
+            found = [path for path in self.objects if path.startswith(f"{directory}/{prefix}")]
+            return [FileInfo(path, len(self.objects[path]), time.time()) for path in found]
+
+    monkeypatch.setattr(leases, "_keeper", leases._Keeper())
+    broken, whole = Store(), Store()
+    broken.error = KeyError("ETag")
+    first, second = leases.Lease(broken, "bucket/one"), leases.Lease(whole, "bucket/two")
+    first.renew()
+    eventually(lambda: first.is_known)
+    second.renew()
+    eventually(lambda: whole.objects)
+    first.release()
+    assert first.was_deleted.is_set()
+    second.release()
+    assert whole.objects == {}

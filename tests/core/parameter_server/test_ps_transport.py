@@ -13,7 +13,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,7 +22,18 @@ import torch
 
 from ckpt_core.consistent_cut import COORDINATOR, CutOptions
 from ckpt_core.errors import CheckpointError
-from ckpt_core.parameter_server import CutStore, Frame, PeerLostError, SocketTransport, Transport, participant, sockets
+from ckpt_core.parameter_server import (
+    CutStore,
+    Frame,
+    ParameterServer,
+    Peer,
+    PeerLostError,
+    SocketTransport,
+    TrainingCoordinator,
+    Transport,
+    participant,
+    sockets,
+)
 from ckpt_core.parameter_server import transport as transports
 from ckpt_core.parameter_server.frames import encode_frame
 from ckpt_core.parameter_server.secret import find_secret
@@ -450,6 +461,32 @@ def test_a_long_answer_is_waited_for(start: Callable[..., SocketTransport], monk
     may_answer.set()
     assert answer.result(LIMIT).content == {"done": True}
     slow.close()
+
+
+def test_a_coordinator_that_reads_a_checkpoint_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, transport = threading.Event(), SocketTransport(COORDINATOR)
+
+    def take_long(_: CutStore) -> None:
+        assert asked.wait(LIMIT), "nobody could connect while the checkpoint was read"
+
+    monkeypatch.setattr(CutStore, "newest", take_long)
+    receive = TrainingCoordinator._receive
+
+    def notice(self: TrainingCoordinator, peer: Peer, frame: Frame) -> Frame | None:
+        asked.set()
+        return receive(self, peer, frame)
+
+    monkeypatch.setattr(TrainingCoordinator, "_receive", notice)
+    with ThreadPoolExecutor(1) as pool:
+        model, sgd = Counts(), lambda parameters: torch.optim.SGD(parameters, lr=1.0)
+        shard = SocketTransport("s0", connect_timeout=5.0)
+        server = pool.submit(ParameterServer, shard, transport.address, model, sgd)
+        coordinator = TrainingCoordinator(transport, tmp_path, streams=1, shards=["s0"], workers=["w0"])
+        assert server.result(LIMIT).training.generation == 1
+        server.result().close()
+        coordinator._fail("the test is over")
+        with pytest.raises(CheckpointError, match=r"the test is over|s0 was lost"):
+            coordinator.run()
 
 
 def test_the_least_silence_is_said() -> None:
