@@ -168,6 +168,19 @@ class Storage(abc.ABC):
             StorageError: ``path`` is a directory or cannot be read.
         """
 
+    def open_inside(self, directory: str, name: str) -> FileReader:
+        """Open a file of a checkpoint that is a directory, if it is really in there.
+
+        Args:
+            directory: The checkpoint, which may itself be reached by a link.
+            name: Relative to it, with ``/`` between folders.
+
+        Raises:
+            CheckpointNotFoundError: There is no such file.
+            CheckpointCorruptedError: It is a link, or in a folder that is one.
+        """
+        return self.open(f"{directory}/{name}")
+
     @abc.abstractmethod
     def exists(self, path: str) -> bool:
         """Return whether there is a file or directory at ``path``."""

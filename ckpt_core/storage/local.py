@@ -16,7 +16,7 @@ import stat
 import uuid
 from collections.abc import Collection, Sequence
 
-from ckpt_core.errors import CheckpointNotFoundError, StorageError
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
 from ckpt_core.storage import local_directory, permissions
 from ckpt_core.storage.base import FileInfo, FileReader, FileWriter, Storage
 from ckpt_core.storage.claims import Claim
@@ -167,6 +167,18 @@ class LocalStorage(Storage):
 
     def open(self, path: str) -> FileReader:
         return LocalFileReader(path)
+
+    def open_inside(self, directory: str, name: str) -> FileReader:
+        path = directory
+        for component in name.split("/"):
+            path = f"{path}/{component}"
+            if os.path.islink(path):
+                raise CheckpointCorruptedError(
+                    "a file of the checkpoint is a symbolic link, which may lead to any other file",
+                    path=path,
+                    remedy="if you trust the links, copy the checkpoint with the files that they lead to (cp -rL)",
+                )
+        return self.open(path)
 
     def exists(self, path: str) -> bool:
         return os.path.lexists(path)

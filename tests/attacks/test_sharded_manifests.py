@@ -295,25 +295,35 @@ def test_digests_that_are_not_one_for_each_block_are_refused_before_any_file_is_
         Manifest.decode(encoded(document), path="manifest.json")
 
 
-def test_a_link_to_another_file_is_read_and_found_to_differ(saved: Path, attack: Callable[[bytes], Path]) -> None:
+@pytest.mark.parametrize("to", ["another file", "the right file", "itself", "nothing"])
+def test_a_link_in_the_place_of_a_file_is_refused(saved: Path, attack: Callable[[bytes], Path], to: str) -> None:
     path = attack((saved / MANIFEST_NAME).read_bytes())
     shard = path / "model-00001-of-00002.safetensors"
     secret = path.parent / "secret"
     secret.write_bytes(b"s" * shard.stat().st_size)
     shard.unlink()
-    shard.symlink_to(secret)
+    targets = {"another file": secret, "the right file": saved / shard.name, "itself": shard, "nothing": path / "no"}
+    shard.symlink_to(targets[to])
     error = refused(path)
+    assert isinstance(error, CheckpointCorruptedError)
     assert error.path == str(shard)
+    assert "symbolic link" in str(error)
+    assert "cp -rL" in str(error)
     assert "ssss" not in str(error)
 
 
-def test_a_link_to_the_right_file_is_fine(saved: Path, attack: Callable[[bytes], Path]) -> None:
+def test_a_link_in_the_place_of_the_manifest_is_refused(saved: Path, attack: Callable[[bytes], Path]) -> None:
     path = attack((saved / MANIFEST_NAME).read_bytes())
-    shard = path / "model-00001-of-00002.safetensors"
-    shard.unlink()
-    shard.symlink_to(saved / shard.name)
-    with open_directory(path) as checkpoint:
+    (path / MANIFEST_NAME).unlink()
+    (path / MANIFEST_NAME).symlink_to(saved / MANIFEST_NAME)
+    assert refused(path).path == str(path / MANIFEST_NAME)
+
+
+def test_a_link_to_the_checkpoint_is_fine(saved: Path, tmp_path: Path) -> None:
+    (tmp_path / "newest").symlink_to(saved)
+    with open_directory(tmp_path / "newest") as checkpoint:
         checkpoint.verify()
+        checkpoint.load("model")
 
 
 def test_a_directory_in_place_of_a_file(saved: Path, attack: Callable[[bytes], Path]) -> None:

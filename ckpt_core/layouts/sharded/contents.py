@@ -204,6 +204,8 @@ def _references(record: PartRecord) -> list[Reference]:
         if is_array and (info.dtype is not torch.uint8 or info.nbytes != unresolved.nbytes):
             raise ValueError(f"{key} is no memory of an array")
         references.append(Reference(where, key, unresolved.index, is_array))
+    if len({reference.index for reference in references}) != len(record.tensors):
+        raise ValueError(f"of {len(record.tensors)} tensors, some are no part of the state")
     return references
 
 

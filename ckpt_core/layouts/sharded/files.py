@@ -66,7 +66,7 @@ class Files:
         Raises:
             CheckpointNotFoundError: There is none.
         """
-        return _CountingReader(self._storage.open(self.path_of(name)), self._count)
+        return _CountingReader(self._storage.open_inside(self._directory, name), self._count)
 
     def _count(self, nbytes: int) -> None:
         with self._lock:

@@ -156,7 +156,9 @@ class Manifest:
         """
         _check_bytes(data, path)
         try:
-            return _manifest(json.loads(data, object_pairs_hook=_object, parse_constant=_no_constant))
+            return _manifest(
+                json.loads(data, object_pairs_hook=_object, parse_float=_finite, parse_constant=_no_constant)
+            )
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise CheckpointCorruptedError(
                 f"the checkpoint's manifest makes no sense: {error}", path=path, remedy=_REMEDY
@@ -236,6 +238,13 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         raise ValueError("an object has a key twice")
     return found
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text[:40]} is too large for a number")
+    return value
 
 
 def _no_constant(text: str) -> NoReturn:

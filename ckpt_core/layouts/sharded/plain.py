@@ -27,6 +27,7 @@ Json = Any  # what json.dumps takes and json.loads returns
 _MAXIMUM_DEPTH = 200
 _LARGEST_INTEGER = 2**63  # other programs' JSON readers need not go further
 _NUMPY_TYPE = re.compile(r"[<>|=][biufcmMSUVO]\d{1,9}(\[\d{0,9}\w{1,9}\])?")  # as NumPy writes them itself
+_MOST_OF_ONE_HASH = 100  # keys: numbers of 64 bits that somebody has not chosen for it share theirs with ten at most
 _MOST_DIGITS = 16  # of the number of a tensor
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
@@ -267,7 +268,10 @@ class _Decoder:
             return collections.defaultdict(_FACTORIES[factory], self._pairs(pairs, depth))
         if tag in ("$dict", "$ordered", "$counter"):
             return _COLLECTIONS[tag](self._pairs(value, depth))
-        return _COLLECTIONS[tag](list(self._items(value, depth)))
+        items = list(self._items(value, depth))
+        if tag in ("$set", "$frozenset"):
+            _check_hashes(items)
+        return _COLLECTIONS[tag](items)
 
     def _decode_text(self, text: str) -> Any:
         if text[:1] != "$":
@@ -285,10 +289,20 @@ class _Decoder:
         return (self.decode(item, depth + 1) for item in items)
 
     def _pairs(self, pairs: Json, depth: int) -> dict[Any, Any]:
-        decoded = {self.decode(key, depth + 1): self.decode(value, depth + 1) for key, value in pairs}
+        keys = [self.decode(key, depth + 1) for key, _ in pairs]
+        _check_hashes(keys)
+        decoded = {key: self.decode(value, depth + 1) for key, (_, value) in zip(keys, pairs, strict=True)}
         if len(decoded) != len(pairs):
             raise ValueError("a dictionary has a key twice")
         return decoded
+
+
+def _check_hashes(keys: Sequence[Any]) -> None:
+    """Refuse keys that were chosen to be looked for one after the other: the time would grow with their square."""
+    if len(keys) > _MOST_OF_ONE_HASH:
+        most = max(collections.Counter(map(hash, keys)).values())
+        if most > _MOST_OF_ONE_HASH:
+            raise ValueError(f"{most} keys of one dictionary or set have the same hash")
 
 
 _COLLECTIONS: dict[str, Callable[[Any], Any]] = {tag: kind for kind, tag in _CONTAINERS.items()}

@@ -33,7 +33,7 @@ from ckpt_core.storage.base import Storage
 
 __all__ = ["DirectoryCheckpoint", "PartInfo"]
 
-_LARGEST_MANIFEST = 2**31  # bytes
+_LARGEST_MANIFEST = 2**30  # bytes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,6 +32,7 @@ from ckpt_core.layouts.torch_file.segments import SegmentIO
 from ckpt_core.layouts.torch_file.storage_collector import MapLocation, StorageCollector
 from ckpt_core.memory import bytes_of
 from ckpt_core.storage.base import FileReader, ReaderIO
+from ckpt_core.tree import tensors
 
 __all__ = ["load_torch_file", "peek_torch_file", "verify_torch_file"]
 
@@ -97,7 +98,8 @@ def load_torch_file(
             )
         if record.size:
             memories[name] = bytes_of(storage)
-    opened.read_tensors(reader, memories)
+    with _named_by_key(opened, reader):
+        opened.read_tensors(reader, memories)
     return result, True
 
 
@@ -129,8 +131,38 @@ def verify_torch_file(reader: FileReader) -> bool:
     opened = open_torch_file(reader)
     if opened is None:
         return False
-    opened.read_tensors(reader, {})
+    with _named_by_key(opened, reader):
+        opened.read_tensors(reader, {})
     return True
+
+
+@contextlib.contextmanager
+def _named_by_key(opened: OpenedFile, reader: FileReader) -> Iterator[None]:
+    """Let an error about a record say of which key of the state it is."""
+    try:
+        yield
+    except CheckpointCorruptedError as error:
+        key = None
+        if error.key in opened.manifest.storages:
+            with contextlib.suppress(Exception):  # the record's name is better than nothing
+                key = _key_of(error.key, opened, reader)
+        if key is None:
+            raise
+        failure = CheckpointCorruptedError(
+            f"the bytes of {key!r} differ from those that were saved", path=error.path, key=key, remedy=error.remedy
+        )
+    else:
+        return
+    raise failure
+
+
+def _key_of(record: str | None, opened: OpenedFile, reader: FileReader) -> str | None:
+    collector = StorageCollector("meta", ())
+    with skip_data():
+        state = _torch_load(SegmentIO(opened.segments, reader.size), reader.path, collector, None)
+    places = dict(zip(opened.manifest.storages, collector.storages, strict=False))
+    wanted = places[str(record)]._cdata
+    return next((key for key, tensor in tensors(state) if tensor.untyped_storage()._cdata == wanted), None)
 
 
 def _build(opened: OpenedFile, reader: FileReader, map_location: MapLocation, weights_only: bool | None) -> Any:

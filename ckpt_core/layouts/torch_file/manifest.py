@@ -36,6 +36,7 @@ _FORMAT = "ckpt_core.torch_file"
 _FOOTER = re.compile(rb"ckpt_core torch_file (\d{4}) ([0-9a-f]{16}) ([0-9a-f]{16})")
 FOOTER_SIZE = len(b"ckpt_core torch_file 0001 0123456789abcdef 0123456789abcdef")
 _MAXIMUM_RECORDS = 10_000_000
+_MOST_OTHERS = 1000  # records that the pickle does not refer to as a tensor's; there are three
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +160,8 @@ class Manifest:
             records.append(RecordDigests(name, offset, size, tuple(digests)))
         names = {record.name for record in records}
         storages = document["storages"]
+        if len(records) - len(storages) > _MOST_OTHERS:
+            raise ValueError("too many records that hold no tensor")
         if len(names) != len(records) or len(set(storages)) != len(storages) or not names.issuperset(storages):
             raise ValueError("names of records or storages are not unique, or a storage has no record")
         return cls(tuple(records), tuple(storages), str(document["structure"]), str(document["digest"]))

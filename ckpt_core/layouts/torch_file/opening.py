@@ -37,6 +37,7 @@ __all__ = ["OpenedFile", "open_torch_file"]
 _LOCAL_HEADER_SIZE = 30
 _END_BYTES = 256 * 2**10  # the end of most files, and no more than what a store sends while it would answer again
 _LONGEST_END = 64 * 2**20  # bytes
+_LONGEST_TAIL = 2**30  # bytes: four million tensors have less
 _LONGEST_GAP = 64 * 2**10  # bytes
 _ARCHIVE_START = b"PK\3\4"
 _PICKLE_START = b"\x80"  # of torch's files before the zip format
@@ -122,6 +123,8 @@ def open_torch_file(reader: FileReader) -> OpenedFile | None:
         return None
     if footer.tail_offset + _LOCAL_HEADER_SIZE > size - FOOTER_SIZE:
         raise _damaged("the footer points outside the file", path)
+    if size - footer.tail_offset > _LONGEST_TAIL:
+        raise _damaged(f"a manifest of {size - footer.tail_offset} bytes is too large", path)
     end.extend(footer.tail_offset)
     tail = end.read(footer.tail_offset, size - FOOTER_SIZE)
     # The footer is always written with the current algorithm: its own version number covers a change.
