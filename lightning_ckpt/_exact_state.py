@@ -29,6 +29,7 @@ from ckpt_core.state.ddp import rebuild_ddp_buckets
 from ckpt_core.state.gradients import capture_gradients, restore_gradients
 from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
 from ckpt_core.state.rng import RngState, capture_generators, restore_generators
+from lightning_ckpt._accumulation import Accumulation
 from lightning_ckpt._counters import Counters, undo_unfinished
 from lightning_ckpt._gathering import Gathering
 from lightning_ckpt._loaders import TrainingData
@@ -79,6 +80,7 @@ class ExactState:
         self._post_local_sgd = PostLocalSgd(trainer, self._gathering)
         self._resume = Resume(self._internals)
         self._counters = Counters(self._internals, self._run_inside)
+        self._accumulation = Accumulation(trainer)
         self._loaded: dict[str, Any] | None = None
         self._batch: _Moment | None = None
         self._validation: _Moment | None = None
@@ -116,6 +118,7 @@ class ExactState:
         module = self._trainer.lightning_module
         self._after_fit = None
         self._counters.training_starts()
+        self._accumulation.training_starts()
         self._tensors = list(itertools.chain(module.parameters(), module.buffers()))
         self._metrics = torchmetrics_of(module)
         if self._loaded is not None:
@@ -142,6 +145,8 @@ class ExactState:
         self._validation = self._after_fit = None  # of loops that a callback ran, and that may have failed
         if self._data.attempts <= self._data.begun + self._internals.prefetched:
             self._counters.pass_begins(self._data.begun)
+        if not self._window_open(self._internals.counts()["batch"]["ready"]):
+            self._accumulation.window_closed()
 
     def _run_inside(self, run: Callable[[], Any]) -> Any:
         # a callback runs the loops while they run; what it interrupts is still under way after that
@@ -224,6 +229,7 @@ class ExactState:
     def _capture_rank(self) -> dict[str, Any]:
         phase, progress, redo = self._phase()
         self._counters.settle(progress, phase, redo=redo)
+        progress["accumulation"] = self._accumulation.capture()
         moment = self._batch if redo else None
         if phase in ("validation", "validation_end"):
             moment = self._validation
@@ -382,6 +388,9 @@ class ExactState:
         shared, mine, module = state[Kind.REPLICATED.value], state["mine"], self._trainer.lightning_module
         elsewhere = self._saved_elsewhere(state)
         causes = inexact_elsewhere(self._data, shared, mine) if elsewhere else self._data.check(mine["data"])
+        in_epoch = shared["phase"] not in ("between_epochs", "epoch_end")
+        setting = self._accumulation.go_on(shared["progress"], in_epoch=in_epoch)
+        causes += [setting] if setting is not None else []
         if causes or shared["notes"]:
             self._warn("; ".join([*shared["notes"], *causes]))
         if elsewhere:

@@ -213,7 +213,6 @@ class Internals:
         epoch_loop._batches_that_stepped = progress["batches_that_stepped"]
         self.fit_loop._last_train_dl_reload_epoch = progress["train_reload_epoch"]
         self.val_loop._last_val_dl_reload_epoch = progress["val_reload_epoch"]
-        self.trainer.accumulate_grad_batches = progress["accumulate_grad_batches"]
         for loop in (self.fit_loop, epoch_loop, self.val_loop):
             loop._restarting = False
             loop._loaded_from_state_dict = False
