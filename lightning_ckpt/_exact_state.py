@@ -29,7 +29,8 @@ from ckpt_core.state.ddp import rebuild_ddp_buckets
 from ckpt_core.state.gradients import capture_gradients, restore_gradients
 from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
 from ckpt_core.state.rng import RngState, capture_generators, restore_generators
-from lightning_ckpt._counters import undo_unfinished
+from lightning_ckpt._accumulation import Accumulation
+from lightning_ckpt._counters import Counters, undo_unfinished
 from lightning_ckpt._gathering import Gathering
 from lightning_ckpt._loaders import TrainingData
 from lightning_ckpt._metrics import MetricsMoment, restore_metrics, torchmetrics_of
@@ -37,8 +38,10 @@ from lightning_ckpt._other_ranks import go_on_elsewhere, inexact_elsewhere, stat
 from lightning_ckpt._post_local_sgd import PostLocalSgd
 from lightning_ckpt._private import Internals
 from lightning_ckpt._private_guard import check
+from lightning_ckpt._resume import Resume
 from lightning_ckpt._sharded_routing import is_routed, keeps_whole_gradients
 from lightning_ckpt._sharded_state import GRADIENTS_KEY, keep_apart, put_back
+from lightning_ckpt.io import NO_STATE_KEY
 
 __all__ = ["KEY", "VERSION", "ExactState"]
 
@@ -46,6 +49,7 @@ KEY = "lightning_ckpt"
 VERSION = 1
 
 _ATTRIBUTE = "_lightning_ckpt_exact_state"
+_IN_PROGRESS = ("_after_fit", "_batch", "_validation", "_validation_over", "_validation_progress")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +78,9 @@ class ExactState:
         self._warn = warn if trainer.is_global_zero else _keep_quiet
         self._gathering = Gathering(trainer)
         self._post_local_sgd = PostLocalSgd(trainer, self._gathering)
+        self._resume = Resume(self._internals)
+        self._counters = Counters(self._internals, self._run_inside)
+        self._accumulation = Accumulation(trainer)
         self._loaded: dict[str, Any] | None = None
         self._batch: _Moment | None = None
         self._validation: _Moment | None = None
@@ -85,6 +92,7 @@ class ExactState:
         self._tensors: list[torch.Tensor] = []
         self._metrics: list[tuple[str, Any]] = []
         self._after_fit: dict[str, Any] | None = None
+        self._released = False
         self._internals.before_iterators(self._before_iterators)
         self._internals.around_validation(self._before_validation, self._end_validation, self._after_validation)
 
@@ -92,7 +100,7 @@ class ExactState:
     def of(cls, trainer: Any, replay: bool, warn: Callable[[str], None]) -> ExactState:
         """Return the state of a Trainer that begins a fit; the same for each callback on it."""
         state = getattr(trainer, _ATTRIBUTE, None)
-        if state is None or state._after_fit is not None:
+        if state is None or state._released:
             state = cls(trainer, replay, warn)
             setattr(trainer, _ATTRIBUTE, state)
         return state
@@ -108,6 +116,9 @@ class ExactState:
     def training_starts(self) -> None:
         """The hooks ``on_train_start`` run; the loops will look at their counters next."""
         module = self._trainer.lightning_module
+        self._after_fit = None
+        self._counters.training_starts()
+        self._accumulation.training_starts()
         self._tensors = list(itertools.chain(module.parameters(), module.buffers()))
         self._metrics = torchmetrics_of(module)
         if self._loaded is not None:
@@ -125,11 +136,25 @@ class ExactState:
 
     def _before_iterators(self) -> None:
         self._data.follow()
-        self._data.idle = self._loaded is not None
+        # what a callback trains before the run resumes has its batches
+        self._data.idle = self._loaded is not None and not self._resume.awaits_training_state
 
     def _before_fetch(self, rng: RngState) -> None:
         self._batch = self._moment(rng)
         self._backward = False
+        self._validation = self._after_fit = None  # of loops that a callback ran, and that may have failed
+        if self._data.attempts <= self._data.begun + self._internals.prefetched:
+            self._counters.pass_begins(self._data.begun)
+        if not self._window_open(self._internals.counts()["batch"]["ready"]):
+            self._accumulation.window_closed()
+
+    def _run_inside(self, run: Callable[[], Any]) -> Any:
+        # a callback runs the loops while they run; what it interrupts is still under way after that
+        kept = {name: vars(self)[name] for name in _IN_PROGRESS}
+        try:
+            return run()
+        finally:
+            vars(self).update(kept)
 
     def _before_validation(self) -> None:
         if not self._trainer.sanity_checking:
@@ -167,6 +192,7 @@ class ExactState:
     def release(self) -> None:
         """Leave Lightning's objects as they were."""
         self._after_fit = self._after_fit or {}
+        self._released = True
         self._data.release()
         self._post_local_sgd.release()
         self._internals.release()
@@ -175,6 +201,9 @@ class ExactState:
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Put the exact state of all ranks into a checkpoint, on rank 0; every rank must call it, once for each checkpoint."""
+        if self._loaded is not None or self._resume.awaits_training_state:
+            self._save_again(checkpoint)
+            return
         mine = dict(self._after_fit if self._after_fit is not None else self._capture_rank())
         if not mine:
             return
@@ -190,12 +219,22 @@ class ExactState:
             checkpoint[KEY] = {"version": VERSION, **join_ranks(replicated, per_rank)}
         self._unswap_averaged_weights(checkpoint)
 
+    def _save_again(self, checkpoint: dict[str, Any]) -> None:
+        self._resume.put_into(checkpoint)
+        if self._loaded is not None:
+            checkpoint[KEY] = self._loaded["all_ranks"]
+            if is_routed(self._trainer.strategy):
+                checkpoint[GRADIENTS_KEY] = self._loaded["apart"].get(self._trainer.global_rank, {})
+
     def _capture_rank(self) -> dict[str, Any]:
         phase, progress, redo = self._phase()
+        self._counters.settle(progress, phase, redo=redo)
+        progress["accumulation"] = self._accumulation.capture()
         moment = self._batch if redo else None
         if phase in ("validation", "validation_end"):
             moment = self._validation
         batches = progress["batch"]["current"]["completed"] + (phase == "batch_end")
+        position = self._counters.own()["batch"]["completed"] + (phase == "batch_end")
         rng, metrics = RngState.capture(), MetricsMoment.take(self._internals, self._metrics)
         if phase == "validation" and moment is not None:
             rng, metrics = moment.rng, moment.metrics
@@ -204,7 +243,7 @@ class ExactState:
             first = {"first_iteration": moment.metrics.connector["first_iteration"], "current_hook": None}
             metrics = dataclasses.replace(metrics, connector={**metrics.connector, **first})
         if redo and moment is not None:
-            rng = self._data.rng_before(batches + self._internals.prefetched) or moment.rng
+            rng = self._data.rng_before(position + self._internals.prefetched) or moment.rng
             metrics = moment.metrics
             notes += self._damage(moment, batches)
         if self._internals.fetcher is not None and self._internals.steps_take_the_iterator and redo:
@@ -214,9 +253,9 @@ class ExactState:
             notes.append(
                 "FSDPStrategy keeps the gradients of an open accumulation window whole, and they are not saved"
             )
-        begun = phase == "between_epochs" and progress["epoch"]["current"]["completed"] == 0
+        begun = phase == "between_epochs" and self._counters.own()["epoch"]["completed"] == 0
         if (in_epoch or begun) and self._internals.fetcher is not None:
-            data = self._data.capture(0 if begun else batches, self._internals.prefetched)
+            data = self._data.capture(0 if begun else position, self._internals.prefetched)
         else:
             data = self._data.capture_between_epochs()
         return {
@@ -239,7 +278,8 @@ class ExactState:
     def _phase(self) -> tuple[str, dict[str, Any], bool]:
         """Where the loops are: the phase, the counters to go on with, and whether a batch was interrupted."""
         progress = self._internals.progress()
-        epoch, batch = progress["epoch"]["current"], progress["batch"]["current"]
+        counted = self._counters.own()
+        epoch, batch = counted["epoch"], counted["batch"]
         if self._validation is not None and not self._trainer.sanity_checking:
             if self._validation_over:
                 return "validation_end", progress, False
@@ -291,29 +331,45 @@ class ExactState:
 
     # ---- restore -----------------------------------------------------------------------------------------------------
 
-    def load(self, checkpoint: Mapping[str, Any]) -> None:
-        """Take the exact state out of a checkpoint; the fit that follows will go on from it.
+    def load(self, checkpoint: Mapping[str, Any]) -> bool:
+        """Take the exact state out of the checkpoint that a fit resumes from; the fit will go on from it.
+
+        Returns:
+            Whether it is that checkpoint. Any other is restored by a callback or a hook: that is Lightning's doing, and
+            neither generators nor loaders go back.
 
         Raises:
             CheckpointFormatError: A newer version of this package saved it.
             StateMismatchError: It holds no state of this rank.
         """
+        if not self._resume.is_loading:
+            self._restored_by_others(checkpoint)
+            return False
         state = checkpoint.get(KEY)
         if state is None:
-            self._warn("it was saved without ResumableCheckpoint, so it holds no exact state")
-            return
+            how = checkpoint.get(NO_STATE_KEY, "without ResumableCheckpoint")
+            self._warn(f"it was saved {how}, so it holds no exact state")
+            return True
         if state["version"] > VERSION:
             raise CheckpointFormatError(
                 f"the exact state has version {state['version']}, this release reads up to {VERSION}",
                 key=f"{KEY}.version",
                 remedy="update ckpt-plugins",
             )
-        state, rank = put_back(state, checkpoint.get(GRADIENTS_KEY, {})), self._trainer.global_rank
+        saved, apart = state, checkpoint.get(GRADIENTS_KEY, {})
+        state, rank = put_back(state, apart), self._trainer.global_rank
         if self._saved_elsewhere(state):
             mine = state_for_rank(state, rank, gradients=not self._begins_window_again)
         else:
             mine = state_of_rank(state, rank)
-        self._loaded = {**state, "mine": mine}
+        self._loaded = {**state, "mine": mine, "all_ranks": saved, "apart": apart}
+        return True
+
+    def _restored_by_others(self, checkpoint: Mapping[str, Any]) -> None:
+        resumes = self._loaded is not None or self._resume.awaits_training_state
+        if resumes and not self._resume.keeps(checkpoint):
+            self._loaded = None
+            self._resume.give_up()
 
     @property
     def _begins_window_again(self) -> bool:
@@ -325,11 +381,16 @@ class ExactState:
         return bool(state[Kind.REPLICATED.value]["world_size"] != self._trainer.world_size)
 
     def _go_on(self, begin_epoch: Callable[[], None]) -> None:
-        assert self._loaded is not None
+        if self._loaded is None:  # another checkpoint was restored since
+            begin_epoch()
+            return
         state, self._loaded = self._loaded, None
         shared, mine, module = state[Kind.REPLICATED.value], state["mine"], self._trainer.lightning_module
         elsewhere = self._saved_elsewhere(state)
         causes = inexact_elsewhere(self._data, shared, mine) if elsewhere else self._data.check(mine["data"])
+        in_epoch = shared["phase"] not in ("between_epochs", "epoch_end")
+        setting = self._accumulation.go_on(shared["progress"], in_epoch=in_epoch)
+        causes += [setting] if setting is not None else []
         if causes or shared["notes"]:
             self._warn("; ".join([*shared["notes"], *causes]))
         if elsewhere:
@@ -353,7 +414,10 @@ class ExactState:
                 iter(self._internals.fetcher)
             begin_epoch()
         else:
-            self._continue_epoch(shared, lambda: self._enter(mine["data"], rng, elsewhere))
+            ready = shared["progress"]["batch"]["current"]["ready"]
+            fetched = ready if elsewhere else mine["data"]["batches"]
+            self._counters.pass_begins(fetched)
+            self._continue_epoch(shared, fetched, lambda: self._enter(mine["data"], rng, elsewhere))
 
     def _restore_gradients(self, module: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         restore_gradients(module.named_parameters(), gradients)
@@ -371,9 +435,9 @@ class ExactState:
         # whatever getting there has drawn
         rng.restore()
 
-    def _continue_epoch(self, shared: Mapping[str, Any], enter: Callable[[], None]) -> None:
-        phase, batch = shared["phase"], shared["progress"]["batch"]
-        self._internals.continue_epoch(enter, batch["current"]["ready"])
+    def _continue_epoch(self, shared: Mapping[str, Any], fetched: int, enter: Callable[[], None]) -> None:
+        phase = shared["phase"]
+        self._internals.continue_epoch(enter, fetched)
         if phase == "batch_end":
             self._internals.finish_batch(self._internals.end_batch, None)
         elif phase in ("validation", "validation_end"):

@@ -48,6 +48,11 @@ class TrainingData:
         internals: Access to the Trainer.
         replay: Always go back by reading again.
         before_fetch: Called before each batch is fetched, with the random generators of that moment.
+
+    Attributes:
+        begun: Number of batches of the epoch that were done when the present iterators were made.
+        attempts: Number of batches of the epoch that were asked for.
+        idle: Whether iterators are made but not read from.
     """
 
     def __init__(self, internals: Internals, replay: bool, before_fetch: Callable[[RngState], None]) -> None:
@@ -60,6 +65,7 @@ class TrainingData:
         self._pending: Mapping[str, Any] | None = None
         self._rest: _Rest | None = None
         self._draws_while_reading = False
+        self.begun = 0
         self.attempts = 0
         self.idle = False
 
@@ -100,11 +106,15 @@ class TrainingData:
         make_iterators()
         for tracker in self._trackers:
             tracker.pass_made()
-        self.attempts = 0
+        self.begun = self.attempts = 0
 
     def _fetch(self, fetch: Callable[[], Any]) -> Any:
         if self.idle:
-            raise StopIteration
+            if self._internals.prefetched:
+                raise StopIteration
+            # a callback trains before the run resumes
+            self.idle = False
+            iter(self._combined)
         moment = self._moment()
         self._fetches.append(moment)
         self._before_fetch(moment.rng)
@@ -209,7 +219,7 @@ class TrainingData:
         for tracker, saved in pairs:
             tracker.finish(saved)
         self._internals.set_position(self._combined, state["batches"], state["exhausted"])
-        self.attempts = state["batches"]
+        self.begun = self.attempts = state["batches"]
         if state["ahead_rng"] is not None:
             RngState.decode(state["ahead_rng"]).restore()
 
@@ -273,4 +283,4 @@ class TrainingData:
         for tracker in self._trackers:
             tracker.pass_made()
         self._internals.set_position(self._combined, rest.batches, [])
-        self.attempts = rest.batches
+        self.begun = self.attempts = rest.batches

@@ -28,14 +28,14 @@ def name_mismatches(trainer: Any) -> None:
         except StateMismatchError:
             raise
         except RuntimeError as error:
-            found = _differences(checkpoint.get("state_dict", {}), trainer.lightning_module)
+            saved = checkpoint.get("state_dict", {})
+            found = _differences(saved, trainer.lightning_module)
             raise StateMismatchError(
                 f"the checkpoint is of another model: {'; '.join(found[:_SHOWN]) or error}"
                 + (f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""),
                 path=_path(trainer),
                 key="state_dict",
-                remedy="build the model with the settings it was saved with, or load what fits with "
-                "LightningModule.strict_loading = False",
+                remedy=_remedy(saved, trainer.lightning_module.state_dict()),
             ) from error
 
     def load_optimizer_state_dict(checkpoint: Mapping[str, Any]) -> None:
@@ -48,8 +48,8 @@ def name_mismatches(trainer: Any) -> None:
                 f"the checkpoint's optimizers do not fit those of this run: {error}",
                 path=_path(trainer),
                 key="optimizer_states",
-                remedy="return the same optimizers over the same parameters from configure_optimizers, or load the "
-                "weights only",
+                remedy="return the same optimizers over the same parameters from configure_optimizers, or start a new "
+                "fit with the weights that LightningModule.load_from_checkpoint loads",
             ) from error
 
     strategy.load_model_state_dict = load_model_state_dict
@@ -64,6 +64,29 @@ def unwrap(trainer: Any) -> None:
 
 def _path(trainer: Any) -> str | None:
     return None if trainer.ckpt_path is None else str(trainer.ckpt_path)
+
+
+def _remedy(saved: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    for name in own:
+        if f"{name}_orig" in saved and f"{name}_mask" in saved:
+            return (
+                "the parameters were pruned after the model was built: prune them before it is loaded, as by "
+                "torch.nn.utils.prune.identity(module, name) in LightningModule.setup"
+            )
+        owner, _, tensor = name.rpartition(".")
+        if any(key.startswith(f"{owner}.parametrizations.{tensor}.".lstrip(".")) for key in saved):
+            return (
+                "register the parametrizations that it was saved with before it is loaded, as in LightningModule.setup"
+            )
+    if any(
+        getattr(tensor, "shape", None) != getattr(saved.get(name, tensor), "shape", None)
+        for name, tensor in own.items()
+    ):
+        return "build the model with the settings it was saved with"
+    return (
+        "build the model with the settings it was saved with, or load the tensors that both have with "
+        "LightningModule.strict_loading = False"
+    )
 
 
 def _differences(saved: Mapping[str, Any], module: Any) -> list[str]:

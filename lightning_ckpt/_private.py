@@ -64,6 +64,8 @@ class Internals:
         self.val_loop = trainer.fit_loop.epoch_loop.val_loop
         # logged values live here; public are only their results
         self.connector = trainer._logger_connector
+        # restores checkpoints: that of a resume, and those that callbacks restore themselves
+        self.checkpoints = trainer._checkpoint_connector
 
     # ---- hooks into the loops ----------------------------------------------------------------------------------------
 
@@ -97,10 +99,55 @@ class Internals:
         self.val_loop.run = run_validation
         self.val_loop._on_evaluation_end = end_validation
 
+    def around_loops(self, load: Callable[[Callable[[], None]], None], run: Callable[[Callable[[], Any]], Any]) -> None:
+        """Let the loops be loaded by ``load(original)`` and run by ``run(original)``, whoever does it."""
+        load_state, run_loop = type(self.fit_loop).load_state_dict, type(self.fit_loop).run
+        self.fit_loop.load_state_dict = lambda *args, **kwargs: load(lambda: load_state(self.fit_loop, *args, **kwargs))
+        self.fit_loop.run = lambda: run(lambda: run_loop(self.fit_loop))
+
+    def around_resume(self, load: Callable[[Callable[[], None]], None]) -> None:
+        """Let what the fit itself restores first, modules and callbacks, be restored by ``load(original)``.
+
+        Callbacks and hooks restore checkpoints as well, with the same public hooks being called. Only the fit calls
+        ``_restore_modules_and_callbacks``, once.
+        """
+        original = self.checkpoints._restore_modules_and_callbacks
+
+        def restore(*args: Any, **kwargs: Any) -> None:
+            load(lambda: original(*args, **kwargs))
+
+        replace_once(self.checkpoints, "_restore_modules_and_callbacks", restore)
+
+    def finish_resume(self, wanted: Callable[[], bool], finished: Callable[[], None]) -> None:
+        """Let the fit restore the training state of the checkpoint that it resumes from, whatever is restored before that.
+
+        Between modules and training state Lightning calls ``on_fit_start``. A checkpoint that is restored there takes the
+        place of the other, of which counters and optimizers would never be restored.
+
+        Args:
+            wanted: Whether the checkpoint is still to be restored.
+            finished: Called after that.
+        """
+        connector = self.checkpoints
+        loaded, path, original = connector._loaded_checkpoint, connector._ckpt_path, connector.restore_training_state
+
+        def restore_training_state() -> None:
+            if connector._loaded_checkpoint and connector._loaded_checkpoint is not loaded:
+                original()
+                return
+            vars(connector).pop("restore_training_state", None)
+            if wanted():
+                connector._loaded_checkpoint, connector._ckpt_path = loaded, path
+            original()
+            finished()
+
+        connector.restore_training_state = restore_training_state
+
     def release(self) -> None:
         """Take all hooks out again."""
         for owner, names in (
-            (self.fit_loop, ("_load_combined_loader_states", "on_advance_start")),
+            (self.checkpoints, ("_restore_modules_and_callbacks", "restore_training_state")),
+            (self.fit_loop, ("_load_combined_loader_states", "load_state_dict", "on_advance_start", "run")),
             (self.epoch_loop, ("reset", "on_run_start", "advance", "_should_check_val_fx")),
             (self.val_loop, ("run", "_on_evaluation_end")),
         ):
@@ -148,6 +195,12 @@ class Internals:
             "accumulate_grad_batches": int(self.trainer.accumulate_grad_batches),
         }
 
+    def counts(self) -> dict[str, dict[str, int]]:
+        """How many epochs of the fit and batches of the epoch have come to each point of their round."""
+        current = {"epoch": self.fit_loop.epoch_progress.current, "batch": self.epoch_loop.batch_progress.current}
+        names = ("ready", "started", "processed", "completed")
+        return {kind: {name: int(getattr(of, name)) for name in names} for kind, of in current.items()}
+
     def set_progress(self, progress: dict[str, Any]) -> None:
         """Undo :meth:`progress`, and tell the loops that they are not restarting: they just go on."""
         epoch_loop = self.epoch_loop
@@ -160,7 +213,6 @@ class Internals:
         epoch_loop._batches_that_stepped = progress["batches_that_stepped"]
         self.fit_loop._last_train_dl_reload_epoch = progress["train_reload_epoch"]
         self.val_loop._last_val_dl_reload_epoch = progress["val_reload_epoch"]
-        self.trainer.accumulate_grad_batches = progress["accumulate_grad_batches"]
         for loop in (self.fit_loop, epoch_loop, self.val_loop):
             loop._restarting = False
             loop._loaded_from_state_dict = False

@@ -49,6 +49,7 @@ _CONNECTOR = (
     "update_train_epoch_metrics",
     "update_train_step_metrics",
 )
+_CHECKPOINTS = ("_ckpt_path", "_loaded_checkpoint", "_restore_modules_and_callbacks", "restore_training_state")
 _MODEL_CHECKPOINT = (
     "_ModelCheckpoint__resolve_ckpt_dir",
     "_find_last_checkpoints",
@@ -73,6 +74,7 @@ def missing_internals(trainer: Any) -> list[str]:
         ("fit_loop.epoch_loop", epoch_loop, _EPOCH_LOOP),
         ("fit_loop.epoch_loop.val_loop", getattr(epoch_loop, "val_loop", None), _VAL_LOOP),
         ("_logger_connector", getattr(trainer, "_logger_connector", None), _CONNECTOR),
+        ("_checkpoint_connector", getattr(trainer, "_checkpoint_connector", None), _CHECKPOINTS),
     )
     missing = [f"trainer.{path}.{name}" for path, owner, names in owners for name in names if not hasattr(owner, name)]
     optimization = getattr(epoch_loop, "automatic_optimization", None)

@@ -18,6 +18,8 @@ __all__ = ["AsyncCheckpointIO", "SyncCheckpointIO", "TorchFileIO", "training_goe
 _Path = Union[str, "os.PathLike[str]"]
 
 STATE_KEY = "lightning_ckpt"
+# why a checkpoint holds no exact state although the callback is there, in words
+NO_STATE_KEY = "lightning_ckpt_no_exact_state"
 # A state this small is durable in some milliseconds: waiting for it is cheap, and keeps the directory as those expect it who
 # look there between two saves, such as ModelCheckpoint when it picks a name that is not taken.
 SMALL_STATE_BYTES = 256 * 1024
@@ -93,7 +95,9 @@ class TorchFileIO(CheckpointIOBase):
 
     def _tell_about_callback_once(self, checkpoint: Any) -> None:
         is_training_state = isinstance(checkpoint, Mapping) and "loops" in checkpoint and "callbacks" in checkpoint
-        if is_training_state and STATE_KEY not in checkpoint and not self._told_about_callback:
+        if not is_training_state or self._told_about_callback:
+            return
+        if STATE_KEY not in checkpoint and NO_STATE_KEY not in checkpoint:
             self._told_about_callback = True
             warnings.warn(
                 f"{type(self).__name__} stores what the Trainer gives it, which is not enough for an exact resume: random "

@@ -11,10 +11,11 @@ from typing import Any, Literal
 import torch
 
 from ckpt_core.policies import RetentionPolicy
-from lightning_ckpt._exact_state import ExactState
+from lightning_ckpt._exact_state import KEY, ExactState
 from lightning_ckpt._mismatch import name_mismatches, unwrap
 from lightning_ckpt._model_checkpoint import ReliableModelCheckpoint
 from lightning_ckpt._private_guard import check_callback
+from lightning_ckpt.io import NO_STATE_KEY
 
 __all__ = ["ResumableCheckpoint"]
 
@@ -111,6 +112,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         self._state: ExactState | None = None
         self._seconds_since_check: float | None = None
         self._being_saved: tuple[str, int] | None = None
+        self._resumes = True
 
     # ---- the exact state ---------------------------------------------------------------------------------------------
 
@@ -127,6 +129,8 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         super().on_save_checkpoint(trainer, pl_module, checkpoint)
         if self._state is not None and self._is_first(trainer):
             self._state.save(checkpoint)
+        if KEY not in checkpoint:
+            checkpoint[NO_STATE_KEY] = "outside of a fit" if self.exact else "by ResumableCheckpoint(exact=False)"
 
     def _is_first(self, trainer: Any) -> bool:
         # The callbacks on a Trainer share the exact state; all ranks take part in each gathering of it.
@@ -134,8 +138,9 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        self._resumes = True
         if self._state is not None and trainer.state.fn == "fit":
-            self._state.load(checkpoint)
+            self._resumes = self._state.load(checkpoint)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if self._state is not None:
@@ -202,6 +207,8 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        if not self._resumes:
+            return
         self._seconds_since_check = state_dict.get("seconds_since_check")
         self._last_checkpoint_saved = state_dict.get("last_checkpoint_saved", "")
         self._last_global_step_saved = state_dict.get("last_global_step_saved", 0)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_core.errors import CheckpointError, StateMismatchError
 from ckpt_core.state.rng import RngState, capture_generators, find_generators, restore_generators
-from ckpt_core.state.samplers import RecordingSampler, SamplerMoment, SamplerPass
+from ckpt_core.state.samplers import RecordingSampler, SamplerMoment, SamplerPass, describe_sampler
 from ckpt_core.state.stateful import is_stateful
 from ckpt_core.state.workers import RecordingCollate, RngIterableDataset, RngMapDataset, WorkerInit, WorkerRngLog
 
@@ -25,6 +25,15 @@ __all__ = ["LoaderMark", "LoaderTracker"]
 log = logging.getLogger(__name__)
 
 Method = Literal["skip", "load", "replay"]
+
+# settings of a loader that decide what its batches are
+_COMPARED = {
+    "type": "type",
+    "num_workers": "num_workers",
+    "length": "number of batches",
+    "batch_size": "batch size",
+    "sampler": "sampler",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +258,9 @@ class LoaderTracker:
         state: dict[str, Any] = {"type": type(self.loader).__name__, "num_workers": self.workers, "length": None}
         with contextlib.suppress(TypeError, NotImplementedError):
             state["length"] = len(self.loader)
+        state["batch_size"] = getattr(self.loader, "batch_size", None)
         if self.sampler is not None:
+            state["sampler"] = describe_sampler(self.sampler.inner)
             moment = self.sampler.moment()
             state["generators"] = dict(moment.generators)
             state["counters"] = dict(moment.counters)
@@ -261,8 +272,8 @@ class LoaderTracker:
     def check(self, state: Mapping[str, Any]) -> str | None:
         """Return why the saved state does not fit this loader exactly, in words, or ``None``."""
         now = self._common()
-        for key, what in (("type", "type"), ("num_workers", "num_workers"), ("length", "number of batches")):
-            if state[key] != now[key]:
+        for key, what in _COMPARED.items():
+            if key in state and key in now and state[key] != now[key]:
                 return f"the {what} of a training data loader was {state[key]} and is {now[key]}"
         if state["method"] != self.method and "replay" not in (state["method"], self.method):
             raise StateMismatchError(

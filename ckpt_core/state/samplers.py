@@ -9,7 +9,14 @@ from typing import Any
 from ckpt_core.state.rng import RngState, capture_generators, restore_generators
 from ckpt_core.state.stateful import stay_stateful
 
-__all__ = ["RecordingSampler", "SamplerMoment", "SamplerPass", "capture_counters", "restore_counters"]
+__all__ = [
+    "RecordingSampler",
+    "SamplerMoment",
+    "SamplerPass",
+    "capture_counters",
+    "describe_sampler",
+    "restore_counters",
+]
 
 _SEEDS = ("seed", "epoch")
 
@@ -61,6 +68,19 @@ def _parts(sampler: object) -> Iterator[tuple[str, object]]:
         if child is None:
             return
         path, part = path + "sampler.", child
+
+
+def describe_sampler(sampler: object) -> str:
+    """Name a sampler and the samplers inside it, and whether they shuffle.
+
+    Args:
+        sampler: The sampler.
+    """
+    names = []
+    for _, part in _parts(sampler):
+        shuffle = getattr(part, "shuffle", None)
+        names.append(type(part).__name__ + (f"(shuffle={shuffle})" if isinstance(shuffle, bool) else ""))
+    return " of ".join(names)
 
 
 def capture_counters(sampler: object, initial: Mapping[str, int] | None = None) -> dict[str, int]:

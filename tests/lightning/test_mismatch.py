@@ -8,6 +8,7 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 from ckpt_core import CheckpointError, StateMismatchError
@@ -80,3 +81,31 @@ def test_what_the_user_allows_is_loaded(tmp_path: Path) -> None:
     fit(model, tmp_path, max_steps=4, ckpt_path=str(saved))
     assert model.trained == 2
     assert "load_model_state_dict" not in vars(model.trainer.strategy)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_pruned_parameters_are_named_with_what_helps(tmp_path: Path) -> None:
+    pruned = Model()
+    prune.identity(pruned.net, "weight")
+    fit(pruned, tmp_path)
+    (saved,) = tmp_path.iterdir()
+    with pytest.raises(StateMismatchError, match=r"net\.weight is missing") as caught:
+        fit(Model(), tmp_path, max_steps=4, ckpt_path=str(saved))
+    assert "prune.identity(module, name) in LightningModule.setup" in str(caught.value.remedy)
+    again = Model()
+    prune.identity(again.net, "weight")
+    fit(again, tmp_path, max_steps=4, ckpt_path=str(saved))
+    assert again.trained == 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_shape_cannot_be_left_out(tmp_path: Path) -> None:
+    fit(Model(), tmp_path)
+    (saved,) = tmp_path.iterdir()
+    model = Model(width=5)
+    with pytest.raises(StateMismatchError) as caught:
+        fit(model, tmp_path, max_steps=4, ckpt_path=str(saved))
+    assert "strict_loading" not in str(caught.value.remedy)
+    model.strict_loading = False
+    with pytest.raises(StateMismatchError, match="has shape"):
+        fit(model, tmp_path, max_steps=4, ckpt_path=str(saved))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,12 @@ import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
+from lightning_ckpt.io import SyncCheckpointIO
 from lightning_ckpt.resumable import ResumableCheckpoint
 from tests.lightning.exact_cases import MemoryLogger, Model, digest
+from tests.lightning.exact_data import Samples
 from tests.lightning.features import HAS_SAVE_ON_EXCEPTION
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
@@ -34,6 +38,18 @@ def fit(callback: ResumableCheckpoint, directory: Path, **kwargs: Any) -> tuple[
 
 def make(directory: Path, **kwargs: Any) -> ResumableCheckpoint:
     return ResumableCheckpoint(directory / "saved", **{"every_n_train_steps": 4, "save_top_k": -1, **kwargs})
+
+
+class TestedModel(Model):
+    """Can be put to the test without having been trained."""
+
+    __test__ = False
+
+    def test_dataloader(self) -> Any:
+        return DataLoader(Samples(4), batch_size=2)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
 
 
 def test_arguments_of_model_checkpoint_come_first() -> None:
@@ -139,3 +155,19 @@ def test_new_run_in_an_old_directory_begins_without_a_best(tmp_path: Path) -> No
     callback = make(tmp_path, save_top_k=0)
     fit(callback, tmp_path)
     assert callback.best_model_path == ""
+
+
+@pytest.mark.parametrize(
+    ("exact", "how"), [(True, "outside of a fit"), (False, r"by ResumableCheckpoint\(exact=False\)")]
+)
+def test_the_lack_of_exact_state_is_not_put_down_to_a_missing_callback(exact: bool, how: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "enable_progress_bar": False, "logger": False}
+    callback = make(tmp_path, exact=exact)
+    trainer = pl.Trainer(callbacks=[callback], plugins=[SyncCheckpointIO()], enable_model_summary=False, **settings)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.test(TestedModel(), verbose=False)
+        trainer.save_checkpoint(tmp_path / "early.ckpt")
+    assert not [w for w in caught if "exact resume" in str(w.message)]
+    with pytest.warns(UserWarning, match=f"it was saved {how}, so it holds no exact state"):
+        fit(make(tmp_path), tmp_path, max_epochs=1, ckpt_path=tmp_path / "early.ckpt")
