@@ -13,6 +13,7 @@ from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.policies import RetentionPolicy
 from ckpt_core.tiers import Tiers
 from lightning_ckpt._bases import ModelCheckpointBase
+from lightning_ckpt._boundaries import watch_boundaries
 from lightning_ckpt._outcomes import OutcomeWatch, raise_together
 from lightning_ckpt._private import checkpoint_directory
 from lightning_ckpt._remote import before_look_ups, is_remote, open_filesystem, tell_of_checkpoint
@@ -65,6 +66,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         route(trainer)
+        watch_boundaries(trainer)
         self.meet(trainer)
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
@@ -312,6 +314,7 @@ def _introduce(trainer: Any) -> None:
 
 def _copy(trainer: Any, plugin: TorchFileIO | ShardedCheckpointIO, source: str, target: str) -> None:
     def copy() -> None:
+        plugin.before_change(target, removes=False)
         plugin.checkpointer.copy(source, target)
 
     if isinstance(plugin, ShardedCheckpointIO):

@@ -21,7 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
 from ckpt_core import RankGroup
 from ckpt_core.commit import decode_error, encode_error
 from ckpt_core.errors import CheckpointError
+from lightning_ckpt._boundaries import watch_boundaries
 from lightning_ckpt._post_local_sgd import refuse_unequal_ranks
+from lightning_ckpt.io import TorchFileIO
 from lightning_ckpt.sharded import ROUTED, ShardedCheckpointIO, is_routed
 
 __all__ = ["is_routed", "keeps_whole_gradients", "raise_on_all_ranks", "refuse_strategy", "route"]
@@ -83,6 +85,8 @@ def route(trainer: Any) -> None:
     """
     strategy, plugin = trainer.strategy, trainer.strategy.checkpoint_io
     if not isinstance(plugin, ShardedCheckpointIO) or vars(strategy).get(ROUTED) is plugin:
+        if isinstance(plugin, (TorchFileIO, ShardedCheckpointIO)):
+            watch_boundaries(trainer)
         return
     refuse_strategy(strategy)
     refuse_unequal_ranks(trainer)
@@ -96,6 +100,7 @@ def route(trainer: Any) -> None:
         "teardown": _tearing_down(strategy, plugin),
     }
     vars(strategy).update({**routes, ROUTED: plugin})
+    watch_boundaries(trainer)
 
 
 def keeps_whole_gradients(strategy: Any) -> bool:

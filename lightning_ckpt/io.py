@@ -9,11 +9,11 @@ from typing import Any, Literal, Union
 
 from ckpt_core import Checkpointer
 from ckpt_core.errors import CheckpointNotFoundError
-from ckpt_core.events import EventLog
+from ckpt_core.events import Event, EventLog, Listener, SaveFailed, SaveStarted
 from ckpt_core.tiers import Tiers
 from lightning_ckpt._bases import CheckpointIOBase
 
-__all__ = ["AsyncCheckpointIO", "SyncCheckpointIO", "TorchFileIO", "training_goes_on"]
+__all__ = ["AsyncCheckpointIO", "SaveOutcomes", "SyncCheckpointIO", "TorchFileIO", "training_goes_on"]
 
 _Path = Union[str, "os.PathLike[str]"]
 
@@ -25,16 +25,41 @@ _LONGEST_WAIT_FOR_SMALL_SECONDS = 1.0
 _SLURM_REQUEUE_PREFIX = "hpc_ckpt"
 
 
+class SaveOutcomes:
+    """A listener that knows whether the last save of a checkpoint has failed."""
+
+    def __init__(self) -> None:
+        self._failed: set[str] = set()
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, SaveStarted):
+            self._failed.discard(event.path)
+        elif isinstance(event, SaveFailed):
+            self._failed.add(event.path)
+
+    def has_failed(self, path: str) -> bool:
+        """Return whether the last save of ``path``, as the checkpointer knows it, has failed."""
+        return path in self._failed
+
+
 class TorchFileIO(CheckpointIOBase):
     """What the plugins that write one file share: a :class:`ckpt_core.Checkpointer` in Lightning's words."""
 
     def __init__(
-        self, checkpointer: Checkpointer, storage_options: dict[str, Any] | None, tiers: Tiers | None = None
+        self,
+        checkpointer: Checkpointer,
+        storage_options: dict[str, Any] | None,
+        tiers: Tiers | None = None,
+        outcomes: SaveOutcomes | None = None,
     ) -> None:
         self.checkpointer = checkpointer
         self.storage_options = storage_options
         self.tiers = tiers
+        self.outcomes = outcomes or SaveOutcomes()
         self._told_about_callback = False
+
+    def before_change(self, path: _Path, *, removes: bool) -> None:
+        """Called before a checkpoint is saved or deleted; replaced while somebody has to look at what is there now."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
         """Save ``checkpoint`` at ``path``.
@@ -56,6 +81,7 @@ class TorchFileIO(CheckpointIOBase):
                 f"`storage_options`, or give them to `{name}(storage_options=...)`: they hold for every save there"
             )
         self._tell_about_callback_once(checkpoint)
+        self.before_change(path, removes=False)
         size = self.checkpointer.save(checkpoint, path)
         if not training_goes_on(checkpoint, path):
             self.checkpointer.wait(path)
@@ -85,6 +111,7 @@ class TorchFileIO(CheckpointIOBase):
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Delete a checkpoint, after the saves asked for before are durable; keep it if the newest of them fails."""
+        self.before_change(path, removes=True)
         self.checkpointer.remove(path)
 
     def teardown(self) -> None:
@@ -115,7 +142,7 @@ def training_goes_on(checkpoint: Any, path: _Path) -> bool:
         return True  # not a Trainer's: Fabric's, or bare weights
 
 
-def _listeners(event_log: str | None) -> list[EventLog]:
+def _listeners(event_log: str | None) -> list[Listener]:
     return [EventLog(event_log)] if event_log is not None else []
 
 
@@ -193,7 +220,7 @@ class AsyncCheckpointIO(TorchFileIO):
         keep_local: int | None = None,
         event_log: str | None = None,
     ) -> None:
-        tiers = Tiers.of(local_dir, upload_to, keep_local)
+        tiers, outcomes = Tiers.of(local_dir, upload_to, keep_local), SaveOutcomes()
         super().__init__(
             Checkpointer(
                 strategy="async",
@@ -201,8 +228,9 @@ class AsyncCheckpointIO(TorchFileIO):
                 on_error=on_error,
                 storage_options=storage_options,
                 tiers=tiers,
-                listeners=_listeners(event_log),
+                listeners=[outcomes, *_listeners(event_log)],
             ),
             storage_options,
             tiers,
+            outcomes,
         )

@@ -23,7 +23,7 @@ from lightning_ckpt._sharded_state import (
     parts_of,
     rest_of,
 )
-from lightning_ckpt.io import training_goes_on
+from lightning_ckpt.io import SaveOutcomes, training_goes_on
 
 __all__ = ["ROUTED", "ShardedCheckpointIO", "is_routed"]
 
@@ -83,6 +83,7 @@ class ShardedCheckpointIO(CheckpointIOBase):
     ) -> None:
         self.storage_options = storage_options
         self.tiers = Tiers.of(local_dir, upload_to, keep_local)
+        self.outcomes = SaveOutcomes()
         self._settings: dict[str, Any] = {
             "strategy": mode,
             "max_pending": max_pending,
@@ -90,12 +91,15 @@ class ShardedCheckpointIO(CheckpointIOBase):
             "commit_timeout": commit_timeout,
             "storage_options": storage_options,
             "tiers": self.tiers,
-            "listeners": [EventLog(event_log)] if event_log is not None else [],
+            "listeners": [self.outcomes, *([EventLog(event_log)] if event_log is not None else [])],
         }
         self._checkpointer: DirectoryCheckpointer | None = None
         self._ranks = RankGroup.alone()
         self._buffers: Callable[[], Collection[str]] = tuple
         DirectoryCheckpointer(**self._settings)  # refuses what makes no sense here and not at the first save
+
+    def before_change(self, path: _Path, *, removes: bool) -> None:
+        """Called before a checkpoint is saved or deleted; replaced while somebody has to look at what is there now."""
 
     def connect(self, ranks: RankGroup, buffers: Callable[[], Collection[str]] = tuple) -> None:
         """Say who saves together; called on all ranks together.
@@ -165,6 +169,7 @@ class ShardedCheckpointIO(CheckpointIOBase):
         """
         _refuse(storage_options)
         checkpointer = self.checkpointer
+        self.before_change(path, removes=False)
         parts = parts_of(checkpoint, rank=self._ranks.rank, buffers=self._buffers())
         # Ranks that are at different steps are refused instead of being mixed.
         checkpointer.save(parts, path, metadata=metadata_of(checkpoint), step=checkpoint.get("global_step"))
@@ -244,6 +249,7 @@ class ShardedCheckpointIO(CheckpointIOBase):
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Delete a checkpoint, after the saves asked for before are durable; keep it if the newest of them fails."""
+        self.before_change(path, removes=True)
         self.checkpointer.remove(path)
 
     def teardown(self) -> None:
