@@ -19,6 +19,9 @@ from lightning_ckpt.sharded import ShardedCheckpointIO
 __all__ = ["Observers"]
 
 
+_PATHS = ("last_model_path", "best_model_path")
+
+
 @dataclasses.dataclass
 class _Untold:
     """A call of a logger that waits for its checkpoint."""
@@ -55,7 +58,7 @@ class Observers:
 
     def _later(self, tell: Callable[[Any], None]) -> Callable[[Any], None]:
         def after_save_checkpoint(callback: Any) -> None:
-            state = {**vars(callback), "best_k_models": dict(getattr(callback, "best_k_models", {}))}
+            state = {**vars(callback), "best_k_models": dict(getattr(callback, "best_k_models", {})), "_plugin": None}
             path = os.fspath(state.get("_last_checkpoint_saved") or "")
             view = self._view(callback)
 
@@ -64,8 +67,7 @@ class Observers:
                 vars(view).update(state)
                 tell(proxy(view))
 
-            names = [state.get(name) for name in ("_last_checkpoint_saved", "last_model_path")]
-            names += [getattr(callback, "best_model_path", None), *state["best_k_models"]]
+            names = [path, *(getattr(callback, name, None) for name in _PATHS), *state["best_k_models"]]
             mentioned = frozenset(self._checkpointer.known_as(name) for name in names if name)
             self._untold.append(_Untold(call, path, mentioned, self._trainer.global_step))
             self.tell_ended()
