@@ -18,6 +18,7 @@ from lightning_ckpt._boundaries import watch_boundaries
 from lightning_ckpt._outcomes import OutcomeWatch, raise_together
 from lightning_ckpt._private import checkpoint_directory
 from lightning_ckpt._remote import before_look_ups, is_remote, open_filesystem, tell_of_checkpoint
+from lightning_ckpt._requeued import newest_requeued, progress_of
 from lightning_ckpt._retention import Retention
 from lightning_ckpt._sharded_routing import is_routed, raise_on_all_ranks, route
 from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
@@ -242,13 +243,36 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             CheckpointNotFoundError: There are checkpoints, but none of them verifies.
         """
         directory = checkpoint_directory(self, trainer)
-        found = self._newest_verified(directory, trainer)
+        requeued = self._newest_requeued(directory, trainer)
+        try:
+            found = self._newest_verified(directory, trainer)
+        except CheckpointNotFoundError:
+            if requeued is None:
+                raise
+            found = None
+        if requeued is not None and (found is None or self._is_newer(requeued, found, trainer)):
+            return {requeued}
         if not is_remote(directory) and _tiers_of(trainer) is None:
             return {found} if found is not None else super()._find_last_checkpoints(trainer)
         if found is None:
             return set()
         tell_of_checkpoint(trainer, found, _time_of(self._catalog(directory, trainer), found))
         return {found}
+
+    def _newest_requeued(self, directory: str, trainer: Any) -> str | None:
+        root = os.fspath(trainer.default_root_dir)
+        if is_remote(root) or not os.path.isdir(root):
+            return None
+        return newest_requeued(self._catalog(root, trainer), root, directory)
+
+    def _is_newer(self, path: str, other: str, trainer: Any) -> bool:
+        catalogs = [self._catalog(os.path.dirname(one), trainer) for one in (path, other)]
+        try:
+            return progress_of(catalogs[0].peek(path)) > progress_of(catalogs[1].peek(other))
+        except (
+            CheckpointError
+        ):  # one holds more than plain data: what is in it cannot be known without running its code
+            return _time_of(catalogs[0], path) > _time_of(catalogs[1], other)
 
     def _catalog(self, directory: Any, trainer: Any = None) -> Catalog:
         options = _storage_options_of(trainer) if trainer is not None else self._storage_options
