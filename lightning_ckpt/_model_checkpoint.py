@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Mapping
 from typing import Any
 from weakref import proxy
@@ -13,10 +14,12 @@ from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.policies import RetentionPolicy
 from ckpt_core.tiers import Tiers
 from lightning_ckpt._bases import ModelCheckpointBase
+from lightning_ckpt._boundaries import watch_boundaries
 from lightning_ckpt._outcomes import OutcomeWatch, raise_together
 from lightning_ckpt._private import checkpoint_directory
 from lightning_ckpt._private_hooks import before_look_ups
 from lightning_ckpt._remote import is_remote, open_filesystem, tell_of_checkpoint
+from lightning_ckpt._requeued import newest_requeued, progress_of
 from lightning_ckpt._retention import Retention
 from lightning_ckpt._sharded_routing import is_routed, raise_on_all_ranks
 from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
@@ -27,6 +30,7 @@ __all__ = ["ReliableModelCheckpoint"]
 logger = logging.getLogger(__name__)
 
 _PLUGINS = (TorchFileIO, ShardedCheckpointIO)
+_OWN_MODULES = (".callbacks.model_checkpoint", "._model_checkpoint", "._observers", ".resumable")
 
 
 class ReliableModelCheckpoint(ModelCheckpointBase):
@@ -36,7 +40,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         if retention is not None and not isinstance(retention, RetentionPolicy):
             raise TypeError(f"retention must be a policy such as ckpt_core.policies.KeepLatest, not {retention!r}")
         self._retention = Retention(retention) if retention is not None else None
-        self._best_model_path = ""
+        self._best_model_path = self._last_model_path = ""
+        self._plugin: TorchFileIO | ShardedCheckpointIO | None = None
         self._has_trained = False
         self._best_of_earlier_run: str | None = None
         self._storage_options: dict[str, Any] | None = None
@@ -57,6 +62,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
 
     def meet(self, trainer: Any) -> None:
         """Learn from the plugin of a Trainer how to reach the checkpoints."""
+        plugin = trainer.strategy.checkpoint_io
+        self._plugin = plugin if isinstance(plugin, _PLUGINS) else None
         known = self._storage_options, self._tiers
         self._storage_options, self._tiers = _storage_options_of(trainer), _tiers_of(trainer)
         if known != (self._storage_options, self._tiers):
@@ -65,6 +72,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
     # ---- background saves --------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        watch_boundaries(trainer)
         self.meet(trainer)
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
@@ -235,13 +243,36 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             CheckpointNotFoundError: There are checkpoints, but none of them verifies.
         """
         directory = checkpoint_directory(self, trainer)
-        found = self._newest_verified(directory, trainer)
+        requeued = self._newest_requeued(directory, trainer)
+        try:
+            found = self._newest_verified(directory, trainer)
+        except CheckpointNotFoundError:
+            if requeued is None:
+                raise
+            found = None
+        if requeued is not None and (found is None or self._is_newer(requeued, found, trainer)):
+            return {requeued}
         if not is_remote(directory) and _tiers_of(trainer) is None:
             return {found} if found is not None else super()._find_last_checkpoints(trainer)
         if found is None:
             return set()
         tell_of_checkpoint(trainer, found, _time_of(self._catalog(directory, trainer), found))
         return {found}
+
+    def _newest_requeued(self, directory: str, trainer: Any) -> str | None:
+        root = os.fspath(trainer.default_root_dir)
+        if is_remote(root) or not os.path.isdir(root):
+            return None
+        return newest_requeued(self._catalog(root, trainer), root, directory)
+
+    def _is_newer(self, path: str, other: str, trainer: Any) -> bool:
+        catalogs = [self._catalog(os.path.dirname(one), trainer) for one in (path, other)]
+        try:
+            return progress_of(catalogs[0].peek(path)) > progress_of(catalogs[1].peek(other))
+        except (
+            CheckpointError
+        ):  # one holds more than plain data: what is in it cannot be known without running its code
+            return _time_of(catalogs[0], path) > _time_of(catalogs[1], other)
 
     def _catalog(self, directory: Any, trainer: Any = None) -> Catalog:
         options = _storage_options_of(trainer) if trainer is not None else self._storage_options
@@ -265,9 +296,29 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             )
         return None
 
+    def _once_durable(self, path: str) -> str:
+        # A callback that copies or uploads the file looks at the path as soon as it is there. ModelCheckpoint's own code, which
+        # decides by it what to delete, goes on.
+        asks = sys._getframe(2).f_globals.get("__name__", "")
+        if path and self._has_trained and self._plugin is not None and not asks.endswith(_OWN_MODULES):
+            checkpointer = self._plugin.checkpointer
+            if checkpointer.is_pending(path):
+                checkpointer.drain()
+        return path
+
+    @property
+    def last_model_path(self) -> str:
+        """Path of the newest checkpoint under the name ``last``; waits until it is durable."""
+        return self._once_durable(self._last_model_path)
+
+    @last_model_path.setter
+    def last_model_path(self, path: str) -> None:
+        self._last_model_path = path
+
     @property
     def best_model_path(self) -> str:
-        """Path of the best checkpoint; in a process that has not trained, what the newest checkpoint says it is."""
+        """Path of the best checkpoint, once it is durable; in a process that has not trained, what the newest says it is."""
+        self._once_durable(self._best_model_path)
         if self._best_model_path or self._has_trained or self.dirpath is None:
             return self._best_model_path
         # Kept apart: a run that begins later must not take it for its own and delete it.
@@ -312,6 +363,7 @@ def _introduce(trainer: Any) -> None:
 
 def _copy(trainer: Any, plugin: TorchFileIO | ShardedCheckpointIO, source: str, target: str) -> None:
     def copy() -> None:
+        plugin.before_change(target, removes=False)
         plugin.checkpointer.copy(source, target)
 
     if isinstance(plugin, ShardedCheckpointIO):

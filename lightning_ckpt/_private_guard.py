@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -9,7 +10,7 @@ from torchmetrics import SumMetric
 
 from ckpt_core.errors import CheckpointError
 
-__all__ = ["check", "check_callback", "missing_internals"]
+__all__ = ["check", "check_callback", "missing_boundaries", "missing_internals"]
 
 _FIT_LOOP = (
     "_combined_loader",
@@ -61,6 +62,15 @@ _MODEL_CHECKPOINT = (
     "_save_last_checkpoint",
     "_should_remove_checkpoint",
 )
+_BOUNDARIES = (
+    ("_signal_connector", ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn", "received_sigterm", "teardown")),
+    ("fit_loop", ("on_run_end",)),
+    ("fit_loop.epoch_loop", ("on_advance_end",)),
+    ("fit_loop.epoch_loop.val_loop", ("_evaluation_step", "on_run_end")),
+    ("validate_loop", ("_evaluation_step", "on_run_end")),
+    ("test_loop", ("_evaluation_step", "on_run_end")),
+    ("predict_loop", ("_predict_step", "on_run_end")),
+)
 _DDP_STRATEGY = ("_ddp_comm_state", "_model_averager")
 _METRIC = ("_computed", "_defaults", "_update_count")
 
@@ -86,6 +96,15 @@ def missing_internals(trainer: Any) -> list[str]:
         missing += [f"trainer.strategy.{name}" for name in _DDP_STRATEGY if not hasattr(trainer.strategy, name)]
     metric = SumMetric()
     return missing + [f"torchmetrics.Metric.{name}" for name in _METRIC if not hasattr(metric, name)]
+
+
+def missing_boundaries(trainer: Any) -> list[str]:
+    """Return the attributes between two batches and of the signal handlers that the Trainer does not have."""
+    missing = []
+    for path, names in _BOUNDARIES:
+        owner = functools.reduce(lambda found, name: getattr(found, name, None), path.split("."), trainer)
+        missing += [f"trainer.{path}.{name}" for name in names if not hasattr(owner, name)]
+    return missing
 
 
 def check(trainer: Any) -> None:

@@ -77,13 +77,17 @@ def _call_first(owner: Any, name: str, call: _Call, package: str, *, same: _Call
             f"lightning_ckpt does not work with this release of {package}: it has no {name}",
             remedy="use Lightning 2.5 to 2.7",
         )
-    if getattr(original, "called_first", None) is same:
+    known: dict[_Call, _Call] | None = getattr(original, "called_first", None)
+    if known is not None:
+        known.setdefault(same, call)
         return
+    calls = {same: call}
 
     @functools.wraps(original)
     def call_first(first: Any, *args: Any, **kwargs: Any) -> Any:
-        call(first)
+        for each in calls.values():
+            each(first)
         return original(first, *args, **kwargs)
 
-    call_first.called_first = same  # type: ignore[attr-defined]
+    call_first.called_first = calls  # type: ignore[attr-defined]
     setattr(owner, name, call_first)

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ckpt_core import DirectoryCheckpointer, RankGroup
 from ckpt_core.commit import decode_error, encode_error
 from ckpt_core.errors import CheckpointError
-from lightning_ckpt._bases import CheckpointIOBase
+from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._post_local_sgd import refuse_unequal_ranks
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
 ROUTED = "_ckpt_routed_plugin"
 
 
-class RankCheckpointIO(CheckpointIOBase):
+class RankCheckpointIO(ReliableCheckpointIO):
     """A plugin whose saves are made by all ranks together."""
 
     @property

@@ -9,9 +9,11 @@ from typing import Any, Literal, Union
 
 from ckpt_core import Checkpointer
 from ckpt_core.errors import CheckpointNotFoundError
-from ckpt_core.events import EventLog
+from ckpt_core.events import EventLog, Listener
 from ckpt_core.tiers import Tiers
-from lightning_ckpt._bases import CheckpointIOBase
+from lightning_ckpt._boundaries import watch_plugin
+from lightning_ckpt._plugin_base import ReliableCheckpointIO, SaveOutcomes
+from lightning_ckpt._private_hooks import before_setup
 
 __all__ = ["AsyncCheckpointIO", "SyncCheckpointIO", "TorchFileIO", "training_goes_on"]
 
@@ -27,16 +29,31 @@ _LONGEST_WAIT_FOR_SMALL_SECONDS = 1.0
 _SLURM_REQUEUE_PREFIX = "hpc_ckpt"
 
 
-class TorchFileIO(CheckpointIOBase):
+class TorchFileIO(ReliableCheckpointIO):
     """What the plugins that write one file share: a :class:`ckpt_core.Checkpointer` in Lightning's words."""
 
     def __init__(
-        self, checkpointer: Checkpointer, storage_options: dict[str, Any] | None, tiers: Tiers | None = None
+        self,
+        checkpointer: Checkpointer,
+        storage_options: dict[str, Any] | None,
+        tiers: Tiers | None = None,
+        outcomes: SaveOutcomes | None = None,
     ) -> None:
-        self.checkpointer = checkpointer
+        self._checkpointer = checkpointer
         self.storage_options = storage_options
         self.tiers = tiers
+        self.outcomes = outcomes or SaveOutcomes()
         self._told_about_callback = False
+        before_setup(watch_plugin)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        before_setup(watch_plugin)  # in a process that was spawned, too
+
+    @property
+    def checkpointer(self) -> Checkpointer:
+        """What saves."""
+        return self._checkpointer
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
         """Save ``checkpoint`` at ``path``.
@@ -58,6 +75,7 @@ class TorchFileIO(CheckpointIOBase):
                 f"`storage_options`, or give them to `{name}(storage_options=...)`: they hold for every save there"
             )
         self._tell_about_callback_once(checkpoint)
+        self.before_change(path, removes=False)
         size = self.checkpointer.save(checkpoint, path)
         if not training_goes_on(checkpoint, path):
             self.checkpointer.wait(path)
@@ -87,6 +105,7 @@ class TorchFileIO(CheckpointIOBase):
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Delete a checkpoint, after the saves asked for before are durable; keep it if the newest of them fails."""
+        self.before_change(path, removes=True)
         self.checkpointer.remove(path)
 
     def teardown(self) -> None:
@@ -119,7 +138,7 @@ def training_goes_on(checkpoint: Any, path: _Path) -> bool:
         return True  # not a Trainer's: Fabric's, or bare weights
 
 
-def _listeners(event_log: str | None) -> list[EventLog]:
+def _listeners(event_log: str | None) -> list[Listener]:
     return [EventLog(event_log)] if event_log is not None else []
 
 
@@ -197,7 +216,7 @@ class AsyncCheckpointIO(TorchFileIO):
         keep_local: int | None = None,
         event_log: str | None = None,
     ) -> None:
-        tiers = Tiers.of(local_dir, upload_to, keep_local)
+        tiers, outcomes = Tiers.of(local_dir, upload_to, keep_local), SaveOutcomes()
         super().__init__(
             Checkpointer(
                 strategy="async",
@@ -205,8 +224,9 @@ class AsyncCheckpointIO(TorchFileIO):
                 on_error=on_error,
                 storage_options=storage_options,
                 tiers=tiers,
-                listeners=_listeners(event_log),
+                listeners=[outcomes, *_listeners(event_log)],
             ),
             storage_options,
             tiers,
+            outcomes,
         )

@@ -13,7 +13,9 @@ from ckpt_core.commit import RankGroup
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import EventLog
 from ckpt_core.tiers import Tiers
+from lightning_ckpt._boundaries import watch_plugin
 from lightning_ckpt._fabric_routing import route_fabric
+from lightning_ckpt._plugin_base import SaveOutcomes
 from lightning_ckpt._private_hooks import before_saves_of_fabric, before_setup
 from lightning_ckpt._sharded_routing import RankCheckpointIO, route
 from lightning_ckpt._sharded_state import (
@@ -76,6 +78,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
     ) -> None:
         self.storage_options = storage_options
         self.tiers = Tiers.of(local_dir, upload_to, keep_local)
+        self.outcomes = SaveOutcomes()
         self._settings: dict[str, Any] = {
             "strategy": mode,
             "max_pending": max_pending,
@@ -83,7 +86,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
             "commit_timeout": commit_timeout,
             "storage_options": storage_options,
             "tiers": self.tiers,
-            "listeners": [EventLog(event_log)] if event_log is not None else [],
+            "listeners": [self.outcomes, *([EventLog(event_log)] if event_log is not None else [])],
         }
         self._checkpointer: DirectoryCheckpointer | None = None
         self._ranks = RankGroup.alone()
@@ -162,6 +165,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
         """
         _refuse(storage_options)
         checkpointer = self.checkpointer
+        self.before_change(path, removes=False)
         parts = parts_of(checkpoint, rank=self._ranks.rank, buffers=self._buffers())
         # Ranks that are at different steps are refused instead of being mixed.
         checkpointer.save(parts, path, metadata=metadata_of(checkpoint), step=checkpoint.get("global_step"))
@@ -225,6 +229,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
 
     def remove_checkpoint(self, path: _Path) -> None:
         """Delete a checkpoint, after the saves asked for before are durable; keep it if the newest of them fails."""
+        self.before_change(path, removes=True)
         self.checkpointer.remove(path)
 
     def teardown(self) -> None:
@@ -235,6 +240,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
 
 def _listen() -> None:
     before_setup(route)
+    before_setup(watch_plugin)
     before_saves_of_fabric(route_fabric)
 
 

@@ -17,6 +17,7 @@ from tests.lightning.exact_cases import Model
 def test_nothing_has_moved(package: object) -> None:
     trainer = package.Trainer(logger=False, accelerator="cpu", devices=1)  # type: ignore[attr-defined]
     assert _private_guard.missing_internals(trainer) == [], "this release of Lightning has moved private attributes"
+    assert _private_guard.missing_boundaries(trainer) == [], "this release of Lightning has moved private attributes"
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
@@ -76,3 +77,37 @@ def test_model_averaging(package: object, monkeypatch: pytest.MonkeyPatch) -> No
     assert _private_guard.missing_internals(trainer) == []
     monkeypatch.setattr(_private_guard, "_DDP_STRATEGY", ("_model_averager", "_renamed_as_well"))
     assert _private_guard.missing_internals(trainer) == ["trainer.strategy._renamed_as_well"]
+
+
+def test_a_release_without_the_boundaries_trains_as_ever(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_private_guard, "_BOUNDARIES", (("fit_loop.epoch_loop", ("on_advance_end", "_renamed")),))
+    callback = ResumableCheckpoint(dirpath=str(tmp_path))
+    trainer = pl.Trainer(callbacks=[callback], logger=False, accelerator="cpu", devices=1, max_epochs=1)
+    trainer.fit(Model())
+    assert trainer.global_step > 0
+    assert "has no trainer.fit_loop.epoch_loop._renamed" in caplog.text
+
+
+@pytest.mark.parametrize("package", [pl, pytorch_lightning])
+def test_nothing_of_ours_is_left_on_the_trainer(package: object, tmp_path: object) -> None:
+    callback = ResumableCheckpoint(dirpath=str(tmp_path), save_top_k=0)
+    options = {"logger": False, "accelerator": "cpu", "devices": 1, "max_epochs": 1}
+    trainer = package.Trainer(callbacks=[callback], **options)  # type: ignore[attr-defined]
+
+    class Plain(package.LightningModule):  # type: ignore[name-defined,misc]
+        def training_step(self, *_: object) -> None:
+            assert "on_advance_end" in vars(trainer.fit_loop.epoch_loop)
+            assert "_slurm_sigusr_handler_fn" in vars(trainer._signal_connector)
+
+        def train_dataloader(self) -> list[int]:
+            return [1, 2]
+
+        def configure_optimizers(self) -> None:
+            pass
+
+    trainer.fit(Plain())
+    for owner in (trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._signal_connector, trainer.validate_loop):
+        for name in ("on_advance_end", "on_run_end", "_slurm_sigusr_handler_fn", "teardown", "_evaluation_step"):
+            assert name not in vars(owner)

@@ -1,0 +1,98 @@
+"""What is done between two batches, of which signals and saves in the background may tell at any time.
+
+SLURM's requeue signal and SIGTERM: their handlers only note them. A handler that saves, or tells the other ranks, waits for
+ranks that are in the gradient exchange of the very batch that it has interrupted. All ranks save, requeue or end at the same
+boundary, also where one of them alone was signalled.
+
+Loggers that upload checkpoints: they are told of one when it is durable (:mod:`lightning_ckpt._observers`).
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch.distributed as dist
+
+from ckpt_core.commit import Call, Meeting, connect_store
+from lightning_ckpt._observers import Observers
+from lightning_ckpt._plugin_base import ReliableCheckpointIO
+from lightning_ckpt._private_boundaries import TrainerBoundaries
+from lightning_ckpt._private_guard import missing_boundaries
+
+__all__ = ["watch_boundaries", "watch_plugin"]
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_lightning_ckpt_boundaries"
+_REQUEUE = "save and requeue"
+_TERMINATE = "end"
+
+
+def watch_boundaries(trainer: Any) -> None:
+    """Let a Trainer act on signals and tell its loggers of checkpoints between two batches, until it is torn down.
+
+    Called on all ranks together, in ``setup``. Does nothing a second time.
+
+    Args:
+        trainer: Of either package, with one of our plugins or callbacks.
+    """
+    if _ATTRIBUTE in vars(trainer):
+        return
+    missing = missing_boundaries(trainer)
+    if missing:
+        logger.warning(
+            "this release of Lightning has no %s: signals are handled inside their handlers, and loggers are told of "
+            "checkpoints before they are durable",
+            ", ".join(missing),
+        )
+        return
+    setattr(trainer, _ATTRIBUTE, _Between(trainer))
+
+
+def watch_plugin(trainer: Any) -> None:
+    """Do so for a Trainer that saves through a plugin of ours."""
+    if isinstance(trainer.strategy.checkpoint_io, ReliableCheckpointIO):
+        watch_boundaries(trainer)
+
+
+class _Between:
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._observers = Observers(trainer)
+        self._boundaries = TrainerBoundaries(
+            trainer, reached=self._reached, ending=self._observers.tell_all, closing=self._close
+        )
+        is_connected = trainer.world_size > 1 and dist.is_available() and dist.is_initialized()
+        store, rank, world_size = None, 0, 1
+        if is_connected:
+            rank, world_size = trainer.global_rank, trainer.world_size
+            store = connect_store(rank, world_size, trainer.strategy.broadcast)
+        self._meeting = Meeting(store, rank, world_size)
+        self._requeue = self._terminate = None
+        if is_connected or trainer.world_size == 1:
+            self._requeue = self._boundaries.instead_of_requeue(lambda: self._meeting.ask(_REQUEUE))
+        if is_connected:  # Lightning's handler for a single process only notes the signal, too
+            self._terminate = self._boundaries.instead_of_terminate(lambda: self._meeting.ask(_TERMINATE))
+
+    def _reached(self, position: tuple[int, int]) -> None:
+        self._observers.tell_ended()
+        call = self._meeting.at(position)
+        if call.requests:
+            self._act(call, is_over=position[1] == TrainerBoundaries.END and not self._trainer.evaluating)
+
+    def _act(self, call: Call, *, is_over: bool) -> None:
+        if _REQUEUE in call.requests and self._requeue is not None:
+            if call.together:
+                self._requeue()
+            else:
+                logger.error("the job is not requeued: the other ranks do not answer, and cannot save")
+        if _TERMINATE in call.requests and self._terminate is not None and not is_over:
+            if not call.together:
+                logger.warning("SIGTERM ends this rank alone: the other ranks do not answer")
+            self._terminate()
+
+    def _close(self) -> None:
+        vars(self._trainer).pop(_ATTRIBUTE, None)
+        self._meeting.close()
+        self._observers.close()

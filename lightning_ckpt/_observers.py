@@ -1,0 +1,123 @@
+"""Tells loggers of a checkpoint when it is durable, with the values that belong to it.
+
+Lightning calls ``Logger.after_save_checkpoint`` when ``save_checkpoint`` has returned. Of a save in the background there is no
+file yet then, or still that of the save before: a logger that uploads checkpoints would give it the score of this save.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+from weakref import proxy
+
+from lightning_ckpt._plugin_base import ReliableCheckpointIO
+from lightning_ckpt._private_boundaries import replace
+
+__all__ = ["Observers"]
+
+
+_PATHS = ("last_model_path", "best_model_path")
+
+
+@dataclasses.dataclass
+class _Untold:
+    """A call of a logger that waits for its checkpoint."""
+
+    call: Callable[[], None]
+    path: str
+    mentioned: frozenset[str]
+    step: int
+
+
+class Observers:
+    """The loggers of one Trainer that look at checkpoints; does nothing unless the Trainer saves in the background.
+
+    Args:
+        trainer: A Trainer of either package whose plugin is connected.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._untold: list[_Untold] = []
+        self._views: dict[int, Any] = {}
+        self._undo: list[Callable[[], None]] = []
+        plugin = trainer.strategy.checkpoint_io
+        self._checkpointer: Any = None
+        if not isinstance(plugin, ReliableCheckpointIO) or plugin.checkpointer.strategy != "async":
+            return
+        self._checkpointer, self._outcomes = plugin.checkpointer, plugin.outcomes
+        observers = [logger for logger in trainer.loggers if _observes(logger)] if trainer.is_global_zero else []
+        for logger in observers:
+            self._undo.append(replace(logger, "after_save_checkpoint", self._later))
+            self._undo.append(replace(logger, "finalize", self._after_telling))
+        if observers:
+            self._undo.append(replace(plugin, "before_change", lambda _: self._before_change))
+
+    def _later(self, tell: Callable[[Any], None]) -> Callable[[Any], None]:
+        def after_save_checkpoint(callback: Any) -> None:
+            state = {**vars(callback), "best_k_models": dict(getattr(callback, "best_k_models", {})), "_plugin": None}
+            path = os.fspath(state.get("_last_checkpoint_saved") or "")
+            view = self._view(callback)
+
+            def call() -> None:
+                vars(view).clear()
+                vars(view).update(state)
+                tell(proxy(view))
+
+            names = [path, *(getattr(callback, name, None) for name in _PATHS), *state["best_k_models"]]
+            mentioned = frozenset(self._checkpointer.known_as(name) for name in names if name)
+            self._untold.append(_Untold(call, path, mentioned, self._trainer.global_step))
+            self.tell_ended()
+
+        return after_save_checkpoint
+
+    def _after_telling(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
+        def finalize_after_telling(*args: Any, **kwargs: Any) -> Any:
+            self.tell_all()
+            return finalize(*args, **kwargs)
+
+        return finalize_after_telling
+
+    def _view(self, callback: Any) -> Any:
+        # One for each callback: loggers remember which callbacks they know, and look at them again at the end.
+        view = self._views.get(id(vars(callback)))
+        if view is None:
+            view = self._views[id(vars(callback))] = object.__new__(callback.__class__)
+        return view
+
+    def _is_pending(self, untold: _Untold) -> bool:
+        if untold.path:
+            return bool(self._checkpointer.is_pending(untold.path))
+        return bool(self._checkpointer.pending)  # a callback that does not say what it has saved
+
+    def tell_ended(self) -> None:
+        """Tell loggers of the checkpoints that are durable by now; never of those whose save has failed."""
+        while self._untold and not self._is_pending(self._untold[0]):
+            first = self._untold.pop(0)
+            if not first.path or not self._outcomes.has_failed(self._checkpointer.known_as(first.path)):
+                first.call()
+
+    def tell_all(self) -> None:
+        """Wait for the background, and tell loggers of what was saved."""
+        if self._checkpointer is not None:
+            self._checkpointer.drain()
+            self.tell_ended()
+
+    def _before_change(self, path: Any, *, removes: bool) -> None:
+        """A checkpoint is about to be replaced or deleted: tell loggers of older saves that look at it, while they can."""
+        known, step = self._checkpointer.known_as(path), self._trainer.global_step
+        if any(known in untold.mentioned and (removes or untold.step != step) for untold in self._untold):
+            self.tell_all()
+
+    def close(self) -> None:
+        """Leave the loggers and the plugin as they were."""
+        for undo in reversed(self._undo):
+            undo()
+
+
+def _observes(logger: Any) -> bool:
+    """Return whether a logger does anything when it is told of a checkpoint."""
+    bases = [cls for cls in type(logger).__mro__ if "after_save_checkpoint" in vars(cls)]
+    return bool(bases) and bases[0].__name__ != "Logger"  # the base class does nothing
