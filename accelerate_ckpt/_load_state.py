@@ -16,9 +16,15 @@ from accelerate_ckpt import _fsdp
 from accelerate_ckpt._naming import automatic_root, is_url, next_iteration, number_of, numbered, path_text
 from accelerate_ckpt._parts import FORMAT, RANK, check_optimizer, indexed, load_model, restore_buffers
 from accelerate_ckpt._session import Session
-from accelerate_ckpt._stock import check_custom_objects, load_stock, problem_of_stock
+from accelerate_ckpt._stock import StockCheckpoint, check_custom_objects
 from ckpt_core.directory_checkpointer import DirectoryCheckpoint
-from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, StateMismatchError
+from ckpt_core.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    StateMismatchError,
+    UnsafeCheckpointError,
+)
 from ckpt_core.state.elastic import average_gradients
 from ckpt_core.state.gradients import restore_gradients
 
@@ -69,7 +75,7 @@ def load_state(
         if session.checkpointer.exists(path):
             found.append(_Ours(session, path, dict(model_arguments)))
         else:
-            found.append(_Stock(session, path, functools.partial(original, path, load_kwargs, **model_arguments)))
+            found.append(_Stock(session, path, original, load_kwargs, model_arguments))
 
     session.agreement.all_succeeded("load_state", read)
     session.agreement.all_succeeded("load_state", found[0].apply)
@@ -88,21 +94,35 @@ class _Stock:
     Args:
         session: Of the Accelerator.
         path: The checkpoint.
-        original: Accelerate's own ``load_state`` with its arguments.
+        original: Accelerate's own ``load_state``.
+        load_kwargs: Of Accelerate's ``load_state``. ``weights_only=False`` in it says that code in the checkpoint may run.
+        model_arguments: For ``load_state_dict`` of the models.
 
     Raises:
-        CheckpointError: There is none, or it does not fit.
+        CheckpointError: There is none, it is damaged, does not fit, or reading it would run code.
     """
 
-    def __init__(self, session: Session, path: str, original: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        path: str,
+        original: Callable[..., None],
+        load_kwargs: dict[str, Any] | None,
+        model_arguments: dict[str, Any],
+    ) -> None:
         if is_url(path) or not os.path.isdir(path):
             raise FolderNotFoundError(f"Tried to find {path} but folder does not exist", path=path)
         self._session = session
         self._path = path
-        self._original = original
-        problem = problem_of_stock(session.accelerator, path, session.rank)
-        if problem is not None:
-            raise problem
+        self._original = functools.partial(original, path, **model_arguments)
+        self._load_kwargs = load_kwargs
+        self._checkpoint = StockCheckpoint(
+            session.accelerator,
+            path,
+            session.rank,
+            allow_pickle=session.config.allow_pickle or (load_kwargs or {}).get("weights_only") is False,
+            strict=model_arguments.get("strict", True),
+        )
 
     def apply(self) -> None:
         session = self._session
@@ -112,7 +132,7 @@ class _Stock:
             "window and the registered objects of other ranks are not in it, so what follows is not exactly what would have "
             "followed. The next save_state has it all",
         )
-        load_stock(session.accelerator, self._original, self._path, session.rank)
+        self._checkpoint.load(self._original, self._load_kwargs)
         _go_on_counting(session, self._path, None)
 
 
@@ -155,18 +175,25 @@ def _newest_usable(session: Session) -> str | None:
             number = number_of(entry.path)
             if number is not None and entry.is_dir():
                 candidates.setdefault(number, entry.path)
-    for _, path in sorted(candidates.items(), reverse=True):
+    paths = [path for _, path in sorted(candidates.items(), reverse=True)]
+    for path, older in itertools.zip_longest(paths, paths[1:]):
         problem = _problem_of(session, path, is_ours=path in ours.values())
         if problem is None:
             return path
+        if isinstance(problem, UnsafeCheckpointError):
+            # An older one would lose what was trained since, and this one would run its code: the user decides.
+            if older is not None:
+                problem.remedy = f"{problem.remedy}; to go back to an older one, name it: load_state({older!r})"
+            raise problem
         log.warning("passed over the checkpoint %s: %s", path, problem.message)
     return None
 
 
 def _problem_of(session: Session, path: str, *, is_ours: bool) -> CheckpointError | None:
-    if not is_ours:
-        return problem_of_stock(session.accelerator, path, session.rank)
     try:
+        if not is_ours:
+            StockCheckpoint(session.accelerator, path, session.rank, allow_pickle=session.config.allow_pickle)
+            return None
         with contextlib.closing(session.checkpointer.load(path)) as checkpoint:
             checkpoint.verify()
     except CheckpointError as error:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from ckpt_core.directory_checkpointer import DirectoryCheckpoint, Part
 from ckpt_core.errors import StateMismatchError
@@ -17,6 +18,7 @@ __all__ = [
     "RANK",
     "capture_buffers",
     "check_optimizer",
+    "check_weights",
     "custom_parts",
     "fit_into",
     "indexed",
@@ -105,6 +107,56 @@ def check_optimizer(optimizer: Any, state: Mapping[str, Any], *, path: str, key:
             key=key,
             remedy="prepare the same model and optimizer as the run that saved",
         )
+
+
+def check_weights(
+    model: torch.nn.Module, saved: Mapping[str, tuple[int, ...] | None], *, strict: bool, path: str
+) -> None:
+    """Refuse the weights of another model, before anything is changed.
+
+    A model with modules that load in their own way is left to them: they may take other names and shapes.
+
+    Args:
+        model: Of this run.
+        saved: Shapes by name; None for what is no tensor.
+        strict: Refuse missing and unexpected names too.
+        path: Where the weights are.
+
+    Raises:
+        StateMismatchError: Names or shapes differ.
+    """
+    if any(_loads_in_its_own_way(module) for module in model.modules()):
+        return
+    here = model.state_dict(keep_vars=True)
+    problems = [
+        f"{name} is of shape {list(shape)} there and {list(here[name].shape)} here"
+        for name, shape in saved.items()
+        if shape is not None and isinstance(here.get(name), torch.Tensor) and tuple(here[name].shape) != shape
+    ]
+    if strict:
+        # One of the names of a tied weight is enough; statistics of old models have no counters.
+        stored = {id(here[name]) for name in saved if name in here}
+        missing = [name for name, value in here.items() if id(value) not in stored and isinstance(value, torch.Tensor)]
+        problems += [f"{name} is not there" for name in missing if not name.endswith("num_batches_tracked")]
+        problems += [f"{name} is there and not here" for name in saved if name not in here]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise StateMismatchError(
+            f"the checkpoint is of another model: {'; '.join(problems[:3])}{more}",
+            path=path,
+            key=problems[0].split()[0],
+            remedy="prepare the same model as the run that saved",
+        )
+
+
+def _loads_in_its_own_way(module: torch.nn.Module) -> bool:
+    kind = type(module)
+    return bool(
+        module._load_state_dict_pre_hooks
+        or kind.load_state_dict is not torch.nn.Module.load_state_dict
+        or not kind._load_from_state_dict.__module__.startswith("torch.nn.")
+        or isinstance(module, LazyModuleMixin)
+    )
 
 
 def load_model(

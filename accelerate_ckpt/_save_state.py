@@ -22,6 +22,7 @@ from accelerate_ckpt._parts import (
     optimizer_parts,
     scheduler_parts,
 )
+from accelerate_ckpt._private_safetensors import wait_when_safetensors_open
 from accelerate_ckpt._session import Session
 from ckpt_core.directory_checkpointer import AddedFiles, Part
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
@@ -131,6 +132,9 @@ def _save_now(session: Session, target: str) -> None:
     session.remove_unwanted(target)
     if not _fsdp.is_used(session.accelerator) and fit_into(parts, SMALL_STATE_BYTES):
         session.checkpointer.drain(timeout=_LONGEST_WAIT_FOR_SMALL_SECONDS)
+    if session.config.is_async:
+        wait_when_safetensors_open()
+        session.checkpointer.wait_when_touched(target)  # which stock would have left there, for the script to use
 
 
 def _save_parts(session: Session, target: str, weights: list[Any], files: AddedFiles | None) -> list[Part]:

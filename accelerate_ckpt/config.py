@@ -153,6 +153,8 @@ class CheckpointConfig:
             copy that is whole, under the path of either.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
+        allow_pickle: Whether ``load_state`` may run code from a checkpoint of stock Accelerate, whose registered objects are
+            pickled. What loads with ``weights_only=True`` is loaded anyway; ours never hold code.
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
 
     Raises:
@@ -200,6 +202,10 @@ class CheckpointConfig:
     # Credentials do not belong into logs.
     storage_options: dict[str, Any] | None = field(
         default=None, repr=False, hash=False, metadata=_about(_MAPPING, "passed to fsspec for checkpoints at URLs")
+    )
+    allow_pickle: bool = field(
+        default=False,
+        metadata=_about(_SWITCH, "let load_state run code from pickles in checkpoints of stock Accelerate"),
     )
     event_log: str | None = field(
         default=None, metadata=_about(_PATH, "file to which every event is appended as a line of JSON")
@@ -251,7 +257,7 @@ class CheckpointConfig:
         Example:
             >>> CheckpointConfig.from_sources({"strategy": "sync"}, variables={"ACCELERATE_CKPT_MAX_PENDING": "2"})
             CheckpointConfig(strategy='sync', wait=False, max_pending=2, on_error='raise', mid_accumulation='grads', \
-commit_timeout=600.0, retention=None, local_dir=None, upload_to=None, keep_local=None, event_log=None)
+commit_timeout=600.0, retention=None, local_dir=None, upload_to=None, keep_local=None, allow_pickle=False, event_log=None)
         """
         environment = os.environ if variables is None else variables
         given_flags = {flag_name.format(name): (name, value) for name, value in (flags or {}).items()}

@@ -246,6 +246,11 @@ class DirectoryCheckpointer(CheckpointerBase):
         finally:
             self._saving_thread = outer
 
+    def wait_when_touched(self, path: Path) -> None:
+        """Let who touches a local ``path`` in this process wait for its save under way (:mod:`ckpt_core.awaited_paths`)."""
+        if not is_remote(self.known_as(path)):
+            self._writer.wait_when_touched(self.known_as(path))
+
     def begin_files(self, path: Path) -> AddedFiles:
         """Return an empty local directory for files of a checkpoint that is yet to be saved at ``path``.
 

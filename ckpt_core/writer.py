@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Literal
 
-from ckpt_core import at_exit
+from ckpt_core import at_exit, awaited_paths
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import CheckpointRemoved, Event, Listener, SaveCommitted, SaveFailed
 from ckpt_core.layouts.image import Image
@@ -125,6 +125,8 @@ class _Job:
         number: How many saves were asked for before it, itself included.
         error: What went wrong; None while running and when all went well.
         done: Set when it is over.
+        settled: Set when the checkpoint is there, or will not be; those who listen are not called yet.
+        forget: Called then.
     """
 
     def __init__(self, path: str, action: Callable[[], None], number: int, *, is_save: bool) -> None:
@@ -134,6 +136,8 @@ class _Job:
         self.is_save = is_save
         self.error: CheckpointError | None = None
         self.done = threading.Event()
+        self.settled = threading.Event()
+        self.forget: Callable[[], None] = _nothing
 
 
 def _nothing() -> None:
@@ -182,6 +186,7 @@ class BackgroundWriter:
 
         def action() -> None:
             size = write()
+            self._settle(job)  # those who listen may have others look at it
             seconds = time.perf_counter() - (now if staged_at is None else staged_at())
             notify(self._listeners, SaveCommitted(path=path, bytes=size, background_seconds=seconds))
 
@@ -189,6 +194,19 @@ class BackgroundWriter:
         job = _Job(path, action, self._begun, is_save=True)
         self._last_save = job
         return self._submit(job)
+
+    def wait_when_touched(self, path: str) -> None:
+        """Let others in this process who touch ``path`` wait for its save, if one is under way."""
+        with self._lock:
+            job = next((job for job in reversed(self._jobs) if job.is_save and job.path == path), None)
+            if job is not None and not job.settled.is_set():
+                job.forget = awaited_paths.expect(path, job.settled)
+
+    def _settle(self, job: _Job) -> None:
+        job.settled.set()
+        with self._lock:
+            forget, job.forget = job.forget, _nothing
+        forget()
 
     def copy(self, source: str, target: str, copy: Callable[[], int]) -> None:
         """Run ``copy``, which makes ``target`` a copy of ``source``, after the save of ``source``, unless that fails."""
@@ -302,6 +320,10 @@ class BackgroundWriter:
         self._run()
 
     def _run(self) -> None:
+        with awaited_paths.waiting_for_nothing():
+            self._run_jobs()
+
+    def _run_jobs(self) -> None:
         while True:
             with self._lock:
                 if not self._jobs:
@@ -313,6 +335,7 @@ class BackgroundWriter:
             except BaseException:  # whatever a listener or a log handler does: nobody may wait for ever
                 logger.exception("could not report the failure of the checkpoint %s", job.path)
             finally:
+                self._settle(job)
                 with self._lock:
                     self._jobs.popleft()
                 job.action = _nothing  # lets go of the state

@@ -39,6 +39,7 @@ from accelerate_ckpt._attach import attach
 from accelerate_ckpt._load_state import FolderNotFoundError
 from accelerate_ckpt._parts import FORMAT, indexed, load_model
 from accelerate_ckpt._session import Session, session_of
+from accelerate_ckpt._stock import refuse_damaged_ours
 from accelerate_ckpt.config import OptionError
 from ckpt_core import Catalog
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, StateMismatchError
@@ -142,6 +143,8 @@ class ResumableCallback(TrainerCallback):
         if path is not None and self._session.checkpointer.exists(path):
             self._check_fits(os.fspath(path))
             self._resumed = os.fspath(path)
+        elif path is not None and os.path.isdir(path):
+            refuse_damaged_ours(path)  # of which the Trainer would take the weights alone, without a word
         try:
             result = stock(path, trial, *args, **kwargs)
         except BaseException:
@@ -388,6 +391,7 @@ def _verify(session: Session, path: str) -> None:
             checkpoint.verify()
             checkpoint.read_file(_STATE_FILE)
         return
+    refuse_damaged_ours(path)
     try:  # the Trainer's own: it writes this file last
         with open(os.path.join(path, _STATE_FILE), encoding="utf-8") as file:
             json.load(file)

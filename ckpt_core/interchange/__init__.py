@@ -5,9 +5,17 @@
 ``saving``, ``local_directory``: what they have in common.
 """
 
-from ckpt_core.interchange.dcp_files import export_dcp, import_dcp
+from ckpt_core.interchange.dcp_files import check_dcp, export_dcp, import_dcp
 from ckpt_core.interchange.dcp_reader import CkptStorageReader
 from ckpt_core.interchange.dcp_writer import CkptStorageWriter
 from ckpt_core.interchange.model_files import export_model, import_model
 
-__all__ = ["CkptStorageReader", "CkptStorageWriter", "export_dcp", "export_model", "import_dcp", "import_model"]
+__all__ = [
+    "CkptStorageReader",
+    "CkptStorageWriter",
+    "check_dcp",
+    "export_dcp",
+    "export_model",
+    "import_dcp",
+    "import_model",
+]

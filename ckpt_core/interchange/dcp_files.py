@@ -46,7 +46,7 @@ from ckpt_core.layouts.sharded.joining import file_pieces
 from ckpt_core.layouts.sharded.reading import DirectoryCheckpoint
 from ckpt_core.storage import Storage, is_remote, storage_for
 
-__all__ = ["export_dcp", "import_dcp"]
+__all__ = ["check_dcp", "export_dcp", "import_dcp"]
 
 PathLike = str | os.PathLike[str]
 _REMEDY = "copy the checkpoint again, or import another one"
@@ -215,6 +215,28 @@ def import_dcp(
                 chunks.setdefault(part, []).append(Chunk(below, 0, entry.info, box, load))
     order = [split_path(entry.path) for entry in entries]
     return save_alone(path, chunks, values, kind="sharded", order=order, storage_options=storage_options)
+
+
+def check_dcp(source: PathLike, *, storage_options: dict[str, Any] | None = None) -> None:
+    """Make sure that ``torch.distributed.checkpoint.load``, which trusts what it reads, would run no code from a checkpoint.
+
+    Its metadata and its objects are read as :func:`import_dcp` reads them. Tensors are not read.
+
+    Args:
+        source: The DCP checkpoint: a directory or a URL.
+        storage_options: Passed to fsspec for URLs.
+
+    Raises:
+        UnsafeCheckpointError: There is more in it than plain data; the error names it.
+        CheckpointFormatError: It is no DCP checkpoint.
+        CheckpointCorruptedError: A file is missing or truncated.
+    """
+    origin = full_path(source)
+    storage = storage_for(origin, storage_options if is_remote(origin) else None)
+    memory = TensorMemory()
+    for entry in read_dcp_metadata(_bytes_of(storage, f"{origin}/{METADATA_NAME}"), path=f"{origin}/{METADATA_NAME}"):
+        if entry.info is None:
+            load_stored(storage, origin, entry, entry.chunks[0][1], memory)
 
 
 def save_alone(

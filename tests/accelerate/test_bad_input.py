@@ -99,16 +99,6 @@ def test_torn_random_states_are_not_passed_over(stock: Path) -> None:
     refused(run.accelerator, stock, CheckpointCorruptedError, "random_states_0.pkl", "cannot be read")
 
 
-def test_a_torn_stock_file_is_an_error_that_names_the_checkpoint(stock: Path) -> None:
-    path = stock / "optimizer.bin"
-    path.write_bytes(path.read_bytes()[:200])
-    run = Run(ours())
-    run.accelerator.register_for_checkpointing(Counter())
-    with pytest.raises(CheckpointCorruptedError, match="cannot be loaded") as caught:
-        run.accelerator.load_state(str(stock))
-    assert caught.value.path == str(stock)
-
-
 # ---- any checkpoint --------------------------------------------------------------------------------------------------
 
 
@@ -234,7 +224,7 @@ def test_a_save_cut_off_before_its_commit_is_no_checkpoint(tmp_path: Path) -> No
     (path / "manifest.json").unlink()
     run = Run(ours(), seed=1)
     run.accelerator.register_for_checkpointing(Counter())
-    refused(run.accelerator, path, CheckpointCorruptedError, "not complete")
+    refused(run.accelerator, path, CheckpointCorruptedError, "its manifest.json is missing")
     shutil.rmtree(path)
 
 

@@ -48,6 +48,7 @@ def test_defaults() -> None:
         "upload_to": None,
         "keep_local": None,
         "storage_options": None,
+        "allow_pickle": False,
         "event_log": None,
     }
 

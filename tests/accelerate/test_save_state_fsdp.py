@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import pytest
+from torch.distributed import checkpoint as dcp
 
+from tests.attacks.test_pickles import Exploit
 from tests.support.accelerate_ranks import Ranks
 
 # Accelerate makes FSDP on the CPU a DDP, silently. This is what it would set for a GPU.
@@ -105,6 +108,24 @@ def test_a_checkpoint_of_stock_accelerate_is_loaded(ranks: Ranks, tmp_path: Path
     assert loaded[0].told["whole"] == by_stock[0].told["whole"]
     if not accelerate.__version__.startswith("1.10."):  # which does not get the optimizer back itself
         assert loaded[0].told["whole"] == saved[0].told["whole"]
+
+
+@pytest.mark.parametrize("where", ["metadata", "object"])
+def test_no_code_runs_from_a_checkpoint_of_stock_accelerate(ranks: Ranks, tmp_path: Path, where: str) -> None:
+    marker, saved = tmp_path / "marker", tmp_path / "saved"
+    names: dict[str, Any] = {"version": 2, "accumulation": 1, "alone": True, "saved": str(saved)}
+    ranks.run(PREPARED + "    train(3)\n    Accelerator.save_state(accelerator, saved)\n", 1, seed=0, **names)
+    folder = saved / "optimizer_0"
+    evil = Exploit(marker, "os.system")
+    if where == "metadata":
+        (folder / ".metadata").write_bytes(pickle.dumps(evil))
+    else:
+        dcp.save({"optimizer": {"param_groups": evil}}, checkpoint_id=folder, no_dist=True)
+    loading = "    before = whole()\n    try:\n        accelerator.load_state(saved)\n    finally:\n"
+    (result,) = ranks.run(f"{PREPARED}{loading}        tell(same=whole() == before)\n", 1, seed=1, **names)
+    assert result.error == "UnsafeCheckpointError"
+    assert result.told["same"]
+    assert not marker.exists()
 
 
 def test_a_save_inside_a_window_waits_for_its_end(ranks: Ranks, tmp_path: Path) -> None:

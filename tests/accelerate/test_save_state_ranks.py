@@ -374,3 +374,29 @@ def average(found: list[Any]) -> Any:
     if isinstance(found[0], list):
         return [average(list(values)) for values in zip(*found, strict=True)]
     return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("strategy", ["async", "sharded"])
+def test_rank_zero_and_the_others_use_at_once_what_was_saved(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+    body = """
+        import json, os, shutil
+        accelerator = attach(Accelerator(), strategy)
+        accelerator.prepare(nn.Linear(1500, 1500))
+        folder = Path(saved)
+        accelerator.save_state(folder / "1")
+        if accelerator.is_main_process:
+            (folder / "1" / "trainer_state.json").write_text(json.dumps({"step": 1}))
+        accelerator.save_state(folder / "2")
+        if accelerator.is_main_process:
+            shutil.rmtree(folder / "2")
+        accelerator.wait_for_everyone()
+        accelerator.save_state(folder / "3")
+        there = (folder / "3").is_dir()
+        accelerator.wait_for_everyone()
+        accelerator.end_training()
+        tell(there=there, left=sorted(os.listdir(folder)), written=(folder / "1" / "trainer_state.json").read_text())
+    """
+    results = ranks.run(body, 2, strategy=strategy, saved=str(tmp_path / "saved"))
+    assert [result.error for result in results] == [None, None]
+    for result in results:
+        assert result.told == {"there": True, "left": ["1", "3"], "written": '{"step": 1}'}

@@ -14,7 +14,12 @@ import pytest
 import torch
 from torch import nn
 
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StateMismatchError
+from ckpt_core.errors import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    StateMismatchError,
+)
 
 transformers = pytest.importorskip("transformers", reason="the optional extra is not installed")
 
@@ -210,6 +215,17 @@ def test_resuming_takes_the_newest_checkpoint_that_verifies(tmp_path: Path, capl
     ]
     assert resumed._initial_global_step == 9
     assert_same(weights(resumed), expected)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_ours_without_its_manifest_is_not_taken_for_the_trainers_own(tmp_path: Path, named: bool) -> None:
+    trainer_for(tmp_path, max_steps=3).train()
+    (tmp_path / "checkpoint-3" / "manifest.json").unlink()
+    trainer = trainer_for(tmp_path, max_steps=5)
+    error = CheckpointCorruptedError if named else CheckpointNotFoundError
+    with pytest.raises(error, match="manifest.json is missing" if named else "No valid checkpoint"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3") if named else True)
+    assert trainer.state.global_step == 0
 
 
 def test_nothing_to_resume_from_is_an_error(tmp_path: Path) -> None:

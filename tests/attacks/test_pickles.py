@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import checkpoint as dcp
 
 from ckpt_core import Checkpointer, CheckpointError, UnsafeCheckpointError, verify
+from ckpt_core.interchange import check_dcp
 
 
 class Exploit:
@@ -94,3 +97,20 @@ def test_our_own_reader_cannot_be_talked_into_a_plain_pickle(tmp_path: Path) -> 
     with pytest.raises(UnsafeCheckpointError):
         Checkpointer().load(path)
     assert not (tmp_path / "marker").exists()
+
+
+def test_what_dcp_would_run_is_found_before_it_reads_it(tmp_path: Path) -> None:
+    state = {"w": torch.ones(4), "plain": {"lr": 0.1, "step": 3}}
+    dcp.save(state, checkpoint_id=tmp_path / "good", no_dist=True)
+    check_dcp(tmp_path / "good")
+    dcp.save(
+        state | {"bad": Exploit(tmp_path / "marker", "os.system")}, checkpoint_id=tmp_path / "object", no_dist=True
+    )
+    shutil.copytree(tmp_path / "good", tmp_path / "metadata")
+    (tmp_path / "metadata" / ".metadata").write_bytes(pickle.dumps(Exploit(tmp_path / "marker", "os.system")))
+    for name, said in (("object", "object at bad"), ("metadata", "system")):
+        with pytest.raises(UnsafeCheckpointError, match=said):
+            check_dcp(tmp_path / name)
+        assert not (tmp_path / "marker").exists()
+    dcp.load({"w": torch.ones(4), "bad": 1}, checkpoint_id=tmp_path / "object", no_dist=True)
+    assert (tmp_path / "marker").exists(), "the exploit would work"

@@ -1,0 +1,209 @@
+"""Whoever touches a path whose save is under way waits for the save: a script may use what it has just saved, as after ``torch.save``.
+
+A save in the background leaves nothing under its name until it is committed. A script that lists, opens, copies, renames or
+deletes it must not find nothing there, nor may what it deleted appear later. So the *access* waits, and whoever touches nothing waits for
+nothing. There are two ways of noticing one, which together see all that is done in Python:
+
+- an audit hook (:func:`sys.addaudithook`) sees files opened, directories listed, made, renamed, copied and deleted, wherever the
+  function was imported from, and programs started, which may do anything;
+- ``os.stat``, ``os.lstat`` and ``os.access``, behind ``os.path.exists``, ``Path.is_dir`` and the like, raise no audit event. They are
+  replaced by functions that do the same.
+
+Neither can be undone, and so neither is there before the first save that asks for it. Compiled code that opens files itself has to
+call :func:`wait_for`. Our own accesses, those of writing threads and of log handlers (whose lock the writing thread may need) do not
+wait, nor do forked processes, in which nobody writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+import time
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["expect", "own_packages", "wait_for", "waiting_for_nothing"]
+
+# Nothing that is known to hold a lock waits here. If something did, this would end it.
+_LONGEST_WAIT_SECONDS = 600.0
+
+own_packages = {"ckpt_core"}
+"""Packages whose accesses do not wait, because they know what is under way."""
+
+
+class _Expected:
+    """A path whose save is under way.
+
+    Args:
+        path: The path.
+        ended: Set when the save has ended.
+    """
+
+    def __init__(self, path: str, ended: threading.Event) -> None:
+        directory, name = os.path.split(os.path.abspath(path))
+        self.directory = os.path.realpath(directory)
+        self.path = os.path.join(self.directory, name)
+        self.ended = ended
+
+    def is_touched(self, path: str, how: int) -> bool:
+        """Return whether an access to a path concerns this one."""
+        if path == self.path or path.startswith(self.path + os.sep):
+            return True
+        if how == _TREE:
+            return self.path.startswith(path.rstrip(os.sep) + os.sep)
+        return how == _LISTING and path == self.directory
+
+
+_ITSELF, _LISTING, _TREE = range(3)  # concerns the path and what is below it, also its directory, also all above it
+
+# Which arguments of an event are paths.
+_EVENTS: dict[str, tuple[int, tuple[int, ...]]] = {
+    **dict.fromkeys(
+        ("open", "os.mkdir", "os.truncate", "os.chmod", "os.chown", "os.utime", "os.remove"), (_ITSELF, (0,))
+    ),
+    **dict.fromkeys(("os.getxattr", "os.listxattr", "os.setxattr"), (_ITSELF, (0,))),
+    **dict.fromkeys(("os.link", "os.symlink"), (_ITSELF, (0, 1))),
+    **dict.fromkeys(("os.listdir", "os.scandir", "os.chdir"), (_LISTING, (0,))),
+    **dict.fromkeys(("os.rmdir", "shutil.rmtree"), (_TREE, (0,))),
+    **dict.fromkeys(("os.rename", "shutil.copytree", "shutil.move"), (_TREE, (0, 1))),
+}
+# The program may look anywhere.
+_PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "os.spawn"})
+
+_MOVES = frozenset({"os.symlink", "os.rename", "os.remove", "os.rmdir"})
+
+_expected: list[_Expected] = []
+_real: dict[str, str] = {}  # directories and where they are, until links may have changed
+_thread = threading.local()
+
+
+def expect(path: str, ended: threading.Event) -> Callable[[], None]:
+    """Let whoever touches a local path from now on wait for an event, which sets when its save ends, well or not.
+
+    Args:
+        path: The path, or that of a directory.
+        ended: The event.
+
+    Returns:
+        To be called when the event is set.
+    """
+    _install()
+    _real.clear()
+    item = _Expected(path, ended)
+    _expected.append(item)
+
+    def forget() -> None:
+        with contextlib.suppress(ValueError):  # in a forked process
+            _expected.remove(item)
+
+    return forget
+
+
+def wait_for(path: Any) -> None:
+    """Return when no save of a path, or of a directory that it is in, is under way; for a function in the place of another one."""
+    if _expected:
+        _wait(_ITSELF, (path,), caller=sys._getframe(2))
+
+
+@contextlib.contextmanager
+def waiting_for_nothing() -> Iterator[None]:
+    """Let this thread touch what it likes without waiting: others wait for it."""
+    before = getattr(_thread, "is_free", False)
+    _thread.is_free = True
+    try:
+        yield
+    finally:
+        _thread.is_free = before
+
+
+def _hook(event: str, arguments: tuple[Any, ...]) -> None:
+    if not _expected:
+        return
+    if event in _EVENTS:
+        how, positions = _EVENTS[event]
+        if event == "os.symlink" and len(arguments) > 1:
+            arguments = (_from_link(arguments[0], arguments[1]), arguments[1])
+        _wait(how, tuple(arguments[at] for at in positions if at < len(arguments)))
+        if event in _MOVES:
+            _real.clear()
+    elif event in _PROGRAMS:
+        _wait(_TREE, (os.sep,))
+        _real.clear()
+
+
+def _from_link(target: Any, link: Any) -> Any:
+    """Return what a symbolic link points to, which is relative to the link."""
+    with contextlib.suppress(TypeError):
+        return os.path.join(os.path.dirname(os.path.abspath(os.fsdecode(link))), os.fsdecode(target))
+    return None
+
+
+def _wait(how: int, paths: tuple[Any, ...], *, caller: types.FrameType | None = None) -> None:
+    if getattr(_thread, "is_free", False):
+        return
+    with waiting_for_nothing():
+        touched = [name for path in paths for name in _names_of(path, how)]
+        concerned = [item for item in list(_expected) if any(item.is_touched(name, how) for name in touched)]
+        if not concerned or _is_exempt(caller or sys._getframe(1)):
+            return
+        end = time.monotonic() + _LONGEST_WAIT_SECONDS
+        for item in concerned:
+            item.ended.wait(max(0.0, end - time.monotonic()))
+
+
+def _names_of(path: Any, how: int) -> set[str]:
+    """Return the full names of a path: itself, which may be a link, and where it leads."""
+    if path is None and how == _LISTING:
+        path = os.curdir
+    try:
+        directory, name = os.path.split(os.path.abspath(os.fsdecode(path)))  # a file descriptor is no path
+        if directory not in _real:
+            _real[directory] = os.path.realpath(directory)
+        full = os.path.join(_real[directory], name)
+        return {full, os.path.realpath(full)} if os.path.islink(full) else {full}
+    except (TypeError, ValueError, OSError):
+        return set()
+
+
+def _is_exempt(frame: types.FrameType | None) -> bool:
+    """Return whether it is one of our packages that has called the standard library, or a log handler is at work."""
+    caller: str | None = None
+    while frame is not None:
+        name = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        if name == "logging":
+            return True
+        if caller is None and name not in sys.stdlib_module_names and frame.f_globals is not globals():
+            caller = name
+        frame = frame.f_back
+    return caller in own_packages
+
+
+@functools.cache
+def _install() -> None:
+    sys.addaudithook(_hook)
+    for name in ("stat", "lstat", "access"):
+        _replace(name)
+
+
+def _replace(name: str) -> None:
+    original = getattr(os, name)
+
+    @functools.wraps(original)
+    def same(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if _expected and kwargs.get("dir_fd") is None:
+            _wait(_ITSELF, (path,))
+        return original(path, *args, **kwargs)
+
+    same.__module__ = "os"  # where pickle finds it
+    for supported in (os.supports_dir_fd, os.supports_fd, os.supports_follow_symlinks, os.supports_effective_ids):
+        if original in supported:
+            supported.add(same)
+    setattr(os, name, same)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_expected.clear)  # nobody writes there
