@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import pathlib
 import sys
 import threading
 import time
@@ -187,6 +188,8 @@ def _install() -> None:
     sys.addaudithook(_hook)
     for name in ("stat", "lstat", "access"):
         _replace(name)
+    if sys.version_info < (3, 11):  # whose pathlib has taken the function when it was imported
+        setattr(pathlib._NormalAccessor, "stat", staticmethod(os.stat))  # type: ignore[attr-defined]  # noqa: B010
 
 
 def _replace(name: str) -> None:
