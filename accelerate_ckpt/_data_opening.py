@@ -1,8 +1,8 @@
 """What the first batches that a script takes after a load say about it: whether it leaves out batches itself.
 
-Scripts skip what they had by ``continue``, by ``next`` or by ``islice``: they take batches and do nothing with them. A loader that
-is already in the middle of its epoch must not lose these. What counts as doing something is a backward pass, an optimizer's step, or a
-forward pass of a prepared model.
+Scripts skip what they had by ``continue``, by ``next`` or by ``islice``: they take batches and do nothing with them. A
+loader that is already in the middle of its epoch must not lose these. What counts as doing something is a backward pass,
+an optimizer's step, or a forward pass of a prepared model.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class Opening:
         rng: The generators from which the iteration has to go on.
         steps: How many batches of the epoch the script had.
         habit: How many batches it takes before it uses one.
-        then: What comes after so many batches: the position that was restored, or the end of an epoch that was finished.
-        waits: Whether the position waits while the script leaves out batches; otherwise an iteration of its own has begun.
+        then: What comes after so many batches: the restored position, or the end of an epoch that was finished.
+        waits: Whether the position waits while the script leaves out batches; otherwise a new iteration has begun.
         taken: How many batches it has asked for after the first.
         iteration: Number of the iteration that has begun since the load, 0 for none.
         count: The signs of training when the last batch was handed out, None before the first.
@@ -158,8 +158,8 @@ class Opening:
             )
         elif self.waits:
             log.warning(
-                "after the load the script took %d batches that it did not use, and the checkpoint was saved after %d: if it "
-                "meant to skip what it had, some were lost; use accelerator.skip_first_batches",
+                "after the load the script took %d batches that it did not use, and the checkpoint was saved after %d: "
+                "if it meant to skip what it had, some were lost; use accelerator.skip_first_batches",
                 left_out,
                 self.steps,
             )

@@ -400,7 +400,7 @@ class LoaderPosition:
     # ---- scripts that skip batches themselves ------------------------------------------------------------------------
 
     def skip_first_batches(self, batches: int) -> Any:
-        """Return what the script is to iterate over: the loader itself if it is going to go on from a checkpoint anyway."""
+        """Return what the script is to iterate over: the loader itself if it resumes from a checkpoint anyway."""
         left = self._left or self._offer
         if left is not None and (batches == left["steps"] or not self._fits(left)):
             self._resume, self._left = left, None
@@ -428,7 +428,7 @@ class LoaderPosition:
         return True
 
     def _is_over(self, batches: int) -> bool:
-        """Whether the script skips what it had of an epoch that was finished; some count to the last batch, some after it."""
+        """Whether the script skips what it had of an epoch that was finished; some leave the last batch out of it."""
         opening = self._opening
         if opening is None or opening.then is not Next.END or opening.iteration:
             return False
@@ -470,7 +470,7 @@ class LoaderPosition:
         return Opening(state, rng, steps, int(habit), then, waits=self._resume is not None or then is Next.END)
 
     def _hand_out(self, opening: Opening, batch: Any) -> Generator[Any, None, Next]:
-        """Hand a batch out, and find out what the script is to get next, as long as it has used none since the load."""
+        """Hand a batch out, and find out what comes next, as long as the script has used none since the load."""
         rng, step_back = RngState.capture(), self._run.step_back()
         while True:
             opening.count = self._run.uses.count

@@ -57,6 +57,8 @@ class LoaderPositions:
         self._waiting: dict[int, Mapping[str, Any]] = {}
         self._restored_rng: RngState | None = None
         self._uses_at_restore = 0
+        self._saved_between_epochs: tuple[LoaderPosition, RngState, bool] | None = None
+        self._has_warned = False
         self._causes: list[str] = []
         self._rng_of_save: RngState | None = None
         self.uses = Uses()
@@ -138,7 +140,7 @@ class LoaderPositions:
         return bool(self._waiting)
 
     def _give_same(self, number: int, position: LoaderPosition) -> None:
-        """Give a loader the saved position of the loader that was prepared in its place, if that was of its kind."""
+        """Give a loader the saved position of the one that was prepared in its place, if that was of its kind."""
         saved = self._waiting.get(number)
         if saved is not None and saved.get("kind", position.kind) == position.kind:
             self._give(number, position)
@@ -194,7 +196,22 @@ class LoaderPositions:
         self.uses.watch(self._accelerator._models)
 
     def begins(self, position: LoaderPosition) -> None:
-        """Note that the script begins to iterate over a loader."""
+        """Note that the script begins to iterate over a loader; warn if a resume would not repeat what it draws then."""
+        saved = self._saved_between_epochs
+        if saved is None:
+            return
+        of, rng, passed = saved
+        if position is not of:
+            self._saved_between_epochs = of, rng, True
+            return
+        self._saved_between_epochs = None
+        if passed and not self._has_warned and not rng.same_as(RngState.capture()):
+            self._has_warned = True
+            self._say(
+                "an evaluation between two epochs has drawn random numbers after the checkpoint at the end of the epoch "
+                "was saved: a resume from it begins with the next epoch and does not draw them, so it is not exact "
+                "(save after the evaluation)"
+            )
 
     # ---- capture and restore -----------------------------------------------------------------------------------------
 
@@ -210,6 +227,10 @@ class LoaderPositions:
         for number in self._superseded(loaders):
             loaders[number] = None
         rng.restore()
+        ended = [
+            p for p, saved in zip(positions, loaders, strict=True) if saved and saved["trained"] and saved["finished"]
+        ]
+        self._saved_between_epochs = (ended[0], rng, False) if len(ended) == 1 and ended[0] else None
         return {
             "version": VERSION,
             "step": int(self._accelerator.step),

@@ -14,7 +14,7 @@ class SkippedLoader:
     Args:
         loader: The prepared loader.
         batches: How many batches to leave out of each iteration.
-        leave_out: Lets the next iteration of the loader begin so many batches later; False if there is nothing left in it.
+        leave_out: Lets the next iteration of the loader begin so many batches later; False if nothing is left in it.
     """
 
     def __init__(self, loader: Any, batches: int, leave_out: Callable[[int], bool]) -> None:

@@ -1,4 +1,4 @@
-"""Scripts that know nothing of us resume in the ways that scripts have, and end with the bits of a run that nobody stopped."""
+"""Scripts that know nothing of us resume in their own ways, with the bits of a run that nobody stopped."""
 
 from __future__ import annotations
 
@@ -467,6 +467,23 @@ def test_another_number_than_the_checkpoints_is_said(tmp_path: Path, caplog: pyt
     with caplog.at_level(logging.WARNING):
         assert_exact(*interrupted(by_the_index_of_the_last_batch, tmp_path, 4))
     assert "took 3 batches that it did not use, but the checkpoint was saved after 4: resumed after 4" in caplog.text
+
+
+def test_an_evaluation_after_a_save_at_the_end_of_an_epoch_is_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    said = {}
+    for evaluates in (True, False):
+        process = Process(tmp_path / str(evaluates), save_at=(BATCHES, 2 * BATCHES))
+        loader, evaluation = process.loader(), process.evaluation()
+        caplog.clear()
+        for _ in range(EPOCHS):
+            for batch in loader:
+                process.train(batch)
+            for batch in evaluation if evaluates else ():
+                assert batch.shape == (4, 4)
+        said[evaluates] = caplog.text.count("save after the evaluation")
+    assert said == {True: 1, False: 0}
 
 
 # ---- loads in a process that has trained -----------------------------------------------------------------------------------
