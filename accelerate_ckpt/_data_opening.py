@@ -81,6 +81,11 @@ class Habit:
             self.longest = max(self.longest or 0, self._taken)
             self.trained, self._taken = True, 0
 
+    @property
+    def holds_one(self) -> bool:
+        """Whether the script uses every batch before it takes the next one, and has not used the last one yet."""
+        return self.longest == 1 and self._taken == 1 and self._uses.count == self.last
+
     def carry(self, longest: int | None) -> None:
         """Take over what an earlier process has found out."""
         if longest is not None:

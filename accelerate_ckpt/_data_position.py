@@ -236,6 +236,11 @@ class LoaderPosition:
             after.restore()
 
     @property
+    def leaves_one_out(self) -> bool:
+        """Whether a save now counts a batch that the script has taken and not used."""
+        return self._phase == INSIDE and self._opening is None and self.habit.holds_one
+
+    @property
     def kind(self) -> list[str]:
         """What tells the loaders of a script apart: the classes of the data set and of what orders it."""
         sampler = self._tracker.sampler.source

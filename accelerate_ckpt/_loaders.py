@@ -58,7 +58,7 @@ class LoaderPositions:
         self._restored_rng: RngState | None = None
         self._uses_at_restore = 0
         self._saved_between_epochs: tuple[LoaderPosition, RngState, bool] | None = None
-        self._has_warned = False
+        self._told: set[str] = set()
         self._causes: list[str] = []
         self._rng_of_save: RngState | None = None
         self.uses = Uses()
@@ -87,6 +87,11 @@ class LoaderPositions:
     def _say(self, message: str) -> None:
         if self._accelerator.is_main_process:
             self._warn(message)
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            self._say(message)
 
     def release(self) -> None:
         """Give the loaders back as they were."""
@@ -205,9 +210,8 @@ class LoaderPositions:
             self._saved_between_epochs = of, rng, True
             return
         self._saved_between_epochs = None
-        if passed and not self._has_warned and not rng.same_as(RngState.capture()):
-            self._has_warned = True
-            self._say(
+        if passed and not rng.same_as(RngState.capture()):
+            self._say_once(
                 "an evaluation between two epochs has drawn random numbers after the checkpoint at the end of the epoch "
                 "was saved: a resume from it begins with the next epoch and does not draw them, so it is not exact "
                 "(save after the evaluation)"
@@ -224,6 +228,11 @@ class LoaderPositions:
             if position is not None and self._is_waited_for():
                 self._give_any(number, position)
         loaders = [None if position is None else self._capture(position) for position in positions]
+        if any(position is not None and position.leaves_one_out for position in positions):
+            self._say_once(
+                "save_state was called after the script took a batch and before it used it: a resume continues with the "
+                "batch after it (save at the end of the loop's body)"
+            )
         for number in self._superseded(loaders):
             loaders[number] = None
         rng.restore()

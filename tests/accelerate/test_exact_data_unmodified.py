@@ -486,6 +486,20 @@ def test_an_evaluation_after_a_save_at_the_end_of_an_epoch_is_said(
     assert said == {True: 1, False: 0}
 
 
+@pytest.mark.parametrize("at_the_end", [True, False])
+def test_a_save_before_the_batch_is_used_is_said(
+    at_the_end: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    process = Process(tmp_path)
+    for number, batch in enumerate(process.loader()):
+        if at_the_end:
+            process.train(batch)
+        process.accelerator.save_state(str(tmp_path / str(number)))
+        if not at_the_end:
+            process.train(batch)
+    assert caplog.text.count("before it used it") == (0 if at_the_end else 1)
+
+
 # ---- loads in a process that has trained -----------------------------------------------------------------------------------
 
 
