@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -553,3 +557,64 @@ def test_loaded_twice_the_last_one_counts(tmp_path: Path) -> None:
     for batch in loader:
         resumed.train(batch)
     assert resumed.log == whole.log[4:BATCHES]
+
+
+# ---- for real ------------------------------------------------------------------------------------------------------------
+
+SKIPS_BY_CONTINUE = """
+import os, signal, sys
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+
+directory, mode = sys.argv[1:]
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+set_seed(2 if mode == "resume" else 1)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
+torch.manual_seed(3 if mode == "resume" else 1)
+for parameter in model.parameters():
+    torch.nn.init.normal_(parameter)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+data = torch.arange(48.0).view(12, 4) / 48
+loader = torch.utils.data.DataLoader(data, batch_size=1, shuffle=True)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+global_step = first_epoch = resume_step = 0
+if mode == "resume":
+    newest = max(os.listdir(directory), key=lambda name: int(name.split("-")[1]))
+    accelerator.load_state(os.path.join(directory, newest))
+    global_step = int(newest.split("-")[1])
+    first_epoch, resume_step = divmod(global_step * 2, len(loader))
+for epoch in range(first_epoch, 3):
+    for step, batch in enumerate(loader):
+        if mode == "resume" and epoch == first_epoch and step < resume_step:
+            continue
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        if accelerator.sync_gradients:
+            global_step += 1
+            if global_step in (4, 8):
+                accelerator.save_state(os.path.join(directory, f"checkpoint-{global_step}"))
+            if mode == "kill" and global_step == 9:
+                os.kill(os.getpid(), signal.SIGKILL)
+print(global_step, [value.hex() for parameter in model.parameters() for value in parameter.flatten().tolist()])
+accelerator.end_training()
+"""
+
+
+def test_killed_and_resumed_for_real(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SKIPS_BY_CONTINUE)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+
+    def run(mode: str, *flags: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *flags, str(script), str(tmp_path / ("stock" if mode == "whole" else "ours")), mode]
+        return subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=240)
+
+    stock = run("whole")
+    assert stock.stdout.startswith("18 ["), stock.stderr
+    ours = ("-m", "accelerate_ckpt", "--strategy", "async")
+    assert run("kill", *ours).returncode == -signal.SIGKILL
+    resumed = run("resume", *ours)
+    assert resumed.stdout == stock.stdout, resumed.stderr
