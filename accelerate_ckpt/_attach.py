@@ -183,6 +183,7 @@ _AROUND: dict[str, Callable[..., Any]] = {
 def _listen() -> None:
     if not _signals:
         _signals.wrap(Accelerator, "prepare_model", _prepare_model)
+        _signals.wrap(Accelerator, "prepare_data_loader", _prepare_data_loader)
         _signals.wrap(Accelerator, "backward", _backward)
         _signals.wrap(Accelerator, "log", _log)
         _signals.wrap(Accelerator, "join_uneven_inputs", _join_uneven_inputs)
@@ -200,6 +201,14 @@ def _prepare_model(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -
     if session is not None:
         session.model_prepared(model)
     return model
+
+
+def _prepare_data_loader(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
+    loader = original(accelerator, *args, **kwargs)
+    session = session_of(accelerator)
+    if session is not None:
+        session.data.prepared(loader)
+    return loader
 
 
 def _backward(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> None:
@@ -225,9 +234,10 @@ def _join_uneven_inputs(original: Any, accelerator: Any, *args: Any, **kwargs: A
 
 def _optimizer_step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     result = original(optimizer, *args, **kwargs)
-    if optimizer.gradient_state.sync_gradients:
-        for session in live_sessions():
-            if session.owns(optimizer):
+    for session in live_sessions():
+        if session.owns(optimizer):
+            session.data.uses.note()
+            if optimizer.gradient_state.sync_gradients:
                 session.optimizer_stepped(optimizer)
     return result
 

@@ -8,12 +8,15 @@ after a resume.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, Protocol
 
 from accelerate_ckpt._data_division import Consumed, Division
+from accelerate_ckpt._data_opening import Habit, Next, Opening, Uses
 from accelerate_ckpt._data_tracker import InnerTracker
 from accelerate_ckpt._private_data import Internals, not_as_known
 from accelerate_ckpt._skipped_loader import SkippedLoader
@@ -25,6 +28,7 @@ __all__ = ["LoaderPosition"]
 log = logging.getLogger(__name__)
 
 BETWEEN, INSIDE, LEFT = "between", "inside", "left"
+_OVER = object()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,21 +40,39 @@ class _Moment:
     dataset_generators: Mapping[str, Any]
 
 
+class Run(Protocol):
+    """What a loader has to know of the run."""
+
+    uses: Uses
+
+    def take_rng(self) -> RngState | None:
+        """Return the generators of the save for the first loader that resumes."""
+
+    def step_back(self) -> Callable[[], None]:
+        """Return what brings the micro-batch counter back to where it is."""
+
+    def watch_models(self) -> None:
+        """Note the next forward pass."""
+
+    def begins(self, position: LoaderPosition) -> None:
+        """Note that the script begins to iterate over a loader."""
+
+
 class LoaderPosition:
     """Follows one prepared loader.
 
     Args:
         loader: A loader that Accelerate prepared.
         world_size: Number of ranks of the run.
-        take_rng: Called when a resumed iteration has caught up; returns the generators of the save for the first that asks.
+        run: The run that the loader is of.
         replay: Always go back by reading again.
     """
 
-    def __init__(
-        self, loader: Any, world_size: int, take_rng: Callable[[], RngState | None], replay: bool = False
-    ) -> None:
+    def __init__(self, loader: Any, world_size: int, run: Run, replay: bool = False) -> None:
         self.loader = loader
-        self._take_rng = take_rng
+        self.habit = Habit(run.uses)
+        self.is_restored = False
+        self._run = run
         self._internals = Internals(loader)
         self._tracker = InnerTracker(loader.base_dataloader, replay)
         self._division = Division(self._internals, self._tracker, world_size)
@@ -68,6 +90,8 @@ class LoaderPosition:
         self._resume: Mapping[str, Any] | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._left: Mapping[str, Any] | None = None
+        self._offered: tuple[Mapping[str, Any], int] | None = None
+        self._opening: Opening | None = None
         self._leave_out = 0
         self._rng_after: RngState | None = None
         self._draws_while_reading = False
@@ -80,21 +104,37 @@ class LoaderPosition:
 
     # ---- following ---------------------------------------------------------------------------------------------------
 
-    def iterate(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Count the steps of an iteration of the loader."""
-        self._iteration_number += 1
-        number = self._iteration_number
-        self._phase, self._made, self._steps = INSIDE, False, 0
+    def iterate(self, begin: Callable[[], Generator[Any, None, None]]) -> Iterator[Any]:
+        """Count the steps of an iteration of the loader, which ``begin`` begins."""
+        self._run.begins(self)
+        self._take_back_unused()
+        number = self._now_iterating()
         yielded, over = False, False
+        batches = begin()
         try:
-            for batch in batches:
+            while (batch := next(batches, _OVER)) is not _OVER:
                 yielded = True
                 if not self._made:
                     raise not_as_known("it does not make the iterator of the inner loader where it did")
                 if number == self._iteration_number:
                     self._steps += 1
-                yield batch
+                    self.habit.take()
+                opening = self._opening
+                if opening is None or opening.iteration != number:
+                    yield batch
+                    continue
+                answer = yield from self._hand_out(opening, batch)
+                if number != self._iteration_number or answer is Next.BATCH:
+                    continue
+                batches.close()
+                self._begin_again(opening)
+                if answer is Next.END:
+                    return
+                number, batches = self._now_iterating(), begin()
             over = True
+            if number == self._iteration_number:
+                self.habit.end()
+                self._opening = None
         finally:
             # an iteration that the script has begun or restored since then has taken over
             if number == self._iteration_number:
@@ -103,9 +143,19 @@ class LoaderPosition:
                     # only other ranks had a batch left, and Accelerate does not count an empty iteration
                     self.loader.iteration += 1
 
+    def _now_iterating(self) -> int:
+        self._iteration_number += 1
+        self._phase, self._made, self._steps = INSIDE, False, 0
+        opening = self._opening
+        if opening is not None:
+            opening.iteration = self._iteration_number
+            if opening.then is Next.END:
+                opening.rng = RngState.capture()
+        return self._iteration_number
+
     def _make_iterator(self) -> Iterator[Any]:
         self._made = True
-        self._resumed, self._resume, self._left = self._resume, None, None
+        self._resumed, self._resume, self._left, self._offered = self._resume, None, None, None
         leave_out, self._leave_out = self._leave_out, 0
         self._fetched, self._consumed, self._ahead, self._rng_after = 0, self._division.nothing, None, None
         self._moments.clear()
@@ -114,7 +164,9 @@ class LoaderPosition:
         if self._resumed is None:
             iterator = self._begin(leave_out)
         else:
-            self._rng_after = self._take_rng() or RngState.capture()
+            self._rng_after = self._run.take_rng() or RngState.capture()
+            if self._opening is not None:
+                self._opening.rng = self._rng_after
             if self._fits(self._resumed):
                 iterator = self._go_on(self._resumed)
                 first_rows = self._resumed["first_rows"]
@@ -183,11 +235,32 @@ class LoaderPosition:
                 self._tracker.fetched_ahead(self._resumed["pass"])
             after.restore()
 
+    @property
+    def leaves_one_out(self) -> bool:
+        """Whether a save now counts a batch that the script has taken and not used."""
+        return self._phase == INSIDE and self._opening is None and self.habit.holds_one
+
+    @property
+    def kind(self) -> list[str]:
+        """What tells the loaders of a script apart: the classes of the data set and of what orders it."""
+        sampler = self._tracker.sampler.source
+        parts = (self._tracker.loader.dataset, sampler, getattr(sampler, "sampler", None))
+        return [type(part).__qualname__ for part in parts]
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether this process has trained with batches of the loader."""
+        self.habit.settle()
+        return self.habit.trained
+
     # ---- capture -----------------------------------------------------------------------------------------------------
 
     def capture(self) -> dict[str, Any]:
         """Capture the position as tensors and plain data."""
+        self.habit.settle()
         waiting = self._resume or self._left
+        if waiting is None and self._opening is not None and self._opening.is_unused(self._run.uses):
+            waiting = self._opening.state
         if waiting is not None:
             # saved again before the script went on
             return dict(waiting)
@@ -208,6 +281,8 @@ class LoaderPosition:
             "between": self._tracker.capture_between_passes() if phase != INSIDE else None,
             "first_rows": self._internals.first_rows if inside else None,
             "draws_while_reading": inside and self._draws_while_reading,
+            "habit": self.habit.longest,
+            "finished": 0 if inside else self._steps,
             **(self._capture_inside() if inside else {"pass": None, "ahead": None, "begun": None}),
         }
 
@@ -260,11 +335,18 @@ class LoaderPosition:
         """
         self._iteration_number += 1
         self._phase, self._resume, self._left, self._leave_out = BETWEEN, None, None, 0
+        self._steps, self._offered = int(state.get("finished", 0)), None
+        self.is_restored = True
+        self.habit.carry(state.get("habit"))
         self.loader.iteration = int(state["iteration"])
         understood = self._fits(state) or self._division.obstacle(state) is None
         if state["phase"] == INSIDE:
             self._resume = state if understood else None
-            return
+        else:
+            self._restore_between(state, rng, understood)
+        self._opening = self._opening_after(state, rng)
+
+    def _restore_between(self, state: Mapping[str, Any], rng: RngState, understood: bool) -> None:
         between = state["between"]
         if between["passes"]:
             self._internals.forget_iterator()
@@ -323,14 +405,21 @@ class LoaderPosition:
     # ---- scripts that skip batches themselves ------------------------------------------------------------------------
 
     def skip_first_batches(self, batches: int) -> Any:
-        """Return what the script is to iterate over: the loader itself if it is going to go on from a checkpoint anyway."""
-        left = self._left
+        """Return what the script is to iterate over: the loader itself if it resumes from a checkpoint anyway."""
+        left = self._left or self._offer
         if left is not None and (batches == left["steps"] or not self._fits(left)):
             self._resume, self._left = left, None
-        if self._resume is None:
+        waiting = self._resume
+        opening = self._opening
+        if waiting is None and opening is not None and opening.waits and opening.is_unused(self._run.uses):
+            waiting = opening.state if opening.then is Next.RESUMED else None
+        if waiting is None:
+            if self._is_over(batches):
+                self._opening = None
+                return SkippedLoader(self.loader, batches, self._begin_after_an_empty_one())
             return self.loader if batches <= 0 else SkippedLoader(self.loader, batches, self._begin_later)
-        steps = int(self._resume["steps"])
-        if batches != steps and self._fits(self._resume):
+        steps = int(waiting["steps"])
+        if batches != steps and self._fits(waiting):
             log.warning(
                 "skip_first_batches was asked to skip %d batches, but the checkpoint was saved after %d: going on after %d",
                 batches,
@@ -339,8 +428,90 @@ class LoaderPosition:
             )
         return self.loader
 
-    def _begin_later(self, batches: int) -> None:
+    def _begin_later(self, batches: int) -> bool:
         self._leave_out = batches
+        return True
+
+    def _is_over(self, batches: int) -> bool:
+        """Whether the script skips what it had of an epoch that was finished; some leave the last batch out of it."""
+        opening = self._opening
+        if opening is None or opening.then is not Next.END or opening.iteration:
+            return False
+        return self._fits(opening.state) and batches >= max(1, opening.steps - 1)
+
+    def _begin_after_an_empty_one(self) -> Callable[[int], bool]:
+        iterations = itertools.count()
+        return lambda batches: next(iterations) > 0 and self._begin_later(batches)
+
+    def offer(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration continue from a captured position only if the script asks to skip what it had then.
+
+        For a load in a process that has trained with the loader: it brings back an earlier state of the model, and the
+        data goes on, as it does with Accelerate.
+        """
+        understood = self._fits(state) or self._division.obstacle(state) is None
+        self._opening, self._offered = None, None
+        if state["phase"] != BETWEEN and understood:
+            self._offered = (state, self._run.uses.count)
+
+    @property
+    def _offer(self) -> Mapping[str, Any] | None:
+        # a script that has trained since then has begun something else
+        offered = self._offered
+        return None if offered is None or offered[1] != self._run.uses.count else offered[0]
+
+    def _opening_after(self, state: Mapping[str, Any], rng: RngState) -> Opening | None:
+        habit, steps, then = state.get("habit"), int(state["steps"]), Next.RESUMED
+        if state["phase"] == BETWEEN:
+            steps, then = int(state.get("finished", 0)), Next.END
+        elif self._resume is None and self._left is None:
+            return None
+        if not habit or not steps:
+            return None
+        if habit == 1 and (not self._fits(state) or state["consumed"] != self._division.nothing):
+            # the script's own count may be of batches that are divided in another way
+            with contextlib.suppress(TypeError, NotImplementedError):
+                steps = max(steps, len(self.loader))
+        return Opening(state, rng, steps, int(habit), then, waits=self._resume is not None or then is Next.END)
+
+    def _hand_out(self, opening: Opening, batch: Any) -> Generator[Any, None, Next]:
+        """Hand a batch out, and find out what comes next, as long as the script has used none since the load."""
+        rng, step_back = RngState.capture(), self._run.step_back()
+        while True:
+            opening.count = self._run.uses.count
+            self._run.watch_models()
+            yield batch
+            if self._opening is not opening:
+                return Next.BATCH
+            if not opening.is_unused(self._run.uses):
+                self._opening = None
+                opening.tell()
+                return Next.BATCH
+            answer = opening.next()
+            if answer is not Next.SAME:
+                return answer
+            rng.restore()
+            step_back()
+
+    def _begin_again(self, opening: Opening) -> None:
+        """Take an iteration back, of which the script has used nothing."""
+        self.loader.end()
+        self.restore(opening.state, opening.rng)
+        self._opening = None
+        if opening.then is Next.RESUMED:
+            self._resume, self._left, self._opening = opening.state, None, opening
+        opening.rng.restore()
+
+    def _take_back_unused(self) -> None:
+        opening, self._opening = self._opening, None
+        if opening is None:
+            return
+        if not opening.iteration:
+            self._opening = opening
+        elif opening.waits and opening.then is Next.RESUMED and opening.is_unused(self._run.uses):
+            # it was only a look at a batch
+            opening.taken = 0
+            self._begin_again(opening)
 
 
 def _encode(rng: RngState | None) -> dict[str, Any] | None:

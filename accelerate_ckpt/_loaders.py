@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from accelerate_ckpt import _private_data
+from accelerate_ckpt._data_opening import Uses
 from accelerate_ckpt._data_position import LoaderPosition
 from ckpt_core.errors import CheckpointFormatError
 from ckpt_core.state.ddp import rebuild_ddp_buckets
@@ -51,8 +53,15 @@ class LoaderPositions:
         self._replay = replay
         self._warn = warn or _warn
         self._positions: list[LoaderPosition] = []
-        self._waiting: dict[int, tuple[Mapping[str, Any], RngState]] = {}
+        self._prepared: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._waiting: dict[int, Mapping[str, Any]] = {}
+        self._restored_rng: RngState | None = None
+        self._uses_at_restore = 0
+        self._saved_between_epochs: tuple[LoaderPosition, RngState, bool] | None = None
+        self._told: set[str] = set()
+        self._causes: list[str] = []
         self._rng_of_save: RngState | None = None
+        self.uses = Uses()
         self._keep_ddp_buckets()
         _private_data.register(self)
 
@@ -79,6 +88,11 @@ class LoaderPositions:
         if self._accelerator.is_main_process:
             self._warn(message)
 
+    def _say_once(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            self._say(message)
+
     def release(self) -> None:
         """Give the loaders back as they were."""
         for position in self._positions:
@@ -89,11 +103,18 @@ class LoaderPositions:
 
     # ---- following ---------------------------------------------------------------------------------------------------
 
+    def prepared(self, loader: Any) -> None:
+        """Note how far training was when a loader was prepared."""
+        self._prepared.setdefault(loader, self.uses.count)
+
     def find(self, loader: Any) -> LoaderPosition | None:
-        """Return what follows a loader, if it is one of the Accelerator's."""
+        """Return what follows a loader that is iterated over, if it is one of the Accelerator's."""
         for number, prepared in enumerate(self._accelerator._dataloaders):
             if prepared is loader:
-                return self._follow(number, loader)
+                position = self._follow(number, loader)
+                if position is not None and self._is_waited_for():
+                    self._give_any(number, position)
+                return position
         return None
 
     def _follow(self, number: int, loader: Any) -> LoaderPosition | None:
@@ -102,10 +123,11 @@ class LoaderPositions:
                 return position
         if not _private_data.Internals.is_known(loader):
             return None
-        position = LoaderPosition(loader, self._accelerator.num_processes, self._take_rng, self._replay)
+        position = LoaderPosition(loader, self._accelerator.num_processes, self, self._replay)
         self._positions.append(position)
-        if number in self._waiting:
-            position.restore(*self._waiting.pop(number))
+        if self._is_waited_for():
+            self._give_same(number, position)
+            self._say_causes()
         return position
 
     def _all(self) -> list[LoaderPosition | None]:
@@ -113,9 +135,87 @@ class LoaderPositions:
         self._positions = [p for p in self._positions if any(p.loader is loader for loader in loaders)]
         return [self._follow(number, loader) for number, loader in enumerate(loaders)]
 
-    def _take_rng(self) -> RngState | None:
+    # ---- which saved position is whose -------------------------------------------------------------------------------
+
+    def _is_waited_for(self) -> bool:
+        """Whether there are saved positions of loaders that the script has yet to prepare, or to iterate over."""
+        if self._waiting and self.uses.count != self._uses_at_restore:
+            # the script trains: loaders that it makes from now on were not there, or begin anew with it
+            self._waiting.clear()
+        return bool(self._waiting)
+
+    def _give_same(self, number: int, position: LoaderPosition) -> None:
+        """Give a loader the saved position of the one that was prepared in its place, if that was of its kind."""
+        saved = self._waiting.get(number)
+        if saved is not None and saved.get("kind", position.kind) == position.kind:
+            self._give(number, position)
+
+    def _give_any(self, number: int, position: LoaderPosition) -> None:
+        """Give a loader that none was prepared in the place of the first saved position of its kind, or else of its place."""
+        if position.is_restored:
+            return
+        same = [n for n, saved in self._waiting.items() if saved.get("kind") == position.kind]
+        if same or number in self._waiting:
+            self._give(next(iter(same), number), position)
+            self._say_causes()
+
+    def _give(self, number: int, position: LoaderPosition) -> None:
+        saved, rng = self._waiting.pop(number), self._restored_rng
+        assert rng is not None
+        problem = position.problem(saved)
+        if problem is not None:
+            self._causes.append(problem)
+        position.restore(saved, rng)
+
+    def _say_causes(self) -> None:
+        causes, self._causes = self._causes, []
+        if causes:
+            self._say(f"this resume cannot be promised to be exact: {'; '.join(dict.fromkeys(causes))}")
+
+    def _superseded(self, loaders: list[dict[str, Any] | None]) -> set[int]:
+        """Return which loaders the script has replaced by others, as those do that prepare a new one for every epoch."""
+        found = set()
+        for number, loader in enumerate(loaders):
+            for later in loaders[number + 1 :]:
+                if loader is None or later is None or loader["last"] is None:
+                    continue
+                alike = all(loader[key] == later[key] for key in ("kind", "trained"))
+                if alike and later["prepared"] > loader["prepared"] and later["prepared"] >= loader["last"]:
+                    found.add(number)
+        return found
+
+    # ---- what the positions have to know -----------------------------------------------------------------------------
+
+    def take_rng(self) -> RngState | None:
+        """Return the generators of the save for the first loader that resumes."""
         rng, self._rng_of_save = self._rng_of_save, None
         return rng
+
+    def step_back(self) -> Callable[[], None]:
+        """Return what brings the micro-batch counter back to where it is now."""
+        step = int(self._accelerator.step)
+        return functools.partial(setattr, self._accelerator, "step", step)
+
+    def watch_models(self) -> None:
+        """Note the next forward pass of a prepared model."""
+        self.uses.watch(self._accelerator._models)
+
+    def begins(self, position: LoaderPosition) -> None:
+        """Note that the script begins to iterate over a loader; warn if a resume would not repeat what it draws then."""
+        saved = self._saved_between_epochs
+        if saved is None:
+            return
+        of, rng, passed = saved
+        if position is not of:
+            self._saved_between_epochs = of, rng, True
+            return
+        self._saved_between_epochs = None
+        if passed and not rng.same_as(RngState.capture()):
+            self._say_once(
+                "an evaluation between two epochs has drawn random numbers after the checkpoint at the end of the epoch "
+                "was saved: a resume from it begins with the next epoch and does not draw them, so it is not exact "
+                "(save after the evaluation)"
+            )
 
     # ---- capture and restore -----------------------------------------------------------------------------------------
 
@@ -123,14 +223,38 @@ class LoaderPositions:
         """Capture this rank's random generators and the positions of its loaders, as tensors and plain data."""
         # first, because asking a loader may draw from them
         rng = RngState.capture()
-        loaders = [None if position is None else position.capture() for position in self._all()]
+        positions = self._all()
+        for number, position in enumerate(positions):
+            if position is not None and self._is_waited_for():
+                self._give_any(number, position)
+        loaders = [None if position is None else self._capture(position) for position in positions]
+        if any(position is not None and position.leaves_one_out for position in positions):
+            self._say_once(
+                "save_state was called after the script took a batch and before it used it: a resume continues with the "
+                "batch after it (save at the end of the loop's body)"
+            )
+        for number in self._superseded(loaders):
+            loaders[number] = None
         rng.restore()
+        ended = [
+            p for p, saved in zip(positions, loaders, strict=True) if saved and saved["trained"] and saved["finished"]
+        ]
+        self._saved_between_epochs = (ended[0], rng, False) if len(ended) == 1 and ended[0] else None
         return {
             "version": VERSION,
             "step": int(self._accelerator.step),
             "rng": rng.encode(),
             "loaders": loaders,
         }
+
+    def _capture(self, position: LoaderPosition) -> dict[str, Any]:
+        history = {
+            "kind": position.kind,
+            "trained": position.has_trained,
+            "prepared": self._prepared.get(position.loader, 0),
+            "last": position.habit.last,
+        }
+        return {**position.capture(), **history}
 
     def restore(self, state: Mapping[str, Any], *, saved_world_size: int) -> None:
         """Set the generators, and let the next iteration of each loader go on where it was.
@@ -161,18 +285,23 @@ class LoaderPositions:
                 f"the checkpoint was saved by {saved_world_size} ranks and is loaded by {world_size}: the rest of the epoch is "
                 "divided anew, so batches and random numbers differ from those of the old number of ranks"
             )
-        self._waiting.clear()
+        self._waiting, self._causes = {}, causes
         positions = self._all()
-        # the rest is for loaders that the script has not prepared yet
-        self._waiting = {number: (saved, rng) for number, saved in enumerate(state["loaders"]) if saved}
+        self._waiting = {number: saved for number, saved in enumerate(state["loaders"]) if saved}
+        self._restored_rng, self._uses_at_restore = rng, self.uses.count
+        # a run that has its place in the data gets an earlier state of the model back
+        rolls_back = any(position is not None and position.has_trained for position in positions)
         for number, position in enumerate(positions):
-            saved, _ = self._waiting.pop(number, (None, None))
-            if position is None or saved is None:
+            if position is None:
                 continue
-            causes += [problem for problem in [position.problem(saved)] if problem]
-            position.restore(saved, rng)
-        if causes:
-            self._say(f"this resume cannot be promised to be exact: {'; '.join(dict.fromkeys(causes))}")
+            position.is_restored = False
+            if number in self._waiting and rolls_back and not position.loader.use_stateful_dataloader:
+                position.offer(self._waiting.pop(number))
+            elif number in self._waiting:
+                self._give_same(number, position)
+        if rolls_back:
+            self._waiting.clear()
+        self._say_causes()
         self._rng_of_save = rng if rank < saved_world_size else derive_rng(rng, rank)
         self._rng_of_save.restore()
 

@@ -14,7 +14,7 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Protocol
 
 import accelerate
@@ -93,8 +93,8 @@ def not_as_known(what: str) -> CheckpointError:
 class Follower(Protocol):
     """What follows one loader."""
 
-    def iterate(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Stand between the loader's iteration and the script."""
+    def iterate(self, begin: Callable[[], Generator[Any, None, None]]) -> Iterator[Any]:
+        """Stand between the loader's iteration, which ``begin`` begins, and the script."""
 
     def skip_first_batches(self, batches: int) -> Any:
         """Return what the script is to iterate over instead of a loader without its first batches."""
@@ -140,8 +140,8 @@ def _patch_iteration(loader_class: Any) -> None:
     @functools.wraps(stock)
     def iterate(self: Any) -> Iterator[Any]:
         follower = _follower_of(self)
-        batches: Iterator[Any] = stock(self)
-        return batches if follower is None else follower.iterate(batches)
+        begin: Callable[[], Generator[Any, None, None]] = functools.partial(stock, self)
+        return begin() if follower is None else follower.iterate(begin)
 
     iterate.ckpt_stock = stock  # type: ignore[attr-defined]
     loader_class.__iter__ = iterate

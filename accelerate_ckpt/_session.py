@@ -132,6 +132,7 @@ class Session:
     def backward_done(self) -> None:
         """Note that gradients were added up."""
         self.window_open = self._backward_seen = True
+        self.data.uses.note()
 
     @property
     def window_is_open(self) -> bool:

@@ -14,10 +14,10 @@ class SkippedLoader:
     Args:
         loader: The prepared loader.
         batches: How many batches to leave out of each iteration.
-        leave_out: Lets the next iteration of the loader begin so many batches later.
+        leave_out: Lets the next iteration of the loader begin so many batches later; False if nothing is left in it.
     """
 
-    def __init__(self, loader: Any, batches: int, leave_out: Callable[[int], None]) -> None:
+    def __init__(self, loader: Any, batches: int, leave_out: Callable[[int], bool]) -> None:
         self._loader = loader
         self._batches = batches
         self._leave_out = leave_out
@@ -40,5 +40,5 @@ class SkippedLoader:
         return len(self._loader) - self._batches
 
     def __iter__(self) -> Iterator[Any]:
-        self._leave_out(self._batches)
-        yield from self._loader
+        if self._leave_out(self._batches):
+            yield from self._loader

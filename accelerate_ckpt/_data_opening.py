@@ -1,0 +1,170 @@
+"""What the first batches that a script takes after a load say about it: whether it leaves out batches itself.
+
+Scripts skip what they had by ``continue``, by ``next`` or by ``islice``: they take batches and do nothing with them. A
+loader that is already in the middle of its epoch must not lose these. What counts as doing something is a backward pass,
+an optimizer's step, or a forward pass of a prepared model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ckpt_core.state.rng import RngState
+
+__all__ = ["Habit", "Next", "Opening", "Uses"]
+
+log = logging.getLogger(__name__)
+
+
+class Uses:
+    """Counts the signs that a script trains.
+
+    Attributes:
+        count: Number of signs so far.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._hooks: list[Any] = []
+
+    def note(self, *_: Any) -> None:
+        """Note one."""
+        self.count += 1
+        self.forget_models()
+
+    def watch(self, models: Iterable[Any]) -> None:
+        """Note the next forward pass of one of the models, too."""
+        self.forget_models()
+        # a hook inside a compiled call would be compiled with it
+        self._hooks = [
+            model.register_forward_pre_hook(self.note)
+            for model in models
+            if getattr(model, "_compiled_call_impl", None) is None
+        ]
+
+    def forget_models(self) -> None:
+        """Do not wait for a forward pass any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+class Habit:
+    """How many batches of one loader a script takes before it uses one: one, or several that it collects or filters.
+
+    Attributes:
+        longest: The most so far; None as long as nothing was used.
+        trained: Whether a batch was used in this process.
+        last: The signs of training when a batch was handed out for the last time, None before the first.
+    """
+
+    def __init__(self, uses: Uses) -> None:
+        self.longest: int | None = None
+        self.trained = False
+        self._uses = uses
+        self.last: int | None = None
+        self._taken = 0
+
+    def take(self) -> None:
+        """Note that a batch is handed out."""
+        self.settle()
+        self._taken += 1
+        self.last = self._uses.count
+
+    def settle(self) -> None:
+        """Note whether what was handed out has been used since."""
+        if self._taken and self._uses.count != self.last:
+            self.longest = max(self.longest or 0, self._taken)
+            self.trained, self._taken = True, 0
+
+    @property
+    def holds_one(self) -> bool:
+        """Whether the script uses every batch before it takes the next one, and has not used the last one yet."""
+        return self.longest == 1 and self._taken == 1 and self._uses.count == self.last
+
+    def carry(self, longest: int | None) -> None:
+        """Take over what an earlier process has found out."""
+        if longest is not None:
+            self.longest = max(self.longest or 0, longest)
+
+    def end(self) -> None:
+        """Note that an iteration is over: what is used from now on is of another loader."""
+        self.settle()
+        self._taken = 0
+
+
+class Next(enum.Enum):
+    """What a script gets when it asks for a batch and has used none since the load."""
+
+    BATCH = enum.auto()
+    SAME = enum.auto()
+    RESUMED = enum.auto()
+    END = enum.auto()
+
+
+@dataclasses.dataclass
+class Opening:
+    """The time from a load until the script uses a batch.
+
+    Attributes:
+        state: The position that was restored.
+        rng: The generators from which the iteration has to go on.
+        steps: How many batches of the epoch the script had.
+        habit: How many batches it takes before it uses one.
+        then: What comes after so many batches: the restored position, or the end of an epoch that was finished.
+        waits: Whether the position waits while the script leaves out batches; otherwise a new iteration has begun.
+        taken: How many batches it has asked for after the first.
+        iteration: Number of the iteration that has begun since the load, 0 for none.
+        count: The signs of training when the last batch was handed out, None before the first.
+    """
+
+    state: Mapping[str, Any]
+    rng: RngState
+    steps: int
+    habit: int
+    then: Next
+    waits: bool
+    taken: int = 0
+    iteration: int = 0
+    count: int | None = None
+
+    def is_unused(self, uses: Uses) -> bool:
+        """Whether batches were handed out, and none was used."""
+        return self.count is not None and self.count == uses.count
+
+    def next(self) -> Next:
+        """Return what the script gets now that it asks again, without having used what it got."""
+        self.taken += 1
+        if self.habit > self.steps or self.taken > self.steps or self.taken < self.habit:
+            return Next.BATCH
+        if self.taken == self.steps:
+            # a single batch that was handed out again and again is the right one
+            return Next.SAME if self.waits and self.habit == 1 and self.then is Next.RESUMED else self.then
+        return Next.SAME if self.waits else Next.BATCH
+
+    def tell(self) -> None:
+        """Say in the log what the script has left out, now that it uses a batch."""
+        left_out = self.taken - self.habit + 1
+        if left_out < 1 or self.then is not Next.RESUMED:
+            return
+        if self.habit <= self.steps <= self.taken < self.steps + self.habit:
+            log.info("the script left out %d batches itself, as many as it had: resumed after them", self.steps)
+        elif self.waits and self.habit == 1:
+            log.warning(
+                "after the load the script took %d batches that it did not use, but the checkpoint was saved after %d: "
+                "resumed after %d",
+                left_out,
+                self.steps,
+                max(left_out, self.steps),
+            )
+        elif self.waits:
+            log.warning(
+                "after the load the script took %d batches that it did not use, and the checkpoint was saved after %d: "
+                "if it meant to skip what it had, some were lost; use accelerator.skip_first_batches",
+                left_out,
+                self.steps,
+            )
