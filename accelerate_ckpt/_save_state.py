@@ -12,7 +12,7 @@ from typing import Any
 import accelerate
 import torch
 
-from accelerate_ckpt import _fsdp
+from accelerate_ckpt import _fsdp, _termination
 from accelerate_ckpt._agreement import names_of
 from accelerate_ckpt._naming import is_url, number_of, target_of
 from accelerate_ckpt._outcomes import AgreedSave
@@ -166,6 +166,8 @@ def _save_parts(session: Session, agreed: AgreedSave, weights: list[Any], files:
         raise
     if session.config.is_async:
         session.outcomes.save_begun()
+    if session.config.is_async or session.tiers is not None:
+        _termination.protect()
     try:
         session.checkpointer.save(
             parts,

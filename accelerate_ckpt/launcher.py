@@ -200,8 +200,10 @@ class _AfterImport(importlib.abc.MetaPathFinder):
 
 def _install(config: CheckpointConfig) -> None:
     from accelerate_ckpt._attach import install
+    from accelerate_ckpt._termination import finish_before_exit
 
     install(config)
+    finish_before_exit()
 
 
 def _tell_of_trainers(module: ModuleType) -> None:
