@@ -57,6 +57,8 @@ def load_state(
         raise TypeError(
             "Unsupported optimizer map location passed, please choose one of `None`, `'cpu'`, or `'on_device'`"
         )
+    if session.rank == 0 and input_dir is not None and session.checkpointer.is_pending(input_dir):
+        session.checkpointer.drain()  # ranks that have no part in that save must find it
     # Rank 0's path counts, as for saves.
     path = (
         _newest(session) if input_dir is None else session.agreement.from_rank_zero("load_state", path_text(input_dir))

@@ -79,6 +79,20 @@ def test_a_save_on_all_ranks_has_all_after_saves_on_one(ranks: Ranks, tmp_path: 
     assert found == [(0,), (0,), (0, 1), (0,)]
 
 
+def test_all_ranks_load_at_once_what_rank_zero_alone_is_saving(ranks: Ranks, tmp_path: Path) -> None:
+    loading = """
+    train(2)
+    accelerator.wait_for_everyone()
+    accelerator.load_state(f"{saved}/step_2")
+    accelerator.save_state(f"{saved}/all")
+    accelerator.end_training()
+    """
+    names = {"strategy": "async", "saved": str(tmp_path), "saves": [2], "savers": [0], "joint": 0}
+    results = ranks.run(RUN + loading, 2, **names)
+    assert [result.error for result in results] == [None, None], [result.message for result in results]
+    assert [owners(tmp_path / name)[1] for name in ("step_2", "all")] == [(0,), (0, 1)]
+
+
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_the_first_rank_of_each_machine_saves_for_those_that_come(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
     names = {"strategy": strategy, "saved": str(tmp_path), "saves": [2, 4], "savers": [0, 2], "joint": 0}
