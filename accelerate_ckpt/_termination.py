@@ -51,6 +51,7 @@ class _Ending:
 
 _ending = _Ending()
 _descriptors: list[int] = []  # of the pipe that a thread reads
+_mask = threading.local()
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
@@ -138,26 +139,39 @@ def _die(number: int) -> NoReturn:
     _exit(128 + number)
 
 
+def _before_fork() -> None:
+    """Keep signals from the child until it is on its own: in the parent's pipe they would end the parent."""
+    if _descriptors:
+        _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _in_parent() -> None:
+    before = vars(_mask).pop("before", None)
+    if before is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _in_child() -> None:
-    """A forked child ends as its parent would have without us, and leaves the parent's pipe alone."""
+    """Let a forked child end as it would have without us."""
     _ending.forget()
     if _descriptors:
-        for descriptor in _descriptors:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
         with contextlib.suppress(ValueError):
             before = signal.set_wakeup_fd(-1)
             if before not in _descriptors:
                 signal.set_wakeup_fd(before)
+        for descriptor in _descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
         _descriptors.clear()
     for number in _SIGNALS:
         if signal.getsignal(number) is _handle:
             with contextlib.suppress(ValueError):
                 signal.signal(number, signal.SIG_DFL)
+    _in_parent()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_in_child)
+    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 # ---- os._exit --------------------------------------------------------------------------------------------------------

@@ -115,6 +115,7 @@ def test_children_end_as_ever_and_their_parent_lives_on(ranks: Ranks, tmp_path: 
         child = os.fork()
         if not child:
             time.sleep(60)
+            os._exit(1)
         os.kill(child, signal.SIGTERM)
         ended = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         child = os.fork()
