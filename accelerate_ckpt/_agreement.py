@@ -188,6 +188,21 @@ class Agreement:
                 )
             return others, value
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether rank 0 is at a meeting to which this rank has yet to come; any thread may ask.
+
+        Raises:
+            RankFailedError: Rank 0 is gone.
+        """
+        line, here, meeting = self._line, self.progress.place, self._meetings + 1
+        while self.rank and line is not None and line.has(str(meeting)):
+            _, _, _, place, is_optional, _ = json.loads(line.get(str(meeting)))
+            if not is_optional or place is None or here is None or here <= place:
+                return True
+            meeting += 1
+        return False
+
     def _is_past(self, place: int | None) -> bool:
         return place is not None and self.place is not None and self.place > place
 

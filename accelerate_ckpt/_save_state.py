@@ -54,12 +54,18 @@ def save_state(session: Session, output_dir: str | os.PathLike[str] | None) -> P
         ValueError: The automatic name is taken.
     """
     accelerator = session.accelerator
-    agreed = _agree(session, target_of(accelerator, output_dir))
-    target = agreed.path
-    if _must_wait_for_window(session):
-        session.deferred.append(target if is_url(target) else os.path.abspath(target))
-    else:
-        _save_now(session, agreed)
+    if session.config.is_async or session.tiers is not None:
+        _termination.protect()
+    session.saving = True
+    try:
+        agreed = _agree(session, target_of(accelerator, output_dir))
+        target = agreed.path
+        if _must_wait_for_window(session):
+            session.deferred.append(target if is_url(target) else os.path.abspath(target))
+        else:
+            _save_now(session, agreed)
+    finally:
+        session.saving = False
     accelerator.project_configuration.iteration += 1
     return target if is_url(target) else Path(target)
 
@@ -166,8 +172,6 @@ def _save_parts(session: Session, agreed: AgreedSave, weights: list[Any], files:
         raise
     if session.config.is_async:
         session.outcomes.save_begun()
-    if session.config.is_async or session.tiers is not None:
-        _termination.protect()
     try:
         session.checkpointer.save(
             parts,

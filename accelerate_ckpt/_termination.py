@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 _SAME_SIGNAL_SECONDS = 3.0  # a launcher hands on the signal that its whole group got
-_SILENCE_SECONDS = 5.0  # after which a rank that answers nothing counts as gone
+_SILENCE_SECONDS = 3.0  # after which a rank that answers nothing counts as gone, and one that is awaited comes too late
 _ENGINE = os.path.dirname(os.path.abspath(ckpt_core.__file__))
 _exit = os._exit
 
@@ -204,6 +204,10 @@ def _is_in_engine() -> bool:
 
 def _finish() -> None:
     """Wait for the saves that are under way now, but not for ranks that are gone."""
+    deadline = time.monotonic() + _SILENCE_SECONDS
+    if threading.current_thread() is not threading.main_thread():  # which gets there meanwhile
+        while time.monotonic() < deadline and any(map(_is_about_to_save, live_sessions())):
+            time.sleep(0.01)
     for session in [session for session in live_sessions() if session.checkpointer.is_busy]:
         waiting = threading.Thread(target=session.checkpointer.drain, name="ckpt-last-saves", daemon=True)
         waiting.start()
@@ -216,6 +220,13 @@ def _finish() -> None:
             if session.world_size > 1 and not _all_answer(session, asked):
                 log.warning("another rank is gone: the checkpoints that wait for it are given up")
                 break
+
+
+def _is_about_to_save(session: Any) -> bool:
+    try:
+        return bool(session.saving or session.agreement.is_awaited)
+    except RankFailedError:
+        return False
 
 
 def _all_answer(session: Any, asked: list[tuple[float, int]]) -> bool:

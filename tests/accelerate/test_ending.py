@@ -149,6 +149,25 @@ def test_all_ranks_finish_a_save_when_they_are_told_to_end(ranks: Ranks, tmp_pat
     assert is_saved(tmp_path / "saved")
 
 
+def test_a_rank_that_has_yet_to_come_to_a_save_gets_there(ranks: Ranks, tmp_path: Path) -> None:
+    body = f"""{CASES}
+    accelerator = prepared()
+    accelerator.save_state(saved + "-before")
+    accelerator.wait_for_everyone()
+    if rank == 1:
+        while not list(Path(saved).parent.glob(".saved.*")):  # until rank 0 is saving
+            time.sleep(0.001)
+        end()
+        time.sleep(0.3)
+    accelerator.save_state(saved)
+    end()
+    time.sleep(60)
+    """
+    results = ranks.run(body, 2, saved=str(tmp_path / "saved"))
+    assert [result.ended for result in results] == [True, True]
+    assert is_saved(tmp_path / "saved")
+
+
 def test_a_rank_that_is_gone_is_not_waited_for(ranks: Ranks, tmp_path: Path) -> None:
     # Launchers end the ranks that are left, and kill them after half a minute; commit_timeout is ten.
     body = f"""{CASES}
