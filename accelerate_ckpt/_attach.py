@@ -19,6 +19,7 @@ from accelerate_ckpt._load_state import load_state
 from accelerate_ckpt._patches import Patches
 from accelerate_ckpt._save_state import save_deferred, save_state
 from accelerate_ckpt._session import Session, close_sessions, live_sessions, open_session, session_of
+from accelerate_ckpt._termination import unprotect
 from accelerate_ckpt.config import CheckpointConfig
 from accelerate_ckpt.project import CheckpointProjectConfiguration
 from ckpt_core.errors import CheckpointError
@@ -169,6 +170,7 @@ def _end_training(original: Any, accelerator: Any) -> None:
     try:
         drain(raised=False)  # for all Accelerators: the process group is theirs too
     finally:
+        unprotect()
         close_sessions()
         original(accelerator)
 

@@ -63,6 +63,8 @@ def load_state(
         raise TypeError(
             "Unsupported optimizer map location passed, please choose one of `None`, `'cpu'`, or `'on_device'`"
         )
+    if session.rank == 0 and input_dir is not None and session.checkpointer.is_pending(input_dir):
+        session.checkpointer.drain()  # ranks that have no part in that save must find it
     # Rank 0's path counts, as for saves.
     path = (
         _newest(session) if input_dir is None else session.agreement.from_rank_zero("load_state", path_text(input_dir))
@@ -225,7 +227,8 @@ class _Ours:
         with contextlib.closing(session.checkpointer.load(path)) as checkpoint:
             about = _metadata(checkpoint, path)
             self._saved_world_size = int(about["world_size"])
-            self._rank = session.rank if session.rank < self._saved_world_size else 0
+            self._saved_by = checkpoint.ranks_with(RANK)
+            self._rank = session.rank if session.rank in self._saved_by else 0
             check_custom_objects(about["custom_objects"], len(accelerator._custom_objects), path)
             session.local_sgd.check(about["local_sgd"], self._saved_world_size, session.world_size, path)
             _check_parts(accelerator, checkpoint, path)
@@ -244,11 +247,18 @@ class _Ours:
         found = self._own["gradients"]
         if found is None or self._session.world_size == self._saved_world_size:
             return list(found or [])
-        ranks = [checkpoint.load(RANK, rank=rank)["gradients"] for rank in range(self._saved_world_size)]
+        ranks = [checkpoint.load(RANK, rank=rank)["gradients"] for rank in self._saved_by]
         return [average_gradients(of_model) for of_model in zip(*ranks, strict=True)]
 
     def apply(self) -> None:
         session, own = self._session, self._own
+        if len(self._saved_by) < self._saved_world_size:
+            session.tell_once(
+                "saved-alone",
+                f"{self._path} was saved on rank 0 and not on all of {self._saved_world_size}: the others continue with its "
+                "data position and registered objects, and with random generators derived from its own, so this resume is not "
+                "exact. Call save_state on all ranks, not under `if accelerator.is_main_process`",
+            )
         accelerator = session.accelerator
         self._load_models()
         if session.world_size == self._saved_world_size:
@@ -266,7 +276,8 @@ class _Ours:
         _go_on_counting(session, self._path, self._about["iteration"])
         session.step = int(self._about.get("step", 0))  # older checkpoints have none
         # Last, because it sets the random generators, and what comes before may draw from them.
-        session.data.restore(own["data"], saved_world_size=self._saved_world_size)
+        has_own = self._rank == session.rank
+        session.data.restore(own["data"], saved_world_size=self._saved_world_size, has_own=has_own)
 
     def _load_models(self) -> None:
         accelerator = self._session.accelerator

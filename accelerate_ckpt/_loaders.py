@@ -256,7 +256,7 @@ class LoaderPositions:
         }
         return {**position.capture(), **history}
 
-    def restore(self, state: Mapping[str, Any], *, saved_world_size: int) -> None:
+    def restore(self, state: Mapping[str, Any], *, saved_world_size: int, has_own: bool = True) -> None:
         """Set the generators, and let the next iteration of each loader go on where it was.
 
         With another number of ranks than the checkpoint was saved by, the ranks go on in the rest of the epoch that all old
@@ -266,7 +266,8 @@ class LoaderPositions:
 
         Args:
             state: What :meth:`capture` returned on this rank; on a rank that was not there, what it returned on rank 0.
-            saved_world_size: Number of ranks that captured.
+            saved_world_size: Number of ranks of the run that was saved.
+            has_own: Whether ``state`` is of this rank; otherwise it is of rank 0.
 
         Raises:
             CheckpointFormatError: A newer version of this package captured it.
@@ -302,7 +303,7 @@ class LoaderPositions:
         if rolls_back:
             self._waiting.clear()
         self._say_causes()
-        self._rng_of_save = rng if rank < saved_world_size else derive_rng(rng, rank)
+        self._rng_of_save = rng if has_own and rank < saved_world_size else derive_rng(rng, rank)
         self._rng_of_save.restore()
 
 

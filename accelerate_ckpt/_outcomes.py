@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -13,9 +15,28 @@ from ckpt_core.commit import SharedOutcome, decode_error, encode_error
 from ckpt_core.directory_checkpointer import DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError
 
-__all__ = ["OutcomeWatch"]
+__all__ = ["AgreedSave", "OutcomeWatch"]
 
 log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class AgreedSave:
+    """What the ranks have agreed on before a save.
+
+    Attributes:
+        path: Where to.
+        step: At which step rank 0 saves; None if the ranks may be at different ones.
+        number: Of the save, among those of this run.
+        left_out: Ranks that certainly do not take part, as far as that is known.
+        absent: Asked on rank 0 for all of them, by any thread.
+    """
+
+    path: str
+    step: int | None
+    number: int | None
+    left_out: frozenset[int]
+    absent: Callable[[], Collection[int]]
 
 
 class OutcomeWatch:
@@ -76,8 +97,8 @@ class OutcomeWatch:
             raise
 
     def before_save(
-        self, path: str, refuse: Callable[[str], str | None], *, step: int | None, waits: bool
-    ) -> tuple[str, int | None]:
+        self, path: str, refuse: Callable[[str], str | None], *, step: int | None, waits: bool, may_be_absent: bool
+    ) -> AgreedSave:
         """Raise, on all ranks, what rank 0 knows to have failed; return the path and the step at which rank 0 saves.
 
         Rank 0's path counts: scripts that put the time or a temporary directory into it have another one on every rank.
@@ -87,6 +108,7 @@ class OutcomeWatch:
             refuse: Asked on rank 0 for a reason not to save there.
             step: At which step this rank is; only that of rank 0 counts.
             waits: Whether rank 0 waits for all to come. If not, a rank that does not is found when the save is committed.
+            may_be_absent: Whether rank 0 waits no longer for ranks that have certainly gone on without this save.
 
         Raises:
             CheckpointError: As said, or a rank does not save.
@@ -97,8 +119,13 @@ class OutcomeWatch:
             failure = self._outcome.unraised or self._checkpointer.take_failure()
             reason = refuse(path)
         encoded = None if failure is None else encode_error(failure)
-        tell = self._agreement.from_rank_zero if waits else self._agreement.announce
-        agreed, encoded, reason, zeros_step = tell("save_state", [path, encoded, reason, step])
+        agreement = self._agreement
+        value = [path, encoded, reason, step, self._checkpointer.next_number if agreement.world_size > 1 else None]
+        if waits:
+            answer = agreement.from_rank_zero("save_state", value, may_be_absent=may_be_absent)
+        else:
+            answer = agreement.announce("save_state", value)
+        agreed, encoded, reason, zeros_step, number = answer
         if encoded is not None:
             self._after_raise()
             raise failure or decode_error(encoded)
@@ -106,7 +133,8 @@ class OutcomeWatch:
             raise ValueError(reason)
         if agreed != path:
             log.warning("rank %d saves at %s, where rank 0 does, and not at %s", self._agreement.rank, agreed, path)
-        return str(agreed), zeros_step
+        absent = functools.partial(agreement.absent_from, agreement.meeting, agreement.place)
+        return AgreedSave(str(agreed), zeros_step, number, frozenset(agreement.left_out), absent)
 
     def after_training(self) -> None:
         """Wait for the background, and raise what no rank has raised yet; called on all ranks together.

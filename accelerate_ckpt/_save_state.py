@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
 
-from accelerate_ckpt import _fsdp
+from accelerate_ckpt import _fsdp, _termination
+from accelerate_ckpt._agreement import names_of
 from accelerate_ckpt._naming import is_url, number_of, target_of
+from accelerate_ckpt._outcomes import AgreedSave
 from accelerate_ckpt._parts import (
     FORMAT,
     RANK,
@@ -51,11 +55,18 @@ def save_state(session: Session, output_dir: str | os.PathLike[str] | None) -> P
         ValueError: The automatic name is taken.
     """
     accelerator = session.accelerator
-    target = _agreed_target(session, target_of(accelerator, output_dir))
-    if _must_wait_for_window(session):
-        session.deferred.append(target if is_url(target) else os.path.abspath(target))
-    else:
-        _save_now(session, target)
+    if session.config.is_async or session.tiers is not None:
+        _termination.protect()
+    session.saving = True
+    try:
+        agreed = _agree(session, target_of(accelerator, output_dir))
+        target = agreed.path
+        if _must_wait_for_window(session):
+            session.deferred.append(target if is_url(target) else os.path.abspath(target))
+        else:
+            _save_now(session, agreed)
+    finally:
+        session.saving = False
     accelerator.project_configuration.iteration += 1
     return target if is_url(target) else Path(target)
 
@@ -68,10 +79,10 @@ def save_deferred(session: Session) -> None:
     """
     while session.deferred and not session.window_is_open:
         target = session.deferred.pop(0)
-        _save_now(session, _agreed_target(session, target))
+        _save_now(session, _agree(session, target))
 
 
-def _agreed_target(session: Session, target: str) -> str:
+def _agree(session: Session, target: str) -> AgreedSave:
     accelerator = session.accelerator
 
     def refuse(path: str) -> str | None:
@@ -84,21 +95,39 @@ def _agreed_target(session: Session, target: str) -> str:
             "`self.save_iteration` with what iteration to start with."
         )
 
-    # Without a step to compare, a rank that has missed a save would be mixed into the next one: all are waited for.
+    # Without a step to compare, a rank that has missed a save would be mixed into the next one: all are waited for. So they are
+    # once if rank 0 has not everything, which decides what it writes.
     step = session.step_of_all
-    agreed, zeros_step = session.outcomes.before_save(
-        target, refuse, step=step, waits=step is None or not session.config.is_async
+    is_spread = _fsdp.is_used(accelerator) or session.config.slices_replicated
+    unknown = (is_spread and session.come_all is not True) or (session.come_all is None and not session.config.is_async)
+    agreed = session.outcomes.before_save(
+        target, refuse, step=step, waits=step is None or unknown, may_be_absent=not _fsdp.is_used(accelerator)
     )
-    if step != zeros_step:
+    if agreed.left_out:
+        _tell_of_absent(session, agreed.left_out)
+    elif (step is None or unknown) and session.world_size > 1:
+        session.come_all = True
+    if step != agreed.step:
         error = RankFailedError(
-            f"rank {session.rank} saves step {step}, and rank 0 step {zeros_step}: that is no checkpoint",
-            path=agreed,
+            f"rank {session.rank} saves step {step}, and rank 0 step {agreed.step}: that is no checkpoint",
+            path=agreed.path,
             remedy="call save_state on all ranks, not under `if accelerator.is_main_process`; if the ranks are meant to take "
             "different numbers of steps, make the Accelerator with even_batches=False",
         )
         _fail_everywhere(session, agreed, error)
         raise error
     return agreed
+
+
+def _tell_of_absent(session: Session, absent: Collection[int]) -> None:
+    session.come_all = False
+    session.tell_once(
+        "absent",
+        f"save_state was called on rank 0 and not on {names_of(absent)}: as with stock Accelerate, the checkpoint has the "
+        "models, optimizers and schedulers, and of rank 0 alone what each rank has for itself (random generators, data "
+        "position, registered objects), so a resume is not exact. Call save_state on all ranks, not under "
+        "`if accelerator.is_main_process`",
+    )
 
 
 def _must_wait_for_window(session: Session) -> bool:
@@ -121,13 +150,14 @@ def _must_wait_for_window(session: Session) -> bool:
     return policy == "defer"
 
 
-def _save_now(session: Session, target: str) -> None:
+def _save_now(session: Session, agreed: AgreedSave) -> None:
+    target = agreed.path
     with contextlib.ExitStack() as undo:
         weights, files = _weights(session), None
         if session.accelerator._save_model_state_pre_hook:
             # The hooks come first, because they decide what is to be saved.
-            weights, files = _after_hooks(session, target, weights, undo)
-        parts = _save_parts(session, target, weights, files)
+            weights, files = _after_hooks(session, agreed, weights, undo)
+        parts = _save_parts(session, agreed, weights, files)
         undo.pop_all()  # the files are the save's now
     session.remove_unwanted(target)
     if not _fsdp.is_used(session.accelerator) and fit_into(parts, SMALL_STATE_BYTES):
@@ -137,30 +167,46 @@ def _save_now(session: Session, target: str) -> None:
         session.checkpointer.wait_when_touched(target)  # which stock would have left there, for the script to use
 
 
-def _save_parts(session: Session, target: str, weights: list[Any], files: AddedFiles | None) -> list[Part]:
+def _save_parts(session: Session, agreed: AgreedSave, weights: list[Any], files: AddedFiles | None) -> list[Part]:
     try:
         parts = _parts_of(session, weights)
-        metadata = _metadata(session, target)
+        metadata = _metadata(session, agreed.path)
     except Exception as error:
-        _fail_everywhere(session, target, error)
+        _fail_everywhere(session, agreed, error)
         raise
     if session.config.is_async:
         session.outcomes.save_begun()
     try:
-        session.checkpointer.save(parts, target, metadata=metadata, step=session.step_of_all, write_files=files)
+        session.checkpointer.save(
+            parts,
+            agreed.path,
+            metadata=metadata,
+            step=session.step_of_all,
+            write_files=files,
+            number=agreed.number,
+            absent=functools.partial(_absent, session, agreed) if session.world_size > 1 else None,
+            slice_replicated=False if agreed.left_out else None,
+        )
     except SerializationError as error:
         raise _named(error, session.accelerator) from error
     return parts
 
 
-def _fail_everywhere(session: Session, target: str, error: Exception) -> None:
+def _absent(session: Session, agreed: AgreedSave) -> Collection[int]:
+    absent = agreed.absent()
+    if absent and not (_fsdp.is_used(session.accelerator) or session.config.slices_replicated):
+        _tell_of_absent(session, absent)
+    return absent
+
+
+def _fail_everywhere(session: Session, agreed: AgreedSave, error: Exception) -> None:
     """Tell the other ranks, which would wait for this one's part, by a save that fails."""
 
     def fail(_: str) -> None:
         raise error
 
     if session.world_size > 1:
-        session.checkpointer.save([], target, write_files=fail)
+        session.checkpointer.save([], agreed.path, write_files=fail, number=agreed.number, absent=agreed.absent)
 
 
 def _weights(session: Session) -> list[Any]:
@@ -169,7 +215,7 @@ def _weights(session: Session) -> list[Any]:
 
 
 def _after_hooks(
-    session: Session, target: str, weights: list[Any], undo: contextlib.ExitStack
+    session: Session, agreed: AgreedSave, weights: list[Any], undo: contextlib.ExitStack
 ) -> tuple[list[Any], AddedFiles]:
     """Call the script's hooks; return the weights that they leave on rank 0, and the files that they write."""
     accelerator = session.accelerator
@@ -177,7 +223,7 @@ def _after_hooks(
     files: AddedFiles | None = None
     failure: Exception | None = None
     try:
-        files = session.checkpointer.begin_files(target)
+        files = session.checkpointer.begin_files(agreed.path)
         undo.callback(files.close)
         for hook in accelerator._save_model_state_pre_hook.values():
             hook(accelerator._models, weights, files.directory)
@@ -187,7 +233,7 @@ def _after_hooks(
     names, left = session.agreement.announce("save_state", [_files_below(files), left], failure)
     if failure is not None:
         if session.rank:
-            _fail_everywhere(session, target, failure)
+            _fail_everywhere(session, agreed, failure)
         raise failure
     assert files is not None  # there is no failure
     if session.rank:

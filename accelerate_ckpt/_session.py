@@ -47,6 +47,8 @@ class Session:
     Attributes:
         tiers: Where checkpoints are committed and where uploaded to, if those are two places.
         window_open: Whether gradients have been added up that no optimizer step has used.
+        come_all: Whether all ranks call ``save_state``, as far as saves until now have shown; None before the first.
+        saving: Whether the script is inside ``save_state``.
         uneven: Whether ranks may have taken different numbers of steps.
         retention: What keeps account of the checkpoints for a policy; None without a policy.
         limit: Says, for the paths whose save is under way, what another framework's own rule would delete, None without one;
@@ -60,6 +62,8 @@ class Session:
         self.local_sgd = LocalSgdState()
         self.told: set[str] = set()
         self.window_open = False
+        self.come_all: bool | None = None
+        self.saving = False
         self.uneven = not accelerator.even_batches
         self.deferred: list[str] = []
         self._steps_before = 0

@@ -16,7 +16,7 @@ import importlib.util
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, ModuleType, TracebackType
 
 from accelerate_ckpt.config import FILE_OPTION, VARIABLE_PREFIX, CheckpointConfig, OptionError, nearest
@@ -24,6 +24,7 @@ from accelerate_ckpt.config import FILE_OPTION, VARIABLE_PREFIX, CheckpointConfi
 __all__ = ["add_options", "main", "options_of"]
 
 _FRAMEWORK = "accelerate"
+_TRAINER = "transformers.trainer"
 _OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 
 
@@ -95,10 +96,13 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(config: CheckpointConfig, script: str, arguments: Sequence[str], *, is_module: bool) -> None:
-    if _FRAMEWORK in sys.modules:
-        _install(config)
-    else:
-        sys.meta_path.insert(0, _InstallAfterImport(config))
+    actions: dict[str, Callable[[ModuleType], None]] = {
+        _FRAMEWORK: lambda _: _install(config),
+        _TRAINER: _tell_of_trainers,
+    }
+    for name in actions.keys() & sys.modules.keys():
+        actions.pop(name)(sys.modules[name])
+    sys.meta_path.insert(0, _AfterImport(actions))
     failed = True
     try:
         if is_module:
@@ -161,20 +165,24 @@ def _find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
         raise
 
 
-class _InstallAfterImport(importlib.abc.MetaPathFinder):
+class _AfterImport(importlib.abc.MetaPathFinder):
     """Installs ours as soon as the script has imported Accelerate, and not earlier.
+
+    Args:
+        actions: What to do with modules, by name, when they have been imported.
 
     Importing it before the script would be simpler, and wrong: libraries read variables such as ``HF_HOME`` or
     ``OMP_NUM_THREADS`` when they are imported, and a script that sets them first must get what it asked for.
     """
 
-    def __init__(self, config: CheckpointConfig) -> None:
-        self._config = config
+    def __init__(self, actions: Mapping[str, Callable[[ModuleType], None]]) -> None:
+        self._actions = actions
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != _FRAMEWORK:
+        action = self._actions.get(name)
+        if action is None:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next(filter(None, (finder.find_spec(name, path, target) for finder in others)), None)
@@ -183,7 +191,7 @@ class _InstallAfterImport(importlib.abc.MetaPathFinder):
 
             def execute_and_install(module: ModuleType) -> None:
                 execute(module)
-                _install(self._config)
+                action(module)
 
             # In the specification rather than at once: many look for Accelerate without importing it.
             spec.loader.exec_module = execute_and_install  # type: ignore[method-assign]
@@ -192,8 +200,16 @@ class _InstallAfterImport(importlib.abc.MetaPathFinder):
 
 def _install(config: CheckpointConfig) -> None:
     from accelerate_ckpt._attach import install
+    from accelerate_ckpt._termination import finish_before_exit
 
     install(config)
+    finish_before_exit()
+
+
+def _tell_of_trainers(module: ModuleType) -> None:
+    from accelerate_ckpt.integrations.stock_trainer import tell_of_trainers
+
+    tell_of_trainers(module)
 
 
 def _drain(failed: bool) -> None:

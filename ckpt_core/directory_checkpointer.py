@@ -7,7 +7,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -172,6 +172,9 @@ class DirectoryCheckpointer(CheckpointerBase):
         metadata: Mapping[str, Any] | None = None,
         step: int | None = None,
         write_files: WriteFiles | AddedFiles | None = None,
+        number: int | None = None,
+        absent: Callable[[], Collection[int]] | None = None,
+        slice_replicated: bool | None = None,
     ) -> int:
         """Save a state at ``path``; called on all ranks together, with the same path and parts of the same names.
 
@@ -183,6 +186,9 @@ class DirectoryCheckpointer(CheckpointerBase):
             step: Which step the state is of: ranks that name different ones are refused instead of being mixed.
             write_files: Called, on every rank, with an empty local directory: what it writes there becomes files of the
                 checkpoint, under the same relative names. Or what :meth:`begin_files` returned, if they are written already.
+            number: What :attr:`next_number` was on rank 0, for ranks that may have missed saves before.
+            absent: Asked on rank 0, which waits for the others: those that certainly do not come, and are left out.
+            slice_replicated: As for the class, in this save alone.
 
         Returns:
             The size in bytes: of what this rank writes (async), or of the checkpoint (sync).
@@ -204,7 +210,7 @@ class DirectoryCheckpointer(CheckpointerBase):
         notify(self._listeners, SaveStarted(path=target))
         storage = self._storage_for(target)
         self._claim(storage, target)
-        joint = self._series.open(target, timeout=self._commit_timeout)
+        joint = self._series.open(target, timeout=self._commit_timeout, number=number, absent=absent)
         kept = copy.deepcopy(dict(metadata or {}))
         is_alone = functools.partial(self._claims.is_alone, os.path.dirname(target))
         beside = self._unchanged.begin(storage, target)
@@ -219,7 +225,7 @@ class DirectoryCheckpointer(CheckpointerBase):
                 parts,
                 rank=self._ranks.rank,
                 world_size=self._ranks.world_size,
-                slice_replicated=self._slice_replicated,
+                slice_replicated=self._slice_replicated if slice_replicated is None else slice_replicated,
                 cache=self._plans,
             )
             return beside.divide(planned)
@@ -251,11 +257,13 @@ class DirectoryCheckpointer(CheckpointerBase):
         if not is_remote(self.known_as(path)):
             self._writer.wait_when_touched(self.known_as(path))
 
-    def begin_files(self, path: Path) -> AddedFiles:
-        """Return an empty local directory for files of a checkpoint that is yet to be saved at ``path``.
+    @property
+    def next_number(self) -> int:
+        """Number of the next save, counted on this rank."""
+        return self._series.opened + 1
 
-        To be given to :meth:`save`, or closed.
-        """
+    def begin_files(self, path: Path) -> AddedFiles:
+        """Return an empty local directory for files of a checkpoint, to be given to :meth:`save`, or closed."""
         target = self._save_path(path)
         return AddedFiles(self._storage_for(target), target)
 
@@ -380,10 +388,8 @@ class DirectoryCheckpointer(CheckpointerBase):
     def _delete(self, storage: Storage, path: str) -> None:
         if self._ranks.rank != 0:
             return
-        if is_remote(path):
-            storage.remove_directory(path, names=names_of_files(storage, path))
-        else:
-            storage.remove_directory(path)
+        names = names_of_files(storage, path) if is_remote(path) else ()
+        storage.remove_directory(path, names=names)
 
     def _claim(self, storage: Storage, path: str) -> None:
         if self._ranks.rank == 0:  # which commits

@@ -26,6 +26,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support.descendants import kill_all, new_mark
 from tests.support.fork_server import ForkServer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -165,7 +166,8 @@ def run_script(tmp_path: Path) -> ScriptRunner:
     ``run_script(script, *args, env=None, cwd=None, timeout=120, check=True)``: ``script`` is source text (indentation
     is removed) or a :class:`~pathlib.Path`; ``env`` adds to the environment, and None as a value removes; ``cwd`` is
     the test's ``tmp_path`` unless given; with ``check`` an exit status other than 0 fails the test. The process leads
-    a group of its own, which is killed as a whole at the end, so a script that starts ranks leaves none behind.
+    a group of its own. It is killed at the end with all its descendants, also those in sessions of their own, such as the
+    ranks of a launcher.
     """
 
     def run(
@@ -178,10 +180,11 @@ def run_script(tmp_path: Path) -> ScriptRunner:
     ) -> subprocess.CompletedProcess[str]:
         code = [str(script)] if isinstance(script, Path) else ["-c", textwrap.dedent(script)]
         command = [sys.executable, *code, *map(str, args)]
+        mark = new_mark()
         process = subprocess.Popen(
             command,
             cwd=cwd or tmp_path,
-            env=_script_environment(env or {}),
+            env=_script_environment({**(env or {}), **mark}),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -193,10 +196,10 @@ def run_script(tmp_path: Path) -> ScriptRunner:
             stdout, stderr = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
             timed_out = True
-            _kill_group(process)
+            _kill_tree(process, mark)
             stdout, stderr = process.communicate(timeout=30)
         finally:
-            _kill_group(process)
+            _kill_tree(process, mark)
         status = process.returncode
         _judge(status, stdout, stderr, timed_out=timed_out, timeout=timeout, check=check)
         return subprocess.CompletedProcess(command, status, stdout, stderr)
@@ -284,6 +287,7 @@ def _script_environment(changes: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in merged.items() if value is not None}
 
 
-def _kill_group(process: subprocess.Popen[str]) -> None:
+def _kill_tree(process: subprocess.Popen[str], mark: dict[str, str]) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+        os.killpg(process.pid, signal.SIGKILL)  # the first: a launcher would tidy up after its ranks
+    kill_all(mark)

@@ -144,3 +144,18 @@ def test_a_thread_left_alive_fails_the_test_that_started_it(
     for thread in threading.enumerate():
         if thread.name == "ckpt-writer":
             thread.join(5)
+
+
+def test_a_script_leaves_no_descendants_in_other_sessions(run_script: ScriptRunner) -> None:
+    done = run_script(
+        """
+        import subprocess, sys
+        sleeper = "import time; print('up', flush=True); time.sleep(600)"
+        child = subprocess.Popen([sys.executable, "-c", sleeper], start_new_session=True, stdout=-1, stderr=subprocess.DEVNULL)
+        child.stdout.readline()
+        print(child.pid)
+        """
+    )
+    status = Path(f"/proc/{int(done.stdout)}/stat")
+    # Nobody may have reaped it yet.
+    assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"

@@ -41,6 +41,7 @@ from accelerate_ckpt._parts import FORMAT, indexed, load_model
 from accelerate_ckpt._session import Session, session_of
 from accelerate_ckpt._stock import refuse_damaged_ours
 from accelerate_ckpt.config import OptionError
+from accelerate_ckpt.integrations.stock_trainer import StockCheckpointNotice
 from ckpt_core import Catalog
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, StateMismatchError
 from ckpt_core.state.rng import RngState
@@ -111,6 +112,7 @@ class ResumableCallback(TrainerCallback):
         for name, ours in around.items():
             stock = getattr(trainer, name)
             setattr(trainer, name, functools.wraps(stock)(functools.partial(ours, stock)))
+        trainer.remove_callback(StockCheckpointNotice)
         trainer.add_callback(self)
 
     @property

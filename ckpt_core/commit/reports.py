@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 
 from ckpt_core.commit.errors_as_data import decode_error, encode_error
 from ckpt_core.commit.rank_group import RankGroup
@@ -19,6 +20,8 @@ __all__ = ["JointSave", "SaveSeries"]
 
 _LINGER = 10.0  # seconds that rank 0 waits for the others to read an outcome: they need it, and it may be about to exit
 _GRACE = 1.25  # rank 0, which collects for so long, must be the first to find out who is missing
+_FIRST_LOOK = 0.1  # seconds after which rank 0 asks for the first time who will not come
+_LAST_LOOK = 1.0
 
 
 class SaveSeries:
@@ -32,21 +35,33 @@ class SaveSeries:
 
     Attributes:
         concluded: Number of the last save that is over.
+        opened: How many saves this rank has begun; on rank 0, the number of the last one.
     """
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
         self.concluded = 0
+        self.opened = 0
         self._name = group.next_series()
 
-    def open(self, path: str, *, timeout: float) -> JointSave:
+    def open(
+        self,
+        path: str,
+        *,
+        timeout: float,
+        number: int | None = None,
+        absent: Callable[[], Collection[int]] | None = None,
+    ) -> JointSave:
         """Return this rank's part in a save that it will join when the ones before are concluded.
 
         Args:
             path: Where it goes.
             timeout: Seconds that a rank whose part is done waits for the others.
+            number: That of the save on rank 0, where the ranks have agreed on it; otherwise they count alike.
+            absent: Asked on rank 0, while it waits: ranks that certainly do not take part.
         """
-        return JointSave(self, path, timeout=timeout)
+        self.opened += 1
+        return JointSave(self, path, timeout=timeout, number=number, absent=absent)
 
     def token(self, number: int) -> str:
         """Return the text that no other save has."""
@@ -60,15 +75,27 @@ class JointSave:
         series: The series.
         path: Where it goes.
         timeout: Seconds that a rank whose part is done waits for the others.
+        number: That of the save on rank 0; None where the ranks count alike.
+        absent: Asked on rank 0, while it waits: ranks that certainly do not take part.
 
     Attributes:
         token: What no other save has; the same on all ranks.
         undecided: Whether :meth:`conclude` ended without an outcome: another rank may still commit the save.
     """
 
-    def __init__(self, series: SaveSeries, path: str, *, timeout: float) -> None:
+    def __init__(
+        self,
+        series: SaveSeries,
+        path: str,
+        *,
+        timeout: float,
+        number: int | None = None,
+        absent: Callable[[], Collection[int]] | None = None,
+    ) -> None:
         self.group = group = series.group
         self.undecided = False
+        self._agreed = number
+        self._absent = absent
         self._series = series
         self._number = 0
         self._asked: list[str] = []
@@ -91,11 +118,11 @@ class JointSave:
         Raises:
             RankFailedError: Rank 0 is gone or does not answer: there is nothing to conclude.
         """
-        self._number = self._series.concluded + 1
+        self._number = self._series.concluded + 1 if self._agreed is None else self._agreed
         if self._line is None:
             return
         try:
-            while self._rank != 0 and self._line.has(self._key("outcome")):
+            while self._rank != 0 and self._agreed is None and self._line.has(self._key("outcome")):
                 if json.loads(self._line.get(self._key("outcome")))[0] == self._path:
                     break  # this very save: the others have given up waiting for this rank
                 self._number += 1
@@ -124,12 +151,13 @@ class JointSave:
         # Without an answer there is an outcome, which is the same whatever is answered.
         return self._line.has(key) and self._line.get(key) == "yes"
 
-    def conclude(self, report: str | CheckpointError, commit: Callable[[Sequence[str]], int]) -> int:
+    def conclude(self, report: str | CheckpointError, commit: Callable[[Sequence[str | None]], int]) -> int:
         """Report what has become of this rank's part, and return the size of the checkpoint once it is committed.
 
         Args:
             report: What the committer needs to know of this rank's part, which is durable; or why there is none.
-            commit: Called on rank 0 alone, with the reports of all ranks in their order, if none has failed.
+            commit: Called on rank 0 alone, with the reports of all ranks in their order, if none has failed; None stands for a
+                rank that is absent.
 
         Raises:
             CheckpointError: The save has failed, for the same reason on all ranks.
@@ -146,39 +174,56 @@ class JointSave:
 
     # ---- rank 0 --------------------------------------------------------------------------------------------------------
 
-    def _decide(self, line: StoreLine, report: str | CheckpointError, commit: Callable[[Sequence[str]], int]) -> int:
+    def _decide(
+        self, line: StoreLine, report: str | CheckpointError, commit: Callable[[Sequence[str | None]], int]
+    ) -> int:
         size, failure = 0, None
         reported: list[int] = []
+        absent: set[int] = set()
         try:
             line.set(self._key("collecting"), "")
-            reported = self._collect(line)
+            reported, absent = self._collect(line)
             line.set(self._key("collected"), "")
-            size = commit(self._texts(line, report, reported))
+            size = commit(self._texts(line, report, reported, absent))
         except CheckpointError as error:
             failure = error
         except BaseException as error:
             failure = CheckpointError(f"rank 0: {type(error).__name__}: {error}", path=self._path)
             raise
         finally:
-            self._announce(line, size, failure, readers=len(reported))
+            self._announce(line, size, failure, readers=len(reported), keep=bool(absent))
         if failure is not None:
             raise failure
         return size
 
-    def _collect(self, line: StoreLine) -> list[int]:
-        """Return the other ranks that have reported, when all have or the time is over."""
-        if line.wait([self._key(f"report/{rank}") for rank in self._others], self._timeout):
-            return self._others
-        return [rank for rank in self._others if line.has(self._key(f"report/{rank}"))]
+    def _collect(self, line: StoreLine) -> tuple[list[int], set[int]]:
+        """Return the other ranks that have reported, and those that are absent, when none is left or the time is over."""
+        deadline = time.monotonic() + self._timeout
+        wait = self._timeout if self._absent is None else _FIRST_LOOK
+        absent: set[int] = set()
+        while True:
+            awaited = [rank for rank in self._others if rank not in absent]
+            left = deadline - time.monotonic()
+            keys = [self._key(f"report/{rank}") for rank in awaited]
+            if not keys or line.wait(keys, max(0.0, min(wait, left))):
+                return awaited, absent
+            if self._absent is None or left <= wait:
+                return [rank for rank in awaited if line.has(self._key(f"report/{rank}"))], absent
+            # Whoever has begun takes part, whatever is said of it.
+            absent |= {rank for rank in self._absent() if not line.has(self._key(f"begun/{rank}"))}
+            wait = min(2 * wait, _LAST_LOOK)
 
-    def _texts(self, line: StoreLine, report: str | CheckpointError, reported: Sequence[int]) -> list[str]:
+    def _texts(
+        self, line: StoreLine, report: str | CheckpointError, reported: Sequence[int], absent: Collection[int]
+    ) -> list[str | None]:
         """Return the reports of all ranks, in their order, if there is nothing wrong with any.
 
         Raises:
             CheckpointError: The failure of one rank, for all.
         """
         failure: CheckpointError | None = _named(report, 0) if isinstance(report, CheckpointError) else None
-        texts = ["" if isinstance(report, CheckpointError) else report]
+        texts: list[str | None] = [None] * self.group.world_size
+        texts[0] = "" if isinstance(report, CheckpointError) else report
         for rank in reported:
             head, _, text = line.get(self._key(f"report/{rank}")).partition("\n")
             path, error = json.loads(head)
@@ -190,9 +235,10 @@ class JointSave:
                 )
             if error is not None and failure is None:
                 failure = _named(decode_error(error), rank)
-            texts.append(text)
-        if failure is None and len(reported) < len(self._others):
-            failure = self._missing(line, [rank for rank in self._others if rank not in set(reported)])
+            texts[rank] = text
+        missing = [rank for rank in self._others if rank not in {*reported, *absent}]
+        if failure is None and missing:
+            failure = self._missing(line, missing)
         if failure is not None:
             raise failure
         return texts
@@ -203,13 +249,15 @@ class JointSave:
             return self._too_late(begun)
         return self._not_called(ranks)
 
-    def _announce(self, line: StoreLine, size: int, failure: CheckpointError | None, *, readers: int) -> None:
+    def _announce(
+        self, line: StoreLine, size: int, failure: CheckpointError | None, *, readers: int, keep: bool
+    ) -> None:
         encoded = None if failure is None else encode_error(failure)
         line.set(self._key("outcome"), json.dumps([self._path, size, readers, encoded]))
         if readers and not line.wait([self._key("all-read")], min(_LINGER, self._timeout)):
             return
         self._forget(line, "begun/0", "read", "all-read", *self._asked)
-        if failure is None:  # the outcome of a failure is what ranks that were left out of it will find
+        if failure is None and not keep:  # what ranks that were left out of it will find
             self._forget(line, "collecting", "collected", "outcome")
 
     # ---- the other ranks -----------------------------------------------------------------------------------------------

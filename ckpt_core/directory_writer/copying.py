@@ -49,7 +49,7 @@ def copy_directory(
     joint.join()
     created: list[str] = []
 
-    def commit(_: Sequence[str]) -> int:
+    def commit(_: Sequence[str | None]) -> int:
         try:
             manifest, content = read_manifest(origin or storage, source)
         except CheckpointNotFoundError as error:

@@ -180,11 +180,15 @@ class RankSave:
 
     # ---- all ranks' files, on rank 0 -----------------------------------------------------------------------------------
 
-    def _commit(self, reports: Sequence[str]) -> int:
-        heads, texts = zip(*(report.split("\n", 1) for report in reports), strict=True)
+    def _commit(self, reports: Sequence[str | None]) -> int:
+        texts: list[str | None] = [None] * len(reports)
         sizes: dict[str, int] = {}
         extra: dict[str, ExtraFile] = {}
-        for rank, (step, written, added) in enumerate(map(json.loads, heads)):
+        for rank, report in enumerate(reports):
+            if report is None:
+                continue
+            head, texts[rank] = report.split("\n", 1)
+            step, written, added = json.loads(head)
             if step != self._step:
                 raise RankFailedError(
                     f"rank 0 saves step {self._step}, and rank {rank} step {step}: that is no checkpoint",
@@ -201,15 +205,22 @@ class RankSave:
                         remedy="in write_files, write it on one rank only, or give every rank's file its own name",
                     )
         assert self._files is not None  # this rank has reported
+        if None in reports and self._files.is_spread:
+            gone = ", ".join(str(rank) for rank, report in enumerate(reports) if report is None)
+            raise RankFailedError(
+                f"save was called on rank 0 and not on rank {gone}, which holds a part of the state and went on without it",
+                path=self._path,
+                remedy="call save on all ranks, not under `if accelerator.is_main_process`",
+            )
         own = self._files.report(list(extra.values()))
         manifest = build_manifest([own, *texts[1:]], metadata=self._metadata, path=self._path)
         if len(reports) > 1:
             self._check_all_there(sizes)
         previous = previous_at(self._storage, self._path)
-        gone = [name for name in (*previous.files, *previous.extra) if name not in sizes and name not in extra]
+        old = [name for name in (*previous.files, *previous.extra) if name not in sizes and name not in extra]
         if not self._has_place:
-            gone = []  # another job's save may rely on what was there before
-        self._storage.publish_directory(self._path, self._joint.token, manifest, gone=gone)
+            old = []  # another job's save may rely on what was there before
+        self._storage.publish_directory(self._path, self._joint.token, manifest, gone=old)
         return sum(sizes.values()) + sum(file.size for file in extra.values()) + len(manifest)
 
     def _check_all_there(self, sizes: Mapping[str, int]) -> None:

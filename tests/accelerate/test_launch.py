@@ -293,3 +293,33 @@ def test_two_processes(run_script: RunScript, tmp_path: Path) -> None:
 def test_attach_is_the_function_whatever_was_imported_first(run_script: RunScript, first: str) -> None:
     done = run_script(f"{first}\nimport accelerate_ckpt\nprint(type(accelerate_ckpt.attach).__name__)")
     assert done.stdout == "function\n"
+
+
+def test_a_trainer_that_keeps_its_own_checkpoints_is_warned_about_once(plain: RunScript, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    source = """
+        import os, sys, torch
+        from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+        class Own(Trainer):
+            pass
+        texts = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 32
+        for kind, callback in ((Trainer, True), (Own, False), (Trainer, False)):
+            print("trainer", kind.__name__, callback, file=sys.stderr, flush=True)
+            sizes = {"n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2, "bos_token_id": 0, "eos_token_id": 0}
+            model = GPT2LMHeadModel(GPT2Config(vocab_size=16, **sizes))
+            directory = f"{sys.argv[1]}/{kind.__name__}-{callback}"
+            options = {"max_steps": 2, "save_steps": 1, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+            trainer = kind(model, TrainingArguments(directory, **options), train_dataset=texts)
+            if callback:
+                from accelerate_ckpt.integrations.transformers import ResumableCallback
+                ResumableCallback(trainer)
+            trainer.train()
+            assert os.path.exists(f"{directory}/checkpoint-2/optimizer.pt") != callback
+    """
+    write(tmp_path / "train.py", source)
+    done = plain("-m", OURS, "train.py", "runs")
+    assert done.returncode == 0, done.stderr
+    ours, own, stock = re.split(r"^trainer .*\n", done.stderr, flags=re.MULTILINE)[1:]
+    assert "saves checkpoints of its own" not in ours + stock
+    assert own.count("saves checkpoints of its own, which accelerate_ckpt leaves as they are") == 1
+    assert "ResumableCallback(trainer)" in own

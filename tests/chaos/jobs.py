@@ -11,7 +11,6 @@ import subprocess
 import sys
 import sysconfig
 import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,9 +19,10 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "crash_de
 
 from records import LogTail
 
+from tests.support.descendants import kill_all, members, new_mark
+
 ROOT = Path(__file__).resolve().parents[2]
 MOST_SECONDS_OF_A_JOB = 180.0
-_MARK = "CKPT_CHAOS_JOB"
 
 
 class Processes(Protocol):
@@ -110,12 +110,11 @@ class Launched:
     """
 
     def __init__(self, run: Path, ranks: int, arguments: list[str]) -> None:
-        self._mark = f"{_MARK}={uuid.uuid4().hex}"
+        self._mark = new_mark()
         accelerate = Path(sysconfig.get_path("scripts")) / "accelerate"
         # With the variable, Accelerate's launcher for GPUs starts gloo processes on the CPU.
         command = [sys.executable, str(accelerate), "launch", "--multi_gpu", "--num_processes", str(ranks)]
         command += ["--num_machines", "1", "--main_process_port", "0", "-m", "accelerate_ckpt", *arguments]
-        name, _, value = self._mark.partition("=")
         with (run / "console.log").open("ab") as log:
             self._launcher = subprocess.Popen(
                 command,
@@ -124,7 +123,7 @@ class Launched:
                 stderr=log,
                 start_new_session=True,
                 cwd=ROOT,
-                env={**_environment(), "ACCELERATE_USE_CPU": "true", name: value},
+                env={**_environment(), "ACCELERATE_USE_CPU": "true", **self._mark},
             )
 
     @classmethod
@@ -143,29 +142,17 @@ class Launched:
 
     def kill(self, rank: int | None) -> None:
         if rank is not None:
-            self._kill({process for process, variables in self._members().items() if f"RANK={rank}" in variables})
+            for process, variables in self._members().items():
+                if f"RANK={rank}" in variables:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
             return
         self._launcher.kill()  # first, or it would tidy up after its ranks
-        while members := self._members():
-            self._kill(set(members))
-            time.sleep(0.001)
-
-    @staticmethod
-    def _kill(processes: set[int]) -> None:
-        for process in processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process, signal.SIGKILL)
+        kill_all(self._mark)
 
     def _members(self) -> dict[int, list[str]]:
         """The ranks and what else has inherited our mark, with their environments; the launcher is not among them."""
-        found = {}
-        for entry in Path("/proc").iterdir():
-            if entry.name.isdigit() and int(entry.name) != self._launcher.pid:
-                with contextlib.suppress(OSError):  # ended meanwhile, or somebody else's; that of a dead one is empty
-                    variables = (entry / "environ").read_bytes().decode(errors="replace").split("\0")
-                    if self._mark in variables:
-                        found[int(entry.name)] = variables
-        return found
+        return {number: variables for number, variables in members(self._mark).items() if number != self._launcher.pid}
 
 
 class Job:

@@ -37,11 +37,11 @@ def file_pieces(reader: FileReader) -> Iterator[memoryview]:
         yield piece
 
 
-def build_manifest(reports: Sequence[str], *, metadata: Mapping[str, Any], path: str = "") -> bytes:
+def build_manifest(reports: Sequence[str | None], *, metadata: Mapping[str, Any], path: str = "") -> bytes:
     """Return the manifest's bytes: the checkpoint is committed when they are in place under ``MANIFEST_NAME``.
 
     Args:
-        reports: What :meth:`RankFiles.report` returned on each rank, in rank order.
+        reports: What :meth:`RankFiles.report` returned on each rank, in rank order; None for a rank that has written nothing.
         metadata: Plain data to keep with the checkpoint.
         path: The checkpoint, for messages.
 
@@ -54,7 +54,9 @@ def build_manifest(reports: Sequence[str], *, metadata: Mapping[str, Any], path:
         raise SerializationError(
             "the metadata hold a tensor", path=path or None, key=f"metadata.{tensors[0][0]}", remedy="save it in a part"
         )
-    summaries, records, commons = zip(*(report.split("\n") for report in reports), strict=True)
+    first = json.loads(str(reports[0]).partition("\n")[0])
+    complete = [_nothing(rank, first) if report is None else report for rank, report in enumerate(reports)]
+    summaries, records, commons = zip(*(report.split("\n") for report in complete), strict=True)
     found = [json.loads(summary) for summary in summaries]
     _check_reports(found, path or None)
     return encode_manifest(
@@ -64,6 +66,13 @@ def build_manifest(reports: Sequence[str], *, metadata: Mapping[str, Any], path:
         parts=commons[0],
         ranks=records,
     )
+
+
+def _nothing(rank: int, first: dict[str, Any]) -> str:
+    """Return the report of a rank that has written nothing, in the save that rank 0's summary is of."""
+    summary = {**first, "rank": rank, "names": [], "written": dict.fromkeys(first["written"], 0)}
+    record = {"rank": rank, "files": [], "digests": None, "parts": {}, "extra": []}
+    return "\n".join([json.dumps(summary), json.dumps(record), "{}"])
 
 
 def _check_reports(summaries: Sequence[dict[str, Any]], path: str | None) -> None:

@@ -153,6 +153,10 @@ class DirectoryCheckpoint:
             found[name] = PartInfo(name, kind, tensors)
         return found
 
+    def ranks_with(self, part: str) -> tuple[int, ...]:
+        """Return the ranks that have saved a part of their own under this name."""
+        return tuple(rank for rank, record in enumerate(self._manifest.ranks) if part in record.parts)
+
     def load(
         self,
         part: str,

@@ -254,6 +254,11 @@ class RankFiles:
         self._files[index] = dataclasses.replace(self._files[index], save_id=save_id)
         self._images[index].digests[0] = header_digest
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether other ranks hold pieces of parts that this rank has not whole."""
+        return self._world_size > 1 and any(part.spread for part in self._parts)
+
     def report(self, extra_files: Sequence[ExtraFile] = ()) -> str:
         """Return what this rank has written, when it has: what :func:`build_manifest` takes.
 

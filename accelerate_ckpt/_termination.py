@@ -1,0 +1,240 @@
+"""What a process that is told to end does with saves that are under way: it finishes them, and then ends as it would have.
+
+Schedulers, container runtimes and launchers send SIGTERM. By default the process is gone at once, and with it the save in the
+background that a script without us would have waited for. A handler in Python alone does not help: the main thread, which would
+run it, may be in a collective that never ends. So a thread reads the signal from the descriptor to which Python's own handler
+writes its number, finishes the saves, and then lets the signal do what it does by default: the parent sees the same status.
+
+Nothing is changed for scripts that handle the signal themselves, for children, and in processes that have not saved.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import ckpt_core
+from accelerate_ckpt._session import live_sessions
+from ckpt_core.errors import RankFailedError
+
+__all__ = ["finish_before_exit", "protect", "unprotect"]
+
+log = logging.getLogger(__name__)
+
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_SAME_SIGNAL_SECONDS = 3.0  # a launcher hands on the signal that its whole group got
+_SILENCE_SECONDS = 3.0  # after which a rank that answers nothing counts as gone, and one that is awaited comes too late
+_ENGINE = os.path.dirname(os.path.abspath(ckpt_core.__file__))
+_exit = os._exit
+
+
+class _Ending:
+    """How far this process has come on its way to the end."""
+
+    def __init__(self) -> None:
+        self.forget()
+
+    def forget(self) -> None:
+        self.began = itertools.count()
+        self.since: float | None = None
+
+
+_ending = _Ending()
+_descriptors: list[int] = []  # of the pipe that a thread reads
+_mask = threading.local()
+
+
+# ---- signals ---------------------------------------------------------------------------------------------------------
+
+
+def protect() -> None:
+    """Let signals that end this process wait for its saves, where their disposition is the default; costs microseconds."""
+    if os.name != "posix" or threading.current_thread() is not threading.main_thread():
+        return
+    for number in _SIGNALS:
+        if signal.getsignal(number) is signal.SIG_DFL and not _is_caught(number):
+            _read_signals()
+            signal.signal(number, _handle)
+
+
+def unprotect() -> None:
+    """Give the signals their default disposition back; called when training is over."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    for number in _SIGNALS:
+        if signal.getsignal(number) is _handle:
+            signal.signal(number, signal.SIG_DFL)
+
+
+def _is_caught(number: int) -> bool:
+    """Whether something that is not Python handles the signal; false where that cannot be seen."""
+    try:
+        status = Path("/proc/self/status").read_text()
+        caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt:")).split()[1], 16)
+    except (OSError, StopIteration, ValueError):
+        return False
+    return bool(caught >> (number - 1) & 1)
+
+
+def _read_signals() -> None:
+    if not _descriptors:
+        _descriptors.extend(os.pipe())
+        os.set_blocking(_descriptors[1], False)
+        threading.Thread(target=_watch, args=(_descriptors[0],), name="ckpt-signals", daemon=True).start()
+    before = signal.set_wakeup_fd(_descriptors[1], warn_on_full_buffer=False)
+    if before not in (-1, _descriptors[1]):  # an event loop's: then the handler has to do, when Python comes to it
+        signal.set_wakeup_fd(before)
+
+
+def _watch(descriptor: int) -> None:
+    while numbers := os.read(descriptor, 64):
+        for number in numbers:
+            if number in _SIGNALS:
+                _arrived(number)
+            elif number == signal.SIGINT and _ending.since is not None:
+                _die(signal.SIGTERM)
+
+
+def _handle(number: int, _: FrameType | None) -> None:
+    _arrived(number)
+
+
+def _arrived(number: int) -> None:
+    """Begin the end, once; called by the thread, by the handler, or by both, for each signal."""
+    if next(_ending.began) == 0:
+        _ending.since = time.monotonic()
+        try:
+            threading.Thread(target=_finish_and_die, args=(number,), name="ckpt-ending").start()
+        except RuntimeError:  # the interpreter is shutting down: no new threads
+            _finish_and_die(number)
+    elif _ending.since is not None and time.monotonic() - _ending.since > _SAME_SIGNAL_SECONDS:
+        _die(number)
+
+
+def _finish_and_die(number: int) -> None:
+    try:
+        _finish()
+    finally:
+        _die(number)
+
+
+def _die(number: int) -> NoReturn:
+    with contextlib.suppress(AttributeError, OSError):
+        # Python changes dispositions on its main thread only, which may be in a collective for ever.
+        library = ctypes.CDLL(None)
+        library.signal.argtypes, library.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+        library.signal(int(number), None)
+        os.kill(os.getpid(), number)
+        time.sleep(1)
+    _exit(128 + number)
+
+
+def _before_fork() -> None:
+    """Keep signals from the child until it is on its own: in the parent's pipe they would end the parent."""
+    if _descriptors:
+        _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+def _in_parent() -> None:
+    before = vars(_mask).pop("before", None)
+    if before is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _in_child() -> None:
+    """Let a forked child end as it would have without us."""
+    _ending.forget()
+    if _descriptors:
+        with contextlib.suppress(ValueError):
+            before = signal.set_wakeup_fd(-1)
+            if before not in _descriptors:
+                signal.set_wakeup_fd(before)
+        for descriptor in _descriptors:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        _descriptors.clear()
+    for number in _SIGNALS:
+        if signal.getsignal(number) is _handle:
+            with contextlib.suppress(ValueError):
+                signal.signal(number, signal.SIG_DFL)
+    _in_parent()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+
+
+# ---- os._exit --------------------------------------------------------------------------------------------------------
+
+
+def finish_before_exit() -> None:
+    """Let ``os._exit`` wait for saves, in this process and not in its children."""
+    process = os.getpid()
+
+    def exit_when_saved(status: int) -> NoReturn:
+        if os.getpid() == process and _ending.since is None and not _is_in_engine():
+            _finish()
+        _exit(status)
+
+    os._exit = exit_when_saved
+
+
+def _is_in_engine() -> bool:
+    """Whether the caller is inside a save, which would wait for itself."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_ENGINE):
+            return True
+        frame = frame.f_back
+    return False
+
+
+# ---- both ------------------------------------------------------------------------------------------------------------
+
+
+def _finish() -> None:
+    """Wait for the saves that are under way now, but not for ranks that are gone."""
+    deadline = time.monotonic() + _SILENCE_SECONDS
+    if threading.current_thread() is not threading.main_thread():  # which gets there meanwhile
+        while time.monotonic() < deadline and any(map(_is_about_to_save, live_sessions())):
+            time.sleep(0.01)
+    for session in [session for session in live_sessions() if session.checkpointer.is_busy]:
+        waiting = threading.Thread(target=session.checkpointer.drain, name="ckpt-last-saves", daemon=True)
+        waiting.start()
+        if session.rank == 0:
+            log.warning("finishing the checkpoints that are under way before this process ends")
+        asked: list[tuple[float, int]] = []
+        deadline = time.monotonic() + session.config.commit_timeout
+        while waiting.is_alive() and time.monotonic() < deadline:
+            waiting.join(0.5)
+            if session.world_size > 1 and not _all_answer(session, asked):
+                log.warning("another rank is gone: the checkpoints that wait for it are given up")
+                break
+
+
+def _is_about_to_save(session: Any) -> bool:
+    try:
+        return bool(session.saving or session.agreement.is_awaited)
+    except RankFailedError:
+        return False
+
+
+def _all_answer(session: Any, asked: list[tuple[float, int]]) -> bool:
+    now = time.monotonic()
+    progress = session.agreement.progress
+    try:
+        asked.append((now, progress.ask()))
+        old = [question for when, question in asked if now - when > _SILENCE_SECONDS]
+        return not old or progress.have_answered(old[-1])
+    except RankFailedError:  # rank 0, which the saves have found out or will
+        return True

@@ -1,0 +1,44 @@
+"""Says, once, that a ``transformers.Trainer`` in a launched script keeps its own checkpoints.
+
+The launcher replaces Accelerate's ``save_state``, which the Trainer never calls. Its checkpoints are not replaced as well: a
+subclass may save in a way of its own, and arguments that :class:`ResumableCallback` refuses would end a script that works.
+"""
+
+from __future__ import annotations
+
+import logging
+from types import ModuleType
+from typing import Any
+
+from transformers import TrainerCallback
+
+__all__ = ["StockCheckpointNotice", "tell_of_trainers"]
+
+log = logging.getLogger(__name__)
+
+
+class StockCheckpointNotice(TrainerCallback):
+    """Warns at the first checkpoint of a Trainer that has no :class:`ResumableCallback`."""
+
+    _was_told = False
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if StockCheckpointNotice._was_told or not state.is_world_process_zero:
+            return
+        StockCheckpointNotice._was_told = True
+        log.warning(
+            "this transformers.Trainer saves checkpoints of its own, which accelerate_ckpt leaves as they are: they are "
+            "neither durable nor verified, and written while training waits. For ours, add after the Trainer is made: "
+            "accelerate_ckpt.integrations.transformers.ResumableCallback(trainer)"
+        )
+
+
+def tell_of_trainers(module: ModuleType) -> None:
+    """Give all Trainers to come the notice.
+
+    Args:
+        module: ``transformers.trainer``, imported.
+    """
+    callbacks = getattr(module, "DEFAULT_CALLBACKS", None)
+    if isinstance(callbacks, list) and StockCheckpointNotice not in callbacks:
+        callbacks.append(StockCheckpointNotice)
