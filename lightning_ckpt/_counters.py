@@ -21,6 +21,10 @@ def undo_unfinished(progress: dict[str, Any]) -> None:
         progress.update({name: progress["completed"] for name in ("ready", "started", "processed") if name in progress})
 
 
+def _epochs_begun(phase: str, done: int) -> int:
+    return done if phase in ("between_epochs", "epoch_end") else done + 1
+
+
 class Counters:
     """Epochs of a fit, and batches of the present pass over the data, as they were counted in it.
 
@@ -62,6 +66,14 @@ class Counters:
         """What the loops count now is right."""
         self._off = {"epoch": {}, "batch": {}}
 
+    def goes_on(self, phase: str) -> None:
+        """The counters of a checkpoint are set; what remains to be done of it is ``phase``."""
+        own = self._internals.counts()
+        done = own["epoch"]["processed"]
+        begun = _epochs_begun(phase, done)
+        own["epoch"].update(ready=begun, started=begun, completed=done - (phase == "epoch_end"))
+        self.put(own)
+
     def pass_begins(self, batches: int = 0) -> None:
         """The first batch of a pass over the data is about to be fetched, or the first after ``batches``."""
         ready = self._internals.counts()["batch"]["ready"]
@@ -88,8 +100,8 @@ class Counters:
         if not any(off for kind in self._off.values() for off in kind.values()):
             return
         epoch, batch, own = progress["epoch"]["current"], progress["batch"]["current"], self.own()["batch"]
-        begun = phase not in ("between_epochs", "epoch_end")
-        done = epoch["processed"]
-        epoch.update(ready=done + begun, started=done + begun, completed=done - (phase == "epoch_end"))
+        begun = _epochs_begun(phase, epoch["processed"])
+        # completed stays: it is the Trainer's current epoch, processed is how many it has trained
+        epoch.update(ready=begun, started=begun)
         ready = self._internals.counts()["batch"]["ready"] - (redo and own["ready"] > own["completed"])
         batch.update(ready=ready, started=ready, processed=ready, completed=ready - (phase == "batch_end"))

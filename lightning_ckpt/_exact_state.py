@@ -400,6 +400,7 @@ class ExactState:
         for loader, generators in zip(self._internals.validation_loaders(), mine["validation"], strict=False):
             restore_generators(loader, generators)
         self._internals.set_progress(shared["progress"])
+        self._counters.goes_on(shared["phase"])
         restore_metrics(self._internals, module, mine["metrics"])
         self._restore_gradients(module, mine["gradients"])
         rng = RngState.decode(mine["rng"])

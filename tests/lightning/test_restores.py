@@ -177,7 +177,7 @@ CASES = {
         does(on_train_batch_start=(8, save), on_train_batch_end=(9, restore)), {}, ACCUMULATE, (9, 10)
     ),
     "rolled back to an earlier epoch": Restoring(
-        does(on_train_epoch_end=(1, save), on_validation_end=(2, restore)), {"val": True}, {}, ()
+        does(on_train_epoch_end=(1, save), on_validation_end=(2, restore)), {"val": True}, {}, (13,)
     ),
     "weights rolled back": Restoring(does(on_train_batch_start=(8, save), on_train_batch_end=(9, load_weights))),
     "trained apart before training": Restoring(does(on_fit_start=(1, train_apart))),
