@@ -6,6 +6,7 @@ import os
 import re
 from typing import Any
 
+from ckpt_core.errors import StorageError
 from ckpt_core.storage.base import MANIFEST_NAME, FileInfo, FileReader, FileWriter, Storage
 from ckpt_core.storage.faulty import Fault, FaultyStorage, Operation
 from ckpt_core.storage.local import LocalStorage
@@ -36,8 +37,14 @@ def is_remote(path: str | os.PathLike[str]) -> bool:
 
 
 def local_path(path: str | os.PathLike[str]) -> str:
-    """Return ``path`` as text, without the prefix of a local URL (``file://``)."""
+    """Return ``path`` as text, without the prefix of a local URL (``file://``).
+
+    Raises:
+        StorageError: No file can have such a name.
+    """
     text = os.fspath(path)
+    if "\0" in text:
+        raise StorageError("the path has a NUL character in it", path=repr(text), remedy="choose another path")
     for prefix in _LOCAL_PROTOCOLS:
         if text.startswith(prefix):
             return text[len(prefix) :]

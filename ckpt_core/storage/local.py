@@ -123,6 +123,11 @@ class _LocalFileWriter(FileWriter):
         close(descriptor)
 
 
+def _is_inside(place: str, directory: str) -> bool:
+    directory = os.path.realpath(directory)
+    return os.path.commonpath([os.path.realpath(place), directory]) == directory
+
+
 def _part_name(path: str) -> str:
     directory, name = os.path.split(os.path.abspath(path))
     start = os.fsdecode(os.fsencode(name)[:200])  # a name has at most 255 bytes
@@ -268,7 +273,15 @@ class LocalStorage(Storage):
     def begin_directory(self, path: str, token: str) -> str:
         try:
             _make_directories(os.path.dirname(os.path.abspath(path)))
+            if os.path.isdir(path) and _is_inside(os.getcwd(), path):
+                raise StorageError(
+                    "the checkpoint would replace the directory in which this process works",
+                    path=path,
+                    remedy="save to a directory inside it, or change the working directory",
+                )
             return self._staging.begin(path, token)
+        except StorageError:
+            raise
         except OSError as error:
             raise storage_error("write", path, error) from error
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_core import Catalog, Checkpointer, StorageError
+from ckpt_core import Catalog, Checkpointer, DirectoryCheckpointer, Kind, Part, StorageError, verify
 from ckpt_core.memory import StagingBuffer
 from ckpt_core.storage import LocalStorage, local_reader
 from ckpt_core.storage import local as local_module
@@ -335,3 +335,31 @@ def test_a_disk_error_during_a_direct_read_is_told(
             reader.read_into(2**20, memory.memory)
     assert caught.value.errno == errno.EIO and caught.value.path == str(path)
     memory.close()
+
+
+def test_a_path_with_a_nul_character_is_refused_by_name(tmp_path: Path) -> None:
+    path = f"{tmp_path}/a\0b"
+    with Checkpointer(strategy="async") as checkpointer:
+        for action in (lambda: checkpointer.save({}, path), lambda: checkpointer.load(path), lambda: verify(path)):
+            with pytest.raises(StorageError, match="NUL") as caught:
+                action()
+            assert caught.value.remedy is not None
+
+
+def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run" / "inside").mkdir(parents=True)
+    (tmp_path / "run" / "precious").touch()
+    monkeypatch.chdir(tmp_path / "run" / "inside")
+    state = [Part("model", {"w": torch.ones(2)}, Kind.REPLICATED)]
+    for path in (".", "..", tmp_path / "run"):
+        with (
+            pytest.raises(StorageError, match="works") as caught,
+            DirectoryCheckpointer(strategy="sync") as checkpointer,
+        ):
+            checkpointer.save(state, path, step=1)
+        assert "inside it" in str(caught.value)
+    assert os.getcwd() == str(tmp_path / "run" / "inside")
+    assert sorted(os.listdir("..")) == ["inside", "precious"]
+    with DirectoryCheckpointer(strategy="sync") as checkpointer:
+        checkpointer.save(state, "step", step=1)
+    assert verify("step")
