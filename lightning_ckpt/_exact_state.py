@@ -190,6 +190,10 @@ class ExactState:
             checkpoint[KEY] = {"version": VERSION, **join_ranks(replicated, per_rank)}
         self._unswap_averaged_weights(checkpoint)
 
+    def all_ranks_are_here(self) -> bool:
+        """Return whether all ranks take part in what is done now; after an exception, within 30 seconds."""
+        return self._gathering.all_are_here()
+
     def _capture_rank(self) -> dict[str, Any]:
         phase, progress, redo = self._phase()
         moment = self._batch if redo else None
