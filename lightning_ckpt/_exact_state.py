@@ -226,6 +226,10 @@ class ExactState:
             if is_routed(self._trainer.strategy):
                 checkpoint[GRADIENTS_KEY] = self._loaded["apart"].get(self._trainer.global_rank, {})
 
+    def all_ranks_are_here(self) -> bool:
+        """Return whether all ranks take part in what is done now; after an exception, within 30 seconds."""
+        return self._gathering.all_are_here()
+
     def _capture_rank(self) -> dict[str, Any]:
         phase, progress, redo = self._phase()
         self._counters.settle(progress, phase, redo=redo)

@@ -34,13 +34,13 @@ class Gathering:
         """Return whether all ranks take part; called on all that do."""
         if self._group is None or self._is_alone:
             return self._group is None
-        if str(self._trainer.state.status) == "interrupted":
+        if self._trainer.state.status == "interrupted":
             try:
                 # an exception on one rank only: the others will not come
                 dist.monitored_barrier(self._group, timeout=_INTERRUPTED_TIMEOUT)
             except RuntimeError:
                 self._is_alone = True
-                log.warning("the other ranks do not save: the checkpoint holds the exact state of one rank only")
+                log.warning("the other ranks do not save: a checkpoint holds the exact state of one rank only")
         return not self._is_alone
 
     def gather(self, mine: Any) -> list[Any] | None:

@@ -98,11 +98,17 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             plugin.checkpointer.drain()  # so that no rank hears of a failure later than others, in the save below
             plugin.checkpointer.take_failure()  # was logged, and would be raised in place of what happened now
         try:
-            super().on_exception(trainer, pl_module, exception)
+            if not self.save_on_exception or self._all_ranks_are_here():
+                super().on_exception(trainer, pl_module, exception)
+            else:
+                logger.error("no checkpoint is saved on %r, because not all ranks have stopped", exception)
         except CheckpointError:
             logger.exception("could not save a checkpoint on the exception %r", exception)
         if self._watch is not None:
             self._watch.after_exception()
+
+    def _all_ranks_are_here(self) -> bool:
+        return True
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)

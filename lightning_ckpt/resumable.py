@@ -136,6 +136,10 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         # The callbacks on a Trainer share the exact state; all ranks take part in each gathering of it.
         return next(cb for cb in trainer.callbacks if isinstance(cb, ResumableCheckpoint) and cb.exact) is self
 
+    def _all_ranks_are_here(self) -> bool:
+        # an exception on one rank only: Lightning's part of a save would wait for the others for ever
+        return self._state is None or self._state.all_ranks_are_here()
+
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         super().on_load_checkpoint(trainer, pl_module, checkpoint)
         self._resumes = True

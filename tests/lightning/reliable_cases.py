@@ -168,5 +168,5 @@ class FillsDisk(Callback):
         if isinstance(plugin, AsyncCheckpointIO):
             wait_until(lambda: not plugin.checkpointer.pending)
 
-    def on_train_end(self, *_: Any) -> None:
+    def on_train_epoch_end(self, *_: Any) -> None:
         GatedStorage.opened.set()

@@ -11,6 +11,7 @@ Reads one specification per line from its standard input, forks a process per ra
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import json
 import os
 import signal
@@ -27,6 +28,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 import lightning_ckpt
 from lightning_ckpt import ResumableCheckpoint
+from lightning_ckpt import _gathering as gathering
 from tests.lightning.exact_cases import MemoryLogger, Model, PlannedError, outcome
 from tests.lightning.failure_script import wait_for
 
@@ -59,6 +61,7 @@ def callback_of(name: str, directory: Path, settings: dict[str, Any]) -> list[An
 
 def main(spec: dict[str, Any], rank: int) -> None:
     torch.set_num_threads(1)
+    gathering._INTERRUPTED_TIMEOUT = datetime.timedelta(seconds=2)  # type: ignore[attr-defined]
     directory = Path(spec["directory"])
     pl.seed_everything(spec.get("seed", 1), verbose=False)
     model = Model(spec.get("options", {}))

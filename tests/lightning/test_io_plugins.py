@@ -267,7 +267,7 @@ def test_the_end_of_fit_waits_for_the_last_save(gate: Gate, tmp_path: Path) -> N
     pl = package_of("lightning.pytorch")
 
     class Opens(pl.Callback):
-        def on_train_end(self, *_: Any) -> None:
+        def on_train_epoch_end(self, *_: Any) -> None:
             threading.Timer(0.2, gate.opened.set).start()
 
     callback = importlib.import_module("lightning.pytorch.callbacks").ModelCheckpoint(

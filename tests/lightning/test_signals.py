@@ -165,3 +165,13 @@ def test_sigterm_to_all_ranks_at_different_batches(job: Job, tmp_path: Path) -> 
     ended = job.run(tmp_path, "ended", signals=signals)
     assert [result["raised"] for result in ended] == ["SIGTERMException"] * 2
     assert ended[0]["step"] == ended[1]["step"]
+
+
+def test_an_exception_on_rank_0_alone_ends_the_others(job: Job, tmp_path: Path) -> None:
+    needs_save_on_exception()
+    settings = {"save_on_exception": True, "every_n_train_steps": 2}
+    ended = job.run(tmp_path, "ended", signals=[[0, "raise", START, 4]], settings=settings)
+    assert ended[0]["raised"] == "PlannedError"
+    assert ended[1]["raised"] is not None
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step=2.ckpt"]
+    assert verify(tmp_path / "saved" / "step=2.ckpt")
