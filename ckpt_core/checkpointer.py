@@ -76,6 +76,7 @@ class CheckpointerBase:
         self._scratch = ScratchBuffers()
         self._writer = BackgroundWriter(on_error=on_error, listeners=self._listeners)
         self._clean_directories: set[str] = set()
+        self._known_directories: set[str] = set()
         self._claims = Claims()
         self._saving_thread: int | None = None
 
@@ -121,6 +122,13 @@ class CheckpointerBase:
         if directory not in self._clean_directories and not is_remote(path):
             self._clean_directories.add(directory)
             storage.remove_orphans(directory)
+
+    def _note_commits_once(self, storage: Storage, path: str) -> None:
+        """Read how old the checkpoints beside ``path`` are, in the background if there is one; a store is not asked."""
+        directory = os.path.dirname(path)
+        if directory not in self._known_directories and not is_remote(path):
+            self._known_directories.add(directory)
+            reader.note_commits(storage, directory, os.path.splitext(path)[1])
 
     def exists(self, path: Path) -> bool:
         """Return whether there is a checkpoint at ``path``, or a save of it is under way."""
@@ -288,6 +296,7 @@ class Checkpointer(CheckpointerBase):
 
         def complete() -> None:
             layout.pickle_into(image, state)
+            self._note_commits_once(storage, path)
             image.seal()
 
         def check() -> None:
@@ -336,6 +345,7 @@ class Checkpointer(CheckpointerBase):
 
     def _write_staged(self, image: FileImage, storage: Storage, path: str) -> int:
         try:
+            self._note_commits_once(storage, path)
             return write_image(image, storage, path, scratch=self._scratch)
         finally:
             image.wait_settled()  # until then the training thread may be copying into the buffer

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("ckpt_core", "lightning_ckpt", "accelerate_ckpt")
-MAXIMUM_LINES = 400
+MAXIMUM_LINES = 420
 
 # Top floor first. Rooms of one floor may import each other; the order is explained in docs/architecture.md.
 FLOORS = (
@@ -30,7 +30,7 @@ FLOORS = (
     {"state"},
     {"layouts"},
     {"storage"},
-    {"at_exit", "memory", "parallel", "geometry", "tree", "digest", "events", "errors"},
+    {"at_exit", "commit_time", "memory", "parallel", "geometry", "tree", "digest", "events", "errors"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -188,6 +188,6 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
 
 def test_a_long_file_is_found(tmp_path: Path) -> None:
     (tmp_path / "ckpt_core").mkdir()
-    (tmp_path / "ckpt_core" / "tree.py").write_text("x = 1\n" * 401)
-    (tmp_path / "ckpt_core" / "digest.py").write_text("x = 1\n" * 400)
-    assert oversized(tmp_path) == ["ckpt_core/tree.py: 401 lines"]
+    (tmp_path / "ckpt_core" / "tree.py").write_text("x = 1\n" * (MAXIMUM_LINES + 1))
+    (tmp_path / "ckpt_core" / "digest.py").write_text("x = 1\n" * MAXIMUM_LINES)
+    assert oversized(tmp_path) == [f"ckpt_core/tree.py: {MAXIMUM_LINES + 1} lines"]

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from ckpt_core.catalog import Catalog
+from ckpt_core.commit_time import Stamp, commit_time
 from ckpt_core.consistent_cut import ConsistentCut, InconsistentCutError
 from ckpt_core.directory_checkpointer import DirectoryCheckpoint, DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError, StateMismatchError
@@ -159,7 +160,8 @@ class CutStore:
         """
         path = self.path(cut.generation, cut.snapshot_id)
         token = _token(cut.generation, cut.snapshot_id)
-        manifest = build_manifest(reports, metadata={"cut": cut.to_metadata()}, path=path)
+        metadata = {"cut": cut.to_metadata()}
+        manifest = build_manifest(reports, metadata=metadata, path=path, stamp=Stamp(commit_time()))
         self._storage.publish_directory(path, token, manifest)
         self._storage.leave_directory(path, token)
         with self._checkpointer.load(path) as checkpoint:
