@@ -289,6 +289,7 @@ class Checkpointer(CheckpointerBase):
         return size
 
     def _save_now(self, state: Any, storage: Storage, path: str, started: float) -> int:
+        self._note_commits_once(storage, path)
         layout = StateLayout(state)
         guard = TornSnapshotGuard(layout.tensors)
         wait_for_devices(layout.tensors)
@@ -296,7 +297,6 @@ class Checkpointer(CheckpointerBase):
 
         def complete() -> None:
             layout.pickle_into(image, state)
-            self._note_commits_once(storage, path)
             image.seal()
 
         def check() -> None:

@@ -18,7 +18,7 @@ from ckpt_core.layouts.torch_file import (
     read_stamp,
     verify_torch_file,
 )
-from ckpt_core.parallel import run_parallel
+from ckpt_core.parallel import IO_THREADS, run_parallel
 from ckpt_core.storage import MANIFEST_NAME, FileReader, Storage, local_path, storage_for
 
 __all__ = ["is_directory_checkpoint", "load", "note_commits", "peek", "stamp_of", "verify"]
@@ -139,7 +139,8 @@ def note_commits(storage: Storage, directory: str, ending: str) -> None:
             else:
                 read_stamp(reader)
 
-    run_parallel(note, [*paths, *manifests])
+    found = [*paths, *manifests]
+    run_parallel(note, found, threads=min(IO_THREADS, len(found)))
 
 
 def _stamp_of_manifest(reader: FileReader) -> Stamp:
