@@ -8,15 +8,16 @@ import itertools
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from accelerate_ckpt import _fsdp
-from accelerate_ckpt._naming import automatic_root, is_url, next_iteration, number_of, numbered, path_text
+from accelerate_ckpt._naming import automatic_root, candidates, is_url, next_iteration, number_of, path_text
 from accelerate_ckpt._parts import FORMAT, RANK, check_optimizer, indexed, load_model, restore_buffers
 from accelerate_ckpt._session import Session
 from accelerate_ckpt._stock import StockCheckpoint, check_custom_objects
+from ckpt_core.catalog import CheckpointInfo, disagreement
 from ckpt_core.directory_checkpointer import DirectoryCheckpoint
 from ckpt_core.errors import (
     CheckpointError,
@@ -24,6 +25,7 @@ from ckpt_core.errors import (
     CheckpointNotFoundError,
     StateMismatchError,
     UnsafeCheckpointError,
+    none_verifies,
 )
 from ckpt_core.state.elastic import average_gradients
 from ckpt_core.state.gradients import restore_gradients
@@ -150,7 +152,12 @@ def _go_on_counting(session: Session, path: str, loaded: int | None) -> None:
 
 
 def _newest(session: Session) -> str:
-    """Return the automatically named checkpoint with the highest number that can be used."""
+    """Return the newest automatically named checkpoint that can be used.
+
+    Raises:
+        CheckpointCorruptedError: There are some, and none can be used.
+        FolderNotFoundError: There are none.
+    """
     accelerator = session.accelerator
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
@@ -170,30 +177,47 @@ def _newest(session: Session) -> str:
 
 def _newest_usable(session: Session) -> str | None:
     root = automatic_root(session.accelerator)
-    ours = numbered(root, session.config.storage_options, session.tiers)
-    candidates = dict(ours)
-    if not is_url(root) and os.path.isdir(root):
-        for entry in os.scandir(root):
-            number = number_of(entry.path)
-            if number is not None and entry.is_dir():
-                candidates.setdefault(number, entry.path)
-    paths = [path for _, path in sorted(candidates.items(), reverse=True)]
-    for path, older in itertools.zip_longest(paths, paths[1:]):
-        problem = _problem_of(session, path, is_ours=path in ours.values())
+    found = candidates(root, session.config.storage_options, session.tiers)
+    return first_usable(session, root, found, lambda path: _problem_of(session, path))
+
+
+def first_usable(
+    session: Session,
+    root: str,
+    found: Sequence[CheckpointInfo],
+    problem_of: Callable[[str], CheckpointError | None],
+) -> str | None:
+    """Return the first checkpoint that can be used, and warn of those before it and of what speaks for another; None if none is there.
+
+    Raises:
+        CheckpointCorruptedError: There are some, and none can be used: nothing may start from scratch then.
+        UnsafeCheckpointError: Reading the newest would run code from it.
+    """
+    problems: dict[str, CheckpointError] = {}
+    for index, info in enumerate(found):
+        problem = problem_of(info.path)
         if problem is None:
-            return path
+            session.note_passed_over(problems)
+            for other in found[index + 1 :]:
+                if (reason := disagreement(info, other)) is not None:
+                    log.warning("took %s for the newest checkpoint: %s", info.path, reason)
+                    break
+            return info.path
         if isinstance(problem, UnsafeCheckpointError):
             # An older one would lose what was trained since, and this one would run its code: the user decides.
-            if older is not None:
-                problem.remedy = f"{problem.remedy}; to go back to an older one, name it: load_state({older!r})"
+            if found[index + 1 :]:
+                problem.remedy = f"{problem.remedy}; to go back to an older one, name it: {found[index + 1].path!r}"
             raise problem
-        log.warning("passed over the checkpoint %s: %s", path, problem.message)
+        log.warning("passed over the checkpoint %s: %s", info.path, problem.message)
+        problems[info.path] = problem
+    if problems:
+        raise none_verifies(root, problems)
     return None
 
 
-def _problem_of(session: Session, path: str, *, is_ours: bool) -> CheckpointError | None:
+def _problem_of(session: Session, path: str) -> CheckpointError | None:
     try:
-        if not is_ours:
+        if not session.checkpointer.exists(path):
             StockCheckpoint(session.accelerator, path, session.rank, allow_pickle=session.config.allow_pickle)
             return None
         with contextlib.closing(session.checkpointer.load(path)) as checkpoint:

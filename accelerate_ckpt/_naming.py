@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from collections.abc import Iterable
 from typing import Any
 
-from ckpt_core import Catalog
+from ckpt_core import Catalog, CheckpointInfo
+from ckpt_core.catalog import newest_first
 from ckpt_core.tiers import Tiers
 
 __all__ = [
     "automatic_root",
     "by_number",
+    "candidates",
     "is_url",
     "next_iteration",
     "number_of",
@@ -23,7 +26,8 @@ __all__ = [
 ]
 
 _FOLDER = "checkpoints"
-_NAME = "checkpoint_{}"
+_PREFIX = "checkpoint"  # as Accelerate and the Trainer name theirs
+_NAME = _PREFIX + "_{}"
 # Accelerate's own rule: the first run of digits in the last component of the path.
 _NUMBER = re.compile(r"[0-9]+")
 
@@ -66,8 +70,27 @@ def number_of(path: str) -> int | None:
 
 def numbered(root: str, storage_options: dict[str, Any] | None, tiers: Tiers | None = None) -> dict[int, str]:
     """Return the committed checkpoints in ``root``, or in both tiers of it, by number."""
+    return by_number(Catalog(root, suffix="", storage_options=storage_options, tiers=tiers).paths())
+
+
+def candidates(
+    root: str, storage_options: dict[str, Any] | None = None, tiers: Tiers | None = None
+) -> list[CheckpointInfo]:
+    """Return the numbered checkpoints in ``root``, the newest first: ours, and directories that stock may have written.
+
+    Ours know when they were committed; of the others, the number says how old they are, also beside ours.
+    """
     infos = Catalog(root, suffix="", storage_options=storage_options, tiers=tiers).checkpoints()
-    return by_number(info.path for info in infos)
+    ours = {os.path.basename(info.path) for info in infos}
+    if not is_url(root) and os.path.isdir(root):
+        with os.scandir(root) as entries:
+            infos += [
+                CheckpointInfo(entry.path, 0, entry.stat().st_mtime, is_directory=True)
+                for entry in entries
+                if entry.name not in ours and entry.name.startswith(_PREFIX) and entry.is_dir()
+            ]
+    found = [(number_of(info.path), info) for info in infos]
+    return newest_first(dataclasses.replace(info, step=number) for number, info in found if number is not None)
 
 
 def by_number(paths: Iterable[str]) -> dict[int, str]:

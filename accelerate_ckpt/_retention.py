@@ -6,7 +6,6 @@ import importlib
 import logging
 import os
 import re
-import time
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ from accelerate_ckpt._parts import FORMAT
 from accelerate_ckpt.config import OptionError
 from ckpt_core import Catalog
 from ckpt_core.checkpointer import full_path
+from ckpt_core.commit_time import commit_time
 from ckpt_core.directory_checkpointer import DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError
 from ckpt_core.policies import RetentionPolicy, SavedCheckpoint, to_delete
@@ -61,30 +61,33 @@ class Retention:
 
     def describe(self) -> dict[str, Any]:
         """Return what a policy will need to know of a checkpoint that is saved now, as plain data."""
-        return {"time": time.time(), "metrics": dict(self._metrics)}
+        return {"time": commit_time(), "metrics": dict(self._metrics)}
 
     def record(self, target: str, step: int, about: Mapping[str, Any]) -> None:
         """Note a checkpoint whose save has begun, with what :meth:`describe` returned."""
         path = self._checkpointer.known_as(target)
         self._saved[path] = SavedCheckpoint(path, step, about["time"], about["metrics"])
 
-    def surplus(self, target: str, pending: Collection[str], protected: Collection[str]) -> list[str]:
+    def surplus(
+        self, target: str, pending: Collection[str], protected: Collection[str], ignored: Collection[str] = ()
+    ) -> list[str]:
         """Return the checkpoints of a series to delete, the oldest first.
 
         Args:
             target: The newest of the series.
             pending: Paths whose save is under way; they count, and stay.
             protected: Paths that stay too.
+            ignored: Paths that stay and do not count, because they are damaged.
         """
         newest = self._checkpointer.known_as(target)
         directory, name = os.path.split(newest)
         options = self._storage_options if is_url(directory) else None
-        there = [full_path(info.path) for info in Catalog(directory, suffix="", storage_options=options).checkpoints()]
+        there = [full_path(path) for path in Catalog(directory, suffix="", storage_options=options).paths()]
         there += self._checkpointer.uploaded_in(directory)
         under_way = {newest, *map(self._checkpointer.known_as, pending)}
         series = _series_of(name)
         paths = {path for path in {*there, *under_way} if os.path.dirname(path) == directory}
-        paths = {path for path in paths if _series_of(os.path.basename(path)) == series}
+        paths = {path for path in paths if _series_of(os.path.basename(path)) == series} - set(ignored)
         for path in paths - set(self._saved):
             self._saved[path] = self._read(path)
         known = [saved for path, saved in self._saved.items() if saved is not None and path in paths]
@@ -95,14 +98,14 @@ class Retention:
         """Return what the checkpoint of an earlier run says of itself, None if it cannot or is not one of ours."""
         try:
             with self._checkpointer.load(path) as checkpoint:
-                about = checkpoint.metadata.get(FORMAT)
+                about, committed = checkpoint.metadata.get(FORMAT), checkpoint.stamp.committed
         except CheckpointError as error:
             log.warning("the checkpoint %s stays, because it cannot be read: %s", path, error.message)
             return None
         if about is None:
             return None
         step = about.get("step", number_of(path) or 0)
-        return SavedCheckpoint(path, int(step), about.get("time", 0.0), about.get("metrics", {}))
+        return SavedCheckpoint(path, int(step), about.get("time", committed or 0.0), about.get("metrics", {}))
 
 
 def _series_of(name: str) -> str:

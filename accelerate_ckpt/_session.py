@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
@@ -97,6 +97,7 @@ class Session:
         )
         self.limit: Callable[[list[str]], list[str] | None] | None = None
         self.protected: set[str] = set()
+        self.passed_over: set[str] = set()
 
     @property
     def accelerator(self) -> Any:
@@ -187,7 +188,16 @@ class Session:
             return None
         root = self.checkpointer.known_as(automatic_root(self.accelerator))
         committed = by_number(self.checkpointer.uploaded_in(root)) | numbered(root, self.config.storage_options)
+        committed = {number: path for number, path in committed.items() if not self.was_passed_over(path)}
         return unwanted(committed, pending, project.total_limit)
+
+    def was_passed_over(self, path: str) -> bool:
+        """Whether a look-up has found the checkpoint damaged: it neither counts nor is deleted, so that somebody can look at it."""
+        return self.checkpointer.known_as(path) in self.passed_over
+
+    def note_passed_over(self, paths: Iterable[str]) -> None:
+        """Note what a look-up has found damaged."""
+        self.passed_over |= set(map(self.checkpointer.known_as, paths))
 
     def remove_unwanted(self, target: str) -> None:
         """Have the checkpoints deleted that neither the framework's own rule nor the policy wants, on rank 0.
@@ -197,17 +207,19 @@ class Session:
         """
         if self.rank:
             return
+        self.passed_over.discard(self.checkpointer.known_as(target))  # saved anew
         pending = [*self.checkpointer.pending, target]
         gone = (self.limit or self._beyond_total_limit)(pending)
         if self.retention is not None:
-            given_up = self.retention.surplus(target, pending, self.protected)
+            given_up = self.retention.surplus(target, pending, self.protected, self.passed_over)
             gone = (
                 given_up
                 if gone is None
                 else [path for path in given_up if path in set(map(self.checkpointer.known_as, gone))]
             )
         for path in gone or []:
-            self.checkpointer.remove(path)
+            if not self.was_passed_over(path):
+                self.checkpointer.remove(path)
 
     def finish(self) -> None:
         """Wait for the background and raise what was not raised yet; called on all ranks together.

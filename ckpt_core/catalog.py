@@ -2,24 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError, UnsafeCheckpointError
+from ckpt_core.commit_time import NO_STAMP, Stamp
+from ckpt_core.errors import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    StorageError,
+    UnsafeCheckpointError,
+    none_verifies,
+)
 from ckpt_core.events import CheckpointSkipped, Listener
 from ckpt_core.layouts.sharded.leftovers import remove_leftovers
-from ckpt_core.reader import peek, verify
+from ckpt_core.parallel import run_parallel
+from ckpt_core.reader import peek, stamp_of, verify
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 from ckpt_core.tiers import LEDGER_NAME, TieredStorage, Tiers, read_ledger
 from ckpt_core.writer import notify
 
-__all__ = ["Catalog", "CheckpointInfo"]
+__all__ = ["Catalog", "CheckpointInfo", "disagreement", "newest_first"]
 
 logger = logging.getLogger(__name__)
+
+
+_READERS = 8  # threads
+_STEP_IN_NAME = re.compile(r"(?:step|checkpoint)[=_-]?([0-9]+)")
+_NUMBER = re.compile(r"[0-9]+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,20 +44,113 @@ class CheckpointInfo:
     Attributes:
         path: Local path or URL.
         size: Length in bytes; of a directory, that of all files directly in it.
-        modified: Unix time at which it was committed, in seconds.
+        modified: The file system's date, Unix time in seconds; a copy may have any.
         is_directory: Whether it is a directory and not one file.
+        committed: When it was committed, as it says of itself: Unix time in seconds, later than that of all checkpoints which its
+            run had seen before; None if it does not say, because an older version or another program wrote it.
+        step: Of which step of the training it is, as it says of itself; None if it does not say.
+        is_readable: Whether it could be asked; if not, it is damaged.
     """
 
     path: str
     size: int
     modified: float
     is_directory: bool = False
+    committed: float | None = None
+    step: int | None = None
+    is_readable: bool = True
+
+    @property
+    def name(self) -> str:
+        """The last component of the path."""
+        return os.path.basename(self.path.rstrip("/"))
 
 
-def _age(info: CheckpointInfo) -> tuple[float, bool, list[int], str]:
-    # Object stores date in whole seconds. Within one, larger numbers are newer; names without, as "last", are replaced by each.
-    numbers = [int(digits) for digits in re.findall(r"[0-9]+", os.path.basename(info.path))]
-    return info.modified, not numbers, numbers, info.path
+def newest_first(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Return checkpoints in order of their age, by what they say of themselves.
+
+    The later commit is the newer one, also where it is of an earlier step: a run that went back to an older checkpoint on purpose
+    has its last there. Checkpoints that do not know their commit are in the order of their steps; others in that of the numbers in
+    names that are alike. Those that know it and those that do not are compared by step. The file system's date decides where nothing
+    else does.
+    """
+    said: list[CheckpointInfo] = []
+    stepped: list[CheckpointInfo] = []
+    series: dict[str, list[CheckpointInfo]] = {}
+    for info in infos:
+        if info.committed is not None:
+            said.append(info)
+        elif _step_of(info) is not None:
+            stepped.append(info)
+        else:
+            series.setdefault(_series_of(info), []).append(info)
+    said.sort(key=lambda info: (info.committed or 0.0, _step_of(info) or 0, *_by_name(info)), reverse=True)
+    stepped.sort(key=lambda info: (_step_of(info) or 0, info.modified, *_by_name(info)), reverse=True)
+    ordered = _merged(said, stepped)
+    for alike in series.values():
+        ordered = _merged(ordered, sorted(alike, key=_by_name, reverse=True))
+    return ordered
+
+
+def _step_of(info: CheckpointInfo) -> int | None:
+    """Return the step that a checkpoint, or its name, says it is of."""
+    if info.step is not None:
+        return info.step
+    found = _STEP_IN_NAME.findall(info.name)
+    return int(found[-1]) if found else None
+
+
+def _numbers(info: CheckpointInfo) -> list[int]:
+    return [int(digits) for digits in _NUMBER.findall(info.name)]
+
+
+def _series_of(info: CheckpointInfo) -> str:
+    return _NUMBER.sub("#", info.name)
+
+
+def _by_name(info: CheckpointInfo) -> tuple[bool, list[int], str]:
+    # Names without numbers, as "last", are replaced by each save.
+    numbers = _numbers(info)
+    return not numbers, numbers, info.path
+
+
+def _merged(first: Sequence[CheckpointInfo], second: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Return both, each in the order in which it is."""
+    result, left, right = [], deque(first), deque(second)
+    while left and right:
+        result.append((left if _is_newer(left[0], right[0]) else right).popleft())
+    return [*result, *left, *right]
+
+
+def _is_newer(info: CheckpointInfo, other: CheckpointInfo) -> bool:
+    step, others = _step_of(info), _step_of(other)
+    if step is not None and others is not None and step != others:
+        return step > others
+    if _series_of(info) == _series_of(other):
+        return _by_name(info) >= _by_name(other)
+    # What is damaged comes first, where it is found out and told.
+    return _by_date(info) >= _by_date(other)
+
+
+def _by_date(info: CheckpointInfo) -> tuple[Any, ...]:
+    return not info.is_readable, info.modified, *_by_name(info)
+
+
+def disagreement(newest: CheckpointInfo, other: CheckpointInfo) -> str | None:
+    """Return what speaks for ``other`` as the newest one, against :func:`newest_first`; None if nothing does."""
+    if newest.committed is not None and (newest.committed, newest.step) == (other.committed, other.step):
+        return None  # a copy
+    step, others = _step_of(newest), _step_of(other)
+    if step is not None and others is not None and others > step:
+        return f"it was committed later, but {other.path} is of step {others}, and it of step {step}"
+    if other.modified > newest.modified:
+        return f"it says so of itself, but by the file system's date {other.path} is newer: was the directory copied?"
+    says = step is not None or newest.committed is not None
+    if says or newest.modified == other.modified or _series_of(newest) == _series_of(other):
+        return None
+    if others is not None or other.committed is not None or _numbers(other) > _numbers(newest):
+        return f"it is so by the file system's date alone, against {other.path}"
+    return None
 
 
 class Catalog:
@@ -55,6 +163,9 @@ class Catalog:
         listeners: Told about checkpoints that are passed over.
         storage: Where the directory is; by default, what ``root`` says.
         tiers: Look in both tiers (:class:`ckpt_core.tiers.Tiers`), if ``root`` lies in one of them; ``storage`` is the local one.
+
+    Attributes:
+        passed_over: What :meth:`newest_verified` has passed over, and why, by path. Nobody should delete it.
 
     Example:
         >>> from ckpt_core import Catalog
@@ -78,9 +189,36 @@ class Catalog:
             storage = TieredStorage(tiers, local=storage, storage_options=storage_options)
         self._storage = storage or storage_for(self.root, storage_options if is_remote(root) else None)
         self._listeners = listeners
+        self._stamps: dict[CheckpointInfo, Stamp | None] = {}  # None: not readable
+        self.passed_over: dict[str, CheckpointError] = {}
+
+    def paths(self) -> list[str]:
+        """Return the paths of all committed checkpoints, in no order: nothing of them is read."""
+        return [info.path for info in self._found()]
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """Return all committed checkpoints, the newest first."""
+        """Return all committed checkpoints, the newest first (:func:`newest_first`). Of each one, its manifest is read, once."""
+        found = self._found()
+        run_parallel(self._read_stamp, found, threads=min(_READERS, len(found)))
+        self._stamps = {info: self._stamps[info] for info in found}
+        return newest_first(
+            dataclasses.replace(info, is_readable=False)
+            if stamp is None
+            else dataclasses.replace(info, committed=stamp.committed, step=stamp.step)
+            for info, stamp in self._stamps.items()
+        )
+
+    def _read_stamp(self, info: CheckpointInfo) -> None:
+        if info in self._stamps:
+            return
+        try:
+            self._stamps[info] = stamp_of(info.path, storage=self._storage, is_directory=info.is_directory)
+        except UnsafeCheckpointError:
+            self._stamps[info] = NO_STAMP  # holds more than plain data, which is not opened to find out
+        except CheckpointError:
+            self._stamps[info] = None
+
+    def _found(self) -> list[CheckpointInfo]:
         storage = self._storage
         try:
             return self._listed(storage, self.root)
@@ -106,28 +244,50 @@ class Catalog:
             if name.endswith(self._suffix) and name != LEDGER_NAME:
                 modified = committed[name].committed if name in committed else file.modified
                 found.append(CheckpointInfo(file.path, file.size, modified, is_directory))
-        return sorted(found, key=_age, reverse=True)
+        return found
 
     def newest_verified(self, accept: Callable[[Any], bool] | None = None) -> CheckpointInfo | None:
-        """Return the newest checkpoint whose bytes all match their digests, or None if there is none.
+        """Return the newest checkpoint whose bytes all match their digests, or None if there is none at all.
 
-        Each damaged one is named in a warning. A file without digests (another program's) counts as it is.
+        Each damaged one is named in a warning, and is in :attr:`passed_over`. A file without digests (another program's) counts if it
+        is whole (:func:`ckpt_core.verify`). Where steps or the file system's dates say that another one is newer, a warning names both.
 
         Args:
             accept: Called with a checkpoint's state, its tensors without values, or with the metadata of a directory
                 (:func:`ckpt_core.reader.peek`); says whether it is of the kind that is looked for.
+
+        Raises:
+            CheckpointCorruptedError: There are checkpoints, some of them damaged, and none that can be used.
         """
-        for info in self.checkpoints():
+        self.passed_over = {}
+        infos = self.checkpoints()
+        for index, info in enumerate(infos):
             try:
                 verify(info.path, storage=self._storage)
-                if accept is None or self._is_accepted(info.path, accept):
-                    return info
+                if accept is not None and not self._is_accepted(info.path, accept):
+                    continue
             except CheckpointNotFoundError:
                 continue  # deleted meanwhile
             except CheckpointError as error:
                 logger.warning("passed over the checkpoint %s: %s", info.path, error.message)
                 notify(self._listeners, CheckpointSkipped(path=info.path, reason=error.message))
+                self.passed_over[info.path] = error
+                continue
+            self._warn_of_disagreement(info, infos[index + 1 :], accept)
+            return info
+        if self.passed_over:
+            raise none_verifies(self.root, self.passed_over)
         return None
+
+    def _warn_of_disagreement(
+        self, newest: CheckpointInfo, older: Iterable[CheckpointInfo], accept: Callable[[Any], bool] | None
+    ) -> None:
+        for other in older:
+            reason = disagreement(newest, other)
+            with contextlib.suppress(CheckpointError):
+                if reason is not None and (accept is None or self._is_accepted(other.path, accept)):
+                    logger.warning("took %s for the newest checkpoint: %s", newest.path, reason)
+                    return
 
     def peek(self, path: str) -> Any:
         """Return a checkpoint's state, its tensors without values, or the metadata of a directory.

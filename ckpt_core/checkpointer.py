@@ -77,6 +77,7 @@ class CheckpointerBase:
         self._scratch = ScratchBuffers()
         self._writer = BackgroundWriter(on_error=on_error, listeners=self._listeners)
         self._clean_directories: set[str] = set()
+        self._known_directories: set[str] = set()
         self._claims = Claims()
         self._saving_thread: int | None = None
         self._advice = Advice()
@@ -123,6 +124,13 @@ class CheckpointerBase:
         if directory not in self._clean_directories and not is_remote(path):
             self._clean_directories.add(directory)
             storage.remove_orphans(directory)
+
+    def _note_commits_once(self, storage: Storage, path: str) -> None:
+        """Read how old the checkpoints beside ``path`` are, in the background if there is one; a store is not asked."""
+        directory = os.path.dirname(path)
+        if directory not in self._known_directories and not is_remote(path):
+            self._known_directories.add(directory)
+            reader.note_commits(storage, directory, os.path.splitext(path)[1])
 
     def exists(self, path: Path) -> bool:
         """Return whether there is a checkpoint at ``path``, or a save of it is under way."""
@@ -283,6 +291,7 @@ class Checkpointer(CheckpointerBase):
         return size
 
     def _save_now(self, state: Any, storage: Storage, path: str, started: float) -> int:
+        self._note_commits_once(storage, path)
         layout = StateLayout(state)
         guard = TornSnapshotGuard(layout.tensors)
         wait_for_devices(layout.tensors)
@@ -344,6 +353,7 @@ class Checkpointer(CheckpointerBase):
 
     def _write_staged(self, image: FileImage, storage: Storage, path: str) -> int:
         try:
+            self._note_commits_once(storage, path)
             size = write_image(image, storage, path, scratch=self._scratch)
             self._advice.refused_by_default(image, path)
             return size

@@ -215,7 +215,15 @@ class DirectoryCheckpointer(CheckpointerBase):
         is_alone = functools.partial(self._claims.is_alone, os.path.dirname(target))
         beside = self._unchanged.begin(storage, target)
         rank_save = RankSave(
-            storage, target, joint, metadata=kept, step=step, scratch=self._scratch, is_alone=is_alone, beside=beside
+            storage,
+            target,
+            joint,
+            metadata=kept,
+            step=step,
+            scratch=self._scratch,
+            is_alone=is_alone,
+            beside=beside,
+            before_commit=functools.partial(self._note_commits_once, storage, target),
         )
 
         def plan() -> Sequence[PartContent]:

@@ -18,7 +18,9 @@ or torch has an exception for the same thing, ours is also that one, so that exi
 
 from __future__ import annotations
 
+import os
 import pickle
+from collections.abc import Mapping
 
 __all__ = [
     "CheckpointCorruptedError",
@@ -32,6 +34,7 @@ __all__ = [
     "StateMismatchError",
     "StorageError",
     "UnsafeCheckpointError",
+    "none_verifies",
 ]
 
 
@@ -118,3 +121,21 @@ class SnapshotTornError(CheckpointError):
 
 class RankFailedError(CheckpointError):
     """The save failed on another rank, whose error is quoted in the message."""
+
+
+def none_verifies(directory: str, passed_over: Mapping[str, CheckpointError]) -> CheckpointCorruptedError:
+    """Return the error for a look-up that found checkpoints of which none can be used: nothing may start from scratch then.
+
+    It is no :class:`CheckpointNotFoundError`, which programs take for a directory that is still empty.
+
+    Args:
+        directory: Where the look-up was.
+        passed_over: What is wrong with each checkpoint, by path, the newest first.
+    """
+    path, error = next(iter(passed_over.items()))
+    return CheckpointCorruptedError(
+        f"none of the checkpoints in the directory can be resumed from: {len(passed_over)} do not verify, such as "
+        f"{os.path.basename(path.rstrip('/'))}: {error.message}",
+        path=directory,
+        remedy="move them away to start from scratch, or give the path of another checkpoint",
+    )

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import proxy
 
-from ckpt_core import Catalog
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_core import Catalog, CheckpointInfo
+from ckpt_core.catalog import newest_first
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ckpt_core.policies import RetentionPolicy
 from ckpt_core.tiers import Tiers
 from lightning_ckpt._bases import ModelCheckpointBase
@@ -19,7 +20,7 @@ from lightning_ckpt._outcomes import OutcomeWatch, raise_together
 from lightning_ckpt._private import checkpoint_directory
 from lightning_ckpt._private_hooks import before_look_ups
 from lightning_ckpt._remote import is_remote, open_filesystem, tell_of_checkpoint
-from lightning_ckpt._requeued import newest_requeued, progress_of
+from lightning_ckpt._requeued import newest_requeued
 from lightning_ckpt._retention import Retention
 from lightning_ckpt._sharded_routing import is_routed, raise_on_all_ranks
 from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
@@ -44,6 +45,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         self._plugin: TorchFileIO | ShardedCheckpointIO | None = None
         self._has_trained = False
         self._best_of_earlier_run: str | None = None
+        self._passed_over: set[str] = set()
         self._storage_options: dict[str, Any] | None = None
         self._tiers: Tiers | None = None
         if not hasattr(ModelCheckpointBase.__mro__[1], "_should_save_on_exception") and settings.pop(
@@ -182,6 +184,18 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             self.last_model_path = os.path.join(os.fspath(self.dirpath or ""), resumed)  # as Lightning spells it
         if not self._is_in_dirpath(self._last_checkpoint_saved):
             self._last_checkpoint_saved = ""  # that of another directory: nothing to link to
+        self._leave_passed_over_alone()
+
+    def _leave_passed_over_alone(self) -> None:
+        """Let new checkpoints have other names than the damaged ones, which somebody may still want to look at."""
+        for path in [path for path in self.best_k_models if self._was_passed_over(path)]:
+            del self.best_k_models[path]
+        for name in ("best_model_path", "last_model_path", "kth_best_model_path"):
+            if getattr(self, name) and self._was_passed_over(getattr(self, name)):
+                setattr(self, name, "")
+
+    def _was_passed_over(self, path: str) -> bool:
+        return any(_same(path, other) for other in self._passed_over)
 
     # ---- what stays --------------------------------------------------------------------------------------------------
 
@@ -210,6 +224,11 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             self._remove_checkpoint(trainer, path)
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
+        if self._was_passed_over(filepath):
+            logger.warning(
+                "kept the checkpoint %s, which was passed over: look at it, and delete it yourself", filepath
+            )
+            return
         if self._retention is not None:
             self._retention.forget(filepath)
         super()._remove_checkpoint(trainer, filepath)
@@ -246,61 +265,46 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         """Return the newest checkpoint of the directory that verifies, whatever its name.
 
         Raises:
-            CheckpointNotFoundError: There are checkpoints, but none of them verifies.
+            CheckpointCorruptedError: There are checkpoints, but none of them verifies.
         """
         directory = checkpoint_directory(self, trainer)
         requeued = self._newest_requeued(directory, trainer)
+        is_local = not is_remote(directory) and _tiers_of(trainer) is None
         try:
             found = self._newest_verified(directory, trainer)
-        except CheckpointNotFoundError:
+        except CheckpointCorruptedError:
             if requeued is None:
                 raise
             found = None
-        if requeued is not None and (found is None or self._is_newer(requeued, found, trainer)):
-            return {requeued}
-        if not is_remote(directory) and _tiers_of(trainer) is None:
-            return {found} if found is not None else super()._find_last_checkpoints(trainer)
+        if requeued is not None and (found is None or newest_first([requeued, found])[0] is requeued):
+            return {requeued.path}
         if found is None:
-            return set()
-        tell_of_checkpoint(trainer, found, _time_of(self._catalog(directory, trainer), found))
-        return {found}
+            return super()._find_last_checkpoints(trainer) if is_local else set()
+        # Of what several callbacks have found, the Trainer takes the last one by date.
+        if not is_local or len(trainer.checkpoint_callbacks) > 1:
+            tell_of_checkpoint(trainer, found.path, found.modified if found.committed is None else found.committed)
+        return {found.path}
 
-    def _newest_requeued(self, directory: str, trainer: Any) -> str | None:
+    def _newest_requeued(self, directory: str, trainer: Any) -> CheckpointInfo | None:
         root = os.fspath(trainer.default_root_dir)
         if is_remote(root) or not os.path.isdir(root):
             return None
         return newest_requeued(self._catalog(root, trainer), root, directory)
-
-    def _is_newer(self, path: str, other: str, trainer: Any) -> bool:
-        catalogs = [self._catalog(os.path.dirname(one), trainer) for one in (path, other)]
-        try:
-            return progress_of(catalogs[0].peek(path)) > progress_of(catalogs[1].peek(other))
-        except (
-            CheckpointError
-        ):  # one holds more than plain data: what is in it cannot be known without running its code
-            return _time_of(catalogs[0], path) > _time_of(catalogs[1], other)
 
     def _catalog(self, directory: Any, trainer: Any = None) -> Catalog:
         options = _storage_options_of(trainer) if trainer is not None else self._storage_options
         tiers = _tiers_of(trainer) if trainer is not None else self._tiers
         return Catalog(directory, suffix=self.FILE_EXTENSION, storage_options=options, tiers=tiers)
 
-    def _newest_verified(self, directory: Any, trainer: Any = None) -> str | None:
+    def _newest_verified(self, directory: Any, trainer: Any = None) -> CheckpointInfo | None:
         catalog = self._catalog(directory, trainer)
         newest = catalog.newest_verified(_is_training_state)
-        if newest is not None:
-            # Under both of its names it is the same file; resumed from the other name, that one would never be deleted.
-            others = [info.path for info in catalog.checkpoints() if self._is_last(info.path)]
-            return next((path for path in others if _is_same_file(path, newest.path)), newest.path)
-        damaged = [path for path, error in catalog.verify().items() if error is not None]
-        if damaged:
-            raise CheckpointNotFoundError(
-                f"none of the checkpoints in the directory can be resumed from: {len(damaged)} do not verify, such as "
-                f"{os.path.basename(damaged[0])}",
-                path=os.fspath(directory),
-                remedy="move them away to start from scratch, or give the path of another checkpoint",
-            )
-        return None
+        self._passed_over = set(catalog.passed_over)
+        if newest is None:
+            return None
+        # Under both of its names it is the same file; resumed from the other name, that one would never be deleted.
+        others = [info for info in catalog.checkpoints() if self._is_last(info.path)]
+        return next((info for info in others if _is_same_file(info.path, newest.path)), newest)
 
     def _once_durable(self, path: str) -> str:
         # A callback that copies or uploads the file looks at the path as soon as it is there. ModelCheckpoint's own code, which
@@ -337,9 +341,10 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         self._best_model_path = path
 
     def _look_up_best(self, directory: str) -> str:
-        newest = self._newest_verified(directory)
-        if newest is None:
+        found = self._newest_verified(directory)
+        if found is None:
             return ""
+        newest = found.path
         catalog = self._catalog(directory)
         best = catalog.peek(newest).get("callbacks", {}).get(self.state_key, {}).get("best_model_path")
         if not best:
@@ -390,10 +395,6 @@ def _storage_options_of(trainer: Any) -> dict[str, Any] | None:
 def _tiers_of(trainer: Any) -> Tiers | None:
     plugin = trainer.strategy.checkpoint_io
     return plugin.tiers if isinstance(plugin, _PLUGINS) else None
-
-
-def _time_of(catalog: Catalog, path: str) -> float:
-    return next((info.modified for info in catalog.checkpoints() if info.path == path), 0.0)
 
 
 def _is_same_file(path: str, other: str) -> bool:

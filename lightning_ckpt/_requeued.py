@@ -12,17 +12,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_core import Catalog
+from ckpt_core import Catalog, CheckpointInfo
 from ckpt_core.errors import CheckpointError
 
-__all__ = ["newest_requeued", "progress_of"]
+__all__ = ["newest_requeued"]
 
 logger = logging.getLogger(__name__)
 
-_NAME = re.compile(r"^hpc_ckpt_(\d+)\.ckpt$")
+_NAME = re.compile(r"hpc_ckpt_\d+\.ckpt$")
 
 
-def newest_requeued(catalog: Catalog, root: str, directory: str) -> str | None:
+def newest_requeued(catalog: Catalog, root: str, directory: str) -> CheckpointInfo | None:
     """Return the newest checkpoint of a requeue that verifies and belongs to this run, or None.
 
     Args:
@@ -30,25 +30,16 @@ def newest_requeued(catalog: Catalog, root: str, directory: str) -> str | None:
         root: ``default_root_dir`` of the Trainer.
         directory: Where the callback keeps its checkpoints.
     """
-    numbers = {info.path: _NAME.match(os.path.basename(info.path)) for info in catalog.checkpoints()}
-    found = {path: int(match[1]) for path, match in numbers.items() if match is not None}
-    for path in sorted(found, key=lambda path: found[path], reverse=True):
+    for info in catalog.checkpoints():
+        if _NAME.match(info.name) is None:
+            continue
         try:
-            if _is_of_run(catalog.peek(path), root, directory):
-                catalog.check(path)
-                return path
+            if _is_of_run(catalog.peek(info.path), root, directory):
+                catalog.check(info.path)
+                return info
         except CheckpointError as error:
-            logger.warning("passed over the checkpoint %s: %s", path, error.message)
+            logger.warning("passed over the checkpoint %s: %s", info.path, error.message)
     return None
-
-
-def progress_of(state: Any) -> tuple[int, int]:
-    """Return how far a checkpoint says that its run was: optimizer steps and batches."""
-    try:
-        loops = state["loops"]["fit_loop"]
-        return int(state["global_step"]), int(loops["epoch_loop.batch_progress"]["total"]["ready"])
-    except (KeyError, TypeError):
-        return -1, -1
 
 
 def _is_of_run(state: Any, root: str, directory: str) -> bool:

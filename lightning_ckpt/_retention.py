@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ckpt_core.commit_time import commit_time, note_commit
 from ckpt_core.policies import RetentionPolicy, SavedCheckpoint, to_delete
 
 __all__ = ["Retention"]
@@ -33,7 +33,7 @@ class Retention:
             metrics: What the callback may choose its monitor from; what is no number is left out.
         """
         numbers = {name: float(value) for name, value in metrics.items() if _is_number(value)}
-        self._saved[path] = SavedCheckpoint(path, step, time.time(), numbers)
+        self._saved[path] = SavedCheckpoint(path, step, commit_time(), numbers)
 
     def forget(self, path: str) -> None:
         """Note that a checkpoint is gone, or never came to be."""
@@ -67,6 +67,7 @@ class Retention:
             looks: Whether what is not on the local disk is left out.
         """
         for entry in state:
+            note_commit(entry["time"])
             path = f"{directory.rstrip('/')}/{os.path.basename(entry['path'])}"
             if not looks or "://" in path or os.path.exists(path):
                 self._saved.setdefault(path, SavedCheckpoint(**{**entry, "path": path}))

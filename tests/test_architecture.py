@@ -29,7 +29,7 @@ FLOORS = (
     {"state"},
     {"layouts"},
     {"storage"},
-    {"at_exit", "awaited_paths", "memory", "parallel", "geometry", "tree", "digest", "events", "errors"},
+    {"at_exit", "awaited_paths", "commit_time", "memory", "parallel", "geometry", "tree", "digest", "events", "errors"},
 )
 FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -31,19 +31,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import transformers
+from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from accelerate_ckpt._attach import attach
-from accelerate_ckpt._load_state import FolderNotFoundError
+from accelerate_ckpt._load_state import FolderNotFoundError, first_usable
+from accelerate_ckpt._naming import candidates
 from accelerate_ckpt._parts import FORMAT, indexed, load_model
 from accelerate_ckpt._session import Session, session_of
 from accelerate_ckpt._stock import refuse_damaged_ours
 from accelerate_ckpt.config import OptionError
 from accelerate_ckpt.integrations.stock_trainer import StockCheckpointNotice
-from ckpt_core import Catalog
-from ckpt_core.errors import CheckpointError, CheckpointFormatError, StateMismatchError
+from ckpt_core import Catalog, verify
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointFormatError, StateMismatchError
 from ckpt_core.state.rng import RngState
 
 __all__ = ["ResumableCallback", "missing_internals"]
@@ -51,6 +53,7 @@ __all__ = ["ResumableCallback", "missing_internals"]
 log = logging.getLogger(__name__)
 
 _STATE_FILE = "trainer_state.json"
+_TORCH_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", ".pth", "pytorch_model.bin")
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-([0-9]+)")
 _NEEDED = {
     "_save_checkpoint": ["self", "model", "trial"],
@@ -260,7 +263,7 @@ class ResumableCallback(TrainerCallback):
             load_model(model, checkpoint, indexed("model", 0), rank=session.rank)
 
     def _newest(self) -> str:
-        """Return the checkpoint of the highest step that can be used; called on all ranks together."""
+        """Return the newest checkpoint that can be used; called on all ranks together."""
         session, folder = self._session, self._trainer.args.output_dir
         found: list[str | None] = [None]
 
@@ -364,27 +367,37 @@ def _surplus(trainer: Any, pending: list[str]) -> list[str] | None:
     limit = trainer.args.save_total_limit
     if not limit or limit < 0:
         return None
-    infos = Catalog(trainer.args.output_dir, suffix="").checkpoints()
-    infos = [info for info in infos if _NAME.fullmatch(os.path.basename(info.path))]
+    session = session_of(trainer.accelerator)
+    infos = [
+        info
+        for info in reversed(Catalog(trainer.args.output_dir, suffix="").checkpoints())
+        if _NAME.fullmatch(info.name) and not (session and session.was_passed_over(info.path))
+    ]
     best = trainer.state.best_model_checkpoint
     protected = {os.path.abspath(path) for path in [*pending, *([best] if best else [])]}
-    committed = [os.path.abspath(info.path) for info in sorted(infos, key=lambda info: info.modified)]
+    committed = [os.path.abspath(info.path) for info in infos]
     candidates = [path for path in committed if path not in protected]
     return candidates[: max(0, len(candidates) + len(protected) - max(limit, len(protected)))]
 
 
 def _newest_usable(session: Session, folder: str) -> str | None:
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    numbers = {int(match.group(1)): name for name in names if (match := _NAME.fullmatch(name))}
-    for _, name in sorted(numbers.items(), reverse=True):
-        path = os.path.join(folder, name)
+    def problem_of(path: str) -> CheckpointError | None:
         try:
             _verify(session, path)
         except CheckpointError as error:
-            log.warning("passed over the checkpoint %s: %s", path, error.message)
-        else:
-            return path
-    return None
+            return error
+        return None
+
+    found = [info for info in candidates(folder) if _NAME.fullmatch(info.name)]
+    return first_usable(session, folder, found, problem_of)
+
+
+def _check_weights(path: str) -> None:
+    try:
+        with safe_open(path, "pt") as file:  # which compares the file's length with its header
+            file.keys()
+    except (SafetensorError, OSError) as error:
+        raise CheckpointCorruptedError(f"it is truncated: {error}", path=path) from error
 
 
 def _verify(session: Session, path: str) -> None:
@@ -394,7 +407,12 @@ def _verify(session: Session, path: str) -> None:
             checkpoint.read_file(_STATE_FILE)
         return
     refuse_damaged_ours(path)
-    try:  # the Trainer's own: it writes this file last
+    for name in os.listdir(path):  # the Trainer's own: what is in them has digests, or a structure
+        if name.endswith(_TORCH_FILES):
+            verify(os.path.join(path, name))
+        elif name.endswith(".safetensors"):
+            _check_weights(os.path.join(path, name))
+    try:  # it writes this file last
         with open(os.path.join(path, _STATE_FILE), encoding="utf-8") as file:
             json.load(file)
     except (OSError, ValueError) as error:

@@ -82,8 +82,11 @@ def _json_object(text: str) -> dict[str, Any]:
 
 def _ls(options: argparse.Namespace) -> int:
     for info in _checkpoints(options.directory, options.storage_options):
-        when = datetime.datetime.fromtimestamp(info.modified).isoformat(sep=" ", timespec="seconds")
-        print(f"{when}  {info.size:>14,}  {info.path}")
+        when = info.modified if info.committed is None else info.committed
+        date = datetime.datetime.fromtimestamp(when).isoformat(sep=" ", timespec="seconds")
+        known_by = "file date" if info.committed is None else ""
+        step = "" if info.step is None else f"step {info.step}"
+        print(f"{date}  {known_by:9}  {step:>12}  {info.size:>14,}  {info.path}")
     return 0
 
 

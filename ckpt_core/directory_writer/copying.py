@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from ckpt_core.commit import JointSave
+from ckpt_core.commit_time import Stamp
 from ckpt_core.directory_writer.cleaning import discard, leave
 from ckpt_core.directory_writer.previous import files_of, not_alone, previous_at, read_manifest, unchangeable
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
@@ -115,4 +116,5 @@ def _renamed(manifest: bytes, new_names: Mapping[str, str]) -> bytes:
         parts=compact(document["parts"]),
         ranks=list(map(compact, document["ranks"])),
         version=document["version"],
+        stamp=Stamp.read(manifest),
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from ckpt_core.commit import JointSave
+from ckpt_core.commit_time import Stamp, commit_time, step_in
 from ckpt_core.directory_writer.added_files import AddedFiles
 from ckpt_core.directory_writer.cleaning import discard, leave
 from ckpt_core.directory_writer.previous import NOTHING, Previous, not_alone, previous_at, unchangeable
@@ -63,6 +64,7 @@ class RankSave:
         scratch: Lends memory for windows of live tensors.
         is_alone: Asked on rank 0: whether no other job may be writing files of the same names in the same place.
         beside: Knows which files need not be written again.
+        before_commit: Called on rank 0.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class RankSave:
         scratch: ScratchBuffers,
         is_alone: Callable[[], bool] = lambda: True,
         beside: SaveBeside,
+        before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         self._storage = storage
         self._path = path
@@ -85,6 +88,7 @@ class RankSave:
         self._scratch = scratch
         self._is_alone = is_alone
         self._beside = beside
+        self._before_commit = before_commit
         self._has_place = True  # no other job writes files of the same names
         self._files: RankFiles | None = None
         self._directory = ""
@@ -213,7 +217,9 @@ class RankSave:
                 remedy="call save on all ranks, not under `if accelerator.is_main_process`",
             )
         own = self._files.report(list(extra.values()))
-        manifest = build_manifest([own, *texts[1:]], metadata=self._metadata, path=self._path)
+        self._before_commit()
+        stamp = Stamp(commit_time(), step_in(self._metadata) if self._step is None else self._step)
+        manifest = build_manifest([own, *texts[1:]], metadata=self._metadata, path=self._path, stamp=stamp)
         if len(reports) > 1:
             self._check_all_there(sizes)
         previous = previous_at(self._storage, self._path)

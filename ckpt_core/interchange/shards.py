@@ -14,6 +14,7 @@ from typing import Any, overload
 
 import torch
 
+from ckpt_core.commit_time import Stamp, step_in
 from ckpt_core.digest import digest
 from ckpt_core.errors import SerializationError
 from ckpt_core.geometry import Box
@@ -242,6 +243,7 @@ def join_ranks(
         kinds=dict.fromkeys(names, kind),
         parts=json.dumps(parts, separators=(",", ":"), allow_nan=False),
         ranks=[_record(rank, numbers) for rank in ranks],
+        stamp=Stamp(step=step_in(metadata)),
     )
     Contents(Manifest.decode(data, path=path), path).check()
     return data

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ckpt_core.catalog import Catalog
+from ckpt_core.commit_time import Stamp, commit_time
 from ckpt_core.consistent_cut import ConsistentCut
 from ckpt_core.directory_checkpointer import DirectoryCheckpointer
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError
@@ -209,7 +210,7 @@ class CutStore:
         metadata: dict[str, Any] = {"cut": cut.to_metadata()}
         if self._passed_over:
             metadata["passed_over"] = sorted(self._passed_over)
-        manifest = build_manifest(files, metadata=metadata, path=path)
+        manifest = build_manifest(files, metadata=metadata, path=path, stamp=Stamp(commit_time()))
         self._storage.publish_directory(path, token, manifest)
         self._storage.leave_directory(path, token)
         with self._checkpointer.load(path) as checkpoint:

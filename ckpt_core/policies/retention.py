@@ -68,7 +68,7 @@ def to_delete(
         >>> [checkpoint.path for checkpoint in to_delete(KeepLatest(2), saved)]
         ['step=1']
     """
-    ordered = sorted(checkpoints, key=lambda checkpoint: (checkpoint.step, checkpoint.time))
+    ordered = sorted(checkpoints, key=lambda checkpoint: (checkpoint.time, checkpoint.step))
     kept = {checkpoint.path for checkpoint in policy.kept(ordered)} | set(protected)
     return [checkpoint for checkpoint in ordered[:-1] if checkpoint.path not in kept]
 

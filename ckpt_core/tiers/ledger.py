@@ -13,8 +13,10 @@ import logging
 import os
 from collections.abc import Mapping
 
+from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.directory_writer.previous import read_manifest
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_core.reader import stamp_of
 from ckpt_core.storage import MANIFEST_NAME, LocalStorage, Storage
 
 __all__ = ["LEDGER_NAME", "Identity", "identity_of", "read_ledger", "write_ledger"]
@@ -30,14 +32,14 @@ class Identity:
     """What tells one local copy from any other that was or will be at its path.
 
     Attributes:
-        committed: Unix time of its commit in seconds.
+        committed: Unix time of its commit in seconds, as it says of itself; the file system's date of one that does not say.
         inode: Of the file, or of a directory's manifest: each save makes a new one.
         size: Of that file in bytes.
         modified_ns: Time of its last change.
         save: Which save a directory is of; copies of it have the same. None for a file, empty if that is damaged.
     """
 
-    committed: float
+    committed: float = dataclasses.field(compare=False)
     inode: int
     size: int
     modified_ns: int
@@ -57,8 +59,18 @@ def identity_of(path: str) -> Identity | None:
         status = os.stat(f"{path}/{MANIFEST_NAME}" if is_directory else path)
     except OSError:
         return None
-    save = _save_of(path, status.st_ino, status.st_size, status.st_mtime_ns) if is_directory else None
-    return Identity(status.st_mtime, status.st_ino, status.st_size, status.st_mtime_ns, save)
+    identity = status.st_ino, status.st_size, status.st_mtime_ns
+    stamp = _stamp_of(path, is_directory, *identity)
+    save = _save_of(path, *identity) if is_directory else None
+    return Identity(status.st_mtime if stamp.committed is None else stamp.committed, *identity, save)
+
+
+@functools.lru_cache(maxsize=256)
+def _stamp_of(path: str, is_directory: bool, *_identity: int) -> Stamp:
+    try:
+        return stamp_of(path, storage=LocalStorage(), is_directory=is_directory)
+    except CheckpointError:
+        return NO_STAMP
 
 
 @functools.lru_cache(maxsize=256)

@@ -116,7 +116,7 @@ class Sender:
         Args:
             directory: Local.
             ending: Of the names that count, unless they are directories.
-            before: Unix time in seconds; what was committed later is somebody else's business.
+            before: Unix time in seconds; what was changed later is somebody else's business.
         """
         remote = self._tiers.remote_path(directory)
         self._storage.remote.remove_orphans(remote)
@@ -124,7 +124,7 @@ class Sender:
         found = []
         for path, identity in self._local(directory):
             counts = identity.save is not None or os.path.splitext(path)[1] == ending
-            if counts and identity.committed <= before and known.get(os.path.basename(path)) != identity:
+            if counts and identity.modified_ns <= before * 1e9 and known.get(os.path.basename(path)) != identity:
                 found.append((identity.committed, path))
         return [path for _, path in sorted(found, reverse=True)]
 

@@ -67,7 +67,17 @@ def test_walk_back_to_the_newest_that_verifies(directory: Path, caplog: pytest.L
 def test_none_verifies(directory: Path) -> None:
     for step in (1, 2, 3):
         flip(directory / f"{step}.ckpt", 5_000)
-    assert Catalog(directory).newest_verified() is None
+    catalog = Catalog(directory)
+    with pytest.raises(CheckpointCorruptedError, match=r"3 do not verify, such as 3\.ckpt") as caught:
+        catalog.newest_verified()
+    assert caught.value.path == str(directory)
+    assert list(catalog.passed_over) == [str(directory / f"{step}.ckpt") for step in (3, 2, 1)]
+    assert not isinstance(caught.value, FileNotFoundError)  # which programs take for an empty directory
+
+
+def test_none_at_all_is_none(tmp_path: Path) -> None:
+    assert Catalog(tmp_path).newest_verified() is None
+    assert Catalog(tmp_path / "missing").newest_verified() is None
 
 
 def test_accept_chooses_by_content_without_reading_tensors(directory: Path) -> None:
@@ -106,8 +116,7 @@ def test_remote_urls() -> None:
 
 
 def test_what_was_saved_within_one_second_is_told_by_its_numbers(tmp_path: Path) -> None:
-    checkpointer = Checkpointer(strategy="sync")
     for name in ("step=9", "last", "step=10", "epoch=1-step=4"):
-        checkpointer.save({"a": 1}, tmp_path / f"{name}.ckpt")
+        torch.save({"a": 1}, tmp_path / f"{name}.ckpt")
         os.utime(tmp_path / f"{name}.ckpt", (7, 7))
     assert names(Catalog(tmp_path).checkpoints()) == ["last.ckpt", "step=10.ckpt", "step=9.ckpt", "epoch=1-step=4.ckpt"]

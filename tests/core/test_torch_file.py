@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from ckpt_core import Checkpointer, SerializationError, verify
+from ckpt_core.layouts.torch_file import image as image_module
 from ckpt_core.layouts.torch_file.manifest import WINDOW
 from tests.support.states import DTYPES, assert_same_state, raw_bytes, states, tensor_of
 
@@ -21,6 +23,14 @@ def save(state: Any, path: Path, strategy: str = "sync") -> Path:
     with Checkpointer(strategy=strategy) as checkpointer:
         checkpointer.save(state, path)
     return path
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_moment() -> Iterator[None]:
+    """All saves are committed at the same time, in which alone two of one state differ."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(image_module, "commit_time", lambda: 1.5)
+        yield
 
 
 def load(path: Path, **options: Any) -> Any:
@@ -355,7 +365,7 @@ def test_python_reads_every_record_that_is_no_tensor(tmp_path: Path) -> None:
                 assert content[begin : begin + info.file_size] == raw_bytes(state[f"w{index}"])
 
 
-def test_the_bytes_depend_on_nothing_but_the_state(tmp_path: Path) -> None:
+def test_the_bytes_depend_on_nothing_but_the_state_and_the_time(tmp_path: Path) -> None:
     state = {"a": torch.arange(5), "b": {"c": 1}}
     one, two = save(state, tmp_path / "one.ckpt"), save(state, tmp_path / "two.ckpt")
     assert one.read_bytes() == two.read_bytes()

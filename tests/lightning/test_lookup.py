@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import signal
+import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +17,11 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from ckpt_core import CheckpointNotFoundError
-from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
+from ckpt_core import CheckpointCorruptedError
+from ckpt_core.policies import KeepLatest
+from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO, SyncCheckpointIO
 from tests.conftest import LIGHTNING
 from tests.lightning.reliable_cases import BATCHES, NUMBERS, model_of, names, trainer_of
 
@@ -74,18 +77,66 @@ def steps_after(trainer: Any) -> int:
 
 
 @pytest.mark.parametrize("newest", ["step=2.ckpt", "last.ckpt", "anything.ckpt"])
-def test_the_newest_by_time_is_the_last(newest: str, tmp_path: Path) -> None:
+def test_the_date_of_a_file_does_not_make_it_the_last(newest: str, tmp_path: Path) -> None:
     saved = tmp_path / "saved"
     fit(saved, tmp_path, max_steps=3)
     shutil.copyfile(saved / "step=1.ckpt", saved / "last.ckpt")
     shutil.copyfile(saved / "step=1.ckpt", saved / "anything.ckpt")
     set_times(saved, *sorted(names(saved), key=lambda name: name == newest))
-    expected = torch.load(saved / newest)["global_step"]
     trainer = fit(saved, tmp_path, ckpt_path="last")
-    assert trainer.ckpt_path == str(saved / newest)
-    assert trainer.global_step == BATCHES
-    assert steps_after(trainer) == BATCHES - expected
+    assert trainer.ckpt_path == str(saved / "step=3.ckpt")
+    assert steps_after(trainer) == BATCHES - 3
     assert torch.equal(trainer.model.weight, torch.full((NUMBERS,), float(BATCHES)))
+
+
+@pytest.mark.parametrize("save_last", [False, True, "link"])
+@pytest.mark.parametrize("plugin", [*PLUGINS, ShardedCheckpointIO, TorchCheckpointIO])
+def test_a_run_that_was_copied_file_by_file_is_resumed_where_it_was(
+    plugin: Any, save_last: Any, tmp_path: Path
+) -> None:
+    saved, copy, options = tmp_path / "saved", tmp_path / "copy", {"plugin": plugin, "save_last": save_last}
+    fit(saved, tmp_path, max_epochs=2, max_steps=10, **options)
+    for number, reverse in enumerate((False, True)):
+        target = copy / str(number)
+        target.mkdir(parents=True)
+        for name in sorted(names(saved), reverse=reverse):
+            subprocess.run(["cp", "-r", saved / name, target], check=True)
+        trainer = fit(target, tmp_path, max_epochs=2, max_steps=11, ckpt_path="last", **options)
+        assert steps_after(trainer) == 1
+        assert trainer.global_step == 11
+
+
+def test_what_was_passed_over_is_neither_deleted_nor_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saved, options = tmp_path / "saved", {"save_last": True, "retention": KeepLatest(2)}
+    fit(saved, tmp_path, max_steps=3, **options)
+    damage(saved / "step=3.ckpt")  # and last.ckpt with it, which is the same file
+    damaged = (saved / "step=3.ckpt").read_bytes()
+    trainer = fit(saved, tmp_path, ckpt_path="last", **options)
+    assert steps_after(trainer) == BATCHES - 2
+    assert names(saved) == [
+        "last-v1.ckpt",
+        "last.ckpt",
+        "step=2.ckpt",
+        "step=3.ckpt",
+        f"step={BATCHES - 1}.ckpt",
+        f"step={BATCHES}.ckpt",
+    ]
+    assert (saved / "step=3.ckpt").read_bytes() == (saved / "last.ckpt").read_bytes() == damaged
+    caplog.clear()
+    assert fit(saved, tmp_path, ckpt_path="last", **options).global_step == BATCHES
+    assert passed_over(caplog) == []
+
+
+def test_of_two_callbacks_the_one_that_saved_last_is_taken(tmp_path: Path) -> None:
+    fit(tmp_path / "a", tmp_path, max_steps=2)
+    fit(tmp_path / "b", tmp_path, max_steps=3)
+    for path, date in ((tmp_path / "a", 2e9), (tmp_path / "b", 1e9)):
+        for file in path.iterdir():
+            os.utime(file, (date, date))
+    callbacks = [callback_of(tmp_path / "a"), callback_of(tmp_path / "b", every_n_train_steps=2)]
+    trainer = trainer_of(tmp_path, callbacks, plugins=[SyncCheckpointIO()], max_epochs=1)
+    trainer.fit(model_of(), ckpt_path="last")
+    assert trainer.ckpt_path == str(tmp_path / "b" / "step=3.ckpt")
 
 
 @pytest.mark.parametrize("plugin", PLUGINS)
@@ -141,7 +192,7 @@ def test_when_none_verifies_nothing_starts_from_scratch(
     if beside:
         fit(saved, tmp_path, max_steps=4, save_weights_only=True, every_n_train_steps=4, filename="weights")
     before = names(saved)
-    with pytest.raises(CheckpointNotFoundError) as caught:
+    with pytest.raises(CheckpointCorruptedError) as caught:
         fit(saved, tmp_path, ckpt_path="last")
     assert caught.value.path == str(saved)
     assert "2 do not verify" in str(caught.value)

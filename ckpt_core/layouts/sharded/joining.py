@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.digest import digest_of_parts
 from ckpt_core.errors import CheckpointError, SerializationError
 from ckpt_core.layouts.sharded.manifest import MANIFEST_NAME, ExtraFile, encode_manifest
@@ -37,13 +38,16 @@ def file_pieces(reader: FileReader) -> Iterator[memoryview]:
         yield piece
 
 
-def build_manifest(reports: Sequence[str | None], *, metadata: Mapping[str, Any], path: str = "") -> bytes:
+def build_manifest(
+    reports: Sequence[str | None], *, metadata: Mapping[str, Any], path: str = "", stamp: Stamp = NO_STAMP
+) -> bytes:
     """Return the manifest's bytes: the checkpoint is committed when they are in place under ``MANIFEST_NAME``.
 
     Args:
         reports: What :meth:`RankFiles.report` returned on each rank, in rank order; None for a rank that has written nothing.
         metadata: Plain data to keep with the checkpoint.
         path: The checkpoint, for messages.
+        stamp: What it says of its own age.
 
     Raises:
         SerializationError: ``metadata`` are no plain data, or the ranks do not hold parts of one state.
@@ -65,6 +69,7 @@ def build_manifest(reports: Sequence[str | None], *, metadata: Mapping[str, Any]
         kinds=found[0]["kinds"],
         parts=commons[0],
         ranks=records,
+        stamp=stamp,
     )
 
 

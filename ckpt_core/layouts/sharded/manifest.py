@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
+from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.digest import ALGORITHM, digest
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
 from ckpt_core.layouts.sharded.blocks import DIGEST_BYTES
@@ -33,6 +34,7 @@ __all__ = [
     "ShardFile",
     "encode_manifest",
     "encode_part",
+    "read_stamp",
 ]
 
 FORMAT_VERSION = 3
@@ -132,6 +134,7 @@ class Manifest:
         kinds: Kind of each part.
         parts: The replicated and sharded parts.
         ranks: What each rank wrote.
+        stamp: What it says of its own age.
     """
 
     version: int
@@ -141,6 +144,7 @@ class Manifest:
     kinds: Mapping[str, Kind]
     parts: Mapping[str, PartRecord]
     ranks: tuple[RankRecord, ...]
+    stamp: Stamp = NO_STAMP
 
     @classmethod
     def decode(cls, data: bytes, *, path: str) -> Manifest:
@@ -156,9 +160,8 @@ class Manifest:
         """
         _check_bytes(data, path)
         try:
-            return _manifest(
-                json.loads(data, object_pairs_hook=_object, parse_float=_finite, parse_constant=_no_constant)
-            )
+            known = json.loads(data, object_pairs_hook=_object, parse_float=_finite, parse_constant=_no_constant)
+            return dataclasses.replace(_manifest(known), stamp=Stamp.read(data))
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
             raise CheckpointCorruptedError(
                 f"the checkpoint's manifest makes no sense: {error}", path=path, remedy=_REMEDY
@@ -184,6 +187,7 @@ def encode_manifest(
     parts: str,
     ranks: Sequence[str],
     version: int = FORMAT_VERSION,
+    stamp: Stamp = NO_STAMP,
 ) -> bytes:
     """Return the bytes of a manifest.
 
@@ -194,11 +198,13 @@ def encode_manifest(
         parts: JSON text of the replicated and sharded parts.
         ranks: JSON text of each rank's record, on one line.
         version: Of the format: what wrote the files says in which order the tensors are in them.
+        stamp: What it says of its own age.
     """
     head = json.dumps(
         {
             "format": _FORMAT,
             "version": version,
+            **stamp.fields(),
             "digest": ALGORITHM,
             "save": save_id,
             "metadata": metadata,
@@ -209,6 +215,21 @@ def encode_manifest(
     body = f'{head[:-1]},\n"parts":{parts},\n"ranks":[\n' + ",\n".join(ranks) + "\n],\n"
     data = body.encode("ascii")
     return data + f'"check":"{digest(data)}"}}\n'.encode()
+
+
+def read_stamp(data: bytes, *, path: str) -> Stamp:
+    """Return what a manifest says of its own age, after its digest was compared, without parsing it.
+
+    Args:
+        data: The file's bytes.
+        path: The file, for messages.
+
+    Raises:
+        CheckpointFormatError: It is another program's, or of a newer version.
+        CheckpointCorruptedError: A byte differs from what was saved.
+    """
+    _check_bytes(data, path)
+    return Stamp.read(data)
 
 
 def _check_bytes(data: bytes, path: str) -> None:

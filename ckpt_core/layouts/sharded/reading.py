@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ckpt_core.errors import CheckpointFormatError, CheckpointNotFoundError
+from ckpt_core.errors import CheckpointFormatError, CheckpointNotFoundError, StorageError
 from ckpt_core.geometry import Box
 from ckpt_core.layouts.sharded.contents import Contents, PartContents
 from ckpt_core.layouts.sharded.fetching import Job, Read, all_of, jobs_of, reads_of, run_job
@@ -92,6 +93,7 @@ class DirectoryCheckpoint:
         metadata: What was saved as such.
         world_size: Number of ranks that wrote it.
         save_id: Which save it is.
+        stamp: When it was committed, and of which step it is, as it says of itself.
         files: Size in bytes of each of its files but the manifest.
         size: Bytes of all files together.
 
@@ -112,6 +114,7 @@ class DirectoryCheckpoint:
         self.metadata = manifest.metadata
         self.world_size = len(manifest.ranks)
         self.save_id = manifest.save_id
+        self.stamp = manifest.stamp
         self.files = self._files.sizes
         self.size = len(data) + sum(self.files.values())
 
@@ -121,6 +124,15 @@ class DirectoryCheckpoint:
                 if reader.size > _LARGEST_MANIFEST:
                     raise CheckpointFormatError(f"a manifest of {reader.size} bytes is none", path=reader.path)
                 return b"".join(map(bytes, file_pieces(reader)))
+        except StorageError as error:
+            if error.errno != errno.ENOTDIR:
+                raise
+            raise CheckpointFormatError(
+                f"{self.path} is one file, and a checkpoint that is a directory was expected",
+                path=self.path,
+                remedy="load it with what saves one file (ckpt_core.Checkpointer, SyncCheckpointIO, AsyncCheckpointIO), or give "
+                "the path of a directory",
+            ) from error
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError(
                 f"there is no checkpoint at {self.path}: it has no {MANIFEST_NAME}, which is written last",

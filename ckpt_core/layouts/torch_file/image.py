@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ckpt_core.commit_time import Stamp, commit_time, step_in
 from ckpt_core.digest import digest, digest_of_parts
 from ckpt_core.errors import CheckpointError
 from ckpt_core.layouts.torch_file.default_reading import refused_by_default
@@ -107,19 +108,21 @@ class FileImage:
         self._pickled = b""
         self._references: list[int] = []
         self._late: list[bytes] = []
+        self._step: int | None = None
         self._digests: list[dict[int, str]] = [{} for _ in region.records]
         self._abandoned = False
         self._settled = threading.Event()
 
-    def add_pickle(self, pickled: bytes, references: list[int], late: list[bytes]) -> None:
+    def add_pickle(self, pickled: bytes, references: list[int], late: list[bytes], step: int | None = None) -> None:
         """Add everything but the tensors.
 
         Args:
             pickled: The pickle.
             references: Indices of the storages, in the order in which the pickle first refers to them.
             late: Bytes of the storages that are not in the region.
+            step: Of which step of the training the state is, if it says so.
         """
-        self._pickled, self._references, self._late = pickled, references, late
+        self._pickled, self._references, self._late, self._step = pickled, references, late, step
 
     def seal(self) -> None:
         """Declare the image complete: it may be committed."""
@@ -238,7 +241,8 @@ class FileImage:
             body += data
             position = entry.offset + entry.size
         storages = tuple(f"{ARCHIVE}/data/{index}" for index in self._references)
-        manifest = Manifest(tuple(records), storages, digest_of_parts(gaps)).encode()
+        stamp = Stamp(commit_time(), self._step)
+        manifest = Manifest(tuple(records), storages, digest_of_parts(gaps), stamp=stamp).encode()
         entry, header = local_header(
             MANIFEST_NAME, position, len(manifest), alignment=_ALIGNMENT, crc=zlib.crc32(manifest)
         )
@@ -335,4 +339,4 @@ class StateLayout:
         pickled, references = pickle_state(state, self._table)
         # Tensors inside objects that only pickle can open: met when the layout of the others is already fixed.
         late = [bytes_of(storage).cpu().numpy().tobytes() for storage in self._table.storages[known:]]
-        image.add_pickle(pickled, references, late)
+        image.add_pickle(pickled, references, late, step_in(state))

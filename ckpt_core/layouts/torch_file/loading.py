@@ -27,14 +27,20 @@ from ckpt_core.errors import (
 )
 from ckpt_core.layouts.torch_file.filling import RESUME_FROM_ANOTHER
 from ckpt_core.layouts.torch_file.manifest import ARCHIVE
-from ckpt_core.layouts.torch_file.opening import OpenedFile, open_torch_file
+from ckpt_core.layouts.torch_file.opening import (
+    OpenedFile,
+    check_archive_records,
+    is_archive,
+    open_torch_file,
+    read_pickle,
+)
 from ckpt_core.layouts.torch_file.segments import SegmentIO
 from ckpt_core.layouts.torch_file.storage_collector import MapLocation, StorageCollector
 from ckpt_core.memory import bytes_of
 from ckpt_core.storage.base import FileReader, ReaderIO
 from ckpt_core.tree import tensors
 
-__all__ = ["load_torch_file", "peek_torch_file", "verify_torch_file"]
+__all__ = ["glance_at_torch_file", "load_torch_file", "peek_torch_file", "verify_torch_file"]
 
 # A pickle made of nothing but these is built without looking at a tensor's values.
 _PLAIN_GLOBALS = frozenset(
@@ -50,6 +56,10 @@ _PLAIN_GLOBALS = frozenset(
         "_codecs encode",
     }
 )
+
+
+_OLD_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # of torch before 1.6
+_OLD_PICKLES = 5  # magic number, version, machine, state, names of its storages
 
 
 def load_torch_file(
@@ -106,20 +116,23 @@ def load_torch_file(
 def peek_torch_file(reader: FileReader) -> Any:
     """Load everything but the tensors' bytes: their shapes and types are right, their values are undefined.
 
-    Costs next to nothing for a file of ours. A file that another program wrote is loaded whole.
+    Costs next to nothing, but for a file that torch before 1.6 wrote: that is loaded whole.
 
     Raises:
         CheckpointError: As :func:`load_torch_file`; damage inside a tensor or right before one is not found.
     """
     opened = open_torch_file(reader)
     if opened is None:
-        return _torch_load(ReaderIO(reader), reader.path, "cpu", None)
+        with skip_data() if is_archive(reader) else contextlib.nullcontext():
+            return _torch_load(ReaderIO(reader), reader.path, "cpu", None)
     with skip_data():
         return _build(opened, reader, "cpu", None)
 
 
 def verify_torch_file(reader: FileReader) -> bool:
-    """Compare every byte of the file with its digest.
+    """Compare every byte of the file with its digest; of a file that another program wrote, with what it has instead.
+
+    Of an archive of ``torch.save`` that is the CRC-32 of each record, of an older file that it can be read to its end.
 
     Returns:
         True if the file holds digests and all of them match; False if it holds none (another program wrote it).
@@ -130,6 +143,12 @@ def verify_torch_file(reader: FileReader) -> bool:
     """
     opened = open_torch_file(reader)
     if opened is None:
+        if is_archive(reader):
+            check_archive_records(reader)
+        else:
+            _check_old_pickles(reader)
+        with contextlib.suppress(UnsafeCheckpointError):  # what cannot be judged without running its code
+            peek_torch_file(reader)
         return False
     with _named_by_key(opened, reader):
         opened.read_tensors(reader, {})
@@ -163,6 +182,64 @@ def _key_of(record: str | None, opened: OpenedFile, reader: FileReader) -> str |
     places = dict(zip(opened.manifest.storages, collector.storages, strict=False))
     wanted = places[str(record)]._cdata
     return next((key for key, tensor in tensors(state) if tensor.untyped_storage()._cdata == wanted), None)
+
+
+class _Anything(dict[Any, Any]):
+    """Stands for every object in a pickle that is only looked through: nothing that the file names is imported or called."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Anything:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+    def append(self, _: Any) -> None:
+        pass
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+class _Glance(pickle.Unpickler):
+    """Builds lists, dictionaries and numbers, at the speed of C, and nothing else."""
+
+    def find_class(self, _module: str, _name: str) -> Any:
+        return _Anything
+
+    def persistent_load(self, _: Any) -> Any:
+        return None
+
+
+def glance_at_torch_file(reader: FileReader) -> Any:
+    """Return the plain values of an archive that says nothing of its age; tensors and objects are left out.
+
+    Raises:
+        CheckpointError: The archive or its pickle makes no sense.
+    """
+    pickled = read_pickle(reader)
+    try:
+        return _Glance(io.BytesIO(pickled)).load()
+    except Exception as error:  # bytes that make no sense fail anywhere in pickle
+        raise CheckpointFormatError(
+            f"this is not a readable torch checkpoint: {_first_lines(error)}", path=reader.path
+        ) from error
+
+
+def _check_old_pickles(reader: FileReader) -> None:
+    """Refuse a file of torch before 1.6 that is cut off, and what is no torch file at all."""
+    file = io.BufferedReader(ReaderIO(reader))
+    try:
+        pickles = [[argument for _, argument, _ in pickletools.genops(file)] for _ in range(_OLD_PICKLES)]
+        if _OLD_MAGIC_NUMBER not in pickles[0]:
+            raise ValueError("it is a pickle, but not one that torch.save wrote")
+    except (ValueError, IndexError, EOFError) as error:
+        raise CheckpointFormatError(
+            f"this is not a readable torch checkpoint: {_first_lines(error)}",
+            path=reader.path,
+            remedy="check that the path is a checkpoint and that its copy is complete",
+        ) from error
 
 
 def _build(opened: OpenedFile, reader: FileReader, map_location: MapLocation, weights_only: bool | None) -> Any:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ckpt_core import digest
+from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
 
 __all__ = [
@@ -101,18 +102,21 @@ class Manifest:
         storages: Record names in the order in which the pickle first refers to them.
         structure: Digest of all bytes before the manifest's record that belong to no record's data.
         algorithm: Name of the digest algorithm.
+        stamp: What it says of its own age.
     """
 
     records: tuple[RecordDigests, ...]
     storages: tuple[str, ...]
     structure: str
     algorithm: str = digest.ALGORITHM
+    stamp: Stamp = NO_STAMP
 
     def encode(self) -> bytes:
         """Return the manifest as JSON."""
         document = {
             "format": _FORMAT,
             "version": FORMAT_VERSION,
+            **self.stamp.fields(),
             "digest": self.algorithm,
             "window": WINDOW,
             "structure": self.structure,
@@ -135,7 +139,7 @@ class Manifest:
         """
         try:
             document = json.loads(data)
-            return cls._checked(document, end)
+            return dataclasses.replace(cls._checked(document, end), stamp=Stamp.read(data))
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise CheckpointCorruptedError(
                 f"the checkpoint's manifest makes no sense: {error}", path=path, remedy="resume from another checkpoint"

@@ -10,11 +10,13 @@ import io
 import struct
 import sys
 import zipfile
+import zlib
 from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 
+from ckpt_core.commit_time import Stamp
 from ckpt_core.digest import digest_of_parts, digest_with
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
 from ckpt_core.layouts.torch_file.filling import RESUME_FROM_ANOTHER, Piece, compare, read_pieces
@@ -32,9 +34,11 @@ from ckpt_core.layouts.torch_file.segments import SegmentIO, Segments
 from ckpt_core.parallel import run_parallel
 from ckpt_core.storage.base import FileReader, ReaderIO
 
-__all__ = ["OpenedFile", "open_torch_file"]
+__all__ = ["OpenedFile", "check_archive_records", "is_archive", "open_torch_file", "read_pickle", "read_stamp"]
 
 _LOCAL_HEADER_SIZE = 30
+_UTF8_NAMES = 0x0800
+_ENCRYPTED_OR_PATCHED = 0x2061
 _END_BYTES = 256 * 2**10  # the end of most files, and no more than what a store sends while it would answer again
 _LONGEST_END = 64 * 2**20  # bytes
 _LONGEST_TAIL = 2**30  # bytes: four million tensors have less
@@ -114,26 +118,12 @@ def open_torch_file(reader: FileReader) -> OpenedFile | None:
         CheckpointFormatError: The file is no torch file, or of a newer format.
     """
     path, size = reader.path, reader.size
-    if size == 0:
-        raise CheckpointCorruptedError("the checkpoint is empty", path=path, remedy=RESUME_FROM_ANOTHER)
     end = _End(reader)
-    footer = Footer.decode(end.read(max(0, size - FOOTER_SIZE), size), path=path)
-    if footer is None:
-        _reject_damaged_or_foreign(reader)
+    found = _read_tail(reader, end)
+    if found is None:
         return None
-    if footer.tail_offset + _LOCAL_HEADER_SIZE > size - FOOTER_SIZE:
-        raise _damaged("the footer points outside the file", path)
-    if size - footer.tail_offset > _LONGEST_TAIL:
-        raise _damaged(f"a manifest of {size - footer.tail_offset} bytes is too large", path)
-    end.extend(footer.tail_offset)
-    tail = end.read(footer.tail_offset, size - FOOTER_SIZE)
-    # The footer is always written with the current algorithm: its own version number covers a change.
-    if digest_of_parts([tail]) != footer.tail_digest:
-        raise _damaged("the manifest differs from what was saved", path)
-    name_length, extra_length = struct.unpack_from("<HH", tail, 26)
-    (length,) = struct.unpack_from("<I", tail, 22)
-    begin = _LOCAL_HEADER_SIZE + name_length + extra_length
-    manifest = Manifest.decode(tail[begin : begin + length], path=path, end=footer.tail_offset)
+    footer, tail, encoded = found
+    manifest = Manifest.decode(encoded, path=path, end=footer.tail_offset)
 
     names = set(manifest.storages)
     end.extend(max((r.offset + r.size for r in manifest.records if r.name in names), default=0))
@@ -170,10 +160,45 @@ def open_torch_file(reader: FileReader) -> OpenedFile | None:
     return opened
 
 
+def read_stamp(reader: FileReader) -> Stamp | None:
+    """Return what a file says of its own age, and read no more than its end; None if the file holds no digests of ours.
+
+    Raises:
+        CheckpointCorruptedError: The file is empty, truncated, or its end is damaged.
+        CheckpointFormatError: The file is no torch file, or of a newer format.
+    """
+    found = _read_tail(reader, _End(reader))
+    return None if found is None else Stamp.read(found[2])
+
+
+def _read_tail(reader: FileReader, end: _End) -> tuple[Footer, bytes, bytes] | None:
+    """Return the footer, the verified bytes from the manifest's record on, and those of the manifest."""
+    path, size = reader.path, reader.size
+    footer = Footer.decode(end.read(max(0, size - FOOTER_SIZE), size), path=path)
+    if footer is None:
+        _reject_damaged_or_foreign(reader)
+        return None
+    if footer.tail_offset + _LOCAL_HEADER_SIZE > size - FOOTER_SIZE:
+        raise _damaged("the footer points outside the file", path)
+    if size - footer.tail_offset > _LONGEST_TAIL:
+        raise _damaged(f"a manifest of {size - footer.tail_offset} bytes is too large", path)
+    end.extend(footer.tail_offset)
+    tail = end.read(footer.tail_offset, size - FOOTER_SIZE)
+    # The footer is always written with the current algorithm: its own version number covers a change.
+    if digest_of_parts([tail]) != footer.tail_digest:
+        raise _damaged("the manifest differs from what was saved", path)
+    name_length, extra_length = struct.unpack_from("<HH", tail, 26)
+    (length,) = struct.unpack_from("<I", tail, 22)
+    begin = _LOCAL_HEADER_SIZE + name_length + extra_length
+    return footer, tail, tail[begin : begin + length]
+
+
 class _End:
     """The last bytes of a file, read at once: in a file of ours, that is all but the tensors."""
 
     def __init__(self, reader: FileReader) -> None:
+        if reader.size == 0:
+            raise CheckpointCorruptedError("the checkpoint is empty", path=reader.path, remedy=RESUME_FROM_ANOTHER)
         self._reader = reader
         self._begin = max(0, reader.size - _END_BYTES)
         self._data = _read(reader, self._begin, reader.size)
@@ -213,8 +238,65 @@ def _reject_damaged_or_foreign(reader: FileReader) -> None:
         )
 
 
-def _check_archive(file: io.RawIOBase, size: int, path: str) -> None:
-    """Refuse an archive that torch cannot have written, above all one that unpacks to more than the file's own size."""
+def is_archive(reader: FileReader) -> bool:
+    """Return whether a file begins as a zip archive does."""
+    return _read(reader, 0, min(reader.size, len(_ARCHIVE_START))) == _ARCHIVE_START
+
+
+def check_archive_records(reader: FileReader) -> None:
+    """Compare each record of an archive of ``torch.save`` with its CRC-32, where that was not left out.
+
+    Raises:
+        CheckpointCorruptedError: One differs; the error names the record.
+        CheckpointFormatError: The archive's directory makes no sense.
+    """
+    records = _check_archive(ReaderIO(reader), reader.size, reader.path)
+
+    def check(record: zipfile.ZipInfo) -> None:
+        if not _is_as_written(reader, record):
+            raise CheckpointCorruptedError(
+                "a record of the archive differs from what torch.save wrote",
+                path=reader.path,
+                key=record.filename,
+                remedy=RESUME_FROM_ANOTHER,
+            )
+
+    run_parallel(check, records, threads=min(reader.threads, max(1, len(records))))
+
+
+def read_pickle(reader: FileReader) -> bytes:
+    """Return the pickle in an archive of ``torch.save``, not verified.
+
+    Raises:
+        CheckpointFormatError: The archive's directory makes no sense.
+    """
+    records = _check_archive(ReaderIO(reader), reader.size, reader.path)
+    record = next(record for record in records if record.filename.endswith("/data.pkl"))
+    header = _read(reader, record.header_offset, min(record.header_offset + _LOCAL_HEADER_SIZE, reader.size))
+    begin = record.header_offset + len(header) + sum(struct.unpack_from("<HH", header.ljust(_LOCAL_HEADER_SIZE), 26))
+    return _read(reader, begin, max(begin, min(begin + record.file_size, reader.size)))
+
+
+def _is_as_written(reader: FileReader, record: zipfile.ZipInfo) -> bool:
+    name = record.orig_filename.encode("utf-8" if record.flag_bits & _UTF8_NAMES else "cp437")
+    data_begin = record.header_offset + _LOCAL_HEADER_SIZE + len(name)
+    if data_begin > reader.size or record.flag_bits & _ENCRYPTED_OR_PATCHED:
+        return False
+    header = _read(reader, record.header_offset, data_begin)
+    name_length, extra_length = struct.unpack_from("<HH", header, 26)
+    begin = data_begin + extra_length
+    end = begin + record.file_size
+    is_there = header.startswith(_ARCHIVE_START) and name_length == len(name) and header.endswith(name)
+    if not is_there or end > reader.size:
+        return False
+    crc = 0
+    for first in range(begin, end, WINDOW // 4):
+        crc = zlib.crc32(_read(reader, first, min(first + WINDOW // 4, end)), crc)
+    return record.CRC in (crc, 0)  # 0 where torch.serialization.set_crc32_options has left it out
+
+
+def _check_archive(file: io.RawIOBase, size: int, path: str) -> list[zipfile.ZipInfo]:
+    """Return the records of an archive; refuse one that torch cannot have written, such as one that unpacks to more than it is."""
     try:
         with zipfile.ZipFile(io.BufferedReader(file)) as archive:
             records = archive.infolist()
@@ -237,6 +319,7 @@ def _check_archive(file: io.RawIOBase, size: int, path: str) -> None:
             path=path,
             remedy="check that the path is a checkpoint",
         )
+    return records
 
 
 def _read(reader: FileReader, begin: int, end: int) -> bytes:

@@ -19,7 +19,7 @@ _END = struct.Struct("<4sHHHHIIH")
 
 _VERSION = 45  # the version of the zip format that has zip64
 _UTF8_NAMES = 0x0800
-_DOS_DATE = 0x0021  # 1 January 1980: a checkpoint's bytes do not depend on the clock
+_DOS_DATE = 0x0021  # 1 January 1980: the manifest says when it was committed
 _LIMIT32 = 0xFFFFFFFF
 _LIMIT16 = 0xFFFF
 _ZIP64_EXTRA = 1
