@@ -86,7 +86,7 @@ class CutStore:
 
     def committed(self) -> list[str]:
         """Paths of the committed checkpoints, the newest first."""
-        return _newest_first(info.path for info in self._catalog.checkpoints())
+        return _newest_first(self._catalog.paths())
 
     def newest(self) -> CutCheckpoint | None:
         """The newest checkpoint all of whose bytes verify, open; None where nothing was ever committed.
