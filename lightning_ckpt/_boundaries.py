@@ -77,9 +77,12 @@ class _Between:
 
     def _reached(self, position: tuple[int, int]) -> None:
         self._observers.tell_ended()
-        call = self._meeting.at(position)
+        is_end, is_training = position[1] == TrainerBoundaries.END, self._trainer.state.fn == "fit"
+        is_over = is_end and not self._trainer.evaluating
+        is_last = is_over or (is_end and not is_training)
+        call = self._meeting.at_last(position) if is_last else self._meeting.at(position)
         if call.requests:
-            self._act(call, is_over=position[1] == TrainerBoundaries.END and not self._trainer.evaluating)
+            self._act(call, is_over=is_over)
 
     def _act(self, call: Call, *, is_over: bool) -> None:
         if _REQUEUE in call.requests and self._requeue is not None:

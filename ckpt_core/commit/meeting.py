@@ -25,6 +25,7 @@ Position = tuple[int, int]
 
 _SAME_WAVE_SECONDS = 30.0  # a signal to a job reaches its last rank at most so long after its first
 _START: Position = (-1, 0)
+_LOOK = ""  # wakes the thread, and asks for nothing
 
 
 class Call(NamedTuple):
@@ -75,7 +76,7 @@ class Meeting:
         self._asked: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._passed: Position = _START
-        self._settling = False
+        self._settling = self._is_last = False
         self._due: tuple[Position, Call] | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -105,6 +106,21 @@ class Meeting:
             self._changed.notify_all()
         return call
 
+    def at_last(self, position: Position) -> Call:
+        """Do as :meth:`at` does, at a boundary that none follows for now: what was asked for on any rank by then is done.
+
+        Waits until all ranks are here, or for as long as they have to answer.
+        """
+        if self._line is None:
+            return self.at(position)
+        with self._changed:
+            while self._settling:
+                self._changed.wait()
+            if self._due is None and self._thread is not None and self._thread.is_alive():
+                self._settling = self._is_last = True
+                self._asked.put(_LOOK)
+        return self.at(position)
+
     def close(self) -> None:
         """End the thread; what is asked for from now on is not done."""
         with self._changed:
@@ -118,7 +134,7 @@ class Meeting:
         taken = []
         while not self._asked.empty():
             request = self._asked.get()
-            if request is not None:
+            if request:
                 taken.append(request)
         return taken
 
@@ -134,20 +150,26 @@ class Meeting:
             if self._closed:
                 return
             try:
-                if not mine and not line.has(f"{number}/asked"):
+                if not mine and not self._is_last and not line.has(f"{number}/asked"):
                     continue
                 call, after = self._settle(line, number, mine)
             except RankFailedError:
                 if not mine:
+                    self._give_up()
                     return  # rank 0 has ended, with its part of the training
                 call, after = Call(frozenset(mine), together=False), self._passed
             with self._changed:
-                self._due, self._settling = (after, call), False
+                self._due, self._settling, self._is_last = (after, call), False, False
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._due is None or self._closed)
             until = time.monotonic() + _SAME_WAVE_SECONDS
             done_before.update(dict.fromkeys(call.requests - mine, until))
             number += 1
+
+    def _give_up(self) -> None:
+        with self._changed:
+            self._settling = self._is_last = False
+            self._changed.notify_all()
 
     def _newly_asked(self, done_before: dict[str, float]) -> set[str]:
         found: set[str] = set()
@@ -156,7 +178,7 @@ class Meeting:
         except queue.Empty:
             return found
         for request in [first, *self._taken()]:
-            if request is not None and done_before.pop(request, 0.0) < time.monotonic():
+            if request and done_before.pop(request, 0.0) < time.monotonic():
                 found.add(request)
         return found
 

@@ -23,11 +23,13 @@ def stores(count: int) -> list[TCPStore]:
 class Ranks:
     """Threads that step together as a gradient exchange has them do, each with its meeting."""
 
-    def __init__(self, count: int, steps: int, during: Callable[[int, int, Meeting], None]) -> None:
+    def __init__(
+        self, count: int, steps: int, during: Callable[[int, int, Meeting], None], look_every: float = 0.01
+    ) -> None:
         self.acted: list[list[tuple[Position, list[str], bool]]] = [[] for _ in range(count)]
         opened = stores(count)
         self.meetings = [
-            Meeting(store, rank, count, look_every=0.01, answer_within=LIMIT_SECONDS)
+            Meeting(store, rank, count, look_every=look_every, answer_within=LIMIT_SECONDS)
             for rank, store in enumerate(opened)
         ]
         exchange = threading.Barrier(count, timeout=LIMIT_SECONDS)
@@ -42,6 +44,9 @@ class Ranks:
                     if call.requests:
                         self.acted[rank].append(((step, 0), sorted(call.requests), call.together))
                         exchange.wait()  # what is done needs all of them
+                call = self.meetings[rank].at_last((steps + 1, 0))
+                if call.requests:
+                    self.acted[rank].append(((steps + 1, 0), sorted(call.requests), call.together))
             except BaseException as error:  # noqa: BLE001 - for the test
                 self.errors.append(error)
 
@@ -68,6 +73,23 @@ def test_all_act_once_at_the_same_boundary(asked: dict[int, int]) -> None:
     assert ranks.acted[0] == ranks.acted[1] == ranks.acted[2]
     [(position, requests, together)] = ranks.acted[0]
     assert position >= (3, 0) and requests == ["save"] and together
+
+
+@pytest.mark.parametrize("asked", [(0,), (1,), (0, 1)])
+def test_what_is_asked_in_the_last_step_is_done_at_the_end(asked: tuple[int, ...]) -> None:
+    def during(rank: int, step: int, meeting: Meeting) -> None:
+        if rank in asked and step == 3:
+            meeting.ask("save")
+
+    ranks = Ranks(2, 3, during, look_every=2.0)  # nobody looks before the end by itself
+    assert ranks.errors == []
+    assert ranks.acted[0] == ranks.acted[1]
+    assert [(requests, together) for _, requests, together in ranks.acted[0]] == [(["save"], True)]
+
+
+def test_nothing_is_done_at_the_end_when_nothing_was_asked() -> None:
+    ranks = Ranks(2, 3, lambda rank, step, meeting: None, look_every=2.0)
+    assert (ranks.errors, ranks.acted) == ([], [[], []])
 
 
 def test_what_a_rank_is_asked_again_is_done_again() -> None:

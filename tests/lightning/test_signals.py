@@ -132,6 +132,12 @@ def test_a_job_with_a_stock_callback_is_requeued(job: Job, tmp_path: Path, io: s
     assert requeued(tmp_path) == ["requeue 17 hpc_ckpt_1.ckpt"]
 
 
+def test_a_signal_during_a_validation_of_its_own(job: Job, tmp_path: Path) -> None:
+    signals = [[1, "SIGUSR1", "on_validation_batch_start", 1]]
+    job.run(tmp_path, "first", slurm=True, validate=True, signals=signals, options={"val": True})
+    assert requeued(tmp_path) == ["requeue 17 hpc_ckpt_1.ckpt"]
+
+
 @pytest.mark.parametrize(("rank", "hook"), [(1, START), (0, "on_validation_batch_start")])
 def test_sigterm_to_one_rank_saves_on_all_and_ends(job: Job, tmp_path: Path, rank: int, hook: str) -> None:
     needs_save_on_exception()
