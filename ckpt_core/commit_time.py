@@ -35,7 +35,9 @@ class _Clock:
 
     def now(self) -> float:
         with self._lock:
-            self._seen = round(max(time.time(), self._seen + _STEP), 6)
+            microseconds = round(max(time.time(), self._seen + _STEP) * 1e6)
+            # Six decimals are written, always: manifests of the same state have the same length.
+            self._seen = (microseconds + (microseconds % 10 == 0)) / 1e6
             return self._seen
 
     def note(self, committed: float) -> None:

@@ -260,7 +260,8 @@ class LoaderTracker:
             state["length"] = len(self.loader)
         state["batch_size"] = getattr(self.loader, "batch_size", None)
         if self.sampler is not None:
-            state["sampler"] = describe_sampler(self.sampler.inner)
+            # what the script gave, also while the rest of an epoch is divided among other ranks
+            state["sampler"] = describe_sampler(vars(self.sampler).get("source", self.sampler.inner))
             moment = self.sampler.moment()
             state["generators"] = dict(moment.generators)
             state["counters"] = dict(moment.counters)

@@ -363,3 +363,9 @@ def test_errors_are_not_logged_where_all_is_well(tmp_path: Path, caplog: pytest.
         run_of(tmp_path, "file")
         assert newest(tmp_path) == name_of(12)
     assert caplog.messages == []
+
+
+def test_commit_times_grow_and_are_written_at_one_length() -> None:
+    given = [commit_time.commit_time() for _ in range(2000)]
+    assert given == sorted(set(given))
+    assert {len(repr(moment).partition(".")[2]) for moment in given} == {6}
