@@ -13,6 +13,7 @@ import json
 import os
 import re
 import uuid
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -40,6 +41,7 @@ from ckpt_core.layouts.sharded.joining import file_pieces
 from ckpt_core.layouts.sharded.matching import key_of, tensor_paths
 from ckpt_core.layouts.sharded.reading import DirectoryCheckpoint
 from ckpt_core.layouts.sharded.safetensors_file import SafetensorsImage, TensorInfo, file_layout, file_order
+from ckpt_core.layouts.torch_file import translated_errors
 from ckpt_core.storage import LocalStorage, Storage, is_remote, storage_for
 
 __all__ = ["DEFAULT_SHARD_SIZE", "export_model", "import_model"]
@@ -132,7 +134,9 @@ def _tensors_of_file(path: str, key: str, storage: Storage) -> dict[str, _Tensor
         state, _, _ = reader.load(path, map_location="cpu", storage=storage)
     else:
         reader.verify(path, storage=storage)
-        state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        with translated_errors(path):
+            # only archives can be mapped
+            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     if not isinstance(state, Mapping) or key not in state:
         raise CheckpointNotFoundError(
             f"the checkpoint has no {key!r}; it has {', '.join(map(str, state)) if isinstance(state, Mapping) else 'no keys'}",

@@ -169,7 +169,7 @@ def test_a_rank_that_has_yet_to_come_to_a_save_gets_there(ranks: Ranks, tmp_path
 
 
 def test_a_rank_that_is_gone_is_not_waited_for(ranks: Ranks, tmp_path: Path) -> None:
-    # Launchers end the ranks that are left, and kill them after half a minute; commit_timeout is ten.
+    # commit_timeout is ten minutes: who waits for that rank does not end in time.
     body = f"""{CASES}
     accelerator = prepared()
     if rank == 1:
@@ -178,8 +178,8 @@ def test_a_rank_that_is_gone_is_not_waited_for(ranks: Ranks, tmp_path: Path) -> 
     accelerator.save_state(saved)
     time.sleep(2)
     end()
-    time.sleep(60)
+    time.sleep(1000)
     """
-    results = ranks.run(body, 2, timeout=30, saved=str(tmp_path / "saved"))
+    results = ranks.run(body, 2, timeout=200, saved=str(tmp_path / "saved"))
     assert [result.ended for result in results] == [True, True]
     assert not (tmp_path / "saved").exists()

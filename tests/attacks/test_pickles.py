@@ -15,7 +15,7 @@ import torch
 from torch.distributed import checkpoint as dcp
 
 from ckpt_core import Catalog, Checkpointer, CheckpointError, UnsafeCheckpointError, verify
-from ckpt_core.interchange import check_dcp
+from ckpt_core.interchange import check_dcp, export_model
 
 
 class Exploit:
@@ -102,6 +102,15 @@ def test_our_own_reader_cannot_be_talked_into_a_plain_pickle(tmp_path: Path) -> 
     with pytest.raises(UnsafeCheckpointError):
         Checkpointer().load(path)
     assert not (tmp_path / "marker").exists()
+
+
+@pytest.mark.parametrize("write", [ours, stock, stock_legacy])
+def test_an_export_of_a_file_runs_no_code(write: Callable[[Any, Path], None], tmp_path: Path) -> None:
+    marker, path = tmp_path / "ran", tmp_path / "x.ckpt"
+    write({"state_dict": {"w": torch.ones(2)}, "extra": Exploit(marker, "os.system")}, path)
+    with pytest.raises(UnsafeCheckpointError) as caught:
+        export_model(path, tmp_path / "exported")
+    assert caught.value.path == str(path) and not marker.exists()
 
 
 def test_what_dcp_would_run_is_found_before_it_reads_it(tmp_path: Path) -> None:

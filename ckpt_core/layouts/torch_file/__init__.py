@@ -5,6 +5,7 @@ from ckpt_core.layouts.torch_file.loading import (
     glance_at_torch_file,
     load_torch_file,
     peek_torch_file,
+    translated_errors,
     verify_torch_file,
 )
 from ckpt_core.layouts.torch_file.manifest import FORMAT_VERSION, Manifest
@@ -20,5 +21,6 @@ __all__ = [
     "load_torch_file",
     "peek_torch_file",
     "read_stamp",
+    "translated_errors",
     "verify_torch_file",
 ]

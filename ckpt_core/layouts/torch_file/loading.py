@@ -40,7 +40,7 @@ from ckpt_core.memory import bytes_of
 from ckpt_core.storage.base import FileReader, ReaderIO
 from ckpt_core.tree import tensors
 
-__all__ = ["glance_at_torch_file", "load_torch_file", "peek_torch_file", "verify_torch_file"]
+__all__ = ["glance_at_torch_file", "load_torch_file", "peek_torch_file", "translated_errors", "verify_torch_file"]
 
 # A pickle made of nothing but these is built without looking at a tensor's values.
 _PLAIN_GLOBALS = frozenset(
@@ -266,12 +266,13 @@ def _is_plain(pickled: bytes) -> bool:
 
 
 def _torch_load(file: io.RawIOBase, path: str, map_location: MapLocation, weights_only: bool | None) -> Any:
-    with _translated_errors(path):
+    with translated_errors(path):
         return torch.load(io.BufferedReader(file), map_location=map_location, weights_only=weights_only)
 
 
 @contextlib.contextmanager
-def _translated_errors(path: str) -> Iterator[None]:
+def translated_errors(path: str) -> Iterator[None]:
+    """Let what torch raises about a file be a :class:`CheckpointError` that names it."""
     try:
         yield
     except CheckpointError:
