@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from accelerate_ckpt._private_collectives import collectives_begun
-from ckpt_core.commit.store import StoreLine
+from ckpt_core.commit.store import StoreLine, seal
 from ckpt_core.errors import RankFailedError
 
 __all__ = ["Progress"]
@@ -113,7 +113,7 @@ class Progress:
                 else:
                     own.wait([question], _SLEEP)
                 self._answered += 1
-                (own or store).set(f"of/{self._rank}", self._report())
+                (own or store).set(f"of/{self._rank}", seal(store, f"of/{self._rank}", self._report()))
             except RuntimeError:  # what torch.distributed raises: rank 0 is gone, or it has slept for so long
                 return
 
