@@ -201,11 +201,11 @@ class Listener:
 
     def _reject(self, connection: socket.socket, word: bytes = b"") -> None:
         stranger = self._strangers[connection]
+        self.rejected += 1
         self._forget(connection)
         with contextlib.suppress(OSError):
             connection.send(word)
         connection.close()
-        self.rejected += 1
         if self.rejected & (self.rejected - 1) == 0:  # each power of two, so that nobody can fill the log
             logger.warning(
                 "%d connections to %s have not shown that they know the secret; the last one came from %s",

@@ -156,7 +156,7 @@ def test_a_newer_one_of_stock_with_code_is_an_error_that_names_both(tmp_path: Pa
     with pytest.raises(UnsafeCheckpointError) as caught:
         run.accelerator.load_state()
     assert str(saved / "checkpoint_9") in str(caught.value)
-    assert f"load_state('{saved / 'checkpoint_1'}')" in str(caught.value)
+    assert f"name it: '{saved / 'checkpoint_1'}'" in str(caught.value)
     assert counter.count == 0
     assert not marker.exists()
 

@@ -78,7 +78,8 @@ def read(data: bytes, weights_only: bool = True) -> tuple[Any, bool] | None:
         state, checked = load_torch_file(reader, weights_only=weights_only)
     except CheckpointError:
         return None
-    assert not refused, "what loads also verifies"
+    # of another program's, bytes that torch does not look at may differ
+    assert not (refused and checked), "what loads also verifies"
     assert checked == verified
     return state, checked
 

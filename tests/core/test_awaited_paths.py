@@ -39,7 +39,7 @@ class HeldSave:
 @pytest.fixture
 def held(tmp_path: Path) -> Iterator[HeldSave]:
     save = HeldSave(tmp_path / "a")
-    (tmp_path / "a" / "old").mkdir()
+    (tmp_path / "a" / "old").mkdir(parents=True)  # the save makes the first in the background
     yield save
     save.release.set()
     save.checkpointer.close()

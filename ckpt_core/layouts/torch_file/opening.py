@@ -307,9 +307,10 @@ def _check_archive(file: io.RawIOBase, size: int, path: str) -> list[zipfile.Zip
             remedy="check that the path is a checkpoint and that its copy is complete",
         ) from error
     stored = all(record.compress_type == zipfile.ZIP_STORED for record in records)
-    if not stored or sum(record.file_size for record in records) > size:
+    outside = any(not 0 <= record.header_offset < size for record in records)
+    if not stored or outside or sum(record.file_size for record in records) > size:
         raise CheckpointFormatError(
-            "the archive's records are compressed or overlap, which torch does not write",
+            "the archive's records are compressed, overlap or lie outside of it, which torch does not write",
             path=path,
             remedy="do not use this file: it may be made to fill the memory",
         )
