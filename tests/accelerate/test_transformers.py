@@ -222,7 +222,7 @@ def test_ours_without_its_manifest_is_not_taken_for_the_trainers_own(tmp_path: P
     trainer_for(tmp_path, max_steps=3).train()
     (tmp_path / "checkpoint-3" / "manifest.json").unlink()
     trainer = trainer_for(tmp_path, max_steps=5)
-    with pytest.raises(CheckpointCorruptedError, match="manifest.json is missing"):
+    with pytest.raises(CheckpointCorruptedError, match=r"manifest\.json is missing"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3") if named else True)
     assert trainer.state.global_step == 0
 

@@ -234,7 +234,7 @@ def _check_old_pickles(reader: FileReader) -> None:
         pickles = [[argument for _, argument, _ in pickletools.genops(file)] for _ in range(_OLD_PICKLES)]
         if _OLD_MAGIC_NUMBER not in pickles[0]:
             raise ValueError("it is a pickle, but not one that torch.save wrote")
-    except (ValueError, IndexError, EOFError) as error:
+    except (ValueError, IndexError, EOFError, OverflowError, MemoryError) as error:
         raise CheckpointFormatError(
             f"this is not a readable torch checkpoint: {_first_lines(error)}",
             path=reader.path,
