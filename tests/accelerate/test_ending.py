@@ -87,14 +87,20 @@ def test_handlers_of_the_script_are_called_and_may_call_ours(ranks: Ranks, tmp_p
     own = status_of({before})
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
+    def replace():
+        signal.signal(signal.SIGTERM, lambda *_: flag.__setitem__(0, 8))
+        end()
+        time.sleep(2)  # longer than the save, after which ours would end the process
+        os._exit(flag[0])
+
     def chain():
         ours = signal.getsignal(signal.SIGTERM)
         signal.signal(signal.SIGTERM, lambda *arguments: ours(*arguments))
         end()
-    tell(own=own, chained=status_of(save_and(chain)))
+    tell(own=own, replaced=status_of(save_and(replace)), chained=status_of(save_and(chain)))
     """
     (result,) = ranks.run(body, 1, saved=str(tmp_path / "saved"))
-    assert result.told == {"own": 7, "chained": TERMINATED}
+    assert result.told == {"own": 7, "replaced": 8, "chained": TERMINATED}
     assert is_saved(tmp_path / "saved")
 
 
