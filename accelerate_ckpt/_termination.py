@@ -99,7 +99,9 @@ def _read_signals() -> None:
 def _watch(descriptor: int) -> None:
     while numbers := os.read(descriptor, 64):
         for number in numbers:
-            if number in _SIGNALS and signal.getsignal(number) is _handle:  # not one that the script has put in its place
+            if (
+                number in _SIGNALS and signal.getsignal(number) is _handle
+            ):  # not one that the script has put in its place
                 _arrived(number)
             elif number == signal.SIGINT and _ending.since is not None:
                 _die(signal.SIGTERM)

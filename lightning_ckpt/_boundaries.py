@@ -16,11 +16,10 @@ import torch.distributed as dist
 
 from ckpt_core.commit import Call, Meeting, connect_store
 from lightning_ckpt._observers import Observers
-from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._private_boundaries import TrainerBoundaries
 from lightning_ckpt._private_guard import missing_boundaries
 
-__all__ = ["watch_boundaries", "watch_plugin"]
+__all__ = ["watch_boundaries"]
 
 logger = logging.getLogger(__name__)
 
@@ -48,12 +47,6 @@ def watch_boundaries(trainer: Any) -> None:
         )
         return
     setattr(trainer, _ATTRIBUTE, _Between(trainer))
-
-
-def watch_plugin(trainer: Any) -> None:
-    """Do so for a Trainer that saves through a plugin of ours."""
-    if isinstance(trainer.strategy.checkpoint_io, ReliableCheckpointIO):
-        watch_boundaries(trainer)
 
 
 class _Between:

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ckpt_core import DirectoryCheckpointer, RankGroup
 from ckpt_core.commit import decode_error, encode_error
 from ckpt_core.errors import CheckpointError
+from lightning_ckpt._boundaries import watch_boundaries
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._post_local_sgd import refuse_unequal_ranks
 
@@ -112,7 +113,7 @@ def refuse_strategy(strategy: Any) -> None:
 def route(trainer: Any) -> None:
     """Let the Trainer save and load through its plugin on all ranks, if that is a :class:`RankCheckpointIO`.
 
-    Called on all ranks together, once its processes are connected and before anything is loaded. Does nothing a second time.
+    Called on all ranks together, once its processes are connected and before anything is loaded.
 
     Args:
         trainer: The Trainer.
@@ -121,8 +122,14 @@ def route(trainer: Any) -> None:
         CheckpointError: The strategy has a way of saving that cannot be replaced.
     """
     strategy, plugin = trainer.strategy, trainer.strategy.checkpoint_io
-    if not isinstance(plugin, RankCheckpointIO) or vars(strategy).get(ROUTED) is plugin:
+    if not isinstance(plugin, RankCheckpointIO):
         return
+    if vars(strategy).get(ROUTED) is not plugin:
+        _replace_methods(trainer, strategy, plugin)
+    watch_boundaries(trainer)  # of what the plugin saves with from now on
+
+
+def _replace_methods(trainer: Any, strategy: Any, plugin: RankCheckpointIO) -> None:
     refuse_strategy(strategy)
     refuse_unequal_ranks(trainer)
     ranks = RankGroup.connect(trainer.global_rank, trainer.world_size, strategy.broadcast)

@@ -11,7 +11,7 @@ from ckpt_core import Checkpointer
 from ckpt_core.errors import CheckpointNotFoundError
 from ckpt_core.events import EventLog, Listener
 from ckpt_core.tiers import Tiers
-from lightning_ckpt._boundaries import watch_plugin
+from lightning_ckpt._boundaries import watch_boundaries
 from lightning_ckpt._plugin_base import ReliableCheckpointIO, SaveOutcomes
 from lightning_ckpt._private_hooks import before_setup
 
@@ -44,11 +44,11 @@ class TorchFileIO(ReliableCheckpointIO):
         self.tiers = tiers
         self.outcomes = outcomes or SaveOutcomes()
         self._told_about_callback = False
-        before_setup(watch_plugin)
+        before_setup(_watch)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        before_setup(watch_plugin)  # in a process that was spawned, too
+        before_setup(_watch)  # in a process that was spawned, too
 
     @property
     def checkpointer(self) -> Checkpointer:
@@ -124,6 +124,11 @@ class TorchFileIO(ReliableCheckpointIO):
                 "to the Trainer's callbacks to have them saved too.",
                 stacklevel=2,
             )
+
+
+def _watch(trainer: Any) -> None:
+    if isinstance(trainer.strategy.checkpoint_io, TorchFileIO):
+        watch_boundaries(trainer)
 
 
 def training_goes_on(checkpoint: Any, path: _Path) -> bool:

@@ -13,7 +13,6 @@ from ckpt_core.commit import RankGroup
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import EventLog
 from ckpt_core.tiers import Tiers
-from lightning_ckpt._boundaries import watch_plugin
 from lightning_ckpt._fabric_routing import route_fabric
 from lightning_ckpt._plugin_base import SaveOutcomes
 from lightning_ckpt._private_hooks import before_saves_of_fabric, before_setup
@@ -240,7 +239,6 @@ class ShardedCheckpointIO(RankCheckpointIO):
 
 def _listen() -> None:
     before_setup(route)
-    before_setup(watch_plugin)
     before_saves_of_fabric(route_fabric)
 
 
