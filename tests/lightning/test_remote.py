@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_core import Catalog, Checkpointer, CheckpointNotFoundError, StorageError
+from ckpt_core import Catalog, CheckpointCorruptedError, Checkpointer, StorageError
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO, SyncCheckpointIO
 from tests.conftest import LIGHTNING, ScriptRunner
 from tests.lightning.reliable_cases import BATCHES, model_of, trainer_of
@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_is_passed_over(bucket: Bucket, tmp_path: Path, cap
     for path, error in Catalog(bucket[0], storage_options=bucket[1]).verify().items():
         if error is None:
             damage(bucket, path.rpartition("/")[2])
-    with pytest.raises(CheckpointNotFoundError, match="none of the checkpoints"):
+    with pytest.raises(CheckpointCorruptedError, match="none of the checkpoints"):
         fit(bucket, tmp_path, ckpt_path="last")
 
 
