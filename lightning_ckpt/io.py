@@ -55,6 +55,10 @@ class TorchFileIO(ReliableCheckpointIO):
         """What saves."""
         return self._checkpointer
 
+    @checkpointer.setter
+    def checkpointer(self, checkpointer: Checkpointer) -> None:
+        self._checkpointer = checkpointer
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
         """Save ``checkpoint`` at ``path``.
 
