@@ -7,7 +7,7 @@ from typing import Any
 
 from accelerate_ckpt._private_data import inner_batch_sampler, is_iterable_shard, over_other_batches
 from ckpt_core.state.elastic import RemainingBatches, RemainingSamples, carry_order
-from ckpt_core.state.loaders import LoaderTracker, _has_no_dataset_state
+from ckpt_core.state.loaders import LoaderTracker, has_no_dataset_state
 from ckpt_core.state.rng import RngState, capture_generators, find_generators, restore_generators
 from ckpt_core.state.samplers import (
     RecordingSampler,
@@ -195,7 +195,7 @@ class InnerTracker(LoaderTracker):
     def _state_between_passes(self) -> dict[str, Any] | None:
         state = super()._state_between_passes()
         # without a state of the data set it says nothing about the next pass, and loading it would read this one again
-        return None if self.iterable and self.workers == 0 and _has_no_dataset_state(state) else state
+        return None if self.iterable and self.workers == 0 and has_no_dataset_state(state) else state
 
     # ---- a pass that does not begin at the beginning -----------------------------------------------------------------
 

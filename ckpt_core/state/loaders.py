@@ -20,7 +20,7 @@ from ckpt_core.state.samplers import RecordingSampler, SamplerMoment, SamplerPas
 from ckpt_core.state.stateful import is_stateful
 from ckpt_core.state.workers import RecordingCollate, RngIterableDataset, RngMapDataset, WorkerInit, WorkerRngLog
 
-__all__ = ["LoaderMark", "LoaderTracker"]
+__all__ = ["LoaderMark", "LoaderTracker", "has_no_dataset_state"]
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +51,13 @@ class LoaderMark:
     state: Mapping[str, Any] | None
 
 
-def _has_no_dataset_state(state: Any) -> bool:
+def has_no_dataset_state(state: Any) -> bool:
     """Whether a stateful loader's state says nothing about the data set, so that loading it would re-read."""
     if isinstance(state, Mapping):
         if "fetcher_state" in state and "dataset_state" in state:
             fetcher = state["fetcher_state"]
             return state["dataset_state"] is None and (fetcher is None or fetcher.get("dataset_iter_state") is None)
-        found = [_has_no_dataset_state(item) for item in state.values() if isinstance(item, Mapping)]
+        found = [has_no_dataset_state(item) for item in state.values() if isinstance(item, Mapping)]
         return any(found)
     return False
 
@@ -303,7 +303,7 @@ class LoaderTracker:
 
     def _reads_again(self, state: Mapping[str, Any]) -> bool:
         if self.method == "load" and self.iterable and self.is_loader:
-            return state["position"] > 0 and _has_no_dataset_state(state["state"])
+            return state["position"] > 0 and has_no_dataset_state(state["state"])
         return self.method == "replay"
 
     def batches_to_read_again(self, state: Mapping[str, Any]) -> int:
