@@ -68,12 +68,18 @@ def protect() -> None:
 
 
 def unprotect() -> None:
-    """Give the signals their default disposition back; called when training is over."""
+    """Give the signals their default disposition back, and end the thread that reads them; called when training is over."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in _SIGNALS:
         if signal.getsignal(number) is _handle:
             signal.signal(number, signal.SIG_DFL)
+    if _descriptors:
+        before = signal.set_wakeup_fd(-1)
+        if before not in _descriptors:
+            signal.set_wakeup_fd(before)
+        os.close(_descriptors[1])  # which ends the thread that reads the other one
+        _descriptors.clear()
 
 
 def _is_caught(number: int) -> bool:
@@ -105,6 +111,7 @@ def _watch(descriptor: int) -> None:
                 _arrived(number)
             elif number == signal.SIGINT and _ending.since is not None:
                 _die(signal.SIGTERM)
+    os.close(descriptor)
 
 
 def _handle(number: int, _: FrameType | None) -> None:

@@ -32,9 +32,11 @@ def _end_sessions() -> None:
     if "accelerate_ckpt._attach" in sys.modules:
         from accelerate_ckpt._attach import drain
         from accelerate_ckpt._session import close_sessions
+        from accelerate_ckpt._termination import unprotect
 
         drain(raised=True)
         close_sessions()
+        unprotect()
 
 
 def _forget_accelerators() -> None:
