@@ -8,7 +8,7 @@ import pytorch_lightning
 import torch
 
 from ckpt_core.errors import CheckpointError
-from lightning_ckpt import _private, _private_guard
+from lightning_ckpt import ShardedCheckpointIO, _private, _private_guard, _private_hooks
 from lightning_ckpt.resumable import ResumableCheckpoint
 from tests.lightning.exact_cases import Model
 
@@ -111,3 +111,32 @@ def test_nothing_of_ours_is_left_on_the_trainer(package: object, tmp_path: objec
     for owner in (trainer.fit_loop, trainer.fit_loop.epoch_loop, trainer._signal_connector, trainer.validate_loop):
         for name in ("on_advance_end", "on_run_end", "_slurm_sigusr_handler_fn", "teardown", "_evaluation_step"):
             assert name not in vars(owner)
+
+
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_moved_function_that_a_plugin_hooks_into_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = pytest.importorskip(f"{package}.trainer.call")
+    assert callable(call._call_setup_hook), "this release of Lightning has moved what ShardedCheckpointIO hooks into"
+    monkeypatch.delattr(call, "_call_setup_hook")
+    with pytest.raises(CheckpointError, match="it has no _call_setup_hook") as caught:
+        ShardedCheckpointIO()
+    assert package in str(caught.value) and "use Lightning 2.5 to 2.7" in str(caught.value)
+
+
+def test_what_is_called_first_is_called_once_however_many_plugins_are_made() -> None:
+    called: list[str] = []
+
+    class Owner:
+        def act(self) -> str:
+            return "done"
+
+    def one(owner: Owner) -> None:
+        called.append("one")
+
+    def two(owner: Owner) -> None:
+        called.append("two")
+
+    for call in (one, two, one, two):
+        _private_hooks._call_first(Owner, "act", call, "package")
+    assert Owner().act() == "done"
+    assert called == ["one", "two"]
