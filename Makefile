@@ -3,7 +3,7 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
-PACKAGES := ckpt_core lightning_ckpt accelerate_ckpt
+PACKAGES := ckpt_async ckpt_core lightning_ckpt accelerate_ckpt
 READY := .venv/.ready
 
 .PHONY: help venv demo test lint bench chaos chaos-cut acceptance acceptance-accelerate clean

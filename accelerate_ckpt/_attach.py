@@ -15,10 +15,10 @@ from accelerate.local_sgd import LocalSGD
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 
-from accelerate_ckpt._load_state import load_state
 from accelerate_ckpt._patches import Patches
-from accelerate_ckpt._save_state import save_deferred, save_state
-from accelerate_ckpt._session import Session, close_sessions, live_sessions, open_session, session_of
+from accelerate_ckpt._state.load import load_state
+from accelerate_ckpt._state.save import save_deferred, save_state
+from accelerate_ckpt._state.session import Session, close_sessions, live_sessions, open_session, session_of
 from accelerate_ckpt._termination import unprotect
 from accelerate_ckpt.config import CheckpointConfig
 from accelerate_ckpt.project import CheckpointProjectConfiguration

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import ckpt_core
-from accelerate_ckpt._session import live_sessions
+from accelerate_ckpt._state.session import live_sessions
 from ckpt_core.errors import RankFailedError
 
 __all__ = ["finish_before_exit", "protect", "unprotect"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from accelerate_ckpt._accelerate_cli import launch, launch_parser
+from accelerate_ckpt._private.command_line import launch, launch_parser
 from accelerate_ckpt.config import CheckpointConfig, OptionError
 from accelerate_ckpt.launcher import add_options, options_of
 

@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from torch.utils.data import DataLoader, TensorDataset
 
 from accelerate_ckpt._attach import attach, uninstall
-from accelerate_ckpt._session import session_of
+from accelerate_ckpt._state.session import session_of
 from benchmarks.save import Contender, FreshPaths, Make, fsync, measure, one_copy, peak_extra_memory, raw_direct_write
 from benchmarks.states import gpt_state, tensor_bytes
 

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from ckpt_core.consistent_cut import CutOptions
-from ckpt_core.parameter_server import CutStore, ParameterClient, ParameterServer, Transport
+from ckpt_async.consistent_cut import CutOptions
+from ckpt_async.parameter_server import CutStore, ParameterClient, ParameterServer, Transport
 from tests.chaos.cut_cluster import Cluster
 from tests.chaos.cut_training import CountingModel, Job, compute_gradients, make_optimizer
 

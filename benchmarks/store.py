@@ -26,7 +26,7 @@ from botocore.config import Config
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from ckpt_core import Checkpointer
-from ckpt_core.layouts.torch_file import opening
+from ckpt_core._layouts.torch_file import opening
 from ckpt_core.storage.parts import PART_BYTES
 from tests.support.servers import ACCESS_KEY, SECRET_KEY, STARTERS, Server
 

@@ -1,9 +1,10 @@
 """Training state to durable, verified checkpoints and back; the engine under ``lightning_ckpt`` and ``accelerate_ckpt``."""
 
+from ckpt_core._commit import RankGroup
+from ckpt_core._pipeline.reader import verify
 from ckpt_core.catalog import Catalog, CheckpointInfo
 from ckpt_core.checkpointer import Checkpointer
-from ckpt_core.commit import RankGroup
-from ckpt_core.directory_checkpointer import DirectoryCheckpoint, DirectoryCheckpointer
+from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer
 from ckpt_core.errors import (
     CheckpointCorruptedError,
     CheckpointError,
@@ -17,7 +18,6 @@ from ckpt_core.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
-from ckpt_core.reader import verify
 from ckpt_core.state.kinds import Kind, Part
 
 __all__ = [

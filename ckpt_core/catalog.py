@@ -11,6 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ckpt_core._layouts.sharded.leftovers import remove_leftovers
+from ckpt_core._pipeline.reader import peek, stamp_of, verify
 from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.errors import (
     CheckpointError,
@@ -19,13 +21,10 @@ from ckpt_core.errors import (
     UnsafeCheckpointError,
     none_verifies,
 )
-from ckpt_core.events import CheckpointSkipped, Listener
-from ckpt_core.layouts.sharded.leftovers import remove_leftovers
+from ckpt_core.events import CheckpointSkipped, Listener, notify
 from ckpt_core.parallel import run_parallel
-from ckpt_core.reader import peek, stamp_of, verify
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 from ckpt_core.tiers import LEDGER_NAME, TieredStorage, Tiers, read_ledger
-from ckpt_core.writer import notify
 
 __all__ = ["Catalog", "CheckpointInfo", "disagreement", "newest_first"]
 
@@ -254,7 +253,7 @@ class Catalog:
 
         Args:
             accept: Called with a checkpoint's state, its tensors without values, or with the metadata of a directory
-                (:func:`ckpt_core.reader.peek`); says whether it is of the kind that is looked for.
+                (:func:`ckpt_core._pipeline.reader.peek`); says whether it is of the kind that is looked for.
 
         Raises:
             CheckpointCorruptedError: There are checkpoints, some of them damaged, and none that can be used.
@@ -296,7 +295,7 @@ class Catalog:
             path: The checkpoint, in this directory or another of the same storage.
 
         Raises:
-            CheckpointError: As :func:`ckpt_core.reader.peek`.
+            CheckpointError: As :func:`ckpt_core._pipeline.reader.peek`.
         """
         return peek(path, storage=self._storage)
 

@@ -9,8 +9,11 @@ import time
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
-from ckpt_core import reader
-from ckpt_core.advice import Advice
+from ckpt_core._layouts.torch_file import FileImage, StateLayout
+from ckpt_core._pipeline import reader
+from ckpt_core._pipeline.advice import Advice
+from ckpt_core._pipeline.snapshot import BufferPool, Snapshot, TornSnapshotGuard, wait_for_devices
+from ckpt_core._pipeline.writer import BackgroundWriter, OnError, write_image
 from ckpt_core.errors import CheckpointError, OutOfMemoryError
 from ckpt_core.events import (
     CheckpointLoaded,
@@ -20,14 +23,12 @@ from ckpt_core.events import (
     SaveFailed,
     SaveStarted,
     SnapshotTaken,
+    notify,
 )
-from ckpt_core.layouts.torch_file import FileImage, StateLayout
 from ckpt_core.memory import ScratchBuffers
-from ckpt_core.snapshot import BufferPool, Snapshot, TornSnapshotGuard, wait_for_devices
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 from ckpt_core.storage.claims import Claims
 from ckpt_core.tiers import Placement, Tiers
-from ckpt_core.writer import BackgroundWriter, OnError, notify, write_image
 
 __all__ = ["Checkpointer", "CheckpointerBase", "Path", "full_path"]
 

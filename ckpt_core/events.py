@@ -15,9 +15,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 __all__ = [
@@ -33,7 +34,10 @@ __all__ = [
     "SaveStarted",
     "SnapshotTaken",
     "UploadFailed",
+    "notify",
 ]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,6 +155,15 @@ class UploadFailed(Event):
 
 
 Listener = Callable[[Event], None]
+
+
+def notify(listeners: Sequence[Listener], event: Event) -> None:
+    """Tell every listener; one that raises is logged and does not stop the save."""
+    for listener in listeners:
+        try:
+            listener(event)
+        except Exception:
+            logger.exception("an event listener failed on %s", type(event).__name__)
 
 
 class EventLog:

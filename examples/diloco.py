@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ckpt_async.local_updates import DiLoCo, DiLoCoState, StreamCursor, WorkerState
 from ckpt_core import Catalog, DirectoryCheckpointer, RankGroup
-from ckpt_core.local_updates import DiLoCo, DiLoCoState, StreamCursor, WorkerState
 from ckpt_core.tree import tensors
 
 STREAMS = 6

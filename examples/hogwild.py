@@ -18,8 +18,8 @@ import torch
 import torch.multiprocessing as mp
 from torch import nn
 
+from ckpt_async.local_updates import GateTimeoutError, StepGate, StreamCursor, WorkerState
 from ckpt_core import Catalog, CheckpointError, DirectoryCheckpointer, Kind, Part
-from ckpt_core.local_updates import GateTimeoutError, StepGate, StreamCursor, WorkerState
 
 STREAMS = 6
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ckpt_core.commit import Call, Meeting, connect_store
+from ckpt_core.ranks import Call, Meeting, connect_store
 from lightning_ckpt._observers import Observers
-from lightning_ckpt._private_boundaries import TrainerBoundaries
-from lightning_ckpt._private_guard import missing_boundaries
+from lightning_ckpt._private.boundaries import TrainerBoundaries
+from lightning_ckpt._private.guard import missing_boundaries
 
 __all__ = ["watch_boundaries"]
 

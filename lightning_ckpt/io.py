@@ -13,7 +13,7 @@ from ckpt_core.events import EventLog, Listener
 from ckpt_core.tiers import Tiers
 from lightning_ckpt._boundaries import watch_boundaries
 from lightning_ckpt._plugin_base import ReliableCheckpointIO, SaveOutcomes
-from lightning_ckpt._private_hooks import before_setup
+from lightning_ckpt._private.hooks import before_setup
 
 __all__ = ["AsyncCheckpointIO", "SyncCheckpointIO", "TorchFileIO", "training_goes_on"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from ckpt_async.parameter_server import ParameterClient, RemoteOptimizer
 from ckpt_core.errors import StateMismatchError
-from ckpt_core.parameter_server import ParameterClient, RemoteOptimizer
 from lightning_ckpt._bases import CallbackBase
 
 __all__ = ["ParameterServerWorker"]
@@ -15,7 +15,7 @@ __all__ = ["ParameterServerWorker"]
 class ParameterServerWorker(CallbackBase):
     """Makes each batch's randomness its own, refuses what cannot work, and stays until the whole training is over.
 
-    The rest is done by :class:`~ckpt_core.parameter_server.RemoteOptimizer`, which ``configure_optimizers`` returns. Each worker
+    The rest is done by :class:`~ckpt_async.parameter_server.RemoteOptimizer`, which ``configure_optimizers`` returns. Each worker
     is a Trainer of its own on one device. Checkpoints are the coordinator's: the Trainer's own hold nothing of the servers.
 
     Args:

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import torch
 
 from ckpt_core.policies import RetentionPolicy
-from lightning_ckpt._exact_state import KEY, ExactState
-from lightning_ckpt._mismatch import name_mismatches, unwrap
-from lightning_ckpt._model_checkpoint import ReliableModelCheckpoint
-from lightning_ckpt._private_guard import check_callback
+from lightning_ckpt._callbacks.model_checkpoint import ReliableModelCheckpoint
+from lightning_ckpt._exact.mismatch import name_mismatches, unwrap
+from lightning_ckpt._exact.state import KEY, ExactState
+from lightning_ckpt._private.guard import check_callback
 from lightning_ckpt.io import NO_STATE_KEY
 
 __all__ = ["ResumableCheckpoint"]

@@ -9,15 +9,14 @@ from typing import Any, Literal, Union
 import torch
 
 from ckpt_core import DirectoryCheckpointer
-from ckpt_core.commit import RankGroup
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import EventLog
+from ckpt_core.ranks import RankGroup
 from ckpt_core.tiers import Tiers
-from lightning_ckpt._fabric_routing import route_fabric
 from lightning_ckpt._plugin_base import SaveOutcomes
-from lightning_ckpt._private_hooks import before_saves_of_fabric, before_setup
-from lightning_ckpt._sharded_routing import RankCheckpointIO, route
-from lightning_ckpt._sharded_state import (
+from lightning_ckpt._private.hooks import before_saves_of_fabric, before_setup
+from lightning_ckpt._routing.fabric import route_fabric
+from lightning_ckpt._routing.parts import (
     GRADIENTS_KEY,
     gradients_of,
     metadata_of,
@@ -25,6 +24,7 @@ from lightning_ckpt._sharded_state import (
     parts_of,
     rest_of,
 )
+from lightning_ckpt._routing.trainer import RankCheckpointIO, route
 from lightning_ckpt.io import training_goes_on
 
 __all__ = ["ShardedCheckpointIO"]

@@ -47,22 +47,22 @@ settings.load_profile("no deadline")
 
 #: Files that take longest: they begin first, so that no worker is left with a long one in the end.
 LONGEST = (
-    "accelerate/test_exact_data_two.py",
-    "lightning/test_exact_resume.py",
-    "accelerate/test_exact_data_one.py",
-    "lightning/test_exact_processes.py",
-    "lightning/test_sharded.py",
-    "lightning/test_elastic.py",
-    "accelerate/test_elastic.py",
-    "accelerate/test_exact_data_scripts.py",
-    "accelerate/test_save_state_ranks.py",
-    "accelerate/test_launch_runs.py",
-    "lightning/test_failures.py",
+    "accelerate_ckpt/test_exact_data_two.py",
+    "lightning_ckpt/test_exact_resume.py",
+    "accelerate_ckpt/test_exact_data_one.py",
+    "lightning_ckpt/test_exact_processes.py",
+    "lightning_ckpt/test_sharded.py",
+    "lightning_ckpt/test_elastic.py",
+    "accelerate_ckpt/test_elastic.py",
+    "accelerate_ckpt/test_exact_data_scripts.py",
+    "accelerate_ckpt/test_save_state_ranks.py",
+    "accelerate_ckpt/test_launch_runs.py",
+    "lightning_ckpt/test_failures.py",
     "chaos/test_cut_chaos.py",
     "examples/test_ways_in.py",
-    "storage/test_contract.py",
-    "core/test_directory_ranks.py",
-    "core/test_processes.py",
+    "ckpt_core/storage/test_contract.py",
+    "ckpt_core/pipeline/test_directory_ranks.py",
+    "ckpt_core/pipeline/test_processes.py",
 )
 
 

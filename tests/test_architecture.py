@@ -10,39 +10,46 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("ckpt_core", "lightning_ckpt", "accelerate_ckpt")
+PACKAGES = ("ckpt_core", "ckpt_async", "lightning_ckpt", "accelerate_ckpt")
 
-# Top floor first. Rooms of one floor may import each other; the order is explained in docs/architecture.md.
-FLOORS = (
+# The modules of ckpt_core, top layer first. Those of one layer may import each other; docs/architecture.md explains the order.
+LAYERS = (
     {"cli"},
-    {"interchange", "local_updates", "parameter_server"},
-    {"checkpointer", "directory_checkpointer"},
-    {"consistent_cut"},
+    {"interchange"},
+    {"checkpointer", "directory"},
     {"policies"},
     {"catalog"},
     {"tiers"},
-    {"directory_writer"},
-    {"writer", "reader"},
-    {"commit"},
-    {"advice", "snapshot"},
-    {"plan"},
+    {"_pipeline"},
+    {"ranks"},
+    {"_commit"},
+    {"_plan"},
     {"state"},
-    {"layouts"},
+    {"_layouts"},
     {"storage"},
     {"at_exit", "awaited_paths", "commit_time", "memory", "parallel", "geometry", "tree", "digest", "events", "errors"},
 )
-FLOOR_OF = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 # The fsspec backends are extras: ckpt_core reaches them through fsspec alone.
 THIRD_PARTY_OF_CORE = {"fsspec", "numpy", "stamina", "torch", "xxhash"}
-# What only one room may import, where it is used and installed: clients that a user asks for by an extra.
-OPTIONAL_OF_ROOM = {"storage": {"aiobotocore", "azure", "botocore", "obstore"}}
+# What only one module may import, where it is used and installed: clients that a user asks for by an extra.
+OPTIONAL_OF_MODULE = {"storage": {"aiobotocore", "azure", "botocore", "obstore"}}
 FRAMEWORKS_OF = {
+    "ckpt_async": set[str](),
     "lightning_ckpt": {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"},
     "accelerate_ckpt": {"accelerate", "transformers"},
 }
-# A plugin translates words: it knows neither file formats nor storage.
-HIDDEN_FROM_PLUGINS = {"layouts", "plan", "storage"}
+# Which of our packages one may import, beside itself.
+BELOW = {"ckpt_async": {"ckpt_core"}, "lightning_ckpt": {"ckpt_core", "ckpt_async"}, "accelerate_ckpt": {"ckpt_core"}}
+# A plugin translates words: it does not know storage, nor anything private.
+HIDDEN_FROM_PLUGINS = {"storage"}
+# The store of cuts writes its files itself, from many processes that are no ranks of one another.
+PRIVATE_IMPORTS = {
+    "ckpt_async.parameter_server.checkpoint",
+    "ckpt_async.parameter_server.frames",
+    "ckpt_async.parameter_server.store",
+}
 
 
 def module_name(path: Path, root: Path) -> str:
@@ -73,40 +80,43 @@ def direction_problems(root: Path) -> list[str]:
     problems = []
     for module, path in known.items():
         package, _, inside = module.partition(".")
-        room = inside.partition(".")[0]
-        if package == "ckpt_core" and room and room not in FLOOR_OF:
-            problems.append(f"{path.relative_to(root)}: '{room}' has no floor")
+        name = inside.partition(".")[0]
+        if package == "ckpt_core" and name and name not in LAYER_OF:
+            problems.append(f"{path.relative_to(root)}: '{name}' has no layer")
             continue
         for line, target in imports_of(path, known):
             place = f"{path.relative_to(root)}:{line}"
             target_package, _, target_inside = target.partition(".")
-            target_room = target_inside.partition(".")[0]
+            target_module = target_inside.partition(".")[0]
             if package == "ckpt_core":
-                problems += core_problems(place, room, target_package, target_room)
+                problems += core_problems(place, name, target_package, target_module)
             else:
-                problems += plugin_problems(place, package, target_package, target_room, target)
+                problems += plugin_problems(place, module, target_package, target_module, target)
     return list(dict.fromkeys(problems))  # several names of one import statement are one problem
 
 
-def core_problems(place: str, room: str, target_package: str, target_room: str) -> list[str]:
+def core_problems(place: str, name: str, target_package: str, target_module: str) -> list[str]:
     if target_package != "ckpt_core":
-        if target_package in sys.stdlib_module_names | THIRD_PARTY_OF_CORE | OPTIONAL_OF_ROOM.get(room, set()):
+        if target_package in sys.stdlib_module_names | THIRD_PARTY_OF_CORE | OPTIONAL_OF_MODULE.get(name, set()):
             return []
         return [f"{place}: ckpt_core imports {target_package}"]
-    if not room:
-        return []  # ckpt_core/__init__.py is the roof
-    if not target_room:
-        return [f"{place}: {room} imports the roof, ckpt_core itself"]
-    if FLOOR_OF.get(target_room, -1) < FLOOR_OF[room]:
-        return [f"{place}: {room} imports {target_room}, which is above it"]
+    if not name:
+        return []  # ckpt_core/__init__.py imports from everywhere
+    if not target_module:
+        return [f"{place}: {name} imports ckpt_core itself"]
+    if LAYER_OF.get(target_module, -1) < LAYER_OF[name]:
+        return [f"{place}: {name} imports {target_module}, which is above it"]
     return []
 
 
-def plugin_problems(place: str, package: str, target_package: str, target_room: str, target: str) -> list[str]:
+def plugin_problems(place: str, module: str, target_package: str, target_module: str, target: str) -> list[str]:
+    package = module.partition(".")[0]
     is_private = any(part.startswith("_") for part in target.split(".")[1:])
-    if target_package == "ckpt_core" and (target_room in HIDDEN_FROM_PLUGINS or is_private):
-        return [f"{place}: {package} imports ckpt_core.{target_room}"]
-    foreign = set().union(*({other, *names} for other, names in FRAMEWORKS_OF.items() if other != package))
+    is_hidden = package != "ckpt_async" and target_module in HIDDEN_FROM_PLUGINS
+    if target_package == "ckpt_core" and (is_hidden or (is_private and module not in PRIVATE_IMPORTS)):
+        return [f"{place}: {package} imports ckpt_core.{target_module}"]
+    frameworks = set().union(*(names for other, names in FRAMEWORKS_OF.items() if other != package))
+    foreign = frameworks | set(PACKAGES) - {package} - BELOW[package]
     return [f"{place}: {package} imports {target_package}"] if target_package in foreign else []
 
 
@@ -150,7 +160,7 @@ def hidden_imports(root: Path) -> list[str]:
     return found
 
 
-def test_all_three_packages_are_looked_at() -> None:
+def test_all_packages_are_looked_at() -> None:
     assert {module.partition(".")[0] for module in modules_under(ROOT)} == set(PACKAGES)
 
 
@@ -169,21 +179,29 @@ def test_no_import_is_hidden() -> None:
 @pytest.mark.parametrize(
     ("path", "source", "problem"),
     [
-        ("ckpt_core/storage/local.py", "from ckpt_core import writer", "storage imports writer, which is above it"),
+        (
+            "ckpt_core/storage/local.py",
+            "import ckpt_core._pipeline",
+            "storage imports _pipeline, which is above it",
+        ),
         ("ckpt_core/errors.py", "def f():\n    import ckpt_core.cli.main", "errors imports cli, which is above it"),
-        ("ckpt_core/tree.py", "import ckpt_core", "tree imports the roof, ckpt_core itself"),
-        ("ckpt_core/reader.py", "import lightning.pytorch as pl", "ckpt_core imports lightning"),
-        ("ckpt_core/reader.py", "from transformers import Trainer", "ckpt_core imports transformers"),
-        ("ckpt_core/attic.py", "", "'attic' has no floor"),
+        ("ckpt_core/tree.py", "import ckpt_core", "tree imports ckpt_core itself"),
+        ("ckpt_core/_pipeline/reader.py", "import lightning.pytorch as pl", "ckpt_core imports lightning"),
+        ("ckpt_core/_pipeline/reader.py", "from transformers import Trainer", "ckpt_core imports transformers"),
+        ("ckpt_core/attic.py", "", "'attic' has no layer"),
         ("lightning_ckpt/io.py", "from accelerate import Accelerator", "lightning_ckpt imports accelerate"),
         ("lightning_ckpt/io.py", "import accelerate_ckpt.x", "lightning_ckpt imports accelerate_ckpt"),
-        ("lightning_ckpt/io.py", "import ckpt_core.layouts", "lightning_ckpt imports ckpt_core.layouts"),
+        ("lightning_ckpt/io.py", "import ckpt_core._layouts", "lightning_ckpt imports ckpt_core._layouts"),
         ("lightning_ckpt/io.py", "import ckpt_core.state._x", "lightning_ckpt imports ckpt_core.state"),
+        ("ckpt_core/tree.py", "import ckpt_async.x", "ckpt_core imports ckpt_async"),
+        ("ckpt_async/x.py", "import lightning", "ckpt_async imports lightning"),
+        ("ckpt_async/x.py", "from ckpt_core._plan import Piece", "ckpt_async imports ckpt_core._plan"),
+        ("accelerate_ckpt/io.py", "import ckpt_async", "accelerate_ckpt imports ckpt_async"),
         ("accelerate_ckpt/io.py", "import pytorch_lightning", "accelerate_ckpt imports pytorch_lightning"),
     ],
 )
 def test_an_import_in_the_wrong_direction_is_found(tmp_path: Path, path: str, source: str, problem: str) -> None:
-    for good in ("ckpt_core/writer.py", "ckpt_core/__init__.py", path):
+    for good in ("ckpt_core/_pipeline/writer.py", "ckpt_core/__init__.py", path):
         (tmp_path / good).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / good).write_text("from ckpt_core.errors import CheckpointError\nimport torch.nn\n")
     (tmp_path / path).write_text(source)

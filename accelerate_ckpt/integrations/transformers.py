@@ -37,11 +37,11 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from accelerate_ckpt._attach import attach
-from accelerate_ckpt._load_state import FolderNotFoundError, first_usable
-from accelerate_ckpt._naming import candidates
-from accelerate_ckpt._parts import FORMAT, indexed, load_model
-from accelerate_ckpt._session import Session, session_of
-from accelerate_ckpt._stock import refuse_damaged_ours
+from accelerate_ckpt._state.load import FolderNotFoundError, first_usable
+from accelerate_ckpt._state.naming import candidates
+from accelerate_ckpt._state.parts import FORMAT, indexed, load_model
+from accelerate_ckpt._state.session import Session, session_of
+from accelerate_ckpt._state.stock import refuse_damaged_ours
 from accelerate_ckpt.config import OptionError
 from accelerate_ckpt.integrations.stock_trainer import StockCheckpointNotice
 from ckpt_core import Catalog, verify

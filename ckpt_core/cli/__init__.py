@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from ckpt_core import reader
+from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
+from ckpt_core._pipeline import reader
 from ckpt_core.catalog import Catalog, CheckpointInfo
 from ckpt_core.cli.interchange import add_commands
 from ckpt_core.errors import CheckpointError
-from ckpt_core.layouts.sharded.reading import DirectoryCheckpoint
 from ckpt_core.storage import local_path, storage_for
 from ckpt_core.tree import leaves
 

@@ -25,6 +25,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from ckpt_core._layouts.sharded.dtypes import dtype_name
+from ckpt_core._layouts.sharded.joining import file_pieces
+from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import (
     CheckpointCorruptedError,
@@ -41,9 +44,6 @@ from ckpt_core.interchange.naming import ROOT, Entry, EntryPath, entries_of, ent
 from ckpt_core.interchange.saving import DirectorySave
 from ckpt_core.interchange.shards import Chunk, Value
 from ckpt_core.interchange.tensor_memory import TensorMemory
-from ckpt_core.layouts.sharded.dtypes import dtype_name
-from ckpt_core.layouts.sharded.joining import file_pieces
-from ckpt_core.layouts.sharded.reading import DirectoryCheckpoint
 from ckpt_core.storage import Storage, is_remote, storage_for
 
 __all__ = ["check_dcp", "export_dcp", "import_dcp"]

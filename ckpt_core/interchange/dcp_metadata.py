@@ -2,7 +2,7 @@
 
 What DCP writes there is not public: the names of its classes, and what is in them. It is known to this file alone, as text. No
 class of torch is made from the file: each known name stands for one of the few shapes below, and every other name is refused.
-A release of torch that writes something else is found by ``tests/core/test_interchange_dcp.py``, which reads what it saves.
+A release of torch that writes something else is found by ``tests/ckpt_core/test_interchange_dcp.py``, which reads what it saves.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from ckpt_core._layouts.sharded.dtypes import DTYPES
+from ckpt_core._layouts.sharded.safetensors_file import TensorInfo
 from ckpt_core.errors import CheckpointFormatError, UnsafeCheckpointError
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.naming import EntryPath
-from ckpt_core.layouts.sharded.dtypes import DTYPES
-from ckpt_core.layouts.sharded.safetensors_file import TensorInfo
 
 __all__ = ["METADATA_NAME", "DcpEntry", "Location", "read_dcp_metadata"]
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.serialization import skip_data
 
+from ckpt_core._layouts.torch_file.storage_collector import MapLocation, StorageCollector
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, UnsafeCheckpointError
 from ckpt_core.interchange.dcp_metadata import DcpEntry, Location
 from ckpt_core.interchange.naming import entry_name
 from ckpt_core.interchange.tensor_memory import TensorMemory
-from ckpt_core.layouts.torch_file.storage_collector import MapLocation, StorageCollector
 from ckpt_core.storage import FileReader, Storage
 from ckpt_core.storage.base import ReaderIO
 

@@ -23,15 +23,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ckpt_core._layouts.sharded.matching import tensor_paths
+from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
+from ckpt_core._layouts.sharded.safetensors_file import TensorInfo
+from ckpt_core._plan import Piece
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.naming import ROOT, Entry, EntryPath, entries_of, entry_name, subtree
 from ckpt_core.interchange.tensor_memory import TensorMemory
-from ckpt_core.layouts.sharded.matching import tensor_paths
-from ckpt_core.layouts.sharded.reading import DirectoryCheckpoint
-from ckpt_core.layouts.sharded.safetensors_file import TensorInfo
-from ckpt_core.plan import Piece
 from ckpt_core.storage import Storage, is_remote, storage_for
 
 __all__ = ["CkptStorageReader", "TensorBatches", "load_values", "structure_of"]

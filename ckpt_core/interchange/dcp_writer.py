@@ -18,16 +18,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckpt_core._layouts.sharded.plain import encode_plain
+from ckpt_core._layouts.sharded.safetensors_file import TensorInfo
+from ckpt_core._pipeline.snapshot import TornSnapshotGuard
+from ckpt_core._plan import local_tensor
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.naming import EntryPath, split_path
 from ckpt_core.interchange.saving import DirectorySave
 from ckpt_core.interchange.shards import Chunk, RankShards, Value, given
-from ckpt_core.layouts.sharded.plain import encode_plain
-from ckpt_core.layouts.sharded.safetensors_file import TensorInfo
-from ckpt_core.plan import local_tensor
-from ckpt_core.snapshot import TornSnapshotGuard
 from ckpt_core.storage import Storage, is_remote, storage_for
 
 __all__ = ["CkptStorageWriter", "value_chunks"]

@@ -19,7 +19,13 @@ from typing import Any
 
 import torch
 
-from ckpt_core import reader
+from ckpt_core._layouts.sharded.dtypes import dtype_name
+from ckpt_core._layouts.sharded.joining import file_pieces
+from ckpt_core._layouts.sharded.matching import key_of, tensor_paths
+from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
+from ckpt_core._layouts.sharded.safetensors_file import SafetensorsImage, TensorInfo, file_layout, file_order
+from ckpt_core._layouts.torch_file import translated_errors
+from ckpt_core._pipeline import reader
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import (
     CheckpointCorruptedError,
@@ -36,12 +42,6 @@ from ckpt_core.interchange.safetensors_header import StoredTensor, can_store, re
 from ckpt_core.interchange.saving import write_in_order
 from ckpt_core.interchange.shards import Chunk, LazyTensors, given
 from ckpt_core.interchange.tensor_memory import TensorMemory
-from ckpt_core.layouts.sharded.dtypes import dtype_name
-from ckpt_core.layouts.sharded.joining import file_pieces
-from ckpt_core.layouts.sharded.matching import key_of, tensor_paths
-from ckpt_core.layouts.sharded.reading import DirectoryCheckpoint
-from ckpt_core.layouts.sharded.safetensors_file import SafetensorsImage, TensorInfo, file_layout, file_order
-from ckpt_core.layouts.torch_file import translated_errors
 from ckpt_core.storage import LocalStorage, Storage, is_remote, storage_for
 
 __all__ = ["DEFAULT_SHARD_SIZE", "export_model", "import_model"]

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
+from ckpt_core._layouts.sharded.dtypes import DTYPES, stored_as
+from ckpt_core._layouts.sharded.safetensors_file import TensorInfo
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
-from ckpt_core.layouts.sharded.dtypes import DTYPES, stored_as
-from ckpt_core.layouts.sharded.safetensors_file import TensorInfo
 from ckpt_core.storage import FileReader
 
 __all__ = ["StoredTensor", "can_store", "read_header"]

@@ -7,15 +7,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from ckpt_core.directory_writer.cleaning import discard, leave
-from ckpt_core.directory_writer.previous import NOTHING, previous_at
+from ckpt_core._layouts.image import WINDOW
+from ckpt_core._pipeline.cleaning import discard, leave
+from ckpt_core._pipeline.previous import NOTHING, previous_at
+from ckpt_core._pipeline.writer import write_image
 from ckpt_core.errors import CheckpointError, StorageError
 from ckpt_core.interchange.naming import EntryPath
 from ckpt_core.interchange.shards import Chunk, Image, RankShards, Value, join_ranks, write_shards
-from ckpt_core.layouts.torch_file.manifest import WINDOW
 from ckpt_core.memory import ScratchBuffers, StagingBuffer
 from ckpt_core.storage import Storage
-from ckpt_core.writer import write_image
 
 __all__ = ["DirectorySave", "write_in_order"]
 

@@ -14,23 +14,23 @@ from typing import Any, overload
 
 import torch
 
-from ckpt_core.commit_time import Stamp, step_in
-from ckpt_core.digest import digest
-from ckpt_core.errors import SerializationError
-from ckpt_core.geometry import Box
-from ckpt_core.interchange.naming import EntryPath, entry_name, nested
-from ckpt_core.layouts.sharded.contents import Contents
-from ckpt_core.layouts.sharded.dtypes import dtype_name
-from ckpt_core.layouts.sharded.manifest import Manifest, PartRecord, encode_manifest, encode_part
-from ckpt_core.layouts.sharded.names import digests_name, piece_name, shard_name
-from ckpt_core.layouts.sharded.plain import Json, encode_plain
-from ckpt_core.layouts.sharded.safetensors_file import (
+from ckpt_core._layouts.sharded.contents import Contents
+from ckpt_core._layouts.sharded.dtypes import dtype_name
+from ckpt_core._layouts.sharded.manifest import Manifest, PartRecord, encode_manifest, encode_part
+from ckpt_core._layouts.sharded.names import digests_name, piece_name, shard_name
+from ckpt_core._layouts.sharded.plain import Json, encode_plain
+from ckpt_core._layouts.sharded.safetensors_file import (
     DigestsImage,
     SafetensorsImage,
     TensorInfo,
     file_layout,
     file_order,
 )
+from ckpt_core.commit_time import Stamp, step_in
+from ckpt_core.digest import digest
+from ckpt_core.errors import SerializationError
+from ckpt_core.geometry import Box
+from ckpt_core.interchange.naming import EntryPath, entry_name, nested
 
 __all__ = [
     "Chunk",
@@ -72,7 +72,7 @@ class Value:
     """An entry that is no tensor.
 
     Attributes:
-        skeleton: From :func:`~ckpt_core.layouts.sharded.plain.encode_plain`.
+        skeleton: From :func:`~ckpt_core._layouts.sharded.plain.encode_plain`.
         tensors: What it refers to.
     """
 

@@ -1,7 +1,7 @@
 """Where bytes live: the protocol that a storage implements.
 
 A storage is small on purpose: it writes one file so that it appears whole or not at all, reads ranges, lists and deletes.
-A third party's storage derives from :class:`Storage` and passes ``tests/core/test_storage.py``.
+A third party's storage derives from :class:`Storage` and passes ``tests/ckpt_core/storage/test_storage.py``.
 
 Checkpoints that are directories need little more. What is here for them is right for a store of objects: files go below the
 final name under names that no committed checkpoint uses, and the manifest, written last by one call, is what makes them a

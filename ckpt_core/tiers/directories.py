@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from ckpt_core._layouts.sharded.matching import LocalView
+from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
 from ckpt_core.errors import CheckpointError
-from ckpt_core.layouts.sharded.matching import LocalView
-from ckpt_core.layouts.sharded.reading import DirectoryCheckpoint
 from ckpt_core.storage import Storage
 from ckpt_core.tiers.nearest import DAMAGE, TieredStorage
 

@@ -13,10 +13,10 @@ import logging
 import os
 from collections.abc import Mapping
 
+from ckpt_core._pipeline.previous import read_manifest
+from ckpt_core._pipeline.reader import stamp_of
 from ckpt_core.commit_time import NO_STAMP, Stamp
-from ckpt_core.directory_writer.previous import read_manifest
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
-from ckpt_core.reader import stamp_of
 from ckpt_core.storage import MANIFEST_NAME, LocalStorage, Storage
 
 __all__ = ["LEDGER_NAME", "Identity", "identity_of", "read_ledger", "write_ledger"]

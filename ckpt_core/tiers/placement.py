@@ -7,13 +7,13 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ckpt_core._pipeline.writer import OnError
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import Listener
 from ckpt_core.storage import Storage
 from ckpt_core.tiers.nearest import TieredStorage
 from ckpt_core.tiers.places import Tiers
 from ckpt_core.tiers.uploader import Uploader
-from ckpt_core.writer import OnError
 
 __all__ = ["Placement"]
 

@@ -7,10 +7,10 @@ import logging
 import os
 import threading
 
-from ckpt_core.commit import RankGroup, SaveSeries
-from ckpt_core.directory_writer.copying import copy_directory
+from ckpt_core._commit import RankGroup, SaveSeries
+from ckpt_core._pipeline.copying import copy_directory
+from ckpt_core._pipeline.reader import verify
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StorageError
-from ckpt_core.reader import verify
 from ckpt_core.storage import MANIFEST_NAME
 from ckpt_core.storage.claims import Claims
 from ckpt_core.storage.transfer import transfer

@@ -13,12 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from ckpt_core import at_exit
+from ckpt_core._pipeline.writer import OnError
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError
-from ckpt_core.events import CheckpointUploaded, Event, Listener, SaveCommitted, UploadFailed
+from ckpt_core.events import CheckpointUploaded, Event, Listener, SaveCommitted, UploadFailed, notify
 from ckpt_core.tiers.ledger import Identity, identity_of
 from ckpt_core.tiers.nearest import TieredStorage
 from ckpt_core.tiers.sending import Sender
-from ckpt_core.writer import OnError, notify
 
 __all__ = ["Uploader"]
 

@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 from training import SERVERS, WORKERS, data_number
 
-from ckpt_core.consistent_cut import UpdateId
+from ckpt_async.consistent_cut import UpdateId
 
 __all__ = ["Diagram"]
 

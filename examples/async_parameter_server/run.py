@@ -30,8 +30,8 @@ from picture import Diagram
 from tracing import TracingTransport, read_trace
 from training import DATA, ROUNDS, SERVERS, WORKERS, coordinate, data_number, serve, work
 
-from ckpt_core.consistent_cut import COORDINATOR, UpdateId
-from ckpt_core.parameter_server import CutStore, SocketTransport
+from ckpt_async.consistent_cut import COORDINATOR, UpdateId
+from ckpt_async.parameter_server import CutStore, SocketTransport
 
 FORK = multiprocessing.get_context("fork")
 CUT_AFTER, KILL_AFTER = 2, 6  # updates

@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from ckpt_core.parameter_server import Frame, Handler, Peer, Transport
+from ckpt_async.parameter_server import Frame, Handler, Peer, Transport
 
 __all__ = ["TracingTransport", "read_trace"]
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ckpt_core.consistent_cut import UpdateId
-from ckpt_core.parameter_server import ParameterClient, ParameterServer, TrainingCoordinator, Transport
+from ckpt_async.consistent_cut import UpdateId
+from ckpt_async.parameter_server import ParameterClient, ParameterServer, TrainingCoordinator, Transport
 
 SERVERS = ("server-1", "server-2")
 WORKERS = ("worker-1", "worker-2", "worker-3")

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from ckpt_core import Checkpointer, CheckpointError, verify
+from ckpt_core._layouts.torch_file.manifest import FOOTER_SIZE, MANIFEST_NAME, Footer, pieces
+from ckpt_core._layouts.torch_file.zip_format import ZipRecord, central_directory, local_header
 from ckpt_core.digest import digest, digest_of_parts
-from ckpt_core.layouts.torch_file.manifest import FOOTER_SIZE, MANIFEST_NAME, Footer, pieces
-from ckpt_core.layouts.torch_file.zip_format import ZipRecord, central_directory, local_header
 from tests.conftest import ScriptRunner
 
 Document = dict[str, Any]

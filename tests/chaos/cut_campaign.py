@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from ckpt_core.consistent_cut import CutOptions, VectorClock
-from ckpt_core.parameter_server import CutStore
+from ckpt_async.consistent_cut import CutOptions, VectorClock
+from ckpt_async.parameter_server import CutStore
 from tests.chaos.cut_cluster import Cluster
 from tests.chaos.cut_training import Job, violations
 

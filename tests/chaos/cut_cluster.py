@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from ckpt_core.consistent_cut import COORDINATOR
-from ckpt_core.parameter_server import SocketTransport, Transport
+from ckpt_async.consistent_cut import COORDINATOR
+from ckpt_async.parameter_server import SocketTransport, Transport
 from tests.chaos.cut_network import ReorderingTransport
 from tests.chaos.cut_training import Job, coordinate, make_optimizer, serve, work
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from ckpt_core.parameter_server import Frame, Handler, Peer, Transport
+from ckpt_async.parameter_server import Frame, Handler, Peer, Transport
 
 DELAY = 0.01  # seconds at most
 DELAY_OF_BEGIN = (

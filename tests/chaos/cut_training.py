@@ -15,10 +15,10 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from ckpt_core.consistent_cut import CutOptions, UpdateId
-from ckpt_core.parameter_server import CutCheckpoint, ParameterClient, ParameterServer, TrainingCoordinator, Transport
-from ckpt_core.parameter_server.blocks import BlockTable
-from ckpt_core.parameter_server.state import ServerState
+from ckpt_async.consistent_cut import CutOptions, UpdateId
+from ckpt_async.parameter_server import CutCheckpoint, ParameterClient, ParameterServer, TrainingCoordinator, Transport
+from ckpt_async.parameter_server.blocks import BlockTable
+from ckpt_async.parameter_server.state import ServerState
 
 FEATURES, HIDDEN = 16, 40
 LEDGERS = 4

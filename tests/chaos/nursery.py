@@ -22,7 +22,7 @@ from typing import Any
 import s3fs  # noqa: F401 - imported once for all trainings, and so are the next ones
 import torch._dynamo  # noqa: F401
 
-import accelerate_ckpt._session  # noqa: F401
+import accelerate_ckpt._state.session  # noqa: F401
 from accelerate_ckpt import launcher
 from tests.chaos import train
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt_core.consistent_cut import CutOptions
-from ckpt_core.parameter_server import CutStore, Transport
+from ckpt_async.consistent_cut import CutOptions
+from ckpt_async.parameter_server import CutStore, Transport
 from tests.chaos import cut_training
 from tests.chaos.cut_campaign import SCENARIOS, Campaign, wait_for_checkpoints
 from tests.chaos.cut_cluster import Cluster

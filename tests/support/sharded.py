@@ -9,9 +9,7 @@ from typing import Any
 
 import torch
 
-from ckpt_core.digest import digest
-from ckpt_core.geometry import Box
-from ckpt_core.layouts.sharded import (
+from ckpt_core._layouts.sharded import (
     MANIFEST_NAME,
     DirectoryCheckpoint,
     ExtraFile,
@@ -20,9 +18,11 @@ from ckpt_core.layouts.sharded import (
     build_manifest,
     encode_plain,
 )
+from ckpt_core._pipeline.writer import write_image
+from ckpt_core.digest import digest
+from ckpt_core.geometry import Box
 from ckpt_core.memory import ScratchBuffers, StagingBuffer
 from ckpt_core.storage import LocalStorage
-from ckpt_core.writer import write_image
 
 __all__ = [
     "Local",

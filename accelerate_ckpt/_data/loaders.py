@@ -1,0 +1,311 @@
+"""Where all the prepared loaders of an Accelerator are, and its random generators."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from accelerate_ckpt._data.opening import Uses
+from accelerate_ckpt._data.position import LoaderPosition
+from accelerate_ckpt._private import data as private_data
+from ckpt_core.errors import CheckpointFormatError
+from ckpt_core.state.ddp import rebuild_ddp_buckets
+from ckpt_core.state.elastic import derive_rng
+from ckpt_core.state.rng import RngState
+
+__all__ = ["LoaderPositions"]
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+_RANKS_THAT_NEED_FINAL_BUCKETS = 3
+
+
+class LoaderPositions:
+    """Follows the prepared loaders of one Accelerator.
+
+    To be made before the Accelerator prepares models: with three or more ranks DDP gets its final gradient buckets then, so
+    that the first step after a resume adds the gradients in the order in which an uninterrupted run adds them.
+
+    Args:
+        accelerator: The Accelerator.
+        replay: Always go back by reading again, never by skipping.
+        warn: Called on the main process with a message that says why a resume is not exact; a Python warning by default.
+
+    Raises:
+        CheckpointError: This release of Accelerate is built in another way.
+
+    Example:
+        >>> positions = LoaderPositions(accelerator)
+        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        >>> for batch in loader:
+        ...     state = positions.capture()
+        >>> positions.restore(state, saved_world_size=1)  # the next iteration goes on after that batch
+    """
+
+    def __init__(self, accelerator: Any, *, replay: bool = False, warn: Callable[[str], None] | None = None) -> None:
+        private_data.check()
+        self._accelerator = accelerator
+        self._replay = replay
+        self._warn = warn or _warn
+        self._positions: list[LoaderPosition] = []
+        self._prepared: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._waiting: dict[int, Mapping[str, Any]] = {}
+        self._restored_rng: RngState | None = None
+        self._uses_at_restore = 0
+        self._saved_between_epochs: tuple[LoaderPosition, RngState, bool] | None = None
+        self._told: set[str] = set()
+        self._causes: list[str] = []
+        self._rng_of_save: RngState | None = None
+        self.uses = Uses()
+        self._keep_ddp_buckets()
+        private_data.register(self)
+
+    def _keep_ddp_buckets(self) -> None:
+        accelerator = self._accelerator
+        if accelerator.num_processes < _RANKS_THAT_NEED_FINAL_BUCKETS:
+            return
+        if accelerator._models:
+            self._say(
+                "a model was prepared before the checkpoint plugin was attached; with three or more ranks the first step after "
+                "a resume may differ in the last bits (attach before accelerator.prepare)"
+            )
+        stock = accelerator.prepare_model
+
+        @functools.wraps(stock)
+        def prepare_model(*args: Any, **kwargs: Any) -> Any:
+            model = stock(*args, **kwargs)
+            rebuild_ddp_buckets(model)
+            return model
+
+        accelerator.prepare_model = prepare_model
+
+    def _say(self, message: str) -> None:
+        if self._accelerator.is_main_process:
+            self._warn(message)
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            self._say(message)
+
+    def release(self) -> None:
+        """Give the loaders back as they were."""
+        for position in self._positions:
+            position.release()
+        self._positions.clear()
+        vars(self._accelerator).pop("prepare_model", None)
+        private_data.unregister(self)
+
+    # ---- following ---------------------------------------------------------------------------------------------------
+
+    def prepared(self, loader: Any) -> None:
+        """Note how far training was when a loader was prepared."""
+        self._prepared.setdefault(loader, self.uses.count)
+
+    def find(self, loader: Any) -> LoaderPosition | None:
+        """Return what follows a loader that is iterated over, if it is one of the Accelerator's."""
+        for number, prepared in enumerate(self._accelerator._dataloaders):
+            if prepared is loader:
+                position = self._follow(number, loader)
+                if position is not None and self._is_waited_for():
+                    self._give_any(number, position)
+                return position
+        return None
+
+    def _follow(self, number: int, loader: Any) -> LoaderPosition | None:
+        for position in self._positions:
+            if position.loader is loader:
+                return position
+        if not private_data.Internals.is_known(loader):
+            return None
+        position = LoaderPosition(loader, self._accelerator.num_processes, self, self._replay)
+        self._positions.append(position)
+        if self._is_waited_for():
+            self._give_same(number, position)
+            self._say_causes()
+        return position
+
+    def _all(self) -> list[LoaderPosition | None]:
+        loaders = self._accelerator._dataloaders
+        self._positions = [p for p in self._positions if any(p.loader is loader for loader in loaders)]
+        return [self._follow(number, loader) for number, loader in enumerate(loaders)]
+
+    # ---- which saved position is whose -------------------------------------------------------------------------------
+
+    def _is_waited_for(self) -> bool:
+        """Whether there are saved positions of loaders that the script has yet to prepare, or to iterate over."""
+        if self._waiting and self.uses.count != self._uses_at_restore:
+            # the script trains: loaders that it makes from now on were not there, or begin anew with it
+            self._waiting.clear()
+        return bool(self._waiting)
+
+    def _give_same(self, number: int, position: LoaderPosition) -> None:
+        """Give a loader the saved position of the one that was prepared in its place, if that was of its kind."""
+        saved = self._waiting.get(number)
+        if saved is not None and saved.get("kind", position.kind) == position.kind:
+            self._give(number, position)
+
+    def _give_any(self, number: int, position: LoaderPosition) -> None:
+        """Give a loader that none was prepared in the place of the first saved position of its kind, or else of its place."""
+        if position.is_restored:
+            return
+        same = [n for n, saved in self._waiting.items() if saved.get("kind") == position.kind]
+        if same or number in self._waiting:
+            self._give(next(iter(same), number), position)
+            self._say_causes()
+
+    def _give(self, number: int, position: LoaderPosition) -> None:
+        saved, rng = self._waiting.pop(number), self._restored_rng
+        assert rng is not None
+        problem = position.problem(saved)
+        if problem is not None:
+            self._causes.append(problem)
+        position.restore(saved, rng)
+
+    def _say_causes(self) -> None:
+        causes, self._causes = self._causes, []
+        if causes:
+            self._say(f"this resume cannot be promised to be exact: {'; '.join(dict.fromkeys(causes))}")
+
+    def _superseded(self, loaders: list[dict[str, Any] | None]) -> set[int]:
+        """Return which loaders the script has replaced by others, as those do that prepare a new one for every epoch."""
+        found = set()
+        for number, loader in enumerate(loaders):
+            for later in loaders[number + 1 :]:
+                if loader is None or later is None or loader["last"] is None:
+                    continue
+                alike = all(loader[key] == later[key] for key in ("kind", "trained"))
+                if alike and later["prepared"] > loader["prepared"] and later["prepared"] >= loader["last"]:
+                    found.add(number)
+        return found
+
+    # ---- what the positions have to know -----------------------------------------------------------------------------
+
+    def take_rng(self) -> RngState | None:
+        """Return the generators of the save for the first loader that resumes."""
+        rng, self._rng_of_save = self._rng_of_save, None
+        return rng
+
+    def step_back(self) -> Callable[[], None]:
+        """Return what brings the micro-batch counter back to where it is now."""
+        step = int(self._accelerator.step)
+        return functools.partial(setattr, self._accelerator, "step", step)
+
+    def watch_models(self) -> None:
+        """Note the next forward pass of a prepared model."""
+        self.uses.watch(self._accelerator._models)
+
+    def begins(self, position: LoaderPosition) -> None:
+        """Note that the script begins to iterate over a loader; warn if a resume would not repeat what it draws then."""
+        saved = self._saved_between_epochs
+        if saved is None:
+            return
+        of, rng, passed = saved
+        if position is not of:
+            self._saved_between_epochs = of, rng, True
+            return
+        self._saved_between_epochs = None
+        if passed and not rng.same_as(RngState.capture()):
+            self._say_once(
+                "an evaluation between two epochs has drawn random numbers after the checkpoint at the end of the epoch "
+                "was saved: a resume from it begins with the next epoch and does not draw them, so it is not exact "
+                "(save after the evaluation)"
+            )
+
+    # ---- capture and restore -----------------------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        """Capture this rank's random generators and the positions of its loaders, as tensors and plain data."""
+        # first, because asking a loader may draw from them
+        rng = RngState.capture()
+        positions = self._all()
+        for number, position in enumerate(positions):
+            if position is not None and self._is_waited_for():
+                self._give_any(number, position)
+        loaders = [None if position is None else self._capture(position) for position in positions]
+        if any(position is not None and position.leaves_one_out for position in positions):
+            self._say_once(
+                "save_state was called after the script took a batch and before it used it: a resume continues with the "
+                "batch after it (save at the end of the loop's body)"
+            )
+        for number in self._superseded(loaders):
+            loaders[number] = None
+        rng.restore()
+        ended = [
+            p for p, saved in zip(positions, loaders, strict=True) if saved and saved["trained"] and saved["finished"]
+        ]
+        self._saved_between_epochs = (ended[0], rng, False) if len(ended) == 1 and ended[0] else None
+        return {
+            "version": VERSION,
+            "step": int(self._accelerator.step),
+            "rng": rng.encode(),
+            "loaders": loaders,
+        }
+
+    def _capture(self, position: LoaderPosition) -> dict[str, Any]:
+        history = {
+            "kind": position.kind,
+            "trained": position.has_trained,
+            "prepared": self._prepared.get(position.loader, 0),
+            "last": position.habit.last,
+        }
+        return {**position.capture(), **history}
+
+    def restore(self, state: Mapping[str, Any], *, saved_world_size: int, has_own: bool = True) -> None:
+        """Set the generators, and let the next iteration of each loader go on where it was.
+
+        With another number of ranks than the checkpoint was saved by, the ranks go on in the rest of the epoch that all old
+        ranks had in common: nothing is lost, and nothing repeated but the padding by which Accelerate gives all ranks
+        equally many batches. Ranks that were there keep their generators; those of a new rank are derived from rank
+        0's and its own number.
+
+        Args:
+            state: What :meth:`capture` returned on this rank; on a rank that was not there, what it returned on rank 0.
+            saved_world_size: Number of ranks of the run that was saved.
+            has_own: Whether ``state`` is of this rank; otherwise it is of rank 0.
+
+        Raises:
+            CheckpointFormatError: A newer version of this package captured it.
+        """
+        if state["version"] > VERSION:
+            raise CheckpointFormatError(
+                f"the data position has version {state['version']}, this release reads up to {VERSION}",
+                remedy="update ckpt-plugins",
+            )
+        rank, world_size = self._accelerator.process_index, self._accelerator.num_processes
+        rng = RngState.decode(state["rng"])
+        self._accelerator.step = int(state["step"])
+        causes = []
+        if saved_world_size != world_size:
+            causes.append(
+                f"the checkpoint was saved by {saved_world_size} ranks and is loaded by {world_size}: the rest of the epoch is "
+                "divided anew, so batches and random numbers differ from those of the old number of ranks"
+            )
+        self._waiting, self._causes = {}, causes
+        positions = self._all()
+        self._waiting = {number: saved for number, saved in enumerate(state["loaders"]) if saved}
+        self._restored_rng, self._uses_at_restore = rng, self.uses.count
+        # a run that has its place in the data gets an earlier state of the model back
+        rolls_back = any(position is not None and position.has_trained for position in positions)
+        for number, position in enumerate(positions):
+            if position is None:
+                continue
+            position.is_restored = False
+            if number in self._waiting and rolls_back and not position.loader.use_stateful_dataloader:
+                position.offer(self._waiting.pop(number))
+            elif number in self._waiting:
+                self._give_same(number, position)
+        if rolls_back:
+            self._waiting.clear()
+        self._say_causes()
+        self._rng_of_save = rng if has_own and rank < saved_world_size else derive_rng(rng, rank)
+        self._rng_of_save.restore()
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=5)

@@ -1,0 +1,541 @@
+"""Where one prepared loader is, batch by batch, and how it gets there again.
+
+A position counts *steps*: batches that the script of this rank was given. Accelerate's loaders fetch one step ahead, so the
+random generators and the loader are remembered before each fetch; the step that was fetched ahead is fetched again
+after a resume.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import itertools
+import logging
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, Protocol
+
+from accelerate_ckpt._data.division import Consumed, Division
+from accelerate_ckpt._data.opening import Habit, Next, Opening, Uses
+from accelerate_ckpt._data.skipped_loader import SkippedLoader
+from accelerate_ckpt._data.tracker import InnerTracker
+from accelerate_ckpt._private.data import Internals, not_as_known
+from ckpt_core.state.loaders import LoaderMark
+from ckpt_core.state.rng import RngState, capture_generators, restore_generators
+
+__all__ = ["LoaderPosition"]
+
+log = logging.getLogger(__name__)
+
+BETWEEN, INSIDE, LEFT = "between", "inside", "left"
+_OVER = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moment:
+    """The moment before a step was fetched; workers do not draw from the generators of this process."""
+
+    rng: RngState | None
+    mark: LoaderMark
+    dataset_generators: Mapping[str, Any]
+
+
+class Run(Protocol):
+    """What a loader has to know of the run."""
+
+    uses: Uses
+
+    def take_rng(self) -> RngState | None:
+        """Return the generators of the save for the first loader that resumes."""
+
+    def step_back(self) -> Callable[[], None]:
+        """Return what brings the micro-batch counter back to where it is."""
+
+    def watch_models(self) -> None:
+        """Note the next forward pass."""
+
+    def begins(self, position: LoaderPosition) -> None:
+        """Note that the script begins to iterate over a loader."""
+
+
+class LoaderPosition:
+    """Follows one prepared loader.
+
+    Args:
+        loader: A loader that Accelerate prepared.
+        world_size: Number of ranks of the run.
+        run: The run that the loader is of.
+        replay: Always go back by reading again.
+    """
+
+    def __init__(self, loader: Any, world_size: int, run: Run, replay: bool = False) -> None:
+        self.loader = loader
+        self.habit = Habit(run.uses)
+        self.is_restored = False
+        self._run = run
+        self._internals = Internals(loader)
+        self._tracker = InnerTracker(loader.base_dataloader, replay)
+        self._division = Division(self._internals, self._tracker, world_size)
+        self._internals.before_iterator(self._make_iterator)
+        self._iteration_number = 0
+        self._phase = BETWEEN
+        self._made = False
+        self._steps = 0
+        self._fetched = 0
+        self._consumed: Consumed = self._division.nothing
+        self._ahead: _Moment | None = None
+        self._moments: collections.deque[tuple[int, _Moment]] = collections.deque(maxlen=2)
+        self._begun_generators: dict[str, Any] = {}
+        self._first_rng: RngState | None = None
+        self._resume: Mapping[str, Any] | None = None
+        self._resumed: Mapping[str, Any] | None = None
+        self._left: Mapping[str, Any] | None = None
+        self._offered: tuple[Mapping[str, Any], int] | None = None
+        self._opening: Opening | None = None
+        self._leave_out = 0
+        self._rng_after: RngState | None = None
+        self._draws_while_reading = False
+
+    def release(self) -> None:
+        """Give the loader back as it was."""
+        self._internals.release()
+        self._tracker.begin_at_the_beginning()
+        self._tracker.release()
+
+    # ---- following ---------------------------------------------------------------------------------------------------
+
+    def iterate(self, begin: Callable[[], Generator[Any, None, None]]) -> Iterator[Any]:
+        """Count the steps of an iteration of the loader, which ``begin`` begins."""
+        self._run.begins(self)
+        self._take_back_unused()
+        number = self._now_iterating()
+        yielded, over = False, False
+        batches = begin()
+        try:
+            while (batch := next(batches, _OVER)) is not _OVER:
+                yielded = True
+                if not self._made:
+                    raise not_as_known("it does not make the iterator of the inner loader where it did")
+                if number == self._iteration_number:
+                    self._steps += 1
+                    self.habit.take()
+                opening = self._opening
+                if opening is None or opening.iteration != number:
+                    yield batch
+                    continue
+                answer = yield from self._hand_out(opening, batch)
+                if number != self._iteration_number or answer is Next.BATCH:
+                    continue
+                batches.close()
+                self._begin_again(opening)
+                if answer is Next.END:
+                    return
+                number, batches = self._now_iterating(), begin()
+            over = True
+            if number == self._iteration_number:
+                self.habit.end()
+                self._opening = None
+        finally:
+            # an iteration that the script has begun or restored since then has taken over
+            if number == self._iteration_number:
+                self._phase = BETWEEN if over else LEFT
+                if over and self._resumed is not None and not yielded:
+                    # only other ranks had a batch left, and Accelerate does not count an empty iteration
+                    self.loader.iteration += 1
+
+    def _now_iterating(self) -> int:
+        self._iteration_number += 1
+        self._phase, self._made, self._steps = INSIDE, False, 0
+        opening = self._opening
+        if opening is not None:
+            opening.iteration = self._iteration_number
+            if opening.then is Next.END:
+                opening.rng = RngState.capture()
+        return self._iteration_number
+
+    def _make_iterator(self) -> Iterator[Any]:
+        self._made = True
+        self._resumed, self._resume, self._left, self._offered = self._resume, None, None, None
+        leave_out, self._leave_out = self._leave_out, 0
+        self._fetched, self._consumed, self._ahead, self._rng_after = 0, self._division.nothing, None, None
+        self._moments.clear()
+        self._begun_generators, self._first_rng = self._dataset_generators(), None
+        first_rows = None
+        if self._resumed is None:
+            iterator = self._begin(leave_out)
+        else:
+            self._rng_after = self._run.take_rng() or RngState.capture()
+            if self._opening is not None:
+                self._opening.rng = self._rng_after
+            if self._fits(self._resumed):
+                iterator = self._go_on(self._resumed)
+                first_rows = self._resumed["first_rows"]
+            else:
+                iterator = self._go_on_elsewhere(self._resumed)
+        self._internals.follow_first_rows(first_rows)
+        if self._internals.fetches == 0:
+            self._caught_up()
+        return _Fetches(self, iterator)
+
+    def _begin(self, leave_out: int) -> Iterator[Any]:
+        # the seed of an iterator that was made too early was drawn then
+        rng = RngState.capture() if self._internals.has_early_iterator else None
+        if rng is not None:
+            self._internals.forget_iterator()
+        self._tracker.begin_at_the_beginning()
+        self._tracker.begin_pass()
+        drop = self._tracker.leave_out(leave_out * self._internals.fetches) if leave_out else 0
+        iterator = self._internals.make_iterator()
+        self._tracker.pass_made()
+        if rng is not None:
+            rng.restore()
+        for _ in range(drop):
+            next(iterator, None)
+        self._steps, self._fetched = leave_out, leave_out * self._internals.fetches
+        return iterator
+
+    def fetch(self, iterator: Iterator[Any]) -> Any:
+        """Fetch one batch of the inner loader."""
+        fetches = self._internals.fetches
+        if self._fetched % fetches == 0:
+            self._before_step()
+        try:
+            batch = next(iterator)
+        except StopIteration:
+            self._caught_up()
+            raise
+        before = self._moments[-1][1].rng
+        if self._fetched < 2 and before is not None and self._tracker.may_read_again:
+            self._draws_while_reading |= not before.same_as(RngState.capture())
+        self._fetched += 1
+        if self._fetched % fetches == 0:
+            self._caught_up()
+        return batch
+
+    def _before_step(self) -> None:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.rng is not None:
+            ahead.rng.restore()
+        moment = self._moment()
+        self._moments.append((self._fetched, moment))
+        if self._fetched == 0:
+            self._first_rng = moment.rng
+
+    def _moment(self) -> _Moment:
+        rng = None if self._tracker.workers else RngState.capture()
+        return _Moment(rng, self._tracker.mark(), self._dataset_generators())
+
+    def _dataset_generators(self) -> dict[str, Any]:
+        return capture_generators(self._tracker.loader.dataset) if self._tracker.has_generators else {}
+
+    def _caught_up(self) -> None:
+        after, self._rng_after = self._rng_after, None
+        if after is not None and self._resumed is not None:
+            if self._fits(self._resumed):
+                self._tracker.fetched_ahead(self._resumed["pass"])
+            after.restore()
+
+    @property
+    def leaves_one_out(self) -> bool:
+        """Whether a save now counts a batch that the script has taken and not used."""
+        return self._phase == INSIDE and self._opening is None and self.habit.holds_one
+
+    @property
+    def kind(self) -> list[str]:
+        """What tells the loaders of a script apart: the classes of the data set and of what orders it."""
+        sampler = self._tracker.sampler.source
+        parts = (self._tracker.loader.dataset, sampler, getattr(sampler, "sampler", None))
+        return [type(part).__qualname__ for part in parts]
+
+    @property
+    def has_trained(self) -> bool:
+        """Whether this process has trained with batches of the loader."""
+        self.habit.settle()
+        return self.habit.trained
+
+    # ---- capture -----------------------------------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        """Capture the position as tensors and plain data."""
+        self.habit.settle()
+        waiting = self._resume or self._left
+        if waiting is None and self._opening is not None and self._opening.is_unused(self._run.uses):
+            waiting = self._opening.state
+        if waiting is not None:
+            # saved again before the script went on
+            return dict(waiting)
+        phase, iteration = self._phase, int(self.loader.iteration)
+        if phase == INSIDE and self._is_finished:
+            # what is left of this iteration is to count it
+            phase, iteration = BETWEEN, iteration + 1
+        inside = phase != BETWEEN
+        if not inside:
+            self._tracker.begin_at_the_beginning()
+        return {
+            "phase": phase,
+            "iteration": iteration,
+            "layout": self._division.describe(),
+            "steps": self._steps if inside else 0,
+            "consumed": self._consumed if inside else self._division.nothing,
+            "consumed_after": self._division.consumed(self._consumed, self._steps) if inside else 0,
+            "between": self._tracker.capture_between_passes() if phase != INSIDE else None,
+            "first_rows": self._internals.first_rows if inside else None,
+            "draws_while_reading": inside and self._draws_while_reading,
+            "habit": self.habit.longest,
+            "finished": 0 if inside else self._steps,
+            **(self._capture_inside() if inside else {"pass": None, "ahead": None, "begun": None}),
+        }
+
+    def _capture_inside(self) -> dict[str, Any]:
+        fetched = self._steps * self._internals.fetches
+        moment = next((moment for fetch, moment in self._moments if fetch == fetched), None)
+        if moment is None:
+            # nothing is fetched ahead: by this rank (a dispatcher), or because the iteration was left at its end
+            moment = _Moment(None, LoaderMark(0, self._tracker.sampler.current, None), {})
+        return {
+            "pass": self._tracker.capture(moment.mark, fetched),
+            "ahead": {"rng": _encode(moment.rng), "dataset_generators": dict(moment.dataset_generators)},
+            "begun": {"rng": _encode(self._first_rng), "dataset_generators": self._begun_generators},
+        }
+
+    @property
+    def _is_finished(self) -> bool:
+        if not self.loader.end_of_dataloader:
+            return False
+        return not self._internals.may_be_uneven or self._steps >= self._division.steps_of_longest_rank(self._consumed)
+
+    # ---- restore -----------------------------------------------------------------------------------------------------
+
+    def _fits(self, state: Mapping[str, Any]) -> bool:
+        """Whether the data is divided as it was."""
+        return bool(state["layout"] == self._division.describe())
+
+    def problem(self, state: Mapping[str, Any]) -> str | None:
+        """Return why going on from a captured position would not be exact, in words, or ``None``."""
+        if self._fits(state):
+            if state["draws_while_reading"]:
+                return (
+                    "an iterable data set is read again from its beginning, because it has no state_dict or Accelerate divides "
+                    "it over the ranks, and draws random numbers in the main process while it is read; its order is reproduced "
+                    "only if it does not depend on them (num_workers=1 avoids that)"
+                )
+            found = [self._tracker.check(part) for part in (state["pass"], state["between"]) if part is not None]
+            return next((problem for problem in found if problem is not None), None)
+        if state["phase"] != INSIDE:
+            return None
+        obstacle = self._division.obstacle(state)
+        return self._division.difference(state) if obstacle is None else f"{obstacle}, so the epoch begins anew"
+
+    def restore(self, state: Mapping[str, Any], rng: RngState) -> None:
+        """Let the next iteration of the loader go on from a captured position.
+
+        Args:
+            state: What :meth:`capture` returned.
+            rng: The global generators when it was captured.
+        """
+        self._iteration_number += 1
+        self._phase, self._resume, self._left, self._leave_out = BETWEEN, None, None, 0
+        self._steps, self._offered = int(state.get("finished", 0)), None
+        self.is_restored = True
+        self.habit.carry(state.get("habit"))
+        self.loader.iteration = int(state["iteration"])
+        understood = self._fits(state) or self._division.obstacle(state) is None
+        if state["phase"] == INSIDE:
+            self._resume = state if understood else None
+        else:
+            self._restore_between(state, rng, understood)
+        self._opening = self._opening_after(state, rng)
+
+    def _restore_between(self, state: Mapping[str, Any], rng: RngState, understood: bool) -> None:
+        between = state["between"]
+        if between["passes"]:
+            self._internals.forget_iterator()
+        if self._fits(state):
+            self._tracker.prepare_next_pass(between)
+        else:
+            self._tracker.carry_between_passes(between, rng)
+        if state["phase"] == LEFT and understood:
+            # a stateful loader goes on where it was left; with another one the script has to say so, by skipping
+            stateful = bool(self.loader.use_stateful_dataloader)
+            self._resume, self._left = (state, None) if stateful else (None, state)
+
+    def _go_on(self, state: Mapping[str, Any]) -> Iterator[Any]:
+        self.loader.set_epoch(int(state["iteration"]))
+        self._internals.forget_iterator()
+        self._consumed = state["consumed"]
+        self._tracker.begin_at(self._consumed)
+        begun = state["begun"]
+        self._begun_generators = begun["dataset_generators"]
+        self._first_rng = _decode(begun["rng"])
+        restore_generators(self.loader.base_dataloader.dataset, self._begun_generators)
+        drop = self._tracker.prepare(state["pass"])
+        if drop >= 100:
+            log.info("reading %d batches again to get back to where the data was", drop)
+        iterator = self._internals.make_iterator()
+        if drop and self._first_rng is not None:
+            # a division of an iterable data set keeps its first batch, to complete the last one with it
+            self._first_rng.restore()
+        for _ in range(drop):
+            next(iterator, None)
+        ahead = state["ahead"]
+        self._tracker.made(ahead["dataset_generators"])
+        self._steps = int(state["steps"])
+        self._fetched = self._steps * self._internals.fetches
+        self._ahead = _Moment(_decode(ahead["rng"]), LoaderMark(0, None, None), {})
+        self._set_remainder()
+        return iterator
+
+    def _go_on_elsewhere(self, state: Mapping[str, Any]) -> Iterator[Any]:
+        self.loader.set_epoch(int(state["iteration"]))
+        self._internals.forget_iterator()
+        self._consumed = state["consumed_after"]
+        self._tracker.begin_at(self._consumed, self._tracker.carried_moment(state["pass"]))
+        self._tracker.begin_pass()
+        iterator = self._internals.make_iterator()
+        self._tracker.pass_made()
+        self._set_remainder()
+        return iterator
+
+    def _set_remainder(self) -> None:
+        """Correct the number of samples in the last step, by which ``gather_for_metrics`` knows the padding."""
+        remainder = self._division.remainder(self._consumed)
+        if remainder is not None:
+            self.loader.remainder = remainder
+
+    # ---- scripts that skip batches themselves ------------------------------------------------------------------------
+
+    def skip_first_batches(self, batches: int) -> Any:
+        """Return what the script is to iterate over: the loader itself if it resumes from a checkpoint anyway."""
+        left = self._left or self._offer
+        if left is not None and (batches == left["steps"] or not self._fits(left)):
+            self._resume, self._left = left, None
+        waiting = self._resume
+        opening = self._opening
+        if waiting is None and opening is not None and opening.waits and opening.is_unused(self._run.uses):
+            waiting = opening.state if opening.then is Next.RESUMED else None
+        if waiting is None:
+            if self._is_over(batches):
+                self._opening = None
+                return SkippedLoader(self.loader, batches, self._begin_after_an_empty_one())
+            return self.loader if batches <= 0 else SkippedLoader(self.loader, batches, self._begin_later)
+        steps = int(waiting["steps"])
+        if batches != steps and self._fits(waiting):
+            log.warning(
+                "skip_first_batches was asked to skip %d batches, but the checkpoint was saved after %d: going on after %d",
+                batches,
+                steps,
+                steps,
+            )
+        return self.loader
+
+    def _begin_later(self, batches: int) -> bool:
+        self._leave_out = batches
+        return True
+
+    def _is_over(self, batches: int) -> bool:
+        """Whether the script skips what it had of an epoch that was finished; some leave the last batch out of it."""
+        opening = self._opening
+        if opening is None or opening.then is not Next.END or opening.iteration:
+            return False
+        return self._fits(opening.state) and batches >= max(1, opening.steps - 1)
+
+    def _begin_after_an_empty_one(self) -> Callable[[int], bool]:
+        iterations = itertools.count()
+        return lambda batches: next(iterations) > 0 and self._begin_later(batches)
+
+    def offer(self, state: Mapping[str, Any]) -> None:
+        """Let the next iteration continue from a captured position only if the script asks to skip what it had then.
+
+        For a load in a process that has trained with the loader: it brings back an earlier state of the model, and the
+        data goes on, as it does with Accelerate.
+        """
+        understood = self._fits(state) or self._division.obstacle(state) is None
+        self._opening, self._offered = None, None
+        if state["phase"] != BETWEEN and understood:
+            self._offered = (state, self._run.uses.count)
+
+    @property
+    def _offer(self) -> Mapping[str, Any] | None:
+        # a script that has trained since then has begun something else
+        offered = self._offered
+        return None if offered is None or offered[1] != self._run.uses.count else offered[0]
+
+    def _opening_after(self, state: Mapping[str, Any], rng: RngState) -> Opening | None:
+        habit, steps, then = state.get("habit"), int(state["steps"]), Next.RESUMED
+        if state["phase"] == BETWEEN:
+            steps, then = int(state.get("finished", 0)), Next.END
+        elif self._resume is None and self._left is None:
+            return None
+        if not habit or not steps:
+            return None
+        if habit == 1 and (not self._fits(state) or state["consumed"] != self._division.nothing):
+            # the script's own count may be of batches that are divided in another way
+            with contextlib.suppress(TypeError, NotImplementedError):
+                steps = max(steps, len(self.loader))
+        return Opening(state, rng, steps, int(habit), then, waits=self._resume is not None or then is Next.END)
+
+    def _hand_out(self, opening: Opening, batch: Any) -> Generator[Any, None, Next]:
+        """Hand a batch out, and find out what comes next, as long as the script has used none since the load."""
+        rng, step_back = RngState.capture(), self._run.step_back()
+        while True:
+            opening.count = self._run.uses.count
+            self._run.watch_models()
+            yield batch
+            if self._opening is not opening:
+                return Next.BATCH
+            if not opening.is_unused(self._run.uses):
+                self._opening = None
+                opening.tell()
+                return Next.BATCH
+            answer = opening.next()
+            if answer is not Next.SAME:
+                return answer
+            rng.restore()
+            step_back()
+
+    def _begin_again(self, opening: Opening) -> None:
+        """Take an iteration back, of which the script has used nothing."""
+        self.loader.end()
+        self.restore(opening.state, opening.rng)
+        self._opening = None
+        if opening.then is Next.RESUMED:
+            self._resume, self._left, self._opening = opening.state, None, opening
+        opening.rng.restore()
+
+    def _take_back_unused(self) -> None:
+        opening, self._opening = self._opening, None
+        if opening is None:
+            return
+        if not opening.iteration:
+            self._opening = opening
+        elif opening.waits and opening.then is Next.RESUMED and opening.is_unused(self._run.uses):
+            # it was only a look at a batch
+            opening.taken = 0
+            self._begin_again(opening)
+
+
+def _encode(rng: RngState | None) -> dict[str, Any] | None:
+    return None if rng is None else rng.encode()
+
+
+def _decode(state: Mapping[str, Any] | None) -> RngState | None:
+    return None if state is None else RngState.decode(state)
+
+
+class _Fetches:
+    """The iterator that a prepared loader gets from its inner loader."""
+
+    def __init__(self, position: LoaderPosition, inner: Iterator[Any]) -> None:
+        self._position = position
+        self._inner = inner
+
+    def __iter__(self) -> _Fetches:
+        return self
+
+    def __next__(self) -> Any:
+        return self._position.fetch(self._inner)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_position", "_inner"):
+            raise AttributeError(name)
+        return getattr(self._inner, name)

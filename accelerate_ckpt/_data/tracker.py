@@ -1,0 +1,260 @@
+"""Follows the loader inside a prepared loader: its index sampler knows how Accelerate divides an epoch over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accelerate_ckpt._private.data import inner_batch_sampler, is_iterable_shard, over_other_batches
+from ckpt_core.state.elastic import RemainingBatches, RemainingSamples, carry_order
+from ckpt_core.state.loaders import LoaderTracker, has_no_dataset_state
+from ckpt_core.state.rng import RngState, capture_generators, find_generators, restore_generators
+from ckpt_core.state.samplers import (
+    RecordingSampler,
+    SamplerMoment,
+    SamplerPass,
+    _RecordingIterator,
+    capture_counters,
+    restore_counters,
+)
+from ckpt_core.state.stateful import is_stateful
+
+__all__ = ["InnerTracker", "ShardSampler"]
+
+_UNLIKE_ANY = -1
+
+
+class ShardSampler(RecordingSampler):
+    """Stands in front of the batch sampler of a prepared loader.
+
+    What it says about generators and counters is of the script's own batch sampler, which is the same in any number of
+    ranks, and not of Accelerate's division of it.
+
+    Attributes:
+        source: The script's batch sampler.
+        whole: What divides it over the ranks.
+        carried: For a pass that another number of ranks began: the moment from which its order is drawn.
+        leave_out: Number of batches to leave out of the next pass, of which nothing is recorded.
+    """
+
+    _kept = frozenset({"source", "whole", "carried", "leave_out"})
+
+    def __init__(self, inner: Any, loader: object) -> None:
+        super().__init__(inner, loader)
+        self.whole = inner
+        self.source = inner_batch_sampler(inner)
+        self.carried: SamplerMoment | None = None
+        self.leave_out = 0
+        initial = capture_counters(self.source)
+        # a seed that came from the global generators is part of the state even if nobody has changed it since
+        self._initial = {k: _UNLIKE_ANY if k.endswith("initial_seed") else v for k, v in initial.items()}
+
+    # Accelerate asks isinstance(..., BatchSampler)
+    @property
+    def __class__(self) -> Any:
+        return type(self.whole)
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        raise TypeError(f"the class of this sampler cannot be changed to {value.__name__}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ShardSampler._kept:
+            raise AttributeError(name)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ShardSampler._kept:
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __len__(self) -> int:
+        # also in a pass that begins in the middle: scripts compute their epoch from it
+        return len(self.whole)
+
+    def __reduce__(self) -> Any:
+        return _itself, (self.whole,)
+
+    def moment(self) -> SamplerMoment:
+        return SamplerMoment(RngState.capture(), self.generators(), capture_counters(self.source, self._initial))
+
+    def generators(self) -> dict[str, Any]:
+        # samplers know their data set, whose generators are another matter
+        foreign = {id(generator) for _, generator in find_generators(getattr(self.loader, "dataset", None))}
+        mine = {path for path, generator in find_generators(self.source) if id(generator) not in foreign}
+        own = {f"sampler.{path}": state for path, state in capture_generators(self.source).items() if path in mine}
+        generator = getattr(self.loader, "generator", None)
+        if generator is not None:
+            own["loader"] = generator.get_state()
+        return own
+
+    def restore(self, moment: SamplerMoment, rng: bool = True) -> None:
+        moment = carry_order(self.source, moment)
+        restore_counters(self.source, moment.counters)
+        self.restore_generators(moment.generators)
+        if rng:
+            moment.rng.restore()
+
+    def restore_generators(self, generators: Mapping[str, Any]) -> None:
+        own = {path.removeprefix("sampler."): state for path, state in generators.items() if path != "loader"}
+        restore_generators(self.source, own)
+        generator = getattr(self.loader, "generator", None)
+        if generator is not None and "loader" in generators:
+            generator.set_state(generators["loader"].cpu())
+
+    def begin_at(self, consumed: int, carried: SamplerMoment | None = None) -> None:
+        """Let the next pass be over what is left of an epoch of which ``consumed`` was consumed before the pass."""
+        self.inner = self.whole
+        if consumed:
+            self.inner = over_other_batches(self.whole, RemainingBatches(self.source, consumed))
+        self.carried = None if carried is None else carry_order(self.source, carried)
+        self.live = None
+
+    def resumed(self) -> None:
+        super().resumed()
+        self.carried, self.leave_out = None, 0
+
+    def __iter__(self) -> Any:
+        # a loader with workers asks twice, before and after it draws the seed of its workers; the first time counts
+        again = self.live is not None and self.live.untouched
+        if self._pending is not None and not self._pending[1]:
+            self._begin_again(self._pending[0], again)
+        elif self.carried is not None or self.leave_out:
+            if self.current is None or not again:
+                self.current = SamplerPass(self.moment())
+            self.live = _ShiftedIterator(self, self.current, self.carried, self.leave_out)
+        else:
+            return super().__iter__()
+        return self.live
+
+    def _begin_again(self, begun: SamplerPass, again: bool) -> None:
+        # the loader itself leaves out what was consumed, but not from the moment at which the order was drawn
+        if self.current is None or not again or self.undo_seed:
+            self.restore(begun.begun)
+        self.current = SamplerPass(begun.begun, None, 0, begun.draws_throughout)
+        self.live = _ShiftedIterator(self, self.current, begun.first)
+
+
+class _ShiftedIterator(_RecordingIterator):
+    """Draws an order from a moment of another run, or leaves out batches of which there is no record."""
+
+    def fast_forward(self) -> None:
+        skip, self._skip = self._skip, 0
+        if skip:
+            self.current.first = self.sampler.moment()
+            for _ in range(skip):
+                next(self.inner, None)
+            self.current.drawn = skip
+
+    def __next__(self) -> Any:
+        if self._first is None or not self.untouched:
+            return super().__next__()
+        now = RngState.capture()
+        self.sampler.restore(self._first)
+        self.current.first = self.sampler.moment()
+        try:
+            indices = next(self.inner)
+        finally:
+            now.restore()
+        self.current.drawn = 1
+        return indices
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+class InnerTracker(LoaderTracker):
+    """Follows the loader inside a prepared loader.
+
+    Args:
+        loader: The inner loader.
+        replay: Always go back by reading again.
+    """
+
+    sampler: ShardSampler
+
+    def __init__(self, loader: Any, replay: bool = False) -> None:
+        self._whole_dataset: tuple[Any, Any] | None = None
+        super().__init__(loader, replay)
+        self.has_generators = self.workers == 0 and any(True for _ in find_generators(loader.dataset))
+
+    @property
+    def may_read_again(self) -> bool:
+        """Whether a resume reads again, in this process, what was consumed."""
+        if self.workers:
+            return False
+        return self.method == "replay" or (self.iterable and not is_stateful(self.loader.dataset))
+
+    def _wrap_sampler(self) -> None:
+        name = "batch_sampler" if self.loader.batch_sampler is not None else "sampler"
+        self.sampler = ShardSampler(getattr(self.loader, name), self.loader)
+        self._set(name, self.sampler)
+
+    def _state_between_passes(self) -> dict[str, Any] | None:
+        state = super()._state_between_passes()
+        # without a state of the data set it says nothing about the next pass, and loading it would read this one again
+        return None if self.iterable and self.workers == 0 and has_no_dataset_state(state) else state
+
+    # ---- a pass that does not begin at the beginning -----------------------------------------------------------------
+
+    def leave_out(self, batches: int) -> int:
+        """Leave out the first batches of the pass that has just begun, of which there is no record.
+
+        Returns:
+            How many batches to take from the new iterator and drop.
+        """
+        if self.method != "skip":
+            return batches
+        drop = batches % self.workers if self.workers else 0
+        if self.workers:
+            self._throwaway_base = batches // self.workers
+            if not self.alive:
+                self._record_workers([], drop)
+        self.sampler.leave_out = batches - drop
+        return drop
+
+    @property
+    def alive(self) -> bool:
+        """Whether there are workers that outlive a pass."""
+        return self.persistent and getattr(self.loader, "_iterator", None) is not None
+
+    def begin_at(self, consumed: int | Sequence[int], carried: SamplerMoment | None = None) -> None:
+        """Let the next pass be over what is left of an epoch after the consumed samples."""
+        self.begin_at_the_beginning()
+        if isinstance(consumed, int):
+            self.sampler.begin_at(consumed, carried)
+        elif any(consumed):
+            owner = self.loader.dataset if is_iterable_shard(self.loader.dataset) else self.loader
+            self._whole_dataset = owner, owner.dataset
+            vars(owner)["dataset"] = RemainingSamples(owner.dataset, consumed)
+
+    def begin_at_the_beginning(self) -> None:
+        """Let the next pass be a whole one."""
+        self.sampler.begin_at(0)
+        if self._whole_dataset is not None and not self.alive:
+            owner, dataset = self._whole_dataset
+            vars(owner)["dataset"] = dataset
+            self._whole_dataset = None
+
+    def made(self, dataset_generators: Mapping[str, Any]) -> None:
+        """Tell that the iterator of a resumed pass is there, before it fetches the batch that had been fetched ahead."""
+        self.pass_made()
+        if self.workers == 0 and self.sampler.live is not None:
+            self.sampler.live.fast_forward()
+        restore_generators(self.loader.dataset, dataset_generators)
+
+    def fetched_ahead(self, state: Mapping[str, Any]) -> None:
+        """Tell that a resumed pass has fetched the batch that had been fetched ahead."""
+        self._restore_common(state, generators=self.workers == 0)
+
+    def carried_moment(self, state: Mapping[str, Any]) -> SamplerMoment:
+        """The moment from which the order of a captured pass was drawn."""
+        return SamplerMoment.decode(state["first"] or state["begun"])
+
+    def carry_between_passes(self, state: Mapping[str, Any], rng: RngState) -> None:
+        """Let the next pass draw the order that it would have drawn in another number of ranks."""
+        moment = SamplerMoment(rng, state["generators"], state["counters"])
+        self.sampler.restore(moment, rng=False)
+        self.sampler.live = None

@@ -1,0 +1,339 @@
+"""The only file that touches private parts of Accelerate's data loaders.
+
+Accelerate has no hook around the iteration of a prepared loader, makes the iterator of the loader inside it and reads one batch
+ahead; its ``skip_first_batches`` returns another loader, whose progress nobody writes back. What is needed to follow
+and to resume an iteration is here, each use with its reason. :func:`check` finds out when a plugin is attached, with one
+clear error, if a release has moved something; :meth:`~accelerate_ckpt._data.position.LoaderPosition.iterate`
+finds out if a release makes its iterators in another way.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from typing import Any, Protocol
+
+import accelerate
+from accelerate import accelerator as accelerator_module
+from accelerate import data_loader
+
+from ckpt_core.errors import CheckpointError
+
+__all__ = [
+    "Finder",
+    "Follower",
+    "Internals",
+    "check",
+    "inner_batch_sampler",
+    "is_iterable_shard",
+    "missing_internals",
+    "not_as_known",
+    "over_other_batches",
+    "register",
+    "unregister",
+]
+
+_NEEDED = {
+    "DataLoaderShard": ("__iter__", "begin", "end", "end_of_dataloader", "remainder", "set_epoch"),
+    "DataLoaderDispatcher": ("__iter__", "_fetch_batches", "begin", "end", "end_of_dataloader", "set_epoch"),
+    "BatchSamplerShard": ("_iter_with_no_split", "_iter_with_split"),
+    "IterableDatasetShard": ("__iter__",),
+}
+_NEEDED_ARGUMENTS = {
+    "DataLoaderAdapter": ("use_stateful_dataloader",),
+    "DataLoaderDispatcher": ("split_batches", "slice_fn", "_drop_last"),
+    "DataLoaderShard": ("synchronized_generator", "_drop_last"),
+    "BatchSamplerShard": ("batch_sampler", "num_processes", "process_index", "split_batches", "even_batches"),
+    "IterableDatasetShard": ("batch_size", "drop_last", "num_processes", "split_batches"),
+    "skip_first_batches": ("dataloader", "num_batches"),
+}
+_REMEDY = "use Accelerate 1.10 to 1.15, or attach with exact=False"
+
+
+def missing_internals() -> list[str]:
+    """Return the private names this file uses that this release of Accelerate does not have."""
+    missing = []
+    for owner, names in _NEEDED.items():
+        found = getattr(data_loader, owner, None)
+        missing += [f"data_loader.{owner}.{name}" for name in names if not hasattr(found, name)]
+    for owner, arguments in _NEEDED_ARGUMENTS.items():
+        found = getattr(data_loader, owner, None)
+        known = inspect.signature(found).parameters if found is not None else {}
+        missing += [f"data_loader.{owner}({name})" for name in arguments if name not in known]
+    if not hasattr(accelerator_module, "skip_first_batches"):
+        missing.append("accelerator.skip_first_batches")
+    return missing
+
+
+def check() -> None:
+    """Make sure that this release of Accelerate is built as we know it.
+
+    Raises:
+        CheckpointError: It is not, so exact resume is not possible with it.
+    """
+    missing = missing_internals()
+    if missing:
+        raise CheckpointError(
+            f"exact resume does not work with accelerate {accelerate.__version__}: it has no {', '.join(missing)}",
+            remedy=_REMEDY,
+        )
+
+
+def not_as_known(what: str) -> CheckpointError:
+    """Return the error for a release of Accelerate that has the names we know, but does something else."""
+    return CheckpointError(
+        f"exact resume does not work with accelerate {accelerate.__version__}: {what}", remedy=_REMEDY
+    )
+
+
+class Follower(Protocol):
+    """What follows one loader."""
+
+    def iterate(self, begin: Callable[[], Generator[Any, None, None]]) -> Iterator[Any]:
+        """Stand between the loader's iteration, which ``begin`` begins, and the script."""
+
+    def skip_first_batches(self, batches: int) -> Any:
+        """Return what the script is to iterate over instead of a loader without its first batches."""
+
+
+class Finder(Protocol):
+    """What knows the followers of the loaders of one Accelerator."""
+
+    def find(self, loader: Any) -> Follower | None:
+        """Return the follower of the loader, if it is one of this Accelerator."""
+
+
+_finders: weakref.WeakSet[Finder] = weakref.WeakSet()
+
+
+def _follower_of(loader: Any) -> Follower | None:
+    for finder in list(_finders):
+        follower = finder.find(loader)
+        if follower is not None:
+            return follower
+    return None
+
+
+def register(finder: Finder) -> None:
+    """Let the followers that ``finder`` knows take part in the iteration of their loaders, as long as it lives."""
+    _patch_iteration(data_loader.DataLoaderShard)
+    _patch_iteration(data_loader.DataLoaderDispatcher)
+    _patch_skip_first_batches()
+    _finders.add(finder)
+
+
+def unregister(finder: Finder) -> None:
+    """Undo :func:`register`: Accelerate's loaders are themselves again for this finder."""
+    _finders.discard(finder)
+
+
+def _patch_iteration(loader_class: Any) -> None:
+    # iter() looks on the class only, and the loaders hide their class, so it cannot be changed for one of them
+    stock = loader_class.__iter__
+    if getattr(stock, "ckpt_stock", None) is not None:
+        return
+
+    @functools.wraps(stock)
+    def iterate(self: Any) -> Iterator[Any]:
+        follower = _follower_of(self)
+        begin: Callable[[], Generator[Any, None, None]] = functools.partial(stock, self)
+        return begin() if follower is None else follower.iterate(begin)
+
+    iterate.ckpt_stock = stock  # type: ignore[attr-defined]
+    loader_class.__iter__ = iterate
+
+
+def _patch_skip_first_batches() -> None:
+    stock = data_loader.skip_first_batches
+    if getattr(stock, "ckpt_stock", None) is None:
+
+        @functools.wraps(stock)
+        def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
+            follower = _follower_of(dataloader)
+            if follower is None:
+                return stock(dataloader, num_batches)
+            return follower.skip_first_batches(num_batches)
+
+        skip_first_batches.ckpt_stock = stock  # type: ignore[attr-defined]
+        data_loader.skip_first_batches = skip_first_batches
+    ours = data_loader.skip_first_batches
+    stock = ours.ckpt_stock
+    # accelerate itself holds it in three modules, and a script may have imported it by name before it attached
+    for module in list(sys.modules.values()):
+        held = getattr(module, "__dict__", {}).get("skip_first_batches")
+        if held is stock:
+            module.__dict__["skip_first_batches"] = ours
+
+
+class Internals:
+    """What exact resume needs of one prepared loader.
+
+    Args:
+        loader: A ``DataLoaderShard`` or ``DataLoaderDispatcher``.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.base = loader.base_dataloader
+        self.is_dispatcher = isinstance(loader, data_loader.DataLoaderDispatcher)
+
+    @staticmethod
+    def is_known(loader: Any) -> bool:
+        """Whether a loader is one that Accelerate's iteration is known for."""
+        return isinstance(loader, (data_loader.DataLoaderShard, data_loader.DataLoaderDispatcher))
+
+    # ---- how a loader divides its data -------------------------------------------------------------------------------
+
+    @property
+    def shard(self) -> Any:
+        """What divides the indices or samples over the ranks; None where every batch is for this rank, or dispatched."""
+        data = (self.base.batch_sampler, self.base.sampler, self.base.dataset)
+        kinds = (data_loader.BatchSamplerShard, data_loader.IterableDatasetShard)
+        return next((part for part in data if isinstance(part, kinds)), None)
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that the data is divided over."""
+        if self.is_dispatcher:
+            return int(self.loader.state.num_processes)
+        return 1 if self.shard is None else int(self.shard.num_processes)
+
+    @property
+    def split_batches(self) -> bool:
+        """Whether one batch of the script's loader makes one step of all ranks, instead of one for each."""
+        if self.is_dispatcher:
+            return bool(self.loader.split_batches)
+        return bool(getattr(self.shard, "split_batches", False))
+
+    @property
+    def source_batches(self) -> int:
+        """Number of batches of the script's loader that make one step of all ranks."""
+        return 1 if self.split_batches else self.ranks
+
+    @property
+    def fetches(self) -> int:
+        """Number of batches that this rank fetches for one step."""
+        if not self.is_dispatcher:
+            return 1
+        return self.source_batches if self.loader.state.process_index == 0 else 0
+
+    @property
+    def may_be_uneven(self) -> bool:
+        """Whether a rank may have one batch less than another."""
+        shard = self.shard
+        if not isinstance(shard, data_loader.BatchSamplerShard):
+            return False
+        return not shard.even_batches and not shard.drop_last
+
+    # ---- its iterators -----------------------------------------------------------------------------------------------
+
+    def before_iterator(self, make: Callable[[], Iterator[Any]]) -> None:
+        """Let ``make`` make the iterators of the inner loader.
+
+        Accelerate calls ``base_dataloader.__iter__()`` as a method, which finds it on the object.
+        """
+        vars(self.base)["__iter__"] = _Hook(self.base, make)
+
+    def make_iterator(self) -> Iterator[Any]:
+        """Make an iterator of the inner loader as it would itself."""
+        iterator: Iterator[Any] = type(self.base).__iter__(self.base)
+        return iterator
+
+    def forget_iterator(self) -> None:
+        """Let the next iterator be a new one, with new workers.
+
+        Persistent workers have drawn from their generators, and a stateful loader makes its first iterator when Accelerate
+        prepares it, before it was followed.
+        """
+        if getattr(self.base, "_iterator", None) is not None:
+            self.base._iterator = None
+        if getattr(self.base, "_initial_iter_for_state_dict", False):
+            self.base._initial_iter_for_state_dict = False
+
+    @property
+    def has_early_iterator(self) -> bool:
+        """Whether a stateful loader has made an iterator that was not asked for."""
+        return bool(getattr(self.base, "_initial_iter_for_state_dict", False))
+
+    def release(self) -> None:
+        """Leave the inner loader as it was."""
+        vars(self.base).pop("__iter__", None)
+        if self.is_dispatcher and isinstance(self.loader.slice_fn, _FirstRows):
+            self.loader.slice_fn = self.loader.slice_fn.inner
+
+    # ---- the rows that complete a dispatched loader's last batch -----------------------------------------------------
+
+    def follow_first_rows(self, saved: list[Any] | None) -> None:
+        """Keep the rows of a pass's first batch, and in a resumed pass put the saved ones in their place.
+
+        The dispatcher completes a last batch that it cannot divide with rows of the first one, which a resumed pass has
+        not read. It cuts them out with the first call of ``slice_fn``.
+        """
+        if not self.is_dispatcher or self.loader._drop_last:
+            return
+        inner = self.loader.slice_fn
+        self.loader.slice_fn = _FirstRows(inner.inner if isinstance(inner, _FirstRows) else inner, saved)
+
+    @property
+    def first_rows(self) -> list[Any] | None:
+        """The tensors of those rows, on the host."""
+        rows = (
+            self.loader.slice_fn.rows if self.is_dispatcher and isinstance(self.loader.slice_fn, _FirstRows) else None
+        )
+        return None if rows is None else [tensor.detach().to("cpu", copy=True) for tensor in rows]
+
+
+class _Hook:
+    def __init__(self, base: Any, make: Callable[[], Iterator[Any]] | None = None) -> None:
+        self.base = base
+        self.make = make
+
+    def __call__(self) -> Iterator[Any]:
+        made: Iterator[Any] = self.make() if self.make is not None else type(self.base).__iter__(self.base)
+        return made
+
+    def __reduce__(self) -> Any:
+        # a prepared loader can be pickled and copied; the copy is not followed
+        return _Hook, (None,), {"base": self.base, "make": None}
+
+
+class _FirstRows:
+    def __init__(self, inner: Callable[..., Any], saved: list[Any] | None) -> None:
+        self.inner = inner
+        self.rows: list[Any] | None = None
+        self._saved = saved
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        result = self.inner(*args, **kwargs)
+        if self.rows is None:
+            saved = self._saved
+            if saved is not None:
+                left = iter(saved)
+                result = accelerate.utils.recursively_apply(lambda tensor: next(left).to(tensor.device), result)
+            rows: list[Any] = []
+            accelerate.utils.recursively_apply(rows.append, result)
+            self.rows = rows
+        return result
+
+
+def inner_batch_sampler(sampler: Any) -> Any:
+    """Return what gives the batches that are divided over the ranks: the same object in any number of ranks."""
+    return sampler.batch_sampler if isinstance(sampler, data_loader.BatchSamplerShard) else sampler
+
+
+def over_other_batches(sampler: Any, batches: Any) -> Any:
+    """Return a sampler that divides other batches in the way that ``sampler`` divides its own."""
+    if not isinstance(sampler, data_loader.BatchSamplerShard):
+        return batches
+    shard = copy.copy(sampler)
+    shard.batch_sampler = batches
+    return shard
+
+
+def is_iterable_shard(dataset: Any) -> bool:
+    """Whether a data set is Accelerate's division of an iterable one over the ranks."""
+    return isinstance(dataset, data_loader.IterableDatasetShard)

@@ -1,0 +1,1 @@
+"""What one Accelerator saves and loads, and what its ranks agree on."""

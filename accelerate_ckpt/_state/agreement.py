@@ -1,0 +1,295 @@
+"""Ranks agree on small things without a collective, so that a call on one rank alone ends in an error and not in a hang."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import time
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from accelerate_ckpt._state.progress import Progress
+from ckpt_core.errors import CheckpointError, RankFailedError
+from ckpt_core.ranks import TimedStore, decode_error, encode_error
+
+__all__ = ["Agreement", "names_of"]
+
+_SHORTEST_PAUSE_SECONDS = 0.0005
+_LONGEST_PAUSE_SECONDS = 0.02
+_FIRST_LOOK_SECONDS = 0.1  # after which a rank that waits asks who will not come
+_LAST_LOOK_SECONDS = 1.0
+_LINGER_SECONDS = 10.0
+_NAMED_RANKS = 8
+
+
+class Agreement:
+    """Passes plain data between the ranks of a run, through the store that checkpointing uses.
+
+    Every rank counts its meetings, so all ranks must come to the same ones in the same order, as with collectives. Unlike
+    those, they have a time limit, and the error says who did not come.
+
+    Args:
+        rank: This process's rank.
+        world_size: Number of ranks.
+        store: Shared by all ranks; None for a single process.
+        timeout: Seconds to wait for another rank.
+
+    Attributes:
+        progress: What the ranks know of each other.
+        place: How many collectives this rank had begun when it came to the last meeting; None if that is not known.
+        left_out: The ranks that rank 0 knew would not come to the last meeting.
+    """
+
+    def __init__(self, rank: int, world_size: int, store: Store | None, timeout: float) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._timeout = timeout
+        self._line = None if store is None else TimedStore(PrefixStore("meetings", store), answer_within=timeout)
+        self.progress = Progress(rank, world_size, store, timeout)
+        self._meetings = 0
+        # On rank 0: meetings that others still have to hear of, and where this rank was then.
+        self._unread: collections.deque[tuple[int, int | None]] = collections.deque()
+        self._absent: dict[int | None, set[int]] = {}  # by place, the ranks that will not hear of it
+        self.place: int | None = None
+        self.left_out: set[int] = set()
+
+    def from_rank_zero(self, what: str, value: Any, *, may_be_absent: bool = False) -> Any:
+        """Return what rank 0 gives, when all ranks have come.
+
+        Args:
+            what: What is being done, for the error: ``"save_state"``.
+            value: Plain data; only that of rank 0 counts.
+            may_be_absent: Go on without ranks that have certainly gone on without this one; they are in :attr:`left_out`.
+
+        Raises:
+            RankFailedError: A rank did not come, or came to do something else.
+        """
+        _, value = self._meet(what, value, may_be_absent=may_be_absent)
+        return value
+
+    def announce(self, what: str, value: Any, failure: Exception | None = None) -> Any:
+        """Return what rank 0 gives, which does not wait for the others: they hear it when they come.
+
+        Args:
+            what: What is being done, for the error.
+            value: Plain data; only that of rank 0 counts.
+            failure: Why rank 0 has none; raised there by the caller, and here on the other ranks.
+
+        Raises:
+            RankFailedError: Rank 0 did not come, came to do something else, or has failed.
+        """
+        brought = None if failure is None or self.rank else _encode(failure)
+        found, value = self._meet(what, value, brought, waits=False)
+        if self.rank and found is not None:
+            raise _elsewhere(what, *found)
+        return value
+
+    def absent_from(self, meeting: int, place: int | None) -> set[int]:
+        """Return, on rank 0, the ranks that will certainly not come to a meeting; any thread may ask.
+
+        Args:
+            meeting: Its number: :attr:`meeting` when it was the last one.
+            place: :attr:`place` at that time.
+        """
+        absent = self.progress.gone_on(meeting, place)
+        self._absent[place] = self._absent.get(place, set()) | absent
+        return absent
+
+    def all_succeeded(self, what: str, action: Callable[[], None]) -> None:
+        """Run ``action`` on every rank; if it fails on one, raise on all of them.
+
+        Raises:
+            CheckpointError: That of this rank, or a :class:`RankFailedError` that quotes another's.
+        """
+        failure: BaseException | None = None
+        try:
+            action()
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must know before it is raised
+            failure = error
+        others, _ = self._meet(what, None, None if failure is None else _encode(failure))
+        if failure is not None:
+            raise failure
+        if others is not None:
+            raise _elsewhere(what, *others)
+
+    def part(self) -> None:
+        """End; wait, on rank 0, until the others have heard what it said: it serves the store, and may be about to end."""
+        deadline = time.monotonic() + _LINGER_SECONDS
+        look = time.monotonic() + _FIRST_LOOK_SECONDS
+        with contextlib.suppress(RankFailedError):
+            while self._unread and time.monotonic() < deadline:
+                self._forget_what_all_have_read()
+                if self._unread:
+                    time.sleep(_LONGEST_PAUSE_SECONDS)
+                    if time.monotonic() > look:
+                        self.absent_from(*self._unread[0])
+                        look = time.monotonic() + _LAST_LOOK_SECONDS
+        self.progress.end()
+
+    @property
+    def meeting(self) -> int:
+        """Number of the last meeting."""
+        return self._meetings
+
+    def _meet(
+        self, what: str, value: Any, failure: Any = None, *, waits: bool = True, may_be_absent: bool = False
+    ) -> tuple[Any, Any]:
+        """Return the failure that a rank brought, with the rank's number, and what rank 0 gave.
+
+        Unless rank 0 ``waits`` for the others, it is the only one whose failure counts.
+        """
+        self.left_out = set()
+        if self._line is None:
+            return None, value
+        line, self.place = self._line, self.progress.place
+        if self.rank:
+            return self._hear(line, what, failure)
+        self._meetings += 1
+        self.progress.joined(self._meetings)
+        meeting = str(self._meetings)
+        if waits:
+            self._wait_for_others(line, what, may_be_absent=may_be_absent)
+        others = [0, failure] if failure is not None else None
+        if waits and others is None and line.has(f"{meeting}/failure"):
+            others = json.loads(line.get(f"{meeting}/failure"))
+        is_optional = may_be_absent or not waits
+        line.set(meeting, json.dumps([what, others, value, self.place, is_optional, sorted(self.left_out)]))
+        self._forget_what_all_have_read()
+        self._unread.append((self._meetings, self.place))
+        return others, value
+
+    def _hear(self, line: TimedStore, what: str, failure: Any) -> tuple[Any, Any]:
+        """Come to the next meeting that rank 0 has where this rank is; those in between were before."""
+        while True:
+            self._meetings += 1
+            meeting = str(self._meetings)
+            if not line.has(meeting):  # rank 0 may wait for this rank
+                self.progress.joined(self._meetings)
+                if failure is not None:
+                    line.set(f"{meeting}/failure", json.dumps([self.rank, failure]))
+                line.set(f"at/{self.rank}", meeting)
+                line.add(f"{meeting}/arrived", 1)
+                self._wait_for_rank_zero(line, what)
+            theirs, others, value, place, is_optional, left_out = json.loads(line.get(meeting))
+            if is_optional and (theirs != what or self._is_past(place)):
+                self.progress.skipped(self._meetings)
+                continue
+            self.progress.joined(self._meetings)
+            self.left_out = set(left_out)
+            line.add(f"{meeting}/read", 1)
+            if theirs != what:
+                raise RankFailedError(
+                    f"rank {self.rank} called {what}, and rank 0 called {theirs}",
+                    remedy="call save_state and load_state on all ranks, in the same order",
+                )
+            return others, value
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether rank 0 is at a meeting to which this rank has yet to come; any thread may ask.
+
+        Raises:
+            RankFailedError: Rank 0 is gone.
+        """
+        line, here, meeting = self._line, self.progress.place, self._meetings + 1
+        while self.rank and line is not None and line.has(str(meeting)):
+            _, _, _, place, is_optional, _ = json.loads(line.get(str(meeting)))
+            if not is_optional or place is None or here is None or here <= place:
+                return True
+            meeting += 1
+        return False
+
+    def _is_past(self, place: int | None) -> bool:
+        return place is not None and self.place is not None and self.place > place
+
+    def _forget_what_all_have_read(self) -> None:
+        line = self._line
+        while line is not None and self._unread:
+            oldest, place = self._unread[0]
+            absent = len(self._absent.get(place, ()))
+            if line.add(f"{oldest}/read", 0) < self.world_size - 1 - absent:
+                return
+            # A rank that was not there passes it over when it comes to a later one.
+            kept = [] if absent else [str(oldest)]
+            line.delete([*kept, *(f"{oldest}/{what}" for what in ("arrived", "failure", "read"))])
+            self._unread.popleft()
+            if not self._unread or self._unread[0][1] != place:
+                self._absent.pop(place, None)
+
+    def _wait_for_others(self, line: TimedStore, what: str, *, may_be_absent: bool) -> None:
+        arrived = f"{self._meetings}/arrived"
+        others = self.world_size - 1
+
+        def complete() -> bool:
+            return line.add(arrived, 0) >= others - len(self.left_out)
+
+        def look() -> None:
+            absent = self.absent_from(self._meetings, self.place)
+            if absent and not may_be_absent:
+                raise _went_on(what, self.rank, absent)
+            self.left_out = absent
+
+        self._wait(complete, look, what)
+
+    def _wait_for_rank_zero(self, line: TimedStore, what: str) -> None:
+        meeting = self._meetings
+
+        def look() -> None:
+            if 0 in self.progress.gone_on(meeting, self.place) and not line.has(str(meeting)):
+                raise _went_on(what, self.rank, {0})
+
+        self._wait(lambda: line.has(str(meeting)), look, what)
+
+    def _wait(self, complete: Callable[[], bool], look: Callable[[], None], what: str) -> None:
+        began = time.monotonic()
+        pause, looked, until_look = _SHORTEST_PAUSE_SECONDS, began, _FIRST_LOOK_SECONDS
+        # Polling, because waiting in the store would block what the background thread has to say to it.
+        while not complete():
+            now = time.monotonic()
+            if now > began + self._timeout:
+                raise RankFailedError(
+                    f"{what} was called on rank {self.rank}, and not on {self._missing()} within {self._timeout:g} s",
+                    remedy=f"call {what} on all ranks, not under `if accelerator.is_main_process`; "
+                    "if the other ranks only need longer to get there, raise commit_timeout",
+                )
+            if now > looked + until_look:
+                look()
+                looked, until_look = now, min(2 * until_look, _LAST_LOOK_SECONDS)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+    def _missing(self) -> str:
+        if self.rank or self._line is None:
+            return "rank 0"
+        line, here = self._line, str(self._meetings)
+        return names_of(
+            [r for r in range(1, self.world_size) if not line.has(f"at/{r}") or line.get(f"at/{r}") != here]
+        )
+
+
+def names_of(ranks: Collection[int]) -> str:
+    """Return ``rank 1``, or ``ranks 1, 2, 3``, for a message."""
+    first = sorted(ranks)[:_NAMED_RANKS]
+    more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, first))}{more}"
+
+
+def _went_on(what: str, rank: int, absent: Collection[int]) -> RankFailedError:
+    return RankFailedError(
+        f"{what} was called on rank {rank}, and not on {names_of(absent)}, which went on without it",
+        remedy=f"call {what} on all ranks, not under `if accelerator.is_main_process` or another condition on the rank",
+    )
+
+
+def _elsewhere(what: str, rank: int, encoded: Any) -> RankFailedError:
+    theirs = decode_error(encoded)
+    return RankFailedError(f"{what} failed on rank {rank}: {theirs.message}", path=theirs.path, key=theirs.key)
+
+
+def _encode(failure: BaseException) -> dict[str, Any]:
+    if isinstance(failure, CheckpointError):
+        return encode_error(failure)
+    return encode_error(CheckpointError(f"{type(failure).__name__}: {failure}"))

@@ -1,0 +1,375 @@
+"""``load_state``: Accelerate's semantics, on the engine; also for checkpoints of stock Accelerate."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from accelerate_ckpt._state import fsdp
+from accelerate_ckpt._state.naming import automatic_root, candidates, is_url, next_iteration, number_of, path_text
+from accelerate_ckpt._state.parts import FORMAT, RANK, check_optimizer, indexed, load_model, restore_buffers
+from accelerate_ckpt._state.session import Session
+from accelerate_ckpt._state.stock import StockCheckpoint, check_custom_objects
+from ckpt_core.catalog import CheckpointInfo, disagreement
+from ckpt_core.directory import DirectoryCheckpoint
+from ckpt_core.errors import (
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    StateMismatchError,
+    UnsafeCheckpointError,
+    none_verifies,
+)
+from ckpt_core.state.elastic import average_gradients
+from ckpt_core.state.gradients import restore_gradients
+
+__all__ = ["load_state"]
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1
+_MAP_LOCATIONS = (None, "cpu", "on_device")
+
+
+class FolderNotFoundError(CheckpointNotFoundError, ValueError):
+    """There is no checkpoint at the path; Accelerate raises a ``ValueError`` for this."""
+
+
+def load_state(
+    session: Session,
+    original: Callable[..., None],
+    input_dir: str | os.PathLike[str] | None,
+    load_kwargs: dict[str, Any] | None,
+    model_arguments: dict[str, Any],
+) -> None:
+    """Bring an Accelerator's run to where it was when a checkpoint was saved; called on all ranks together.
+
+    Args:
+        session: Of the Accelerator.
+        original: Accelerate's own ``load_state``, for its own checkpoints.
+        input_dir: Local path or URL; None takes the newest automatically named one that verifies.
+        load_kwargs: For Accelerate's own; ours has no pickles that it could be about.
+        model_arguments: For ``load_state_dict`` of the models; ``map_location`` is Accelerate's.
+
+    Raises:
+        CheckpointError: The checkpoint is missing, damaged, or of another run. The same on all ranks.
+    """
+    if model_arguments.get("map_location") not in _MAP_LOCATIONS:
+        raise TypeError(
+            "Unsupported optimizer map location passed, please choose one of `None`, `'cpu'`, or `'on_device'`"
+        )
+    if session.rank == 0 and input_dir is not None and session.checkpointer.is_pending(input_dir):
+        session.checkpointer.drain()  # ranks that have no part in that save must find it
+    # Rank 0's path counts, as for saves.
+    path = (
+        _newest(session) if input_dir is None else session.agreement.from_rank_zero("load_state", path_text(input_dir))
+    )
+
+    # In two steps, because the second one may need all ranks: one that had failed would leave the others waiting.
+    found: list[_Loading] = []
+
+    def read() -> None:
+        if session.checkpointer.exists(path):
+            found.append(_Ours(session, path, dict(model_arguments)))
+        else:
+            found.append(_Stock(session, path, original, load_kwargs, model_arguments))
+
+    session.agreement.all_succeeded("load_state", read)
+    session.agreement.all_succeeded("load_state", found[0].apply)
+
+
+class _Loading(Protocol):
+    """A checkpoint that was found to fit."""
+
+    def apply(self) -> None:
+        """Bring the Accelerator's run to where it was."""
+
+
+class _Stock:
+    """A checkpoint of stock Accelerate.
+
+    Args:
+        session: Of the Accelerator.
+        path: The checkpoint.
+        original: Accelerate's own ``load_state``.
+        load_kwargs: Of Accelerate's ``load_state``. ``weights_only=False`` in it says that code in the checkpoint may run.
+        model_arguments: For ``load_state_dict`` of the models.
+
+    Raises:
+        CheckpointError: There is none, it is damaged, does not fit, or reading it would run code.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        path: str,
+        original: Callable[..., None],
+        load_kwargs: dict[str, Any] | None,
+        model_arguments: dict[str, Any],
+    ) -> None:
+        if is_url(path) or not os.path.isdir(path):
+            raise FolderNotFoundError(f"Tried to find {path} but folder does not exist", path=path)
+        self._session = session
+        self._path = path
+        self._original = functools.partial(original, path, **model_arguments)
+        self._load_kwargs = load_kwargs
+        self._checkpoint = StockCheckpoint(
+            session.accelerator,
+            path,
+            session.rank,
+            allow_pickle=session.config.allow_pickle or (load_kwargs or {}).get("weights_only") is False,
+            strict=model_arguments.get("strict", True),
+        )
+
+    def apply(self) -> None:
+        session = self._session
+        session.tell_once(
+            "stock",
+            f"{self._path} was saved by stock Accelerate: the data order and position, the gradients of an open accumulation "
+            "window and the registered objects of other ranks are not in it, so what follows is not exactly what would have "
+            "followed. The next save_state has it all",
+        )
+        self._checkpoint.load(self._original, self._load_kwargs)
+        _go_on_counting(session, self._path, None)
+
+
+def _go_on_counting(session: Session, path: str, loaded: int | None) -> None:
+    accelerator = session.accelerator
+    project = accelerator.project_configuration
+    if project.automatic_checkpoint_naming:
+        loaded = number_of(path) if loaded is None else loaded
+        project.iteration = next_iteration(accelerator, loaded, session.config.storage_options, session.tiers)
+
+
+# ---- which one -------------------------------------------------------------------------------------------------------
+
+
+def _newest(session: Session) -> str:
+    """Return the newest automatically named checkpoint that can be used.
+
+    Raises:
+        CheckpointCorruptedError: There are some, and none can be used.
+        FolderNotFoundError: There are none.
+    """
+    accelerator = session.accelerator
+    if not accelerator.project_configuration.automatic_checkpoint_naming:
+        raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
+    session.checkpointer.drain()
+    found: list[str | None] = [None]
+
+    def look() -> None:
+        found[0] = _newest_usable(session) if session.rank == 0 else None
+
+    session.agreement.all_succeeded("load_state", look)
+    path = session.agreement.from_rank_zero("load_state", found[0])
+    if path is None:
+        root = automatic_root(accelerator)
+        raise FolderNotFoundError(f"there is no usable checkpoint in {root}", path=root)
+    return str(path)
+
+
+def _newest_usable(session: Session) -> str | None:
+    root = automatic_root(session.accelerator)
+    found = candidates(root, session.config.storage_options, session.tiers)
+    return first_usable(session, root, found, lambda path: _problem_of(session, path))
+
+
+def first_usable(
+    session: Session,
+    root: str,
+    found: Sequence[CheckpointInfo],
+    problem_of: Callable[[str], CheckpointError | None],
+) -> str | None:
+    """Return the first checkpoint that can be used, and warn of those before it and of what speaks for another; None if none is there.
+
+    Raises:
+        CheckpointCorruptedError: There are some, and none can be used: nothing may start from scratch then.
+        UnsafeCheckpointError: Reading the newest would run code from it.
+    """
+    problems: dict[str, CheckpointError] = {}
+    for index, info in enumerate(found):
+        problem = problem_of(info.path)
+        if problem is None:
+            session.note_passed_over(problems)
+            for other in found[index + 1 :]:
+                if (reason := disagreement(info, other)) is not None:
+                    log.warning("took %s for the newest checkpoint: %s", info.path, reason)
+                    break
+            return info.path
+        if isinstance(problem, UnsafeCheckpointError):
+            # An older one would lose what was trained since, and this one would run its code: the user decides.
+            if found[index + 1 :]:
+                problem.remedy = f"{problem.remedy}; to go back to an older one, name it: {found[index + 1].path!r}"
+            raise problem
+        log.warning("passed over the checkpoint %s: %s", info.path, problem.message)
+        problems[info.path] = problem
+    if problems:
+        raise none_verifies(root, problems)
+    return None
+
+
+def _problem_of(session: Session, path: str) -> CheckpointError | None:
+    try:
+        if not session.checkpointer.exists(path):
+            StockCheckpoint(session.accelerator, path, session.rank, allow_pickle=session.config.allow_pickle)
+            return None
+        with contextlib.closing(session.checkpointer.load(path)) as checkpoint:
+            checkpoint.verify()
+    except CheckpointError as error:
+        return error
+    return None
+
+
+# ---- ours ------------------------------------------------------------------------------------------------------------
+
+
+class _Ours:
+    """A checkpoint of ours, read but for the models.
+
+    Args:
+        session: Of the Accelerator.
+        path: The checkpoint.
+        model_arguments: For ``load_state_dict`` of the models.
+
+    Raises:
+        CheckpointError: It is damaged, or does not fit.
+    """
+
+    def __init__(self, session: Session, path: str, model_arguments: dict[str, Any]) -> None:
+        model_arguments.pop("map_location", None)  # tensors go to where those of the model and its parameters are
+        accelerator = session.accelerator
+        self._session = session
+        self._path = path
+        self._model_arguments = model_arguments
+        with contextlib.closing(session.checkpointer.load(path)) as checkpoint:
+            about = _metadata(checkpoint, path)
+            self._saved_world_size = int(about["world_size"])
+            self._saved_by = checkpoint.ranks_with(RANK)
+            self._rank = session.rank if session.rank in self._saved_by else 0
+            check_custom_objects(about["custom_objects"], len(accelerator._custom_objects), path)
+            session.local_sgd.check(about["local_sgd"], self._saved_world_size, session.world_size, path)
+            _check_parts(accelerator, checkpoint, path)
+            self._about = about
+            self._own = checkpoint.load(RANK, rank=self._rank)
+            self._states = {name: checkpoint.load(name, rank=self._rank) for name in _states_to_read(accelerator)}
+            self._gradients = self._read_gradients(checkpoint)
+            self._sharded = fsdp.read(accelerator, checkpoint) if fsdp.is_used(accelerator) else None
+        if self._sharded is None:
+            for index, optimizer in enumerate(accelerator._optimizers):
+                name = indexed("optimizer", index)
+                check_optimizer(optimizer, self._states[name], path=path, key=name)
+
+    def _read_gradients(self, checkpoint: DirectoryCheckpoint) -> list[dict[str, Any]]:
+        """Return the gradients of the open accumulation window for each model, none if it was closed."""
+        found = self._own["gradients"]
+        if found is None or self._session.world_size == self._saved_world_size:
+            return list(found or [])
+        ranks = [checkpoint.load(RANK, rank=rank)["gradients"] for rank in self._saved_by]
+        return [average_gradients(of_model) for of_model in zip(*ranks, strict=True)]
+
+    def apply(self) -> None:
+        session, own = self._session, self._own
+        if len(self._saved_by) < self._saved_world_size:
+            session.tell_once(
+                "saved-alone",
+                f"{self._path} was saved on rank 0 and not on all of {self._saved_world_size}: the others continue with its "
+                "data position and registered objects, and with random generators derived from its own, so this resume is not "
+                "exact. Call save_state on all ranks, not under `if accelerator.is_main_process`",
+            )
+        accelerator = session.accelerator
+        self._load_models()
+        if session.world_size == self._saved_world_size:
+            for model, buffers in zip(accelerator._models, own["buffers"], strict=False):
+                restore_buffers(model, buffers)
+            for wrapped, takes in zip(session.distributed_models(), own["takes_buffers"], strict=False):
+                wrapped.require_forward_param_sync = takes
+        for name, owner in _states_to_read(accelerator).items():
+            owner.load_state_dict(self._states[name])
+        for model, found in itertools.zip_longest(accelerator._models, self._gradients):
+            if model is not None:
+                restore_gradients(model.named_parameters(), found or {})
+        session.window_open = any(self._gradients)
+        session.local_sgd.restore(self._about["local_sgd"])
+        _go_on_counting(session, self._path, self._about["iteration"])
+        session.step = int(self._about.get("step", 0))  # older checkpoints have none
+        # Last, because it sets the random generators, and what comes before may draw from them.
+        has_own = self._rank == session.rank
+        session.data.restore(own["data"], saved_world_size=self._saved_world_size, has_own=has_own)
+
+    def _load_models(self) -> None:
+        accelerator = self._session.accelerator
+        models = list(accelerator._models) if self._sharded is None else []
+        hooks = list(accelerator._load_model_state_pre_hook.values())
+        with contextlib.closing(self._session.checkpointer.load(self._path)) as checkpoint:
+            if hooks:
+                with _local_directory(checkpoint) as directory:
+                    for hook in hooks:
+                        hook(models, directory)
+            for index, model in enumerate(models):
+                load_model(model, checkpoint, indexed("model", index), rank=self._rank, **self._model_arguments)
+        if self._sharded is not None:
+            fsdp.apply(accelerator, self._sharded)
+
+
+@contextlib.contextmanager
+def _local_directory(checkpoint: DirectoryCheckpoint) -> Iterator[str]:
+    """Give the files that hooks wrote as a local directory: the checkpoint itself, or a copy of what is in a store."""
+    if not is_url(checkpoint.path):
+        yield checkpoint.path
+        return
+    with tempfile.TemporaryDirectory(prefix="ckpt-hooks-") as directory:
+        for name in checkpoint.files:
+            target = Path(directory, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(CheckpointNotFoundError):  # tensors, which hooks have not written
+                target.write_bytes(checkpoint.read_file(name))
+        yield directory
+
+
+def _metadata(checkpoint: DirectoryCheckpoint, path: str) -> Mapping[str, Any]:
+    about = checkpoint.metadata.get(FORMAT)
+    if about is None:
+        raise CheckpointFormatError(
+            "this checkpoint was not saved by accelerate_ckpt",
+            path=path,
+            remedy="load it with the program that saved it, or with ckpt_core.DirectoryCheckpointer",
+        )
+    if about["version"] > _VERSION:
+        raise CheckpointFormatError(
+            f"the checkpoint is of version {about['version']}, and this is accelerate_ckpt for version {_VERSION}",
+            path=path,
+            remedy="install a newer accelerate_ckpt",
+        )
+    return about  # type: ignore[no-any-return]
+
+
+def _states_to_read(accelerator: Any) -> dict[str, Any]:
+    """Return what has a ``load_state_dict`` that takes a part as it is, by the part's name."""
+    owners: dict[str, Any] = {}
+    if not fsdp.is_used(accelerator):
+        owners |= {indexed("optimizer", index): owner for index, owner in enumerate(accelerator._optimizers)}
+    owners |= {indexed("scheduler", index): owner for index, owner in enumerate(accelerator._schedulers)}
+    if accelerator.scaler is not None:
+        owners["scaler"] = accelerator.scaler
+    return owners | {f"custom_{index}": owner for index, owner in enumerate(accelerator._custom_objects)}
+
+
+def _check_parts(accelerator: Any, checkpoint: DirectoryCheckpoint, path: str) -> None:
+    wanted = list(_states_to_read(accelerator))
+    if not accelerator._load_model_state_pre_hook:  # a hook may load the models in its own way
+        wanted += [indexed("model", index) for index, _ in enumerate(accelerator._models)]
+    missing = [name for name in wanted if name not in checkpoint.parts]
+    if missing:
+        raise StateMismatchError(
+            f"the checkpoint has no {', no '.join(missing)}: it has {', '.join(sorted(checkpoint.parts))}",
+            path=path,
+            key=missing[0],
+            remedy="prepare as many models, optimizers and schedulers as the run that saved",
+        )

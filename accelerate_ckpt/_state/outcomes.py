@@ -1,0 +1,157 @@
+"""Failures of saves in the background surface in training, on every rank at the same call."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from accelerate_ckpt._state.agreement import Agreement
+from ckpt_core.directory import DirectoryCheckpointer
+from ckpt_core.errors import CheckpointError
+from ckpt_core.ranks import SharedOutcome, decode_error, encode_error
+
+__all__ = ["AgreedSave", "OutcomeWatch"]
+
+log = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class AgreedSave:
+    """What the ranks have agreed on before a save.
+
+    Attributes:
+        path: Where to.
+        step: At which step rank 0 saves; None if the ranks may be at different ones.
+        number: Of the save, among those of this run.
+        left_out: Ranks that certainly do not take part, as far as that is known.
+        absent: Asked on rank 0 for all of them, by any thread.
+    """
+
+    path: str
+    step: int | None
+    number: int | None
+    left_out: frozenset[int]
+    absent: Callable[[], Collection[int]]
+
+
+class OutcomeWatch:
+    """Watches the background saves of one Accelerator.
+
+    Args:
+        checkpointer: What saves.
+        agreement: Of this run's ranks.
+        store: Shared by all ranks; None for a single process.
+    """
+
+    def __init__(self, checkpointer: DirectoryCheckpointer, agreement: Agreement, store: Store | None) -> None:
+        self._checkpointer = checkpointer
+        self._agreement = agreement
+        self._store = store
+        self._raised = 0
+        self._outcome = self._new_outcome()
+        self._stepped: set[int] = set()
+        self._under_way = False
+
+    def _new_outcome(self) -> SharedOutcome:
+        # One name space for each failure: what was raised once is not found again.
+        store = None if self._store is None else PrefixStore(f"outcome-{self._raised}", self._store)
+        return SharedOutcome(store, self._agreement.world_size)
+
+    def save_begun(self) -> None:
+        """Note that a save runs in the background; called on every rank."""
+        self._under_way = True
+        self._outcome.save_begun()
+
+    def optimizer_stepped(self, optimizer: Any) -> None:
+        """Raise a failure that all ranks know of, if a gradient exchange lies between this step and the last boundary.
+
+        An optimizer that steps for the second time has had one: with several optimizers, not every step has.
+        """
+        if not self._under_way:
+            return
+        if id(optimizer) in self._stepped:
+            self._stepped.clear()
+            self.at_boundary()
+        self._stepped.add(id(optimizer))
+
+    def at_boundary(self) -> None:
+        """Raise a failure that all ranks know of by now; called on all ranks after they exchanged something.
+
+        Raises:
+            CheckpointError: The failure, as the same class on every rank.
+        """
+        pending = self._checkpointer.is_busy  # before the failure is taken: it may come in between
+        writes = self._agreement.rank == 0
+        failure = self._checkpointer.take_failure() if writes else None
+        if not pending and failure is None and self._store is None:
+            self._under_way = False
+        try:
+            self._outcome.at_boundary(writes=writes, pending=pending, failure=failure)
+        except CheckpointError:
+            self._after_raise()
+            raise
+
+    def before_save(
+        self, path: str, refuse: Callable[[str], str | None], *, step: int | None, waits: bool, may_be_absent: bool
+    ) -> AgreedSave:
+        """Raise, on all ranks, what rank 0 knows to have failed; return the path and the step at which rank 0 saves.
+
+        Rank 0's path counts: scripts that put the time or a temporary directory into it have another one on every rank.
+
+        Args:
+            path: Where this rank wants to save.
+            refuse: Asked on rank 0 for a reason not to save there.
+            step: At which step this rank is; only that of rank 0 counts.
+            waits: Whether rank 0 waits for all to come. If not, a rank that does not is found when the save is committed.
+            may_be_absent: Whether rank 0 waits no longer for ranks that have certainly gone on without this save.
+
+        Raises:
+            CheckpointError: As said, or a rank does not save.
+            ValueError: There is a reason not to.
+        """
+        failure, reason = None, None
+        if self._agreement.rank == 0:
+            failure = self._outcome.unraised or self._checkpointer.take_failure()
+            reason = refuse(path)
+        encoded = None if failure is None else encode_error(failure)
+        agreement = self._agreement
+        value = [path, encoded, reason, step, self._checkpointer.next_number if agreement.world_size > 1 else None]
+        if waits:
+            answer = agreement.from_rank_zero("save_state", value, may_be_absent=may_be_absent)
+        else:
+            answer = agreement.announce("save_state", value)
+        agreed, encoded, reason, zeros_step, number = answer
+        if encoded is not None:
+            self._after_raise()
+            raise failure or decode_error(encoded)
+        if reason is not None:
+            raise ValueError(reason)
+        if agreed != path:
+            log.warning("rank %d saves at %s, where rank 0 does, and not at %s", self._agreement.rank, agreed, path)
+        absent = functools.partial(agreement.absent_from, agreement.meeting, agreement.place)
+        return AgreedSave(str(agreed), zeros_step, number, frozenset(agreement.left_out), absent)
+
+    def after_training(self) -> None:
+        """Wait for the background, and raise what no rank has raised yet; called on all ranks together.
+
+        Raises:
+            CheckpointError: The failure, as the same class on every rank.
+        """
+        self._checkpointer.drain()
+        failure = self._outcome.unraised or self._checkpointer.take_failure()
+        if failure is not None:
+            self._after_raise()
+            raise failure
+
+    def _after_raise(self) -> None:
+        if self._agreement.rank:
+            self._checkpointer.drain()  # until this rank has heard itself of what it was told
+        self._checkpointer.take_failure()
+        self._raised += 1
+        self._stepped.clear()
+        self._outcome = self._new_outcome()

@@ -1,0 +1,188 @@
+"""The parts of an Accelerator's state, each with its kind, and how they go back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from ckpt_core.directory import DirectoryCheckpoint, Part
+from ckpt_core.errors import StateMismatchError
+from ckpt_core.state.kinds import Kind
+from ckpt_core.tree import tensors
+
+__all__ = [
+    "FORMAT",
+    "RANK",
+    "capture_buffers",
+    "check_optimizer",
+    "check_weights",
+    "custom_parts",
+    "fit_into",
+    "indexed",
+    "load_model",
+    "model_parts",
+    "optimizer_parts",
+    "restore_buffers",
+    "scheduler_parts",
+]
+
+FORMAT = "accelerate_ckpt"  # our entry in a checkpoint's metadata
+RANK = "own"  # the part in which every rank has what is its own
+
+
+def indexed(name: str, index: int) -> str:
+    """Return ``model``, ``model_1``, ``model_2`` and so on, as Accelerate names its files."""
+    return name if index == 0 else f"{name}_{index}"
+
+
+def model_parts(weights: Sequence[Mapping[str, Any]], kind: Kind) -> list[Part]:
+    """Return one part for each state dictionary."""
+    return [Part(indexed("model", index), state, kind) for index, state in enumerate(weights)]
+
+
+def optimizer_parts(optimizers: Sequence[Any], kind: Kind) -> list[Part]:
+    """Return one part for each optimizer."""
+    return [Part(indexed("optimizer", index), item.state_dict(), kind) for index, item in enumerate(optimizers)]
+
+
+def scheduler_parts(schedulers: Sequence[Any]) -> list[Part]:
+    """Return one part for each scheduler."""
+    states = [item.state_dict() for item in schedulers]
+    return [Part(indexed("scheduler", index), state, Kind.REPLICATED) for index, state in enumerate(states)]
+
+
+def custom_parts(objects: Sequence[Any]) -> list[Part]:
+    """Return one part for each registered object: every rank has its own."""
+    return [Part(f"custom_{index}", item.state_dict(), Kind.PER_RANK) for index, item in enumerate(objects)]
+
+
+def fit_into(parts: Sequence[Part], nbytes: int) -> bool:
+    """Return whether all tensors of the parts have at most so many bytes, each object counted once."""
+    sizes: dict[int, int] = {}
+    for part in parts:
+        for _, tensor in tensors(part.state):
+            sizes[id(tensor)] = tensor.nbytes
+            if tensor.nbytes > nbytes:  # spares the others, in all models that take long to save
+                return False
+    return sum(sizes.values()) <= nbytes
+
+
+def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    kept = model.state_dict(keep_vars=True)
+    return ((name, buffer) for name, buffer in model.named_buffers() if kept.get(name) is buffer)
+
+
+def capture_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that belong to the model's state, such as BatchNorm's statistics.
+
+    They differ from rank to rank: each adds its own batch to what rank 0 had at the start of the step, and inside an
+    accumulation window nobody takes over rank 0's.
+    """
+    return dict(_persistent_buffers(model))
+
+
+def restore_buffers(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
+    """Put this rank's buffers back, where the model still has them."""
+    with torch.no_grad():
+        for name, buffer in _persistent_buffers(model):
+            if name in saved and saved[name].shape == buffer.shape:
+                buffer.copy_(saved[name])
+
+
+def check_optimizer(optimizer: Any, state: Mapping[str, Any], *, path: str, key: str) -> None:
+    """Refuse the state of an optimizer over other parameters, before anything is changed.
+
+    Raises:
+        StateMismatchError: The groups or their numbers of parameters differ.
+    """
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    saved = [len(group["params"]) for group in state["param_groups"]]
+    if here != saved:
+        raise StateMismatchError(
+            f"the checkpoint's optimizer has parameter groups of {saved} parameters, and the one here has groups of {here}",
+            path=path,
+            key=key,
+            remedy="prepare the same model and optimizer as the run that saved",
+        )
+
+
+def check_weights(
+    model: torch.nn.Module, saved: Mapping[str, tuple[int, ...] | None], *, strict: bool, path: str
+) -> None:
+    """Refuse the weights of another model, before anything is changed.
+
+    A model with modules that load in their own way is left to them: they may take other names and shapes.
+
+    Args:
+        model: Of this run.
+        saved: Shapes by name; None for what is no tensor.
+        strict: Refuse missing and unexpected names too.
+        path: Where the weights are.
+
+    Raises:
+        StateMismatchError: Names or shapes differ.
+    """
+    if any(_loads_in_its_own_way(module) for module in model.modules()):
+        return
+    here = model.state_dict(keep_vars=True)
+    problems = [
+        f"{name} is of shape {list(shape)} there and {list(here[name].shape)} here"
+        for name, shape in saved.items()
+        if shape is not None and isinstance(here.get(name), torch.Tensor) and tuple(here[name].shape) != shape
+    ]
+    if strict:
+        # One of the names of a tied weight is enough; statistics of old models have no counters.
+        stored = {id(here[name]) for name in saved if name in here}
+        missing = [name for name, value in here.items() if id(value) not in stored and isinstance(value, torch.Tensor)]
+        problems += [f"{name} is not there" for name in missing if not name.endswith("num_batches_tracked")]
+        problems += [f"{name} is there and not here" for name in saved if name not in here]
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise StateMismatchError(
+            f"the checkpoint is of another model: {'; '.join(problems[:3])}{more}",
+            path=path,
+            key=problems[0].split()[0],
+            remedy="prepare the same model as the run that saved",
+        )
+
+
+def _loads_in_its_own_way(module: torch.nn.Module) -> bool:
+    kind = type(module)
+    return bool(
+        module._load_state_dict_pre_hooks
+        or kind.load_state_dict is not torch.nn.Module.load_state_dict
+        or not kind._load_from_state_dict.__module__.startswith("torch.nn.")
+        or isinstance(module, LazyModuleMixin)
+    )
+
+
+def load_model(
+    model: torch.nn.Module,
+    checkpoint: DirectoryCheckpoint,
+    part: str,
+    *,
+    rank: int,
+    strict: bool = True,
+    **arguments: Any,
+) -> None:
+    """Read a model's weights straight into its tensors.
+
+    Args:
+        model: Its ``state_dict`` says which tensors; its ``load_state_dict`` is called too.
+        checkpoint: Where from.
+        part: Name of the part.
+        rank: Whose weights, where each rank has its own.
+        strict: Refuse missing and unexpected names.
+        **arguments: For ``load_state_dict``.
+
+    Raises:
+        StateMismatchError: The checkpoint is of another model. Nothing was changed.
+    """
+    loaded = checkpoint.load(part, into=model.state_dict(), rank=rank, strict=strict)
+    # What the model does not have comes without values.
+    loaded = {name: value for name, value in loaded.items() if not getattr(value, "is_meta", False)}
+    # The values are in place. This is for modules that act on it, and for extra state.
+    model.load_state_dict(loaded, strict=strict, **arguments)

@@ -1,0 +1,176 @@
+"""Which ranks have certainly gone on without a save in which another rank waits for them.
+
+A rank that waits asks; each rank answers, on a thread that sleeps in the store until then, how many collectives it has begun and
+at which meetings it was. Who has begun more than the rank that waits has left the place in the script where that one is: a
+collective in which that rank is missing cannot be over. A rank that is only slow has not, however long it takes.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import datetime
+import json
+import os
+import threading
+import time
+from typing import Any
+
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from accelerate_ckpt._private.collectives import collectives_begun
+from ckpt_core.errors import RankFailedError
+from ckpt_core.ranks import TimedStore, seal
+
+__all__ = ["Progress"]
+
+_SLEEP = datetime.timedelta(days=1)
+_REMEMBERED = 64  # meetings that a rank was at, or passed over
+_ANSWER_SECONDS = 5.0  # what is asked here is not worth a longer wait
+_PAUSE_WITHOUT_CLONE = 0.25  # seconds
+
+
+class Progress:
+    """What this rank answers, and what it asks the others.
+
+    Args:
+        rank: This process's rank.
+        world_size: Number of ranks.
+        store: Shared by all ranks; None for a single process.
+        timeout: Seconds to wait for an answer of the store.
+    """
+
+    def __init__(self, rank: int, world_size: int, store: Store | None, timeout: float) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._joined: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)
+        self._skipped: collections.deque[int] = collections.deque(maxlen=_REMEMBERED)
+        self._over = False
+        self._answered = 0
+        self._process = os.getpid()
+        self._line: TimedStore | None = None
+        self._thread: threading.Thread | None = None
+        # The same on all ranks now, and not afterwards, if a backend counts what only some of them have done before.
+        begun = collectives_begun()
+        self._first = begun
+        if store is None or begun is None:
+            return
+        store = PrefixStore("progress", store)
+        self._line = TimedStore(store, answer_within=min(timeout, _ANSWER_SECONDS))
+        # A daemon, because nobody ends it where a script is killed; end() waits for it, which finds no interpreter afterwards.
+        self._thread = threading.Thread(target=self._answer, args=(store,), name="ckpt-progress", daemon=True)
+        self._thread.start()
+
+    @property
+    def place(self) -> int | None:
+        """How many collectives this rank has begun since this was made; None if that is not known."""
+        begun = collectives_begun()
+        return None if begun is None or self._first is None else begun - self._first
+
+    # ---- answering ---------------------------------------------------------------------------------------------------
+
+    def joined(self, meeting: int) -> None:
+        """Note that this rank is at a meeting."""
+        if meeting not in self._joined:
+            self._joined.append(meeting)
+
+    def skipped(self, meeting: int) -> None:
+        """Note that this rank will not come to a meeting that others are at, although it may have waited for it."""
+        with contextlib.suppress(ValueError):
+            self._joined.remove(meeting)
+        self._skipped.append(meeting)
+        self._publish_now()
+
+    def end(self) -> None:
+        """Note that this rank will come to no further meeting, and answer no more."""
+        if self._over or self._thread is None or os.getpid() != self._process:
+            return
+        self._over = True
+        self._publish_now()
+        with contextlib.suppress(RankFailedError):
+            self.ask()  # which wakes this rank's thread, too
+        self._thread.join(_ANSWER_SECONDS)
+
+    def _publish_now(self) -> None:
+        if self._line is not None:
+            with contextlib.suppress(RankFailedError):  # rank 0 is gone, and nobody asks any more
+                self._line.set(f"of/{self._rank}", self._report())
+
+    def _report(self) -> str:
+        place = self.place  # first: whoever was at a meeting before it got to this place is seen to have been there
+        return json.dumps([place, list(self._joined), list(self._skipped), self._over, self._answered])
+
+    def _answer(self, store: Store) -> None:
+        """Publish where this rank is, each time that somebody asks."""
+        own = store.clone() if hasattr(store, "clone") else None  # one's own connection, to sleep in
+        while not self._over:
+            question = f"question/{self._answered + 1}"
+            try:
+                if own is None:
+                    time.sleep(_PAUSE_WITHOUT_CLONE)
+                    if not store.check([question]):
+                        continue
+                else:
+                    own.wait([question], _SLEEP)
+                self._answered += 1
+                (own or store).set(f"of/{self._rank}", seal(store, f"of/{self._rank}", self._report()))
+            except RuntimeError:  # what torch.distributed raises: rank 0 is gone, or it has slept for so long
+                return
+
+    # ---- asking ------------------------------------------------------------------------------------------------------
+
+    def ask(self) -> int:
+        """Have all ranks publish where they are: soon, and not yet when this returns. Return the question's number.
+
+        Raises:
+            RankFailedError: Rank 0, which serves the store, is gone.
+        """
+        if self._line is None:
+            return 0
+        number = self._line.add("questions", 1)
+        self._line.set(f"question/{number}", "")
+        return number
+
+    def have_answered(self, question: int) -> bool:
+        """Return whether all ranks, but those whose training is over, have answered a question.
+
+        Raises:
+            RankFailedError: Rank 0, which serves the store, is gone.
+        """
+        line = self._line
+        if line is None:
+            return True
+        for rank in range(self._world_size):
+            report = json.loads(line.get(f"of/{rank}")) if line.has(f"of/{rank}") else [None, [], [], False, 0]
+            if not report[3] and report[4] < question:
+                return False
+        return True
+
+    def gone_on(self, meeting: int, place: int | None) -> set[int]:
+        """Return the other ranks that will certainly not come to a meeting; asks them for the next time.
+
+        Args:
+            meeting: Its number.
+            place: This rank's :attr:`place` when it came there.
+
+        """
+        found: set[int] = set()
+        if self._line is not None:
+            with contextlib.suppress(RankFailedError):  # whoever waits will find out
+                others = (rank for rank in range(self._world_size) if rank != self._rank)
+                found.update(rank for rank in others if self._is_past(rank, meeting, place))
+                self.ask()
+        return found
+
+    def _is_past(self, rank: int, meeting: int, place: int | None) -> bool:
+        assert self._line is not None
+        if not self._line.has(f"of/{rank}"):
+            return False
+        found: list[Any] = json.loads(self._line.get(f"of/{rank}"))
+        theirs, joined, skipped, over, _ = found
+        if meeting in joined:
+            return False
+        if meeting in skipped or over:
+            return True
+        is_known = len(joined) < _REMEMBERED or meeting > min(joined)  # what was before is forgotten
+        return is_known and theirs is not None and place is not None and theirs > place

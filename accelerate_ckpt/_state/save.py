@@ -1,0 +1,322 @@
+"""``save_state``: Accelerate's semantics, on the engine."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+
+from accelerate_ckpt import _termination
+from accelerate_ckpt._private.safetensors_files import wait_when_safetensors_open
+from accelerate_ckpt._state import fsdp
+from accelerate_ckpt._state.agreement import names_of
+from accelerate_ckpt._state.naming import is_url, number_of, target_of
+from accelerate_ckpt._state.outcomes import AgreedSave
+from accelerate_ckpt._state.parts import (
+    FORMAT,
+    RANK,
+    capture_buffers,
+    custom_parts,
+    fit_into,
+    model_parts,
+    optimizer_parts,
+    scheduler_parts,
+)
+from accelerate_ckpt._state.session import Session
+from ckpt_core.directory import AddedFiles, Part
+from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
+from ckpt_core.state.gradients import capture_gradients
+from ckpt_core.state.kinds import Kind
+
+__all__ = ["save_deferred", "save_state"]
+
+# Durable in some milliseconds: waiting for it is cheap, and keeps the directory as those expect it who look there at once.
+SMALL_STATE_BYTES = 256 * 1024
+_LONGEST_WAIT_FOR_SMALL_SECONDS = 1.0
+
+
+def save_state(session: Session, output_dir: str | os.PathLike[str] | None) -> Path | str:
+    """Save everything that an Accelerator's run needs to go on; called on all ranks together.
+
+    Args:
+        session: Of the Accelerator.
+        output_dir: Local path or URL; with automatic names, not used.
+
+    Returns:
+        Where the checkpoint is, or will be: a ``Path``, or for a URL the text, which a ``Path`` would spoil.
+
+    Raises:
+        CheckpointError: This save failed, or one in the background before it.
+        ValueError: The automatic name is taken.
+    """
+    accelerator = session.accelerator
+    if session.config.is_async or session.tiers is not None:
+        _termination.protect()
+    session.saving = True
+    try:
+        agreed = _agree(session, target_of(accelerator, output_dir))
+        target = agreed.path
+        if _must_wait_for_window(session):
+            session.deferred.append(target if is_url(target) else os.path.abspath(target))
+        else:
+            _save_now(session, agreed)
+    finally:
+        session.saving = False
+    accelerator.project_configuration.iteration += 1
+    return target if is_url(target) else Path(target)
+
+
+def save_deferred(session: Session) -> None:
+    """Make the saves that were waiting for the end of an accumulation window, if it has ended.
+
+    Raises:
+        CheckpointError: One of them failed, or one in the background before it.
+    """
+    while session.deferred and not session.window_is_open:
+        target = session.deferred.pop(0)
+        _save_now(session, _agree(session, target))
+
+
+def _agree(session: Session, target: str) -> AgreedSave:
+    accelerator = session.accelerator
+
+    def refuse(path: str) -> str | None:
+        if not accelerator.project_configuration.automatic_checkpoint_naming:
+            return None
+        if not os.path.exists(path) and not session.checkpointer.is_taken(path):
+            return None
+        return (
+            f"Checkpoint directory {path} ({accelerator.save_iteration}) already exists. Please manually override "
+            "`self.save_iteration` with what iteration to start with."
+        )
+
+    # Without a step to compare, a rank that has missed a save would be mixed into the next one: all are waited for. So they are
+    # once if rank 0 has not everything, which decides what it writes.
+    step = session.step_of_all
+    is_spread = fsdp.is_used(accelerator) or session.config.slices_replicated
+    unknown = (is_spread and session.come_all is not True) or (session.come_all is None and not session.config.is_async)
+    agreed = session.outcomes.before_save(
+        target, refuse, step=step, waits=step is None or unknown, may_be_absent=not fsdp.is_used(accelerator)
+    )
+    if agreed.left_out:
+        _tell_of_absent(session, agreed.left_out)
+    elif (step is None or unknown) and session.world_size > 1:
+        session.come_all = True
+    if step != agreed.step:
+        error = RankFailedError(
+            f"rank {session.rank} saves step {step}, and rank 0 step {agreed.step}: that is no checkpoint",
+            path=agreed.path,
+            remedy="call save_state on all ranks, not under `if accelerator.is_main_process`; if the ranks are meant to take "
+            "different numbers of steps, make the Accelerator with even_batches=False",
+        )
+        _fail_everywhere(session, agreed, error)
+        raise error
+    return agreed
+
+
+def _tell_of_absent(session: Session, absent: Collection[int]) -> None:
+    session.come_all = False
+    session.tell_once(
+        "absent",
+        f"save_state was called on rank 0 and not on {names_of(absent)}: as with stock Accelerate, the checkpoint has the "
+        "models, optimizers and schedulers, and of rank 0 alone what each rank has for itself (random generators, data "
+        "position, registered objects), so a resume is not exact. Call save_state on all ranks, not under "
+        "`if accelerator.is_main_process`",
+    )
+
+
+def _must_wait_for_window(session: Session) -> bool:
+    if not session.window_is_open:
+        return False
+    policy = session.config.mid_accumulation
+    accelerator = session.accelerator
+    if policy == "error":
+        raise CheckpointError(
+            "save_state was called inside a window of gradient accumulation: there are gradients that no optimizer step has used",
+            remedy="save where accelerator.sync_gradients is true, or set mid_accumulation to 'grads' or 'defer'",
+        )
+    if policy == "grads" and fsdp.is_used(accelerator):
+        session.tell_once(
+            "fsdp-window",
+            "FSDP keeps the gradients of an open accumulation window to itself: the save is made when the window is complete. "
+            "Set mid_accumulation='defer' to say that this is what you want",
+        )
+        return True
+    return policy == "defer"
+
+
+def _save_now(session: Session, agreed: AgreedSave) -> None:
+    target = agreed.path
+    with contextlib.ExitStack() as undo:
+        weights, files = _weights(session), None
+        if session.accelerator._save_model_state_pre_hook:
+            # The hooks come first, because they decide what is to be saved.
+            weights, files = _after_hooks(session, agreed, weights, undo)
+        parts = _save_parts(session, agreed, weights, files)
+        undo.pop_all()  # the files are the save's now
+    session.remove_unwanted(target)
+    if not fsdp.is_used(session.accelerator) and fit_into(parts, SMALL_STATE_BYTES):
+        session.checkpointer.drain(timeout=_LONGEST_WAIT_FOR_SMALL_SECONDS)
+    if session.config.is_async:
+        wait_when_safetensors_open()
+        session.checkpointer.wait_when_touched(target)  # which stock would have left there, for the script to use
+
+
+def _save_parts(session: Session, agreed: AgreedSave, weights: list[Any], files: AddedFiles | None) -> list[Part]:
+    try:
+        parts = _parts_of(session, weights)
+        metadata = _metadata(session, agreed.path)
+    except Exception as error:
+        _fail_everywhere(session, agreed, error)
+        raise
+    if session.config.is_async:
+        session.outcomes.save_begun()
+    try:
+        session.checkpointer.save(
+            parts,
+            agreed.path,
+            metadata=metadata,
+            step=session.step_of_all,
+            write_files=files,
+            number=agreed.number,
+            absent=functools.partial(_absent, session, agreed) if session.world_size > 1 else None,
+            slice_replicated=False if agreed.left_out else None,
+        )
+    except SerializationError as error:
+        raise _named(error, session.accelerator) from error
+    return parts
+
+
+def _absent(session: Session, agreed: AgreedSave) -> Collection[int]:
+    absent = agreed.absent()
+    if absent and not (fsdp.is_used(session.accelerator) or session.config.slices_replicated):
+        _tell_of_absent(session, absent)
+    return absent
+
+
+def _fail_everywhere(session: Session, agreed: AgreedSave, error: Exception) -> None:
+    """Tell the other ranks, which would wait for this one's part, by a save that fails."""
+
+    def fail(_: str) -> None:
+        raise error
+
+    if session.world_size > 1:
+        session.checkpointer.save([], agreed.path, write_files=fail, number=agreed.number, absent=agreed.absent)
+
+
+def _weights(session: Session) -> list[Any]:
+    accelerator = session.accelerator
+    return [] if fsdp.is_used(accelerator) else [model.state_dict() for model in accelerator._models]
+
+
+def _after_hooks(
+    session: Session, agreed: AgreedSave, weights: list[Any], undo: contextlib.ExitStack
+) -> tuple[list[Any], AddedFiles]:
+    """Call the script's hooks; return the weights that they leave on rank 0, and the files that they write."""
+    accelerator = session.accelerator
+    before = list(weights)
+    files: AddedFiles | None = None
+    failure: Exception | None = None
+    try:
+        files = session.checkpointer.begin_files(agreed.path)
+        undo.callback(files.close)
+        for hook in accelerator._save_model_state_pre_hook.values():
+            hook(accelerator._models, weights, files.directory)
+    except Exception as error:  # noqa: BLE001 - raised below, when the other ranks know of it
+        failure = error
+    left = [next((index for index, item in enumerate(before) if item is weight), None) for weight in weights]
+    names, left = session.agreement.announce("save_state", [_files_below(files), left], failure)
+    if failure is not None:
+        if session.rank:
+            _fail_everywhere(session, agreed, failure)
+        raise failure
+    assert files is not None  # there is no failure
+    if session.rank:
+        # Every rank may write config.json; rank 0's is the one.
+        for name in set(names).intersection(_files_below(files)):
+            os.unlink(os.path.join(files.directory, name))
+    # Hooks usually take weights away on the main process alone; all ranks must save the same parts.
+    return weights if session.rank == 0 or None in left else [before[index] for index in left], files
+
+
+def _files_below(files: AddedFiles | None) -> list[str]:
+    if files is None:
+        return []
+    return [
+        os.path.relpath(os.path.join(folder, name), files.directory)
+        for folder, _, names in os.walk(files.directory)
+        for name in names
+    ]
+
+
+def _parts_of(session: Session, weights: list[Any]) -> list[Part]:
+    accelerator, local_sgd = session.accelerator, session.local_sgd
+    moments = Kind.PER_RANK if local_sgd.moments_differ else Kind.REPLICATED
+    if fsdp.is_used(accelerator):
+        parts = fsdp.parts(accelerator)
+    else:
+        parts = model_parts(weights, Kind.PER_RANK if local_sgd.weights_differ else Kind.REPLICATED)
+        parts += optimizer_parts(accelerator._optimizers, moments)
+    parts += scheduler_parts(accelerator._schedulers)
+    if accelerator.scaler is not None:
+        parts.append(Part("scaler", accelerator.scaler.state_dict(), moments))
+    parts += custom_parts(accelerator._custom_objects)
+    parts.append(Part(RANK, _rank_state(session), Kind.PER_RANK))
+    return parts
+
+
+def _metadata(session: Session, target: str) -> dict[str, Any]:
+    accelerator = session.accelerator
+    automatic = accelerator.project_configuration.automatic_checkpoint_naming
+    about = {
+        "version": 1,
+        "accelerate": accelerate.__version__,
+        "torch": str(torch.__version__),
+        "world_size": session.world_size,
+        "iteration": number_of(target) if automatic else accelerator.project_configuration.iteration,
+        "step": session.step,
+        "custom_objects": len(accelerator._custom_objects),
+        "local_sgd": session.local_sgd.capture(),
+    }
+    if session.retention is not None:
+        about |= session.retention.describe()
+        session.retention.record(target, session.step, about)
+    return {FORMAT: about}
+
+
+def _rank_state(session: Session) -> dict[str, Any]:
+    accelerator = session.accelerator
+    models = accelerator._models
+    state: dict[str, Any] = {
+        "data": session.data.capture(),
+        "gradients": None,
+        "buffers": [],
+        "takes_buffers": [model.require_forward_param_sync for model in session.distributed_models()],
+    }
+    if session.window_is_open:
+        state["gradients"] = [capture_gradients(model.named_parameters()) for model in models]
+    if session.world_size > 1 and not fsdp.is_used(accelerator):
+        state["buffers"] = [capture_buffers(model) for model in models]
+    return state
+
+
+def _named(error: SerializationError, accelerator: Any) -> SerializationError:
+    """Name the registered object that an error is about, which the script knows by its class."""
+    name, _, _ = (error.key or "").partition(".")
+    if not name.startswith("custom_"):
+        return error
+    index = int(name.removeprefix("custom_"))
+    kind = type(accelerator._custom_objects[index]).__name__
+    return SerializationError(
+        f"the state of the object {index} given to register_for_checkpointing ({kind}) cannot be saved: {error.message}",
+        path=error.path,
+        key=error.key,
+        remedy="let its state_dict return tensors, numbers, text, and lists and dictionaries of them: a checkpoint holds "
+        "nothing whose loading would run code",
+    )

@@ -1,0 +1,289 @@
+"""What checkpointing knows of one Accelerator: its options, its engine, where its data is, what is under way."""
+
+from __future__ import annotations
+
+import atexit
+import collections
+import contextlib
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.nn.parallel import DistributedDataParallel
+
+from accelerate_ckpt._data.loaders import LoaderPositions
+from accelerate_ckpt._private.data import unregister
+from accelerate_ckpt._state.agreement import Agreement
+from accelerate_ckpt._state.local_sgd import LocalSgdState
+from accelerate_ckpt._state.naming import automatic_root, by_number, numbered, unwanted
+from accelerate_ckpt._state.outcomes import OutcomeWatch
+from accelerate_ckpt._state.retention import Retention
+from accelerate_ckpt.config import CheckpointConfig
+from ckpt_core.directory import DirectoryCheckpointer
+from ckpt_core.events import EventLog
+from ckpt_core.ranks import RankGroup
+from ckpt_core.tiers import Tiers
+
+__all__ = ["Session", "close_sessions", "live_sessions", "open_session", "session_of"]
+
+log = logging.getLogger(__name__)
+
+_sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
+_serials = itertools.count()
+_group: list[RankGroup] = []  # one at most, for all Accelerators of the process: they have the same ranks
+
+
+class Session:
+    """The state of checkpointing for one Accelerator.
+
+    Args:
+        accelerator: The Accelerator; it is not kept alive.
+        config: The options.
+
+    Attributes:
+        tiers: Where checkpoints are committed and where uploaded to, if those are two places.
+        window_open: Whether gradients have been added up that no optimizer step has used.
+        come_all: Whether all ranks call ``save_state``, as far as saves until now have shown; None before the first.
+        saving: Whether the script is inside ``save_state``.
+        uneven: Whether ranks may have taken different numbers of steps.
+        retention: What keeps account of the checkpoints for a policy; None without a policy.
+        limit: Says, for the paths whose save is under way, what another framework's own rule would delete, None without one;
+            where it is not set, the rule is ``total_limit``.
+        protected: Paths of checkpoints that no policy deletes.
+    """
+
+    def __init__(self, accelerator: Any, config: CheckpointConfig) -> None:
+        self._accelerator = weakref.ref(accelerator)
+        self.config = config
+        self.local_sgd = LocalSgdState()
+        self.told: set[str] = set()
+        self.window_open = False
+        self.come_all: bool | None = None
+        self.saving = False
+        self.uneven = not accelerator.even_batches
+        self.deferred: list[str] = []
+        self._steps_before = 0
+        self._steps: collections.Counter[int] = collections.Counter()
+        self._backward_seen = False
+        self._wrapped: list[weakref.ref[Any]] = []
+        # Followed from here on; the session must not keep the Accelerator, and all its models, alive.
+        self.data = LoaderPositions(weakref.proxy(accelerator), warn=log.warning)
+        weakref.finalize(accelerator, _forget, self.data).atexit = False
+        ranks = _rank_group(accelerator, config.commit_timeout)
+        # Several Accelerators of one process share the store, each in a name space of its own.
+        store = None if ranks.store is None else PrefixStore(f"accelerator-{next(_serials)}", ranks.store)
+        self.tiers = Tiers.of(config.local_dir, config.upload_to, config.keep_local)
+        self.checkpointer = DirectoryCheckpointer(
+            ranks=ranks,
+            strategy="async" if config.is_async else "sync",
+            slice_replicated=config.slices_replicated,
+            max_pending=config.max_pending,
+            on_error=config.on_error,
+            commit_timeout=config.commit_timeout,
+            storage_options=config.storage_options,
+            tiers=self.tiers,
+            listeners=[EventLog(config.event_log)] if config.event_log is not None else [],
+        )
+        self.agreement = Agreement(ranks.rank, ranks.world_size, store, config.commit_timeout)
+        if store is not None:
+            atexit.register(self.agreement.part)  # for scripts that end without end_training
+        self.outcomes = OutcomeWatch(self.checkpointer, self.agreement, store)
+        self.retention = (
+            None if config.retention is None else Retention(config.retention, self.checkpointer, config.storage_options)
+        )
+        self.limit: Callable[[list[str]], list[str] | None] | None = None
+        self.protected: set[str] = set()
+        self.passed_over: set[str] = set()
+
+    @property
+    def accelerator(self) -> Any:
+        """The Accelerator."""
+        return self._accelerator()
+
+    @property
+    def rank(self) -> int:
+        """This process's rank."""
+        return self.agreement.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.agreement.world_size
+
+    def tell_once(self, topic: str, message: str) -> None:
+        """Log a warning about ``topic``, the first time, on rank 0."""
+        if topic not in self.told:
+            self.told.add(topic)
+            if self.rank == 0:
+                log.warning("%s", message)
+
+    def model_prepared(self, model: Any) -> None:
+        """Note what Accelerate has wrapped a model in; it keeps the model itself."""
+        wrappers = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        self._wrapped += [weakref.ref(wrapper) for wrapper in wrappers]
+
+    def distributed_models(self) -> list[DistributedDataParallel]:
+        """Return the models that DDP synchronises, in the order in which they were prepared.
+
+        Whether the next forward pass begins with rank 0's buffers depends on the last one, and is a flag of theirs:
+        it does not inside an accumulation window, nor in ``LocalSGD``.
+        """
+        return [model for wrapped in self._wrapped if (model := wrapped()) is not None]
+
+    def backward_done(self) -> None:
+        """Note that gradients were added up."""
+        self.window_open = self._backward_seen = True
+        self.data.uses.note()
+
+    @property
+    def window_is_open(self) -> bool:
+        """Whether a save now would be inside a window of gradient accumulation: gradients are there that no step has used."""
+        accelerator = self.accelerator
+        if self.window_open:
+            return True
+        # A script may call backward on the loss itself. With accumulate(), Accelerate knows where the window is; without it,
+        # nobody knows what gradients are for that are there.
+        if self._backward_seen and accelerator.sync_gradients:
+            return False
+        return any(parameter.grad is not None for model in accelerator._models for parameter in model.parameters())
+
+    @property
+    def step(self) -> int:
+        """How many steps the run has taken, also before it was resumed: those of the optimizer that has taken the most."""
+        return self._steps_before + max(self._steps.values(), default=0)
+
+    @step.setter
+    def step(self, steps: int) -> None:
+        self._steps_before = steps
+        self._steps.clear()
+
+    @property
+    def step_of_all(self) -> int | None:
+        """The step at which all ranks are that come to the same call; None if they may be at different ones."""
+        return None if self.uneven else self.step
+
+    def owns(self, optimizer: Any) -> bool:
+        """Whether the optimizer was prepared by this Accelerator."""
+        accelerator = self.accelerator
+        return accelerator is not None and any(item is optimizer for item in accelerator._optimizers)
+
+    def optimizer_stepped(self, optimizer: Any) -> None:
+        """Note that an optimizer used its gradients; raise a failure of a save in the background.
+
+        Raises:
+            CheckpointError: The failure, as the same class on every rank.
+        """
+        self.window_open = False
+        self._steps[id(optimizer)] += 1
+        if not self.local_sgd.active:  # its ranks exchange nothing until they average
+            self.outcomes.optimizer_stepped(optimizer)
+
+    def _beyond_total_limit(self, pending: list[str]) -> list[str] | None:
+        project = self.accelerator.project_configuration
+        if not project.automatic_checkpoint_naming or project.total_limit is None:
+            return None
+        root = self.checkpointer.known_as(automatic_root(self.accelerator))
+        committed = by_number(self.checkpointer.uploaded_in(root)) | numbered(root, self.config.storage_options)
+        committed = {number: path for number, path in committed.items() if not self.was_passed_over(path)}
+        return unwanted(committed, pending, project.total_limit)
+
+    def was_passed_over(self, path: str) -> bool:
+        """Whether a look-up has found the checkpoint damaged: it neither counts nor is deleted, so that somebody can look at it."""
+        return self.checkpointer.known_as(path) in self.passed_over
+
+    def note_passed_over(self, paths: Iterable[str]) -> None:
+        """Note what a look-up has found damaged."""
+        self.passed_over |= set(map(self.checkpointer.known_as, paths))
+
+    def remove_unwanted(self, target: str) -> None:
+        """Have the checkpoints deleted that neither the framework's own rule nor the policy wants, on rank 0.
+
+        Args:
+            target: The checkpoint whose save has just begun, or is done: the others go when it is durable.
+        """
+        if self.rank:
+            return
+        self.passed_over.discard(self.checkpointer.known_as(target))  # saved anew
+        pending = [*self.checkpointer.pending, target]
+        gone = (self.limit or self._beyond_total_limit)(pending)
+        if self.retention is not None:
+            given_up = self.retention.surplus(target, pending, self.protected, self.passed_over)
+            gone = (
+                given_up
+                if gone is None
+                else [path for path in given_up if path in set(map(self.checkpointer.known_as, gone))]
+            )
+        for path in gone or []:
+            if not self.was_passed_over(path):
+                self.checkpointer.remove(path)
+
+    def finish(self) -> None:
+        """Wait for the background and raise what was not raised yet; called on all ranks together.
+
+        Raises:
+            CheckpointError: The failure, as the same class on every rank.
+        """
+        try:
+            self.outcomes.after_training()
+        finally:
+            try:
+                self.checkpointer.close()
+            finally:
+                self.agreement.part()
+
+
+def open_session(accelerator: Any, config: CheckpointConfig) -> Session:
+    """Return the Accelerator's session, a new one if there is none or its options differ; called on all ranks together."""
+    session = _sessions.get(accelerator)
+    if session is None or session.config != config:
+        if session is not None:
+            session.finish()
+            session.data.release()
+        session = _sessions[accelerator] = Session(accelerator, config)
+    return session
+
+
+def session_of(accelerator: Any) -> Session | None:
+    """Return the Accelerator's session, None if it has none."""
+    return _sessions.get(accelerator)
+
+
+def live_sessions() -> list[Session]:
+    """Return the sessions of all Accelerators that are alive, the oldest first."""
+    return list(_sessions.values())
+
+
+def close_sessions() -> None:
+    """Forget about all Accelerators, which are finished, and about the connection between the ranks."""
+    for session in live_sessions():
+        atexit.unregister(session.agreement.part)
+        if session.accelerator is not None:
+            session.data.release()
+    _sessions.clear()
+    _group.clear()
+
+
+def _forget(data: LoaderPositions) -> None:
+    """Give the loaders of an Accelerator that is gone back as they were, so that they can go too."""
+    with contextlib.suppress(ReferenceError):  # it would put the Accelerator right as well
+        data.release()
+    unregister(data)
+
+
+def _rank_group(accelerator: Any, timeout: float) -> RankGroup:
+    if accelerator.num_processes == 1:
+        return RankGroup.alone()
+    if not _group:
+        rank, world_size = accelerator.process_index, accelerator.num_processes
+        _group.append(RankGroup.connect(rank, world_size, _broadcast, timeout_seconds=timeout))
+    return _group[0]
+
+
+def _broadcast(value: Any) -> Any:
+    values = [value]
+    broadcast_object_list(values)
+    return values[0]

@@ -1,0 +1,369 @@
+"""A shard's part in a snapshot: copy before processing anything from after the cut, take in everything from before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ckpt_async.consistent_cut.effects import COORDINATOR, DiscardCopy, Effect, PersistShard, Send
+from ckpt_async.consistent_cut.errors import StaleGenerationError
+from ckpt_async.consistent_cut.messages import (
+    Abort,
+    Begin,
+    Committed,
+    Hello,
+    Marker,
+    Message,
+    PersistFailed,
+    Position,
+    PullHeader,
+    PushHeader,
+    ShardAck,
+    Takeover,
+    Welcome,
+)
+from ckpt_async.consistent_cut.options import CutOptions
+from ckpt_async.consistent_cut.types import MessageTag, UpdateId, VectorClock
+
+__all__ = ["CutShard", "ShardState"]
+
+Piece = tuple[PushHeader, Any]
+
+
+class ShardState(Protocol):
+    """What a shard holds: parameters, optimizer, and whatever else an update or a pull changes."""
+
+    def apply(self, update: UpdateId, payload: Any) -> None:
+        """Apply one piece of an update. An exception leaves the shard unusable."""
+
+    def copy(self) -> ShardState:
+        """An independent copy as of now. Memory that is kept, or a copy on write, makes this short."""
+
+
+@dataclass
+class _Snapshot:
+    """A snapshot that is open at a shard."""
+
+    snapshot_id: int
+    opened_at: float
+    cut: dict[int, int] = field(default_factory=dict)
+    sent: dict[int, int] = field(default_factory=dict)
+    copy: ShardState | None = None
+    # Pieces of each stream in the copy, or recorded beside it.
+    pieces: dict[int, int] = field(default_factory=dict)
+    last: dict[int, int] = field(default_factory=dict)
+    recorded: list[Piece] = field(default_factory=list)
+    order: list[UpdateId] = field(default_factory=list)
+    folded: int = 0
+    held: int = 0
+
+
+class CutShard:
+    """Applies the updates that arrive at a shard, each once and in the order of its stream, and takes part in snapshots.
+
+    Args:
+        name: This shard's name, by which others address it.
+        state: What it holds.
+        positions: All streams of the run, and how many updates of each ``state`` contains.
+        generation: Number of this start of the whole run.
+        snapshot_id: Newest snapshot of earlier generations.
+        options: The same for all participants.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        state: ShardState,
+        positions: Mapping[int, int],
+        *,
+        generation: int = 0,
+        snapshot_id: int = 0,
+        options: CutOptions | None = None,
+    ) -> None:
+        self.name = name
+        self.state = state
+        self.duplicates = 0
+        self.version = 0
+        self._generation = generation
+        self._snapshot_id = snapshot_id
+        self._options = options or CutOptions()
+        # Pieces and last update of each stream that were taken in order; those that are held back are not applied yet.
+        self._taken = dict(positions)
+        self._last_taken = dict(positions)
+        self._applied = dict(positions)
+        self._last_applied = dict(positions)
+        self._incarnations = dict.fromkeys(positions, 0)
+        self._early: dict[int, dict[int, Piece]] = {stream: {} for stream in positions}
+        self._held: list[Piece] = []
+        self._snapshot: _Snapshot | None = None
+        self._acks: dict[int, ShardAck] = {}
+        self._order: list[UpdateId] = []
+
+    @property
+    def tag(self) -> MessageTag:
+        """What this shard's messages carry."""
+        return MessageTag(self._generation, self._snapshot_id)
+
+    @property
+    def open_snapshot(self) -> int | None:
+        """Id of the snapshot that is being taken."""
+        return self._snapshot.snapshot_id if self._snapshot else None
+
+    @property
+    def held(self) -> int:
+        """Number of pieces that alignment holds back."""
+        return len(self._held)
+
+    def hello(self) -> list[Effect]:
+        """Introduce the shard to the coordinator: at the start, and when the coordinator was restarted."""
+        return [Send(COORDINATOR, Hello(self.tag, self.name, "shard"))]
+
+    def on_push(self, header: PushHeader, payload: Any, now: float) -> list[Effect]:
+        """A piece of an update has arrived. Pieces may arrive in any order and more than once.
+
+        Args:
+            header: Came with it.
+            payload: Handed to ``state.apply``, now or later; it must stay as it is until then.
+            now: Seconds of a monotonic clock.
+
+        Raises:
+            StaleGenerationError: It was sent in another life of the run, or by an earlier life of the worker.
+        """
+        stream = header.update.stream
+        effects = self._admit(header.tag, (stream,), header.incarnation, now)
+        if header.piece <= self._taken[stream] or header.piece in self._early[stream]:
+            self.duplicates += 1
+            return effects
+        self._early[stream][header.piece] = (header, payload)
+        while (piece := self._early[stream].pop(self._taken[stream] + 1, None)) is not None:
+            self._taken[stream] += 1
+            self._last_taken[stream] = piece[0].update.seq
+            self._take(piece)
+        return [*effects, *self._complete()]
+
+    def on_pull(self, tag: MessageTag, now: float) -> tuple[PullHeader, list[Effect]]:
+        """Somebody asks for the parameters.
+
+        Args:
+            tag: The tag of whoever asks.
+            now: Seconds of a monotonic clock.
+
+        Returns:
+            The header for the reply, which must be sent with the parameters as they are at this moment.
+
+        Raises:
+            StaleGenerationError: It was asked in another life of the run.
+        """
+        effects = self._observe(tag, now)
+        header = PullHeader(self.tag, self.version, VectorClock(self._last_applied), VectorClock(self._applied))
+        return header, effects
+
+    def on_message(self, message: Message, now: float) -> list[Effect]:
+        """Something else has arrived, from the coordinator or a worker.
+
+        Args:
+            message: What has arrived.
+            now: Seconds of a monotonic clock.
+
+        Raises:
+            StaleGenerationError: It was sent in another life of the run, or by an earlier life of a worker.
+        """
+        match message:
+            case Begin():
+                return self._observe(message.tag, now)
+            case Abort() | Welcome():
+                self._check_generation(message.tag)
+                return self._give_up(message.tag.snapshot_id)
+            case Marker():
+                effects = self._admit(message.tag, message.cut, message.incarnation, now)
+                self._note_marker(message)
+                return [*effects, *self._complete()]
+            case Takeover():
+                effects = self._admit(message.tag, message.streams, message.incarnation, now)
+                return [*effects, self._position(message)]
+            case Committed():
+                self._check_generation(message.tag)
+                return []
+            case _:
+                raise TypeError(f"a {type(message).__name__} is not for a shard")
+
+    def tick(self, now: float) -> list[Effect]:
+        """Let time pass: an aligned snapshot that waits too long goes on as an unaligned one.
+
+        Args:
+            now: Seconds of a monotonic clock.
+        """
+        snapshot = self._snapshot
+        if snapshot is None or snapshot.copy is not None:
+            return []
+        if now - snapshot.opened_at < self._options.aligned_timeout:
+            return []
+        self._copy_state(snapshot)
+        self._release()
+        return self._complete()
+
+    def persisted(self, snapshot_id: int, report: str = "") -> list[Effect]:
+        """The bytes of :class:`PersistShard` are durable.
+
+        Args:
+            snapshot_id: Its ``snapshot_id``.
+            report: Passed on to the commit.
+        """
+        ack = self._acks.pop(snapshot_id, None)
+        if ack is None:
+            return []
+        return [Send(COORDINATOR, ShardAck(ack.tag, ack.sender, ack.cut, ack.pieces, report))]
+
+    def persist_failed(self, snapshot_id: int, reason: str) -> list[Effect]:
+        """The bytes of :class:`PersistShard` could not be written."""
+        self._acks.pop(snapshot_id, None)
+        return [Send(COORDINATOR, PersistFailed(MessageTag(self._generation, snapshot_id), self.name, reason))]
+
+    def _check_generation(self, tag: MessageTag) -> None:
+        self.tag.check_generation(tag)
+
+    def _admit(self, tag: MessageTag, streams: Iterable[int], incarnation: int, now: float) -> list[Effect]:
+        """Refuse a worker's message from an earlier life; take note of the snapshot it shows."""
+        self._check_generation(tag)
+        self._check_incarnation(streams, incarnation)
+        return self._observe(tag, now)
+
+    def _check_incarnation(self, streams: Iterable[int], incarnation: int) -> None:
+        """Refuse earlier lives of a worker; of a later one, expect nothing more from those before it."""
+        for stream in streams:
+            if incarnation < self._incarnations[stream]:
+                raise StaleGenerationError(
+                    f"a message about stream {stream} is from life {incarnation} of its worker, which was replaced by"
+                    f" life {self._incarnations[stream]}"
+                )
+        for stream in streams:
+            if incarnation > self._incarnations[stream]:
+                self._incarnations[stream] = incarnation
+                self._early[stream].clear()
+
+    def _observe(self, tag: MessageTag, now: float) -> list[Effect]:
+        """Open a snapshot at the first sign of it, before the message that shows it is processed."""
+        self._check_generation(tag)
+        if tag.snapshot_id <= self._snapshot_id:
+            return []
+        effects = self._give_up(tag.snapshot_id)
+        self._open(tag.snapshot_id, now)
+        return effects
+
+    def _open(self, snapshot_id: int, now: float) -> None:
+        self._snapshot = _Snapshot(snapshot_id, now)
+        if self._options.alignment == "unaligned":
+            self._copy_state(self._snapshot)
+
+    def _give_up(self, snapshot_id: int) -> list[Effect]:
+        """Snapshots up to this one are over; their late messages will not open them again."""
+        self._snapshot_id = max(self._snapshot_id, snapshot_id)
+        snapshot = self._snapshot
+        if snapshot is None or snapshot.snapshot_id > snapshot_id:
+            return []
+        self._snapshot = None
+        self._release()
+        return [DiscardCopy(snapshot.snapshot_id, snapshot.copy)] if snapshot.copy is not None else []
+
+    def _take(self, piece: Piece) -> None:
+        """Process the next piece of a stream."""
+        header, _ = piece
+        snapshot = self._snapshot
+        if snapshot is None:
+            self._apply(piece)
+        elif header.tag.snapshot_id < snapshot.snapshot_id:
+            self._apply(piece)
+            if snapshot.copy is not None:
+                self._add_to_copy(snapshot, piece)
+        elif snapshot.copy is None:
+            self._held.append(piece)
+            snapshot.held += 1
+        else:
+            self._apply(piece)
+
+    def _apply(self, piece: Piece) -> None:
+        header, payload = piece
+        self.state.apply(header.update, payload)
+        self._applied[header.update.stream] += 1
+        self._last_applied[header.update.stream] = header.update.seq
+        self.version += 1
+        if self._options.record_order:
+            self._order.append(header.update)
+
+    def _copy_state(self, snapshot: _Snapshot) -> None:
+        snapshot.copy = self.state.copy()
+        snapshot.pieces = dict(self._applied)
+        snapshot.last = dict(self._last_applied)
+        snapshot.order = self._order.copy()
+
+    def _add_to_copy(self, snapshot: _Snapshot, piece: Piece) -> None:
+        """A piece that was under way at the cut belongs to the snapshot."""
+        header, _ = piece
+        self._fold(snapshot, piece)
+        snapshot.pieces[header.update.stream] += 1
+        snapshot.last[header.update.stream] = header.update.seq
+        snapshot.folded += 1
+        if self._options.record_order:
+            snapshot.order.append(header.update)
+
+    def _fold(self, snapshot: _Snapshot, piece: Piece) -> None:
+        assert snapshot.copy is not None
+        if self._options.channel_state == "record":
+            snapshot.recorded.append(piece)
+        else:
+            snapshot.copy.apply(piece[0].update, piece[1])
+
+    def _release(self) -> None:
+        """Apply what alignment held back."""
+        held, self._held = self._held, []
+        for piece in held:
+            self._apply(piece)
+
+    def _note_marker(self, marker: Marker) -> None:
+        snapshot = self._snapshot
+        if snapshot is None or marker.tag.snapshot_id != snapshot.snapshot_id:
+            return  # of a snapshot that is over
+        snapshot.cut.update(marker.cut)
+        snapshot.sent.update(marker.pieces)
+
+    def _complete(self) -> list[Effect]:
+        """Hand the copy over when everything that belongs to the cut is in it."""
+        snapshot = self._snapshot
+        if snapshot is None or not self._is_complete(snapshot):
+            return []
+        if snapshot.copy is None:
+            self._copy_state(snapshot)
+        self._snapshot = None
+        self._release()
+        # What is in the copy, not what should be: the commit compares.
+        cut = VectorClock({stream: max(seq, snapshot.last[stream]) for stream, seq in snapshot.cut.items()})
+        tag = MessageTag(self._generation, snapshot.snapshot_id)
+        self._acks = {snapshot.snapshot_id: ShardAck(tag, self.name, cut, VectorClock(snapshot.pieces))}
+        return [
+            PersistShard(
+                snapshot_id=snapshot.snapshot_id,
+                cut=cut,
+                copy=snapshot.copy,
+                recorded=tuple(snapshot.recorded),
+                order=tuple(snapshot.order),
+                folded=snapshot.folded,
+                held=snapshot.held,
+            )
+        ]
+
+    def _is_complete(self, snapshot: _Snapshot) -> bool:
+        """Whether all streams are cut and all pieces up to the cut are in."""
+        if len(snapshot.cut) < len(self._applied):
+            return False
+        return snapshot.sent == (self._applied if snapshot.copy is None else snapshot.pieces)
+
+    def _position(self, takeover: Takeover) -> Send:
+        position = Position(
+            self.tag,
+            self.name,
+            takeover.incarnation,
+            VectorClock(self._last_taken).restricted_to(takeover.streams),
+            VectorClock(self._taken).restricted_to(takeover.streams),
+        )
+        return Send(takeover.sender, position)

@@ -1,0 +1,182 @@
+"""Words of asynchronous training: streams, updates, vector clocks, cuts.
+
+The data is divided into a fixed number of *streams*, each a sequence of batches numbered 1, 2, 3, ... A worker owns some
+streams; an *update* is what it computes from one batch. A *cut* says for each stream how many updates are in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from ckpt_async.consistent_cut.errors import InconsistentCutError, StaleGenerationError
+
+__all__ = ["ConsistentCut", "MessageTag", "UpdateId", "VectorClock", "deal_streams"]
+
+
+class UpdateId(NamedTuple):
+    """The update computed from batch ``seq`` (1, 2, ...) of a stream."""
+
+    stream: int
+    seq: int
+
+
+class MessageTag(NamedTuple):
+    """What every message carries.
+
+    Attributes:
+        generation: Counts the starts of the whole run; a message from another one is refused.
+        snapshot_id: The newest snapshot that the sender takes part in; the *colour* of the message.
+    """
+
+    generation: int
+    snapshot_id: int
+
+    def check_generation(self, other: MessageTag) -> None:
+        """Refuse what was sent in another generation than this one, the receiver's.
+
+        Raises:
+            StaleGenerationError: The generations differ.
+        """
+        if other.generation != self.generation:
+            raise StaleGenerationError(
+                f"a message of generation {other.generation} reached a process of generation {self.generation}",
+                receiver_is_stale=other.generation > self.generation,
+            )
+
+
+class VectorClock(Mapping[int, int]):
+    """An immutable count per stream.
+
+    Args:
+        counts: Count of each stream, as a mapping or as pairs.
+
+    Example:
+        >>> clock = VectorClock({0: 12, 3: 811})
+        >>> clock.includes(UpdateId(0, 12)), clock.includes(UpdateId(0, 13))
+        (True, False)
+        >>> clock.in_words()
+        'stream 0 resumes at batch 13, stream 3 resumes at batch 812'
+    """
+
+    __slots__ = ("_counts",)
+
+    def __init__(self, counts: Mapping[int, int] | Iterable[Sequence[int]] = ()) -> None:
+        pairs = counts.items() if isinstance(counts, Mapping) else counts
+        self._counts = dict(sorted((int(stream), int(count)) for stream, count in pairs))
+        for stream, count in self._counts.items():
+            if count < 0:
+                raise ValueError(f"stream {stream} has a negative count, {count}")
+
+    def __getitem__(self, stream: int) -> int:
+        return self._counts[stream]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._counts)
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._counts.items()))
+
+    def __repr__(self) -> str:
+        return f"VectorClock({self._counts})"
+
+    def includes(self, update: UpdateId) -> bool:
+        """Whether the update is one of those counted."""
+        return 1 <= update.seq <= self._counts.get(update.stream, 0)
+
+    def updates(self) -> Iterator[UpdateId]:
+        """All updates counted."""
+        return (UpdateId(stream, seq) for stream, count in self.items() for seq in range(1, count + 1))
+
+    def restricted_to(self, streams: Iterable[int]) -> VectorClock:
+        """The counts of some of the streams."""
+        return VectorClock({stream: self._counts[stream] for stream in streams})
+
+    def joined_with(self, other: Mapping[int, int]) -> VectorClock:
+        """The counts of both.
+
+        Raises:
+            InconsistentCutError: A stream is in both with different counts.
+        """
+        for stream, count in other.items():
+            if self._counts.get(stream, count) != count:
+                raise InconsistentCutError(
+                    f"stream {stream} is said to stand at {self._counts[stream]} and at {count}", key=f"stream {stream}"
+                )
+        return VectorClock({**self._counts, **other})
+
+    def differences(self, other: Mapping[int, int]) -> dict[int, tuple[int | None, int | None]]:
+        """Both counts of each stream in which the clocks differ; None where one lacks the stream."""
+        streams = sorted({*self, *other})
+        both = {stream: (self.get(stream), other.get(stream)) for stream in streams}
+        return {stream: counts for stream, counts in both.items() if counts[0] != counts[1]}
+
+    def in_words(self) -> str:
+        """Where each stream goes on after this cut is loaded, for logs."""
+        return ", ".join(f"stream {stream} resumes at batch {count + 1}" for stream, count in self.items())
+
+    def to_pairs(self) -> list[list[int]]:
+        """The clock as JSON has it; ``VectorClock(pairs)`` is the way back."""
+        return [[stream, count] for stream, count in self.items()]
+
+
+@dataclass(frozen=True)
+class ConsistentCut:
+    """What a checkpoint of asynchronous training says about itself in the manifest.
+
+    Args:
+        snapshot_id: Number of the snapshot; grows from one to the next.
+        generation: Life of the run in which it was taken.
+        vector: How many updates of each stream are in the saved state of *every* shard.
+        workers: Names of the workers whose state was saved; from a coordinator, in the order in which they said hello.
+        shards: Names of the shards whose state was saved, in the order in which they hold the parameters.
+    """
+
+    snapshot_id: int
+    generation: int
+    vector: VectorClock
+    workers: tuple[str, ...]
+    shards: tuple[str, ...]
+
+    def to_metadata(self) -> dict[str, Any]:
+        """The cut as plain JSON data."""
+        return {
+            "snapshot_id": self.snapshot_id,
+            "generation": self.generation,
+            "vector": self.vector.to_pairs(),
+            "workers": list(self.workers),
+            "shards": list(self.shards),
+        }
+
+    @classmethod
+    def from_metadata(cls, metadata: Mapping[str, Any]) -> ConsistentCut:
+        """The way back from :meth:`to_metadata`.
+
+        Raises:
+            InconsistentCutError: The data is not that of a cut.
+        """
+        try:
+            return cls(
+                snapshot_id=int(metadata["snapshot_id"]),
+                generation=int(metadata["generation"]),
+                vector=VectorClock(metadata["vector"]),
+                workers=tuple(map(str, metadata["workers"])),
+                shards=tuple(map(str, metadata["shards"])),
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise InconsistentCutError(f"the manifest does not describe a cut: {error!r}") from error
+
+
+def deal_streams(streams: Iterable[int], workers: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Give every stream to one worker, as evenly as possible: how a run goes on with another number of workers.
+
+    Example:
+        >>> deal_streams(range(5), ["w0", "w1"])
+        {'w0': (0, 2, 4), 'w1': (1, 3)}
+    """
+    ordered = sorted(streams)
+    return {worker: tuple(ordered[index :: len(workers)]) for index, worker in enumerate(workers)}

@@ -1,0 +1,108 @@
+"""A worker's place in the data, in a form that workers of another number can go on from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ckpt_async.consistent_cut import UpdateId, VectorClock, deal_streams
+from ckpt_core.errors import StateMismatchError
+
+__all__ = ["StreamCursor"]
+
+
+class StreamCursor:
+    """Which batch of which stream comes next for a worker.
+
+    Data is a fixed number of streams of batches numbered 1, 2, ...; what a batch is must depend on its stream and number
+    alone. Streams are dealt to the workers, and dealt anew where their number changes, so each batch is used once.
+
+    Args:
+        streams: Number of streams, the same for the whole training; at least as many as there will ever be workers.
+        worker: Number of this worker, from 0.
+        workers: Number of workers.
+        batches: Number of batches in each stream; None for streams without end.
+
+    Example:
+        >>> cursor = StreamCursor(4, worker=1, workers=2, batches=2)
+        >>> [tuple(update) for update in cursor.take(3)]
+        [(1, 1), (3, 1), (1, 2)]
+        >>> cursor.position.in_words()
+        'stream 1 resumes at batch 3, stream 3 resumes at batch 2'
+    """
+
+    def __init__(self, streams: int, *, worker: int = 0, workers: int = 1, batches: int | None = None) -> None:
+        if not 0 <= worker < workers <= streams:
+            raise ValueError(f"{streams} streams cannot be dealt to worker {worker} of {workers}: there must be enough")
+        self.streams = streams
+        self.worker = worker
+        self.workers = workers
+        self.batches = batches
+        self._everywhere = dict.fromkeys(range(streams), 0)
+
+    def _own(self, worker: int) -> dict[int, int]:
+        dealt = deal_streams(range(self.streams), [str(number) for number in range(self.workers)])
+        return {stream: self._everywhere[stream] for stream in dealt[str(worker)]}
+
+    @property
+    def position(self) -> VectorClock:
+        """How many batches of each of this worker's streams were used."""
+        return VectorClock(self._own(self.worker))
+
+    @property
+    def upcoming(self) -> UpdateId | None:
+        """The batch that comes next: of the stream that is least advanced; None when all were used."""
+        position = self.position
+        stream = min(position, key=lambda stream: (position[stream], stream))
+        if self.batches is not None and position[stream] >= self.batches:
+            return None
+        return UpdateId(stream, position[stream] + 1)
+
+    def take(self, count: int | None = None) -> Iterator[UpdateId]:
+        """The next batches; each counts as used when the one after it is asked for.
+
+        Args:
+            count: How many at most; all that are left by default.
+        """
+        for _ in itertools.count() if count is None else range(count):
+            update = self.upcoming
+            if update is None:
+                return
+            yield update
+            self._everywhere[update.stream] = update.seq
+
+    def windows(self, steps: int) -> int:
+        """How many windows of so many steps it takes until *every* worker has used all of its batches.
+
+        Meaningful where all workers are at the end of a window: at the start, and after :meth:`load_state_dicts`.
+
+        Args:
+            steps: Batches of a worker in a window.
+        """
+        if self.batches is None:
+            raise ValueError("streams without end have no last window: give the cursor batches=")
+        left = [sum(self.batches - count for count in self._own(worker).values()) for worker in range(self.workers)]
+        return -(-max(left) // steps)
+
+    def state_dict(self) -> dict[str, Any]:
+        """This worker's place, as plain data."""
+        return {"streams": self.streams, "position": self.position.to_pairs()}
+
+    def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Go on from what all workers, of this or another number, had used.
+
+        Args:
+            states: The :meth:`state_dict` of each.
+
+        Raises:
+            StateMismatchError: They are not of the same streams, or not of all of them.
+        """
+        pairs = [pair for state in states for pair in state["position"]]
+        if any(state["streams"] != self.streams for state in states) or len(pairs) != self.streams:
+            raise StateMismatchError(
+                f"what was used of {len(pairs)} streams is known, and there are {self.streams}",
+                key="position",
+                remedy="give the cursor the number of streams with which the training began, and the states of all workers",
+            )
+        self._everywhere = dict(VectorClock(pairs))

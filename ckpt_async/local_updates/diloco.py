@@ -1,0 +1,189 @@
+"""DiLoCo: workers train alone for some steps, and an outer optimizer steps shared parameters with what they found."""
+
+from __future__ import annotations
+
+import abc
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ckpt_async.local_updates.worker_state import WorkerState
+from ckpt_core.errors import StateMismatchError
+from ckpt_core.state.kinds import Kind, Part
+
+__all__ = ["DiLoCo", "DiLoCoState", "OuterLoop"]
+
+logger = logging.getLogger(__name__)
+
+
+class OuterLoop(abc.ABC):
+    """What a checkpoint needs to know of an implementation of DiLoCo; asked at an outer boundary only."""
+
+    @abc.abstractmethod
+    def global_parameters(self) -> dict[str, torch.Tensor]:
+        """The parameters that all workers share, by name."""
+
+    @abc.abstractmethod
+    def outer_state(self) -> dict[str, Any]:
+        """What else is the same for all workers: outer optimizers, counts."""
+
+    @abc.abstractmethod
+    def own_parameters(self) -> dict[str, torch.Tensor]:
+        """Parameters of this worker that are not the shared ones now; none unless fragments are synchronised apart."""
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """This worker's buffers (statistics of BatchNorm), by name; none if the implementation does not know them."""
+        return {}
+
+    @abc.abstractmethod
+    def load(self, parameters: Mapping[str, torch.Tensor], outer: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        """Undo the three above, and put into the model what belongs there."""
+
+
+class DiLoCo(OuterLoop):
+    """A plain DiLoCo: :meth:`sync` after each window of inner steps.
+
+    The algorithm is that of Douillard et al. (2023): each worker's way from the shared parameters, averaged, is the gradient of
+    the outer optimizer. All workers must call :meth:`sync` the same number of times; a worker without data calls it, too.
+
+    Args:
+        model: This worker's; the same on all workers at the start.
+        outer: Steps ``model.parameters()``; the paper's is ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
+        group: The workers; all processes by default.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 1)
+        >>> loop = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True))
+        >>> inner = torch.optim.AdamW(model.parameters())
+        >>> for window in range(2):
+        ...     for step in range(10):
+        ...         inner.zero_grad()
+        ...         model(torch.ones(4, 2)).pow(2).mean().backward()
+        ...         inner.step()
+        ...     loop.sync()
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, outer: torch.optim.Optimizer, *, group: dist.ProcessGroup | None = None
+    ) -> None:
+        self._model = model
+        self._parameters = dict(model.named_parameters())
+        self._outer = outer
+        self._group = group
+        self._shared = {name: parameter.detach().clone() for name, parameter in self._parameters.items()}
+        self._gradients: dict[str, torch.Tensor | None] = {}
+
+    @torch.no_grad()
+    def sync(self) -> None:
+        """End a window: step the shared parameters, and begin the next window from them."""
+        is_alone = not dist.is_initialized()
+        workers = 1 if is_alone else dist.get_world_size(self._group)
+        for name, parameter in self._parameters.items():
+            gradient = (self._shared[name] - parameter) / workers
+            if not is_alone:
+                dist.all_reduce(gradient, group=self._group)
+            parameter.copy_(self._shared[name])
+            self._gradients[name], parameter.grad = parameter.grad, gradient
+        self._outer.step()
+        for name, parameter in self._parameters.items():
+            # those of the inner steps are the inner optimizer's business
+            parameter.grad = self._gradients.pop(name)
+            self._shared[name].copy_(parameter)
+
+    def global_parameters(self) -> dict[str, torch.Tensor]:
+        return dict(self._shared)
+
+    def outer_state(self) -> dict[str, Any]:
+        return {"optimizer": self._outer.state_dict()}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        saved = self._model.state_dict(keep_vars=True)
+        return {name: buffer for name, buffer in self._model.named_buffers(remove_duplicate=False) if name in saved}
+
+    def own_parameters(self) -> dict[str, torch.Tensor]:
+        parameters = {name: parameter.detach() for name, parameter in self._parameters.items()}
+        return {name: value for name, value in parameters.items() if not torch.equal(value, self._shared[name])}
+
+    @torch.no_grad()
+    def load(self, parameters: Mapping[str, torch.Tensor], outer: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+        for name, parameter in self._parameters.items():
+            self._shared[name].copy_(parameters[name])
+            parameter.copy_(own.get(name, parameters[name]))
+        self._outer.load_state_dict(outer["optimizer"])
+
+
+class DiLoCoState:
+    """The state of a DiLoCo training, as parts of a directory checkpoint.
+
+    Saved at an outer boundary, where the shared parameters are all that there is of the model, so that another number of
+    workers can go on from it. Each worker calls :meth:`parts` and :meth:`load`.
+
+    Args:
+        loop: :class:`DiLoCo`, or torchft's in a :class:`~ckpt_async.local_updates.TorchftLoop`.
+        own: What this worker has of its own: its inner optimizer, its place in the data.
+        buffers: Returns the model's buffers, of which each worker has its own; ``lambda: dict(model.named_buffers())``. None:
+            those of the state dict of the model that :class:`DiLoCo` was given; torchft's does not know it.
+
+    Example::
+
+        state = DiLoCoState(loop, WorkerState(cursor, inner=inner))
+        with checkpointer.load(path) as opened:
+            state.load(opened)
+        for window in range(cursor.windows(20)):
+            for update in cursor.take(20):
+                train(model, inner, update)
+            loop.sync()
+            checkpointer.save(state.parts(), path)
+    """
+
+    def __init__(
+        self, loop: OuterLoop, own: WorkerState, *, buffers: Callable[[], Mapping[str, torch.Tensor]] | None = None
+    ) -> None:
+        self._loop = loop
+        self._own = own
+        self._buffers = buffers or loop.buffers
+
+    def parts(self) -> list[Part]:
+        """All of it, now: ``model`` and ``outer``, which are the same for all workers, and ``worker``."""
+        buffers = dict(self._buffers())
+        worker = {"state": self._own.state_dict(), "parameters": self._loop.own_parameters(), "buffers": buffers}
+        return [
+            Part("model", self._loop.global_parameters(), Kind.REPLICATED),
+            Part("outer", self._loop.outer_state(), Kind.REPLICATED),
+            Part("worker", worker, Kind.PER_RANK),
+        ]
+
+    def load(self, opened: Any) -> None:
+        """Go on from a checkpoint of this or another number of workers.
+
+        The shared parameters and the outer optimizer come back bit for bit, and no batch is lost or used again. As many
+        workers as saved it get back what was their own, bit for bit; for others see
+        :meth:`~ckpt_async.local_updates.WorkerState.load_state_dicts`.
+
+        Args:
+            opened: What :meth:`ckpt_core.DirectoryCheckpointer.load` returns.
+
+        Raises:
+            StateMismatchError: It was not saved at the outer boundary of all parameters, by another number of workers; or it
+                is of another model.
+        """
+        cursor = self._own.cursor
+        workers = [opened.load("worker", rank=rank) for rank in range(opened.world_size)]
+        if opened.world_size != cursor.workers and any(worker["parameters"] for worker in workers):
+            raise StateMismatchError(
+                f"each of {opened.world_size} workers had parameters of its own, and there are {cursor.workers} workers now",
+                key="worker.parameters",
+                remedy=f"resume with {opened.world_size} workers, or save right after sync(), with one fragment",
+            )
+        mine = workers[cursor.worker % opened.world_size]
+        self._loop.load(opened.load("model"), opened.load("outer"), mine["parameters"])
+        with torch.no_grad():
+            for name, buffer in self._buffers().items():
+                if name in mine["buffers"]:
+                    buffer.copy_(mine["buffers"][name])
+                else:
+                    logger.warning("%s has nothing of the buffer %s, which stays as it is", opened.path, name)
+        self._own.load_state_dicts([worker["state"] for worker in workers])

@@ -1,0 +1,259 @@
+"""A gate for Hogwild: workers change one shared model without locks, and stand still between two steps while it is saved.
+
+Each worker has a few numbers in a shared file: how many steps it has begun and how many it has finished. Who saves writes the
+number of the snapshot there; each worker that sees it, before its next step, hands over what only it knows and waits. A step
+costs no system call. Who is alive is told by locks of the kernel's, which end with the process that holds them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import io
+import logging
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from ckpt_async.local_updates.errors import GateTimeoutError, WorkerLostError
+from ckpt_core.errors import CheckpointError
+
+__all__ = ["GatedWorker", "StepGate"]
+
+logger = logging.getLogger(__name__)
+
+_POLL = 0.0005  # seconds between two looks
+_MEMORY = "/dev/shm"  # where there is one, the gate needs no disk
+_WORD = 8
+_ASKED, _OPENED = 0, 1  # newest snapshot asked for, and over
+_HEAD, _EACH = 2, 3
+_BEGUN, _DONE, _STATUS = 0, 1, 2
+_ABSENT, _RUNNING, _FINISHED = 0, 1, 2
+_SAVER = 0  # byte that who saves has locked; the bytes after it are the workers'
+
+
+class StepGate:
+    """Lets all workers finish the step they are in, and holds the next one back until the snapshot is taken.
+
+    Made once, in the process that starts the workers, and given to them as an argument, by ``fork`` or ``spawn``. The processes
+    must be on one machine, with one gate each.
+
+    Args:
+        workers: Number of workers.
+
+    Example:
+        In a worker::
+
+            with gate.worker(number, own.state_dict) as worker:
+                for update in cursor.take():
+                    with worker.step():
+                        train(model, update)
+
+        Who saves, in any process that has the shared model::
+
+            with gate.closed() as workers:
+                parts = [Part("model", model.state_dict(), Kind.REPLICATED), Part("workers", workers, Kind.REPLICATED)]
+                checkpointer.save(parts, path)
+    """
+
+    def __init__(self, workers: int) -> None:
+        if workers < 1:
+            raise ValueError(f"workers={workers} must be at least 1")
+        self.workers = workers
+        self._directory = Path(tempfile.mkdtemp(prefix="ckpt-gate-", dir=_MEMORY if os.path.isdir(_MEMORY) else None))
+        (self._directory / "gate").write_bytes(bytes(_WORD * (_HEAD + _EACH * workers)))
+        self._shared: _Shared | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_shared": None}
+
+    def _open(self) -> _Shared:
+        if self._shared is None or self._shared.process != os.getpid():
+            self._shared = _Shared(self._directory / "gate")
+        return self._shared
+
+    def worker(self, number: int, capture: Callable[[], Mapping[str, Any]]) -> GatedWorker:
+        """Enter as a worker; a context manager.
+
+        Args:
+            number: Which one, from 0.
+            capture: Returns what only this worker knows, as plain data and tensors; see
+                :class:`~ckpt_async.local_updates.WorkerState`. Called between two steps, so what draws random numbers
+                for an update belongs into its step.
+        """
+        if not 0 <= number < self.workers:
+            raise ValueError(f"there is no worker {number} of {self.workers}")
+        return GatedWorker(self._open(), self._directory, number, capture)
+
+    @contextlib.contextmanager
+    def closed(self, timeout: float = 60.0) -> Iterator[list[dict[str, Any]]]:
+        """Hold all workers between two steps, for as long as it takes to copy the shared model.
+
+        Args:
+            timeout: Seconds to wait for all of them.
+
+        Returns:
+            What each worker has captured, in their order.
+
+        Raises:
+            WorkerLostError: One was killed. The others go on; but start all of them again from the newest checkpoint.
+            GateTimeoutError: Some have not come, because they are in a step, frozen, or not started. All go on.
+        """
+        shared, deadline = self._open(), time.monotonic() + timeout
+        while not shared.lock(_SAVER):
+            if time.monotonic() > deadline:
+                raise GateTimeoutError(f"another process has kept the gate closed for {timeout} s")
+            time.sleep(_POLL)
+        snapshot = shared[_ASKED] + 1
+        shared[_ASKED] = snapshot
+        try:
+            yield [self._await(shared, number, snapshot, deadline) for number in range(self.workers)]
+        finally:
+            shared[_OPENED] = snapshot
+            shared.unlock(_SAVER)
+            for file in self._directory.glob("*.[0-9]*"):
+                file.unlink()
+
+    def _await(self, shared: _Shared, number: int, snapshot: int, deadline: float) -> dict[str, Any]:
+        answers = (self._directory / f"{number}.{snapshot}", self._directory / f"{number}.end")
+        place = _HEAD + _EACH * number
+        while True:
+            is_gone = shared[place + _STATUS] == _RUNNING and not shared.is_locked(1 + number)
+            is_late = time.monotonic() > deadline
+            for answer in answers:
+                if answer.exists():
+                    found: dict[str, Any] = torch.load(io.BytesIO(answer.read_bytes()), weights_only=True)
+                    return found
+            is_torn = shared[place + _BEGUN] != shared[place + _DONE]
+            if is_gone:
+                where = f"in the middle of its step {shared[place + _BEGUN]}" if is_torn else "between two steps"
+                raise WorkerLostError(
+                    f"worker {number} ended {where}, and with it its place in the data and its random state"
+                    + (": the shared model may hold a part of that step" if is_torn else ""),
+                    remedy="start all workers again from the newest checkpoint",
+                )
+            if is_late:
+                where = f"is in its step {shared[place + _BEGUN]}" if is_torn else "is not at a step"
+                raise GateTimeoutError(
+                    f"worker {number} has not come to the gate: it {where}", remedy="give closed() a longer timeout="
+                )
+            time.sleep(_POLL)
+
+    def close(self) -> None:
+        """Remove the gate's files; when no worker needs it any more."""
+        shutil.rmtree(self._directory)
+
+    def __enter__(self) -> StepGate:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class GatedWorker:
+    """A worker's side of a :class:`StepGate`."""
+
+    def __init__(self, shared: _Shared, directory: Path, number: int, capture: Callable[[], Mapping[str, Any]]) -> None:
+        self._shared = shared
+        self._directory = directory
+        self._number = number
+        self._capture = capture
+        self._place = _HEAD + _EACH * number
+        self._answered = self._abandoned = 0
+
+    def __enter__(self) -> GatedWorker:
+        if not self._shared.lock(1 + self._number) or self._shared[self._place + _STATUS] != _ABSENT:
+            raise CheckpointError(
+                f"there is or was another worker {self._number} at this gate",
+                remedy="make a new gate for each start of the workers",
+            )
+        self._shared[self._place + _STATUS] = _RUNNING
+        return self
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around everything that changes the shared model; waits here while it is saved.
+
+        Raises:
+            CheckpointError: The step before was left with an exception, so that the shared model may hold a part of it.
+        """
+        shared, place = self._shared, self._place
+        if shared[_ASKED] != shared[_OPENED] and shared[_ASKED] != self._abandoned:
+            self._wait()
+        if shared[place + _BEGUN] != shared[place + _DONE]:
+            raise CheckpointError(
+                f"worker {self._number} has not finished its step {shared[place + _BEGUN]}",
+                remedy="start all workers again from the newest checkpoint",
+            )
+        shared[place + _BEGUN] += 1
+        yield
+        shared[place + _DONE] += 1
+
+    def _wait(self) -> None:
+        shared = self._shared
+        while (snapshot := shared[_ASKED]) != shared[_OPENED]:
+            if snapshot != self._answered:
+                self._answer(str(snapshot))
+                self._answered = snapshot
+            if not shared.is_locked(_SAVER) and shared[_ASKED] == snapshot != shared[_OPENED]:
+                logger.warning("who was saving is gone: worker %d goes on", self._number)
+                self._abandoned = snapshot
+                return
+            time.sleep(_POLL)
+
+    def _answer(self, name: str) -> None:
+        temporary = self._directory / f"{self._number}.part"
+        torch.save(dict(self._capture()), temporary)
+        temporary.replace(self._directory / f"{self._number}.{name}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        place = self._place
+        if kind is None and self._shared[place + _BEGUN] == self._shared[place + _DONE]:
+            self._answer("end")
+            self._shared[place + _STATUS] = _FINISHED
+        self._shared.unlock(1 + self._number)
+
+
+class _Shared:
+    """The numbers in the shared file, and the locks of its bytes, which are a process's and not inherited by its children."""
+
+    def __init__(self, path: Path) -> None:
+        self.process = os.getpid()
+        self._file = path.open("r+b", buffering=0)
+        self._words = memoryview(mmap.mmap(self._file.fileno(), 0)).cast("q")
+
+    def __getitem__(self, index: int) -> int:
+        return self._words[index]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        self._words[index] = value
+
+    def lock(self, byte: int) -> bool:
+        return self._try_lock(byte, fcntl.LOCK_EX)
+
+    def unlock(self, byte: int) -> None:
+        fcntl.lockf(self._file, fcntl.LOCK_UN, 1, byte)
+
+    def is_locked(self, byte: int) -> bool:
+        """Whether another process has locked it."""
+        if not self._try_lock(byte, fcntl.LOCK_SH):
+            return True
+        self.unlock(byte)
+        return False
+
+    def _try_lock(self, byte: int, kind: int) -> bool:
+        try:
+            fcntl.lockf(self._file, kind | fcntl.LOCK_NB, 1, byte)
+        except (BlockingIOError, PermissionError):  # POSIX allows either
+            return False
+        return True

@@ -1,0 +1,394 @@
+"""The coordinator: who takes part, when a snapshot begins, and what becomes a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import TimeoutError
+from typing import Any
+
+from ckpt_async.consistent_cut import (
+    CommitCut,
+    ConsistentCut,
+    CutOptions,
+    Effect,
+    InconsistentCutError,
+    MessageTag,
+    ReserveSnapshot,
+    RollbackNeeded,
+    Send,
+    SnapshotAborted,
+    SnapshotCoordinator,
+    StaleGenerationError,
+    decode_message,
+    encode_message,
+)
+from ckpt_async.parameter_server.frames import Frame
+from ckpt_async.parameter_server.participant import ALIVE, Training, Watch
+from ckpt_async.parameter_server.store import CutStore
+from ckpt_async.parameter_server.transport import Peer, PeerLostError, Transport
+from ckpt_core.errors import CheckpointError
+from ckpt_core.events import Listener, SaveCommitted, SaveFailed, SaveStarted, notify
+
+__all__ = ["TrainingCoordinator"]
+
+logger = logging.getLogger(__name__)
+
+_TICK = 0.005  # seconds
+_GOODBYE = 5.0  # seconds to wait for the answer of somebody who is told to stop
+
+
+@dataclasses.dataclass(frozen=True)
+class _Member:
+    instance: str
+    incarnation: int
+
+
+class TrainingCoordinator:
+    """Starts an asynchronous training from the newest checkpoint that verifies, and takes snapshots of it.
+
+    One for each training, in a process of its own or on a thread beside another participant. If it is lost, everything has
+    to be started again; so has it if a shard is lost, or a worker where ``options.on_worker_failure`` is ``"rollback"``.
+
+    Args:
+        transport: Its name must be :data:`ckpt_async.consistent_cut.COORDINATOR`.
+        root: Where the checkpoints are: a directory that all machines share, or a URL.
+        streams: Number of streams of data: fixed for the life of the training, and at least as many as there are ever workers.
+        shards: Names of the shards. Another number than the checkpoint was saved with is allowed.
+        workers: Names of the workers; likewise.
+        every: Seconds between two snapshots.
+        keep: How many checkpoints are kept.
+        options: About the snapshots.
+        generation: Number of this start of the training, larger than any before. None claims one below ``root``, which must
+            be on a filesystem then.
+        storage_options: For fsspec.
+        listeners: Told what is saved (:mod:`ckpt_core.events`).
+
+    Attributes:
+        store: Where the checkpoints are.
+        checkpoint: Path of the checkpoint the training goes on from; None at the beginning.
+        resumed: The cut it is of.
+
+    Raises:
+        CheckpointCorruptedError: There are checkpoints, and none verifies. None is deleted.
+
+    Example:
+        The coordinator of two shards and three workers::
+
+            transport = SocketTransport("coordinator", "10.0.0.1:7000")
+            shards = ["shard-0", "shard-1"]
+            workers = ["worker-0", "worker-1", "worker-2"]
+            TrainingCoordinator(transport, "/shared/run", streams=6, shards=shards, workers=workers, every=300).run()
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        root: str | os.PathLike[str],
+        *,
+        streams: int,
+        shards: Sequence[str],
+        workers: Sequence[str],
+        every: float = 300.0,
+        keep: int = 3,
+        options: CutOptions | None = None,
+        generation: int | None = None,
+        storage_options: dict[str, Any] | None = None,
+        listeners: Sequence[Listener] = (),
+    ) -> None:
+        if not 1 <= len(workers) <= streams:
+            raise ValueError(f"{len(workers)} workers cannot share {streams} streams: each needs one at least")
+        if not shards or len({*shards, *workers}) != len(shards) + len(workers):
+            raise ValueError("there must be a shard, and all names must differ")
+        if not every > 0 or keep < 1:
+            raise ValueError(f"every={every} must be a positive number of seconds, and keep={keep} at least 1")
+        self.store = CutStore(root, storage_options=storage_options)
+        self._transport = transport
+        self._streams = streams
+        self._shards = dict.fromkeys(shards, "")
+        self._workers = tuple(workers)
+        self._every = every
+        self._keep = keep
+        self._options = options or CutOptions()
+        self._listeners = listeners
+        self._lock = threading.RLock()
+        self._members: dict[str, _Member] = {}
+        self._done: set[str] = set()
+        self._gone: set[str] = set()
+        self._final: int | None = None
+        self._began: dict[int, float] = {}
+        self._due = time.monotonic() + every
+        self._failure: CheckpointError | None = None
+        self._finished = False
+        self._threads: list[threading.Thread] = []
+        self._watch = Watch(transport)
+        self._ready = threading.Event()
+        self.checkpoint: str | None = None
+        self.resumed: ConsistentCut | None = None
+        # Before the checkpoint is read, which takes its time: others get signs of life meanwhile.
+        transport.start(self._receive, self._lost)
+        try:
+            self._generation = self.store.claim_generation() if generation is None else generation
+            self._resume()
+            self.store.clean()
+        except BaseException:
+            self._finished = True
+            self._ready.set()
+            transport.close()
+            raise
+        self._cuts = SnapshotCoordinator(
+            range(streams),
+            shards,
+            generation=self._generation,
+            last_snapshot_id=self._last_id,
+            options=self._options,
+        )
+        self._ready.set()
+
+    @property
+    def _last_id(self) -> int:
+        return 0 if self.resumed is None else self.resumed.snapshot_id
+
+    def _resume(self) -> None:
+        newest = self.store.newest()
+        if newest is None:
+            logger.info("generation %d begins: there is no checkpoint in %s", self._generation, self.store.root)
+            return
+        with newest:
+            self.checkpoint, self.resumed = newest.path, newest.cut
+        if len(self.resumed.vector) != self._streams:
+            raise InconsistentCutError(
+                f"the checkpoint is of {len(self.resumed.vector)} streams, and the training has {self._streams}",
+                path=self.checkpoint,
+                remedy="the number of streams is fixed: resume with the same, and any number of workers up to it",
+            )
+        logger.info(
+            "generation %d goes on from %s: %s", self._generation, self.checkpoint, self.resumed.vector.in_words()
+        )
+
+    # ---- life ----------------------------------------------------------------------------------------------------------
+
+    def run(self) -> ConsistentCut:
+        """Coordinate until all workers have finished and the last snapshot is a checkpoint.
+
+        Returns:
+            The cut of that checkpoint.
+
+        Raises:
+            CheckpointError: Somebody is lost; start everything again.
+        """
+        try:
+            while not self._finished and self._failure is None:
+                with self._lock:
+                    self._perform(self._cuts.tick(time.monotonic()))
+                    self._trigger_if_due()
+                    here = [name for name in self._shards if name in self._members.keys() - self._gone]
+                self._watch.look(here)
+                time.sleep(_TICK)
+        finally:
+            self._end()
+        if self._failure is not None:
+            raise self._failure
+        assert self._cuts.last_committed is not None
+        return self._cuts.last_committed
+
+    def request_checkpoint(self) -> None:
+        """Take a snapshot as soon as one can begin; may be called on any thread."""
+        self._due = time.monotonic()
+
+    def _trigger_if_due(self) -> None:
+        all_done = self._done.issuperset(self._workers)
+        now = time.monotonic()
+        if self._cuts.obstacle is not None or (now < self._due and not (all_done and self._final is None)):
+            return
+        self._due = now + self._every
+        effects = self._cuts.trigger(now)
+        if all_done:
+            self._final = self._cuts.open_snapshot
+        self._perform(effects)
+
+    def _end(self) -> None:
+        with self._lock:
+            reason = None if self._failure is None else self._failure.message
+            if not self._finished and reason is None:
+                reason = "the coordinator was interrupted"
+            self._finished = True
+        # Workers first: one that is told of the end does not mind that the shards are gone.
+        for names in (self._workers, self._shards):
+            self._tell_to_exit([name for name in names if name in self._members.keys() - self._gone], reason)
+        for thread in self._threads:
+            thread.join()
+        self._transport.close()
+
+    def _tell_to_exit(self, names: Sequence[str], reason: str | None) -> None:
+        question = Frame({"kind": "exit", "reason": reason})
+        answers = [(name, self._transport.request(name, question)) for name in names]
+        deadline = time.monotonic() + _GOODBYE
+        for name, answer in answers:
+            try:
+                answer.result(max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                logger.warning("%s does not answer when it is told to stop", name)
+            except PeerLostError as error:
+                logger.debug("%s is gone already: %s", name, error)
+
+    def _fail(self, reason: str) -> None:
+        if self._failure is None and not self._finished:
+            self._failure = CheckpointError(reason, remedy="start the whole training again from the newest checkpoint")
+
+    # ---- messages ------------------------------------------------------------------------------------------------------
+
+    def _receive(self, peer: Peer, frame: Frame) -> Frame | None:
+        content = frame.content
+        if content["kind"] == ALIVE.content["kind"]:
+            return ALIVE
+        self._ready.wait()
+        with self._lock:
+            if self._finished:
+                return None
+            try:
+                if content["kind"] == "join":
+                    return self._admit(peer, content)
+                if content["kind"] == "done":
+                    MessageTag(self._generation, 0).check_generation(MessageTag(*content["tag"]))
+                    if self._is_current(peer):
+                        self._done.add(peer.name)
+                elif content["kind"] == "failed":
+                    self._member_failed(peer, content["reason"])
+                else:
+                    self._perform(self._cuts.on_message(decode_message(content)))
+            except StaleGenerationError as error:
+                logger.warning("the coordinator: %s", error.message)
+                if error.receiver_is_stale:
+                    self._fail(error.message)
+            except InconsistentCutError as error:
+                logger.warning("the coordinator does not take what %s says: %s", peer.name, error.message)
+        return None
+
+    def _member_failed(self, peer: Peer, reason: str) -> None:
+        logger.warning("%s has failed: %s", peer.name, reason)
+        is_needed = peer.name in self._shards or self._options.on_worker_failure == "rollback"
+        if self._is_current(peer) and is_needed:
+            self._fail(reason if reason.startswith(peer.name) else f"{peer.name} has failed: {reason}")
+
+    def _is_current(self, peer: Peer) -> bool:
+        return peer.name in self._members and peer.instance in {"", self._members[peer.name].instance}
+
+    def _admit(self, peer: Peer, content: dict[str, Any]) -> Frame:
+        name, role = peer.name, content["role"]
+        if name not in (self._shards if role == "shard" else self._workers):
+            return Frame({"kind": "refused", "reason": f"there is no {role} of that name in this training"})
+        if role == "worker" and not all(self._shards.values()):
+            return Frame({"kind": "wait"})
+        known = self._members.get(name)
+        if known is None or known.instance != peer.instance:
+            if known is not None and (role == "shard" or self._options.on_worker_failure == "rollback"):
+                return Frame({"kind": "refused", "reason": f"{name} was here before: restart the whole training"})
+            self._replace(name, peer.instance, known)
+        self._transport.connect(name, content["address"])
+        if role == "shard":
+            self._shards[name] = content["address"]
+        training = Training(
+            generation=self._generation,
+            snapshot_id=self._last_id,
+            incarnation=self._members[name].incarnation,
+            streams=self._streams,
+            shards=self._shards,
+            workers=self._workers,
+            root=self.store.root,
+            checkpoint=self.checkpoint,
+            options=self._options,
+        )
+        return Frame({"kind": "welcome", "training": training.to_content()})
+
+    def _replace(self, name: str, instance: str, known: _Member | None) -> None:
+        if known is not None:
+            logger.info("%s takes the place of one that was lost", name)
+            self._done.discard(name)
+            self._perform(self._cuts.member_lost(name, known.incarnation))
+        self._gone.discard(name)
+        self._members[name] = _Member(instance, 0 if known is None else known.incarnation + 1)
+
+    def _lost(self, peer: Peer) -> None:
+        with self._lock:
+            if self._finished or peer.name in self._gone or not self._is_current(peer):
+                return
+            logger.warning("%s was lost", peer.name)
+            self._gone.add(peer.name)
+            self._perform(self._cuts.member_lost(peer.name, self._members[peer.name].incarnation))
+            if peer.name in self._shards:
+                self._fail(f"{peer.name} was lost")
+
+    # ---- effects -------------------------------------------------------------------------------------------------------
+
+    def _perform(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Send():
+                    self._transport.send(effect.to, Frame(encode_message(effect.message)))
+                case ReserveSnapshot():
+                    try:
+                        self._reserve(effect.snapshot_id)
+                    except CheckpointError as error:  # nobody knows of the snapshot yet, and the training continues
+                        self._perform(self._cuts.abort(f"its directory could not be made: {error.message}"))
+                        return
+                case CommitCut():
+                    self._later(functools.partial(self._commit, effect))
+                case SnapshotAborted():
+                    self._aborted(effect)
+                case RollbackNeeded():
+                    self._fail(effect.reason)
+                case _:
+                    raise TypeError(f"a {type(effect).__name__} is not for a coordinator")
+
+    def _later(self, action: Callable[[], None]) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]
+        thread = threading.Thread(target=action, name="ckpt-cut-commit")
+        self._threads.append(thread)
+        thread.start()
+
+    def _reserve(self, snapshot_id: int) -> None:
+        self._began[snapshot_id] = time.monotonic()
+        notify(self._listeners, SaveStarted(path=self.store.path(self._generation, snapshot_id)))
+        self.store.reserve(self._generation, snapshot_id)
+
+    def _aborted(self, effect: SnapshotAborted) -> None:
+        logger.warning("%s", effect.error.message)
+        if self._final == effect.snapshot_id:
+            self._final = None
+        path = self.store.path(self._generation, effect.snapshot_id)
+        notify(self._listeners, SaveFailed(path=path, error=effect.error.message))
+        self._began.pop(effect.snapshot_id, None)
+        self._later(functools.partial(self._discard, effect.snapshot_id))
+
+    def _discard(self, snapshot_id: int) -> None:
+        try:
+            self.store.discard(self._generation, snapshot_id)
+        except CheckpointError as error:
+            logger.warning("could not delete snapshot %d, which was given up: %s", snapshot_id, error.message)
+
+    def _commit(self, effect: CommitCut) -> None:
+        cut = dataclasses.replace(effect.cut, workers=self._workers)
+        reports = [effect.shard_reports[name] for name in cut.shards]
+        reports += [effect.worker_reports[name] for name in cut.workers]
+        try:
+            path, size = self.store.commit(cut, reports)
+        except Exception as error:  # noqa: BLE001 - the snapshot is given up, and the training goes on
+            with self._lock:
+                self._perform(self._cuts.commit_failed(cut.snapshot_id, f"{type(error).__name__}: {error}"))
+            return
+        logger.info("%s is committed: %s", path, cut.vector.in_words())
+        with self._lock:
+            seconds = time.monotonic() - self._began.pop(cut.snapshot_id)
+            notify(self._listeners, SaveCommitted(path=path, bytes=size, background_seconds=seconds))
+            self._perform(self._cuts.committed(cut.snapshot_id))
+            self._finished = self._finished or cut.snapshot_id == self._final
+        try:
+            self.store.prune(self._keep)
+        except CheckpointError as error:
+            logger.warning("could not delete old checkpoints: %s", error.message)

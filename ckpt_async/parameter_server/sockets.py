@@ -1,0 +1,368 @@
+"""Sockets between participants: who may connect, where to, and how the bytes of a frame get through."""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import ipaddress
+import logging
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ckpt_async.parameter_server.secret import NONCE_BYTES, PROOF_BYTES, Secret, find_secret
+from ckpt_core.errors import CheckpointError
+
+__all__ = ["BEAT", "Listener", "NotAcceptedError", "dial", "receive", "shut", "split_address", "transmit"]
+
+logger = logging.getLogger(__name__)
+
+BEAT = bytes(8)  # the length of a frame that is none: a sign of life
+
+_HELLO = b"ckpt-ps1"
+_LISTENER, _CALLER = b"listener", b"caller"
+_REFUSED = bytes(PROOF_BYTES)
+_GREETING_BYTES = len(_HELLO) + NONCE_BYTES
+_ANSWER_BYTES = len(_HELLO) + NONCE_BYTES + PROOF_BYTES
+_MOST_STRANGERS = 64
+_PATIENCE = 5.0  # seconds that somebody has to show that it knows the secret
+_PAUSE = 0.1  # seconds after a connection could not be taken
+_LENGTH = struct.Struct("<Q")
+_LONGEST_FRAME = 2**40  # bytes
+_PIECE = 2**20  # bytes
+_TICK_SECONDS = 1
+# A machine that is gone is noticed on an idle connection after 90 seconds. A frozen process answers these.
+_KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
+
+
+class NotAcceptedError(CheckpointError):
+    """The other side has another secret, or is something else."""
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """Host and port of ``host:port`` or ``[host]:port``.
+
+    Raises:
+        ValueError: It is not of that form.
+    """
+    host, _, port = address.rpartition(":")
+    if not port.isdigit() or int(port) > 65535 or (":" in host and not host.startswith("[")):
+        raise ValueError(f"{address!r} is no address: it must be host:port, or [host]:port for IPv6")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+@dataclass
+class _Stranger:
+    where: object
+    deadline: float
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+    said: bytes = b""
+
+
+class Listener:
+    """Listens, and hands over the connections of those who know the secret.
+
+    All others together cost one thread, a few kilobytes and at most 64 descriptors, and are dropped after 5 seconds.
+
+    Args:
+        listen: ``host:port``; port 0 takes a free one.
+        advertise: Host, or ``host:port``, by which others reach it. None: that of ``listen``.
+        secret: See :func:`~ckpt_async.parameter_server.secret.find_secret`.
+
+    Attributes:
+        address: Where others reach it.
+        secret: The one in use.
+        rejected: How many connections were dropped because they did not show that they know it.
+
+    Raises:
+        ValueError: An address is not one, or nobody could reach it.
+    """
+
+    def __init__(self, listen: str, advertise: str | None, secret: str | os.PathLike[str] | None) -> None:
+        host, port = split_address(listen)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, port), family=family)
+        try:
+            bound, port = self._socket.getsockname()[:2]
+            place = ipaddress.ip_address(bound.partition("%")[0])
+            if advertise is None and place.is_unspecified:
+                raise ValueError(f"listening at {listen}, it has no address for others: pass advertise='host'")
+            self.address = _with_port(advertise or host, port)
+            self.secret = find_secret(secret, address=self.address, is_loopback=place.is_loopback)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._socket.setblocking(False)
+        self._waker, self._wakes = socket.socketpair()
+        self._closed = threading.Event()
+        self._strangers: dict[socket.socket, _Stranger] = {}
+        self._selector: selectors.BaseSelector | None = None
+        self._has_complained = False
+        self.rejected = 0
+
+    def run(self, welcome: Callable[[socket.socket], None]) -> None:
+        """Take connections until :meth:`close`.
+
+        Args:
+            welcome: Given each connection whose other side knows the secret; must not wait.
+        """
+        with selectors.DefaultSelector() as self._selector:
+            self._selector.register(self._socket, selectors.EVENT_READ)
+            self._selector.register(self._wakes, selectors.EVENT_READ)
+            while not self._closed.is_set():
+                try:
+                    self._look(welcome)
+                except Exception:  # nothing that a stranger does may end the thread
+                    logger.exception("a connection to %s could not be taken", self.address)
+                    self._closed.wait(_PAUSE)
+            for connection in list(self._strangers):
+                self._forget(connection)
+                connection.close()
+        self._socket.close()
+        self._wakes.close()
+
+    def close(self) -> None:
+        """Stop listening; :meth:`run` returns, and lets go of everything."""
+        self._closed.set()
+        self._waker.close()  # which wakes the thread that waits
+
+    def _look(self, welcome: Callable[[socket.socket], None]) -> None:
+        assert self._selector is not None
+        first = next(iter(self._strangers.values()), None)
+        wait = None if first is None else max(0.0, first.deadline - time.monotonic())
+        for key, _ in self._selector.select(wait):
+            if key.fileobj is self._socket:
+                self._accept()
+            elif key.fileobj in self._strangers and isinstance(key.fileobj, socket.socket):
+                self._hear(key.fileobj, welcome)
+        now = time.monotonic()
+        for connection, stranger in list(self._strangers.items()):
+            if stranger.deadline <= now:
+                self._reject(connection)
+
+    def _accept(self) -> None:
+        try:
+            connection, where = self._socket.accept()
+        except (BlockingIOError, InterruptedError):
+            return
+        except OSError as error:
+            if self._closed.is_set():
+                return
+            if not self._has_complained:
+                logger.warning("%s cannot take connections for now, and goes on trying: %s", self.address, error)
+            self._has_complained = True
+            if self._strangers:  # whose descriptor may be the one that is missing
+                self._reject(next(iter(self._strangers)))
+            self._closed.wait(_PAUSE)
+            return
+        self._has_complained = False
+        stranger = self._strangers[connection] = _Stranger(where, time.monotonic() + _PATIENCE)
+        try:
+            connection.setblocking(False)
+            connection.send(_HELLO + stranger.nonce)
+            assert self._selector is not None
+            self._selector.register(connection, selectors.EVENT_READ)
+        except OSError:
+            self._reject(connection)
+        if len(self._strangers) > _MOST_STRANGERS:
+            self._reject(next(iter(self._strangers)))
+
+    def _hear(self, connection: socket.socket, welcome: Callable[[socket.socket], None]) -> None:
+        stranger = self._strangers[connection]
+        try:
+            said = connection.recv(_ANSWER_BYTES - len(stranger.said))
+        except BlockingIOError:
+            return
+        except OSError:
+            said = b""
+        stranger.said += said
+        if not said or not stranger.said.startswith(_HELLO[: len(stranger.said)]):
+            self._reject(connection)
+        elif len(stranger.said) == _ANSWER_BYTES:
+            nonce, proof = stranger.said[len(_HELLO) : -PROOF_BYTES], stranger.said[-PROOF_BYTES:]
+            if not hmac.compare_digest(proof, self.secret.proof(_CALLER, stranger.nonce, nonce)):
+                self._reject(connection, _REFUSED)
+                return
+            self._forget(connection)
+            try:
+                connection.send(self.secret.proof(_LISTENER, stranger.nonce, nonce))
+                connection.setblocking(True)
+                _tune(connection)
+                welcome(connection)
+            except BaseException:
+                connection.close()
+                raise
+
+    def _reject(self, connection: socket.socket, word: bytes = b"") -> None:
+        stranger = self._strangers[connection]
+        self.rejected += 1
+        self._forget(connection)
+        with contextlib.suppress(OSError):
+            connection.send(word)
+        connection.close()
+        if self.rejected & (self.rejected - 1) == 0:  # each power of two, so that nobody can fill the log
+            logger.warning(
+                "%d connections to %s have not shown that they know the secret; the last one came from %s",
+                self.rejected,
+                self.address,
+                stranger.where,
+            )
+
+    def _forget(self, connection: socket.socket) -> None:
+        del self._strangers[connection]
+        with contextlib.suppress(KeyError):
+            assert self._selector is not None
+            self._selector.unregister(connection)
+
+
+def dial(address: str, secret: Secret, timeout: float, is_over: threading.Event) -> socket.socket:
+    """Connect to a participant, which may not listen yet, and show each other that both know the secret.
+
+    Args:
+        address: Where it listens.
+        secret: Shared with it.
+        timeout: Seconds to go on trying.
+        is_over: Ends the trying.
+
+    Raises:
+        OSError: Nobody has answered there.
+        NotAcceptedError: Somebody has, who has another secret.
+    """
+    deadline = time.monotonic() + timeout
+    while True:
+        remaining = max(0.1, deadline - time.monotonic())
+        try:
+            connection = socket.create_connection(split_address(address), timeout=remaining)
+            try:
+                connection.settimeout(min(remaining, 2 * _PATIENCE))
+                _introduce(connection, address, secret)
+                connection.settimeout(None)
+                _tune(connection)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _TICK_SECONDS, 0))
+            except BaseException:
+                connection.close()
+                raise
+        except OSError:  # also a name that is not known yet, and somebody who is about to end
+            if time.monotonic() > deadline or is_over.wait(0.02):
+                raise
+        else:
+            return connection
+
+
+def _introduce(connection: socket.socket, address: str, secret: Secret) -> None:
+    greeting = receive_exactly(connection, _GREETING_BYTES)
+    if greeting is None:
+        raise ConnectionError("it has closed the connection")
+    if not greeting.startswith(_HELLO):
+        raise NotAcceptedError(f"what listens at {address} is no participant, or one of another version of ckpt_core")
+    listener, caller = bytes(greeting[len(_HELLO) :]), secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(_HELLO + caller + secret.proof(_CALLER, listener, caller))
+    proof = receive_exactly(connection, PROOF_BYTES)
+    if proof is None:
+        raise ConnectionError("it has closed the connection")
+    if not hmac.compare_digest(proof, secret.proof(_LISTENER, listener, caller)):
+        raise NotAcceptedError(
+            f"what listens at {address} has another secret than that {secret.origin}",
+            remedy="give all processes of the training the same secret=, CKPT_SECRET or CKPT_SECRET_FILE",
+        )
+
+
+def _tune(connection: socket.socket) -> None:
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEPALIVE.items():
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _with_port(host: str, port: int) -> str:
+    """``host:port`` of a host that may have a port already."""
+    try:
+        split_address(host)
+    except ValueError:
+        return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    return host
+
+
+def transmit(connection: socket.socket, data: bytearray, progressed: Callable[[], None] = lambda: None) -> None:
+    """Send the bytes of a frame.
+
+    Args:
+        connection: Where to.
+        data: The frame.
+        progressed: Called when some of it has left.
+    """
+    connection.sendall(_LENGTH.pack(len(data)))
+    view = memoryview(data)
+    while view:
+        view = view[connection.send(view[:_PIECE]) :]
+        progressed()
+
+
+def receive(
+    connection: socket.socket,
+    begun: Callable[[], None] = lambda: None,
+    heard: Callable[[], None] = lambda: None,
+    silent: Callable[[float], None] = lambda seconds: None,
+) -> bytearray | None:
+    """The next frame's bytes; None at the end of the stream.
+
+    Memory is allocated as the bytes come, and not as their announced number says.
+
+    Args:
+        connection: From where.
+        begun: Called when a frame has begun to arrive.
+        heard: Called when bytes have arrived.
+        silent: Called with a number of seconds when there were none for so long, where the socket has a limit.
+
+    Raises:
+        ValueError: The frame is longer than any.
+    """
+    while True:
+        head = receive_exactly(connection, _LENGTH.size, heard, silent)
+        if head is None:
+            return None
+        (length,) = _LENGTH.unpack(head)
+        if length > _LONGEST_FRAME:
+            raise ValueError(f"a frame of {length} bytes")
+        if length:
+            begun()
+            return receive_exactly(connection, length, heard, silent)
+
+
+def receive_exactly(
+    connection: socket.socket,
+    length: int,
+    heard: Callable[[], None] = lambda: None,
+    silent: Callable[[float], None] = lambda seconds: None,
+) -> bytearray | None:
+    """So many bytes; None if the stream ends before. The arguments are those of :func:`receive`."""
+    data = bytearray(min(length, _PIECE))
+    done = 0
+    while done < length:
+        if done == len(data):
+            data += bytes(min(length - done, done))
+        with memoryview(data) as view:
+            try:
+                count = connection.recv_into(view[done:])
+            except BlockingIOError:
+                silent(_TICK_SECONDS)
+                continue
+        if count == 0:
+            return None
+        heard()
+        done += count
+    return data
+
+
+def shut(connection: socket.socket) -> None:
+    """Close a connection, and wake the threads that wait for it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()

@@ -1,0 +1,396 @@
+"""How frames get from one process to another: over sockets, or over anything that implements :class:`Transport`."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import queue
+import socket
+import threading
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import NamedTuple, Protocol
+
+from ckpt_async.parameter_server.frames import Frame, decode_frame, encode_frame
+from ckpt_async.parameter_server.sockets import BEAT, Listener, dial, receive, shut, split_address, transmit
+from ckpt_core.errors import CheckpointError
+
+__all__ = ["Handler", "Peer", "PeerLostError", "SocketTransport", "Transport"]
+
+logger = logging.getLogger(__name__)
+
+_BEAT_SECONDS = 2.0
+_LINGER = 10.0  # seconds without progress after which what is still to be sent at the end is given up
+
+
+class PeerLostError(CheckpointError):
+    """Another process does not answer any more."""
+
+
+class Peer(NamedTuple):
+    """Who has sent something.
+
+    Attributes:
+        name: The participant.
+        instance: Which process of that name.
+    """
+
+    name: str
+    instance: str
+
+
+Handler = Callable[[Peer, Frame], "Frame | None"]
+
+
+class Transport(Protocol):
+    """What participants need of a network. Frames may be reordered, duplicated and delayed.
+
+    What is lost must be told by ``on_lost``.
+
+    Attributes:
+        name: This participant's name.
+        address: Where others reach it; goes with its name to :meth:`connect` of others.
+    """
+
+    name: str
+    address: str
+
+    def start(self, handler: Handler, on_lost: Callable[[Peer], None]) -> None:
+        """Begin to receive.
+
+        Args:
+            handler: Called, on any thread, with each frame that arrives; returns the answer if one was asked for.
+            on_lost: Called when a process that has spoken to this one is gone.
+        """
+
+    def connect(self, name: str, address: str) -> None:
+        """Say where a participant is reached; again when it has moved."""
+
+    def send(self, to: str, frame: Frame) -> None:
+        """Send without waiting; what cannot be delivered is dropped."""
+
+    def request(self, to: str, frame: Frame) -> Future[Frame]:
+        """Send, and give the answer; :class:`PeerLostError` if there will be none."""
+
+    def close(self) -> None:
+        """Stop, after what was given to :meth:`send` has left."""
+
+
+class SocketTransport:
+    """Frames over TCP: each is its length, 8 bytes little-endian, and a safetensors text. No pickle.
+
+    Both sides of a connection must know one secret. Nothing is encrypted: use it where nobody can read or change what others
+    send.
+
+    Args:
+        name: This participant's name.
+        listen: ``host:port`` to listen at, ``[host]:port`` for IPv6; port 0 takes a free one.
+        advertise: Host, or ``host:port``, that others connect to, where it is not that of ``listen``: as with ``0.0.0.0``.
+        secret: What all processes of the training share, of at least 16 characters, or as a :class:`~pathlib.Path` the file it
+            is in. None: the environment variable ``CKPT_SECRET``, or the file that ``CKPT_SECRET_FILE`` names; without them a
+            file of this user's (mode 600), which is enough where all processes are on one machine and listen at its loopback
+            interface.
+        connect_timeout: Seconds to wait for a participant that does not listen yet.
+        silence_timeout: Seconds after which who gives no sign of life while it owes an answer is taken for lost. A process that
+            works on a long answer does give signs; one that was stopped, or whose machine is gone, does not.
+
+    Attributes:
+        address: Where others reach it.
+
+    Raises:
+        CheckpointError: Other machines can connect, and there is no secret.
+        ValueError: An address is not one, or nobody could reach it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        listen: str = "127.0.0.1:0",
+        *,
+        advertise: str | None = None,
+        secret: str | os.PathLike[str] | None = None,
+        connect_timeout: float = 60.0,
+        silence_timeout: float = 60.0,
+    ) -> None:
+        if silence_timeout < 3 * _BEAT_SECONDS:
+            raise ValueError(f"silence_timeout={silence_timeout} must be at least {3 * _BEAT_SECONDS} seconds")
+        self.name = name
+        self._instance = uuid.uuid4().hex
+        self._connect_timeout = connect_timeout
+        self._silence_timeout = silence_timeout
+        self._listener = Listener(listen, advertise, secret)
+        self.address = self._listener.address
+        self._handler: Handler = _refuse
+        self._on_lost: Callable[[Peer], None] = _ignore
+        self._addresses: dict[str, str] = {}
+        self._outbound: dict[str, _Outbound] = {}
+        self._inbound: set[_Inbound] = set()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+        self._has_started = False
+        self._closed = threading.Event()
+
+    def start(self, handler: Handler, on_lost: Callable[[Peer], None]) -> None:
+        self._handler, self._on_lost = handler, on_lost
+        self._has_started = True
+        self._run(self._listener.run, "ckpt-accept", self._welcome)
+        self._run(self._beat, "ckpt-beat")
+
+    def connect(self, name: str, address: str) -> None:
+        split_address(address)
+        with self._lock:
+            if self._addresses.get(name) == address:
+                return
+            self._addresses[name] = address
+            outdated = self._outbound.pop(name, None)
+        if outdated is not None:
+            outdated.drop()
+
+    def send(self, to: str, frame: Frame) -> None:
+        with contextlib.suppress(PeerLostError):
+            self._to(to).put(self._encode(frame, None))
+
+    def request(self, to: str, frame: Frame) -> Future[Frame]:
+        outbound = self._to(to)
+        number, future = outbound.expect()
+        try:
+            outbound.put(self._encode(frame, number))
+        except PeerLostError as error:
+            if not future.done():
+                future.set_exception(error)
+        return future
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed.is_set():
+                return
+            self._closed.set()
+            outbound = list(self._outbound.values())
+        for connection in outbound:
+            connection.finish()
+        self._listener.close()
+        if not self._has_started:
+            self._listener.run(shut)  # which lets go at once
+        with self._lock:
+            inbound = list(self._inbound)
+        for incoming in inbound:
+            shut(incoming.socket)
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                thread.join()
+
+    def _run(self, target: Callable[..., None], name: str, *arguments: object) -> threading.Thread:
+        thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
+        thread.start()
+        self._threads = [*(known for known in self._threads if known.is_alive()), thread]
+        return thread
+
+    def _encode(self, frame: Frame, number: int | None) -> bytearray:
+        envelope = {"from": self.name, "instance": self._instance, "number": number, "body": frame.content}
+        return encode_frame(Frame(envelope, frame.tensors))
+
+    def _to(self, name: str) -> _Outbound:
+        with self._lock:
+            found = self._outbound.get(name)
+            if found is not None and not found.lost:
+                return found
+            address = self._addresses.get(name)
+            if address is None or self._closed.is_set():
+                raise PeerLostError(f"{self.name} knows no address of {name}")
+            made = _Outbound(name, address, self)
+            try:
+                self._run(made.write, "ckpt-send")
+            except RuntimeError as error:
+                raise PeerLostError(f"{name} at {address} cannot be reached: {error}") from error
+            self._outbound[name] = made
+            return made
+
+    def tell_lost(self, peer: Peer) -> None:
+        """Say that a process is gone; unless this one is."""
+        if not self._closed.is_set():
+            try:
+                self._on_lost(peer)
+            except Exception:  # the thread is a connection's
+                logger.exception("%s failed on the loss of %s", self.name, peer.name)
+
+    # ---- connections of others ------------------------------------------------------------------------------------------
+
+    def _welcome(self, connection: socket.socket) -> None:
+        inbound = _Inbound(connection)
+        with self._lock:
+            if self._closed.is_set():
+                shut(connection)
+                return
+            self._inbound.add(inbound)
+            try:
+                self._run(self._serve, "ckpt-receive", inbound)
+            except RuntimeError:  # no more threads can be started
+                self._inbound.discard(inbound)
+                raise
+
+    def _serve(self, incoming: _Inbound) -> None:
+        peer: Peer | None = None
+        try:
+            while (data := receive(incoming.socket, incoming.begun)) is not None:
+                frame = decode_frame(data)
+                peer = Peer(str(frame.content["from"]), str(frame.content["instance"]))
+                answer = self._handler(peer, Frame(frame.content["body"], frame.tensors))
+                number = frame.content["number"]
+                with incoming.lock:
+                    incoming.is_busy = False
+                    if number is not None:
+                        transmit(incoming.socket, self._encode(answer or Frame({}), number))
+        except OSError as error:
+            if not self._closed.is_set():
+                logger.debug("the connection from %s broke: %s", peer, error)
+        except Exception as error:  # noqa: BLE001 - whatever a frame leads to ends its connection and nothing else
+            logger.warning("closed the connection from %s: %s: %s", peer, type(error).__name__, error)
+        finally:
+            with self._lock:
+                self._inbound.discard(incoming)
+            incoming.socket.close()
+        if peer is not None:
+            self.tell_lost(peer)
+
+    def _beat(self) -> None:
+        """Give signs of life to those who wait for an answer."""
+        while not self._closed.wait(_BEAT_SECONDS):
+            with self._lock:
+                busy = [incoming for incoming in self._inbound if incoming.is_busy]
+            for incoming in busy:
+                incoming.beat()
+
+
+class _Inbound:
+    """A connection that another process has made."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+        self.lock = threading.Lock()  # held to send
+        self.is_busy = False
+
+    def begun(self) -> None:
+        self.is_busy = True
+
+    def beat(self) -> None:
+        if not self.lock.acquire(blocking=False):
+            return  # the answer itself is a sign of life
+        try:
+            if self.is_busy and self.socket.send(BEAT, socket.MSG_DONTWAIT) != len(BEAT):
+                shut(self.socket)
+        except OSError:
+            pass  # its buffer is full, so it does not read; or it is gone, which the thread that reads notices
+        finally:
+            self.lock.release()
+
+
+class _Outbound:
+    """A connection to one participant: a queue of frames to write, and the answers that come back."""
+
+    def __init__(self, name: str, address: str, transport: SocketTransport) -> None:
+        self.name = name
+        self.lost = False
+        self._address = address
+        self._transport = transport
+        self._queue: queue.SimpleQueue[bytearray | None] = queue.SimpleQueue()
+        self._numbers = itertools.count()
+        self._expected: dict[int, Future[Frame]] = {}
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+        self._reader: threading.Thread | None = None
+        self._dropped = threading.Event()
+        self._silent_seconds = 0.0
+
+    def expect(self) -> tuple[int, Future[Frame]]:
+        future: Future[Frame] = Future()
+        number = next(self._numbers)
+        with self._lock:
+            self._expected[number] = future
+        return number, future
+
+    def put(self, data: bytearray) -> None:
+        if self.lost:
+            raise PeerLostError(f"{self.name} at {self._address} is gone")
+        self._queue.put(data)
+
+    def write(self) -> None:
+        """Write frames as they come; runs on a thread of its own."""
+        transport = self._transport
+        try:
+            self._socket = connection = dial(
+                self._address, transport._listener.secret, transport._connect_timeout, self._dropped
+            )
+            self._reader = threading.Thread(target=self._read, args=(connection,), name="ckpt-answers", daemon=True)
+            self._reader.start()
+            while (data := self._queue.get()) is not None:
+                transmit(connection, data, self._heard)
+            connection.shutdown(socket.SHUT_WR)
+        except Exception as error:  # noqa: BLE001 - whoever waits for an answer is told
+            self._fail(error)
+        if self._reader is not None:
+            self._reader.join()
+        if self._socket is not None:
+            self._socket.close()
+
+    def finish(self) -> None:
+        """Let go after what is in the queue."""
+        self._dropped.set()
+        self._queue.put(None)
+
+    def drop(self) -> None:
+        """Let go at once."""
+        self._dropped.set()
+        self._fail(ConnectionError("it has moved"))
+
+    def _read(self, connection: socket.socket) -> None:
+        try:
+            while (data := receive(connection, heard=self._heard, silent=self._silent)) is not None:
+                frame = decode_frame(data)
+                with self._lock:
+                    future = self._expected.pop(frame.content["number"], None)
+                if future is not None:
+                    future.set_result(Frame(frame.content["body"], frame.tensors))
+            self._fail(ConnectionError("it has closed the connection"))
+        except Exception as error:  # noqa: BLE001 - whoever waits for an answer is told
+            self._fail(error)
+
+    def _heard(self) -> None:
+        self._silent_seconds = 0.0
+
+    def _silent(self, seconds: float) -> None:
+        # Counted, and not taken from a clock: this process may have been stopped itself.
+        is_ending = self._dropped.is_set()
+        self._silent_seconds = self._silent_seconds + seconds if self._expected or is_ending else 0.0
+        longest = min(_LINGER, self._transport._silence_timeout) if is_ending else self._transport._silence_timeout
+        if self._silent_seconds >= longest:
+            raise TimeoutError(f"nothing was heard from it for {self._silent_seconds:.0f} s")
+
+    def _fail(self, cause: Exception) -> None:
+        with self._lock:
+            first, self.lost = not self.lost, True
+            expected, self._expected = self._expected, {}
+        self._queue.put(None)
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # the other of the two threads may be waiting for it
+                self._socket.shutdown(socket.SHUT_RDWR)
+        why = cause.message if isinstance(cause, CheckpointError) else str(cause)
+        remedy = cause.remedy if isinstance(cause, CheckpointError) else None
+        for future in expected.values():
+            error = PeerLostError(f"{self.name} at {self._address} is gone: {why}", remedy=remedy)
+            error.__cause__ = cause
+            future.set_exception(error)
+        if first and not self._dropped.is_set():
+            log = logger.debug if isinstance(cause, ConnectionError) else logger.warning
+            log("%s has lost %s at %s: %s", self._transport.name, self.name, self._address, why)
+            self._transport.tell_lost(Peer(self.name, ""))
+
+
+def _refuse(peer: Peer, frame: Frame) -> Frame | None:
+    raise ValueError(f"{peer.name} has sent {frame.content} before anything was started")
+
+
+def _ignore(peer: Peer) -> None:
+    """Nobody wants to know yet."""

@@ -1,0 +1,70 @@
+"""The ranks that save together."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from ckpt_core._commit.store import connect_store
+
+__all__ = ["RankGroup"]
+
+
+class RankGroup:
+    """The ranks that save together.
+
+    Args:
+        rank: This process's rank.
+        world_size: Number of ranks.
+        store: Shared by all of them, and opened for checkpointing alone; None for a single process.
+        session: Text that is the same on all ranks and different for every run; letters, digits and dashes.
+
+    Example:
+        >>> from ckpt_core._commit import RankGroup
+        >>> group = RankGroup.alone()
+        >>> group.rank, group.world_size
+        (0, 1)
+    """
+
+    def __init__(self, rank: int, world_size: int, store: Store | None, session: str) -> None:
+        if store is None and world_size > 1:
+            raise ValueError("a group of several ranks needs a store")
+        self.rank = rank
+        self.world_size = world_size
+        self.store = store
+        self.session = session
+        self._series = itertools.count()
+
+    @classmethod
+    def alone(cls) -> RankGroup:
+        """Return the group of a process that saves for itself."""
+        return cls(0, 1, None, uuid.uuid4().hex[:12])
+
+    @classmethod
+    def connect(
+        cls, rank: int, world_size: int, broadcast: Callable[[Any], Any], *, timeout_seconds: float = 300.0
+    ) -> RankGroup:
+        """Connect the ranks; called on all of them together.
+
+        Args:
+            rank: This process's rank; rank 0 serves the store.
+            world_size: Number of ranks.
+            broadcast: Sends an object from rank 0 to all ranks and returns it.
+            timeout_seconds: How long connecting may take.
+        """
+        if world_size == 1:
+            return cls.alone()
+        store = connect_store(rank, world_size, broadcast, timeout_seconds=timeout_seconds)
+        return cls(rank, world_size, store, broadcast(uuid.uuid4().hex[:12]))
+
+    def next_series(self) -> str:
+        """Return the name of a new series of saves; the ranks must ask for them in the same order."""
+        return f"{self.session}-{next(self._series)}"
+
+    def close(self) -> None:
+        """Let go of the store, which rank 0 then serves no more; called on all ranks together, after their last save."""
+        self.store = None

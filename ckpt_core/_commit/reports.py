@@ -1,0 +1,338 @@
+"""One save of many ranks: each reports that its part is durable, rank 0 commits, and all learn the outcome.
+
+No collective is involved and no training thread waits: ranks put their reports into the store, from the background, and rank 0
+collects them. A rank that is missing is named when the time is over, and the save has then failed for all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Collection, Sequence
+
+from ckpt_core._commit.errors_as_data import decode_error, encode_error
+from ckpt_core._commit.rank_group import RankGroup
+from ckpt_core._commit.store import TimedStore
+from ckpt_core.errors import CheckpointError, RankFailedError
+
+__all__ = ["JointSave", "SaveSeries"]
+
+_LINGER = 10.0  # seconds that rank 0 waits for the others to read an outcome: they need it, and it may be about to exit
+_GRACE = 1.25  # rank 0, which collects for so long, must be the first to find out who is missing
+_FIRST_LOOK = 0.1  # seconds after which rank 0 asks for the first time who will not come
+_LAST_LOOK = 1.0
+
+
+class SaveSeries:
+    """Saves that follow each other, numbered alike on all ranks although none asks another.
+
+    Each call of save has a number. A rank on which one was not called catches up when it finds the outcome of a save of a path
+    that it is not about to save.
+
+    Args:
+        group: The ranks; they make their series in the same order.
+
+    Attributes:
+        concluded: Number of the last save that is over.
+        opened: How many saves this rank has begun; on rank 0, the number of the last one.
+    """
+
+    def __init__(self, group: RankGroup) -> None:
+        self.group = group
+        self.concluded = 0
+        self.opened = 0
+        self._name = group.next_series()
+
+    def open(
+        self,
+        path: str,
+        *,
+        timeout: float,
+        number: int | None = None,
+        absent: Callable[[], Collection[int]] | None = None,
+    ) -> JointSave:
+        """Return this rank's part in a save that it will join when the ones before are concluded.
+
+        Args:
+            path: Where it goes.
+            timeout: Seconds that a rank whose part is done waits for the others.
+            number: That of the save on rank 0, where the ranks have agreed on it; otherwise they count alike.
+            absent: Asked on rank 0, while it waits: ranks that certainly do not take part.
+        """
+        self.opened += 1
+        return JointSave(self, path, timeout=timeout, number=number, absent=absent)
+
+    def token(self, number: int) -> str:
+        """Return the text that no other save has."""
+        return f"{self._name}-{number}"
+
+
+class JointSave:
+    """This rank's part in one save. Saves of one series are joined and concluded one after the other.
+
+    Args:
+        series: The series.
+        path: Where it goes.
+        timeout: Seconds that a rank whose part is done waits for the others.
+        number: That of the save on rank 0; None where the ranks count alike.
+        absent: Asked on rank 0, while it waits: ranks that certainly do not take part.
+
+    Attributes:
+        token: What no other save has; the same on all ranks.
+        undecided: Whether :meth:`conclude` ended without an outcome: another rank may still commit the save.
+    """
+
+    def __init__(
+        self,
+        series: SaveSeries,
+        path: str,
+        *,
+        timeout: float,
+        number: int | None = None,
+        absent: Callable[[], Collection[int]] | None = None,
+    ) -> None:
+        self.group = group = series.group
+        self.undecided = False
+        self._agreed = number
+        self._absent = absent
+        self._series = series
+        self._number = 0
+        self._asked: list[str] = []
+        self._path = path
+        self._timeout = timeout
+        self._rank = group.rank
+        if group.store is None and group.world_size > 1:
+            raise ValueError("the ranks' connection is closed: connect them again")
+        self._others = [rank for rank in range(group.world_size) if rank != group.rank]
+        self._line = TimedStore(group.store, answer_within=timeout) if group.store is not None else None
+
+    @property
+    def token(self) -> str:
+        """What no other save has, and all ranks of this one have; known when this rank has joined."""
+        return self._series.token(self._number)
+
+    def join(self) -> None:
+        """Tell the others that this rank takes part.
+
+        Raises:
+            RankFailedError: Rank 0 is gone or does not answer: there is nothing to conclude.
+        """
+        self._number = self._series.concluded + 1 if self._agreed is None else self._agreed
+        if self._line is None:
+            return
+        try:
+            while self._rank != 0 and self._agreed is None and self._line.has(self._key("outcome")):
+                if json.loads(self._line.get(self._key("outcome")))[0] == self._path:
+                    break  # this very save: the others have given up waiting for this rank
+                self._number += 1
+            self._line.set(self._key(f"begun/{self._rank}"), "")
+        except RankFailedError:
+            self._series.concluded = self._number
+            self.undecided = True
+            raise
+
+    def ask_rank_0(self, question: str, answer: Callable[[], bool]) -> bool:
+        """Return what ``answer`` returns on rank 0, on all ranks; called between :meth:`join` and :meth:`conclude`.
+
+        Raises:
+            RankFailedError: Rank 0 is gone or does not answer.
+        """
+        if self._line is None:
+            return answer()
+        key, outcome = self._key(question), self._key("outcome")
+        self._asked.append(question)
+        if self._rank == 0:
+            found = answer()
+            self._line.set(key, "yes" if found else "")
+            return found
+        if not self._line.wait_for_any([key, outcome], self._timeout):
+            raise self._too_late([0]) if self._line.has(self._key("begun/0")) else self._not_called([0])
+        # Without an answer there is an outcome, which is the same whatever is answered.
+        return self._line.has(key) and self._line.get(key) == "yes"
+
+    def conclude(self, report: str | CheckpointError, commit: Callable[[Sequence[str | None]], int]) -> int:
+        """Report what has become of this rank's part, and return the size of the checkpoint once it is committed.
+
+        Args:
+            report: What the committer needs to know of this rank's part, which is durable; or why there is none.
+            commit: Called on rank 0 alone, with the reports of all ranks in their order, if none has failed; None stands for a
+                rank that is absent.
+
+        Raises:
+            CheckpointError: The save has failed, for the same reason on all ranks.
+            RankFailedError: A rank is gone, is stopped, or has not called save.
+        """
+        try:
+            if self._line is None:
+                return commit([_text_of(report)])
+            if self._rank == 0:
+                return self._decide(self._line, report, commit)
+            return self._learn(self._line, report)
+        finally:
+            self._series.concluded = self._number
+
+    # ---- rank 0 --------------------------------------------------------------------------------------------------------
+
+    def _decide(
+        self, line: TimedStore, report: str | CheckpointError, commit: Callable[[Sequence[str | None]], int]
+    ) -> int:
+        size, failure = 0, None
+        reported: list[int] = []
+        absent: set[int] = set()
+        try:
+            line.set(self._key("collecting"), "")
+            reported, absent = self._collect(line)
+            line.set(self._key("collected"), "")
+            size = commit(self._texts(line, report, reported, absent))
+        except CheckpointError as error:
+            failure = error
+        except BaseException as error:
+            failure = CheckpointError(f"rank 0: {type(error).__name__}: {error}", path=self._path)
+            raise
+        finally:
+            self._announce(line, size, failure, readers=len(reported), keep=bool(absent))
+        if failure is not None:
+            raise failure
+        return size
+
+    def _collect(self, line: TimedStore) -> tuple[list[int], set[int]]:
+        """Return the other ranks that have reported, and those that are absent, when none is left or the time is over."""
+        deadline = time.monotonic() + self._timeout
+        wait = self._timeout if self._absent is None else _FIRST_LOOK
+        absent: set[int] = set()
+        while True:
+            awaited = [rank for rank in self._others if rank not in absent]
+            left = deadline - time.monotonic()
+            keys = [self._key(f"report/{rank}") for rank in awaited]
+            if not keys or line.wait(keys, max(0.0, min(wait, left))):
+                return awaited, absent
+            if self._absent is None or left <= wait:
+                return [rank for rank in awaited if line.has(self._key(f"report/{rank}"))], absent
+            # Whoever has begun takes part, whatever is said of it.
+            absent |= {rank for rank in self._absent() if not line.has(self._key(f"begun/{rank}"))}
+            wait = min(2 * wait, _LAST_LOOK)
+
+    def _texts(
+        self, line: TimedStore, report: str | CheckpointError, reported: Sequence[int], absent: Collection[int]
+    ) -> list[str | None]:
+        """Return the reports of all ranks, in their order, if there is nothing wrong with any.
+
+        Raises:
+            CheckpointError: The failure of one rank, for all.
+        """
+        failure: CheckpointError | None = _named(report, 0) if isinstance(report, CheckpointError) else None
+        texts: list[str | None] = [None] * self.group.world_size
+        texts[0] = "" if isinstance(report, CheckpointError) else report
+        for rank in reported:
+            head, _, text = line.get(self._key(f"report/{rank}")).partition("\n")
+            path, error = json.loads(head)
+            if path != self._path:
+                raise RankFailedError(
+                    f"rank 0 saves to {self._path}, and rank {rank} to {path}: that is no checkpoint",
+                    path=self._path,
+                    remedy="give save() the same path on all ranks, without the rank or the time of day in it",
+                )
+            if error is not None and failure is None:
+                failure = _named(decode_error(error), rank)
+            texts[rank] = text
+        missing = [rank for rank in self._others if rank not in {*reported, *absent}]
+        if failure is None and missing:
+            failure = self._missing(line, missing)
+        if failure is not None:
+            raise failure
+        return texts
+
+    def _missing(self, line: TimedStore, ranks: Sequence[int]) -> RankFailedError:
+        begun = [rank for rank in ranks if line.has(self._key(f"begun/{rank}"))]
+        if begun:
+            return self._too_late(begun)
+        return self._not_called(ranks)
+
+    def _announce(
+        self, line: TimedStore, size: int, failure: CheckpointError | None, *, readers: int, keep: bool
+    ) -> None:
+        encoded = None if failure is None else encode_error(failure)
+        line.set(self._key("outcome"), json.dumps([self._path, size, readers, encoded]))
+        if readers and not line.wait([self._key("all-read")], min(_LINGER, self._timeout)):
+            return
+        self._forget(line, "begun/0", "read", "all-read", *self._asked)
+        if failure is None and not keep:  # what ranks that were left out of it will find
+            self._forget(line, "collecting", "collected", "outcome")
+
+    # ---- the other ranks -----------------------------------------------------------------------------------------------
+
+    def _learn(self, line: TimedStore, report: str | CheckpointError) -> int:
+        own_error = report if isinstance(report, CheckpointError) else None
+        head = json.dumps([self._path, None if own_error is None else encode_error(own_error)])
+        try:
+            line.set(self._key(f"report/{self._rank}"), f"{head}\n{report if own_error is None else ''}")
+            self._wait_for_outcome(line)
+            _, size, readers, error = json.loads(line.get(self._key("outcome")))
+        except RankFailedError:
+            self.undecided = True
+            raise
+        with contextlib.suppress(RankFailedError):  # rank 0 may be gone by now, as it may
+            self._forget(line, f"begun/{self._rank}", f"report/{self._rank}")
+            if line.add(self._key("read"), 1) == readers:
+                line.set(self._key("all-read"), "")
+        if error is not None:
+            raise decode_error(error) from own_error
+        return int(size)
+
+    def _wait_for_outcome(self, line: TimedStore) -> None:
+        """Return when there is an outcome; each step on the way to it has its own time.
+
+        Raises:
+            RankFailedError: Rank 0 does not get there.
+        """
+        if not line.wait([self._key("collecting")], self._timeout):
+            if line.has(self._key("begun/0")):
+                raise self._too_late([0])
+            raise self._not_called([0])
+        if not (
+            line.wait([self._key("collected")], self._timeout * _GRACE)
+            and line.wait([self._key("outcome")], self._timeout)
+        ):
+            raise self._too_late([0])
+
+    # ---- both ----------------------------------------------------------------------------------------------------------
+
+    def _key(self, name: str) -> str:
+        return f"{self.token}/{name}"
+
+    def _forget(self, line: TimedStore, *names: str) -> None:
+        line.delete([self._key(name) for name in names])
+
+    def _not_called(self, ranks: Sequence[int]) -> RankFailedError:
+        return RankFailedError(
+            f"{_ranks(ranks)} did not begin the save of {self._path} within {self._timeout:g} s of rank {self._rank}",
+            path=self._path,
+            remedy="call save on all ranks, together; commit_timeout= says how long they may be apart",
+        )
+
+    def _too_late(self, ranks: Sequence[int]) -> RankFailedError:
+        return RankFailedError(
+            f"{_ranks(ranks)} began the save of {self._path} and did not finish within {self._timeout:g} s of "
+            f"rank {self._rank}: dead, stopped, or writing slowly",
+            path=self._path,
+            remedy="look at the log of that rank; if its storage is slow, give it more time with commit_timeout=",
+        )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
+
+
+def _named(error: CheckpointError, rank: int) -> CheckpointError:
+    """Return the error with the rank it happened on; whoever caught that one, catches this."""
+    named = decode_error({**encode_error(error), "message": f"rank {rank}: {error.message}"})
+    named.__cause__ = error
+    return named
+
+
+def _text_of(report: str | CheckpointError) -> str:
+    if isinstance(report, CheckpointError):
+        raise report
+    return report

@@ -1,0 +1,218 @@
+"""The store through which the ranks talk: opened for checkpointing alone, and asked with a time limit.
+
+torch's server takes requests from everybody who can reach it. So it listens on the loopback interface where all ranks are
+on one machine; and what ranks tell each other is sealed with a secret that the ranks alone have, so that a stranger may
+make a save fail, and can neither invent a report nor an outcome.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import hmac
+import ipaddress
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from ckpt_core.errors import RankFailedError
+
+__all__ = ["TimedStore", "connect_store", "seal", "unseal"]
+
+Answer = TypeVar("Answer")
+
+_SHORTEST_PAUSE = 0.001  # seconds
+_LONGEST_PAUSE = 0.5
+# How many processes launchers say there are on this machine, and in all.
+_COUNTS = (("LOCAL_WORLD_SIZE", "WORLD_SIZE"), ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"))
+
+_secrets: dict[tuple[str, int], bytes] = {}  # of the stores that this process is connected to, by their addresses
+
+
+def connect_store(
+    rank: int, world_size: int, broadcast: Callable[[Any], Any], *, timeout_seconds: float = 300.0
+) -> Store:
+    """Open a ``TCPStore`` that only checkpointing uses; call it on all ranks together.
+
+    Args:
+        rank: This process's rank; rank 0 serves.
+        world_size: Number of ranks.
+        broadcast: Sends an object from rank 0 to all ranks and returns it.
+        timeout_seconds: How long an operation may take before it fails.
+    """
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    server, address = None, None
+    if rank == 0:
+        server, host = _serve(world_size, timeout)
+        address = [host, server.port, secrets.token_hex(16)]
+    host, port, secret = broadcast(address)
+    _secrets[host, port] = bytes.fromhex(secret)
+    return server or TCPStore(host, port, world_size=world_size, is_master=False, timeout=timeout)
+
+
+def _serve(world_size: int, timeout: datetime.timedelta) -> tuple[TCPStore, str]:
+    """Return a server, and the address under which the others find it."""
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    for address in _addresses(host, world_size):
+        with contextlib.suppress(OSError), socket.socket(_family(address)) as listening:
+            listening.bind((address, 0))
+            listening.listen(socket.SOMAXCONN)
+            port = listening.getsockname()[1]
+            descriptor = listening.detach()
+            server = TCPStore(
+                address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=descriptor
+            )
+            return server, address
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout), host
+
+
+def _addresses(host: str, world_size: int) -> list[str]:
+    """Return the addresses on which it is enough to listen, best first; none if that is not known."""
+    if host == "localhost" or _are_on_one_machine(world_size):
+        return ["127.0.0.1", "::1"]
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return []  # what a name means here is not what it means on other machines
+    return [host]
+
+
+def _are_on_one_machine(world_size: int) -> bool:
+    get = os.environ.get
+    total = str(world_size)
+    if get("SLURM_NNODES") == "1" and get("SLURM_NTASKS") == total:
+        return True
+    return any(get(here) == get(everywhere) == total for here, everywhere in _COUNTS)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def seal(store: Store, key: str, value: str) -> str:
+    """Return what to put under ``key``, so that the other ranks know that a rank has put it there."""
+    secret = _secret_of(store)
+    return value if secret is None else f"{_mark(secret, key, value)} {value}"
+
+
+def unseal(store: Store, key: str, sealed: bytes) -> str:
+    """Return the value that was sealed.
+
+    Raises:
+        RankFailedError: No rank has put it there.
+    """
+    text = sealed.decode(errors="replace")
+    secret = _secret_of(store)
+    if secret is None:
+        return text
+    mark, _, value = text.partition(" ")
+    if not hmac.compare_digest(mark.encode(), _mark(secret, key, value).encode()):
+        raise RankFailedError(
+            "what another rank is said to have reported was written by a program that is not one of the ranks",
+            remedy="find out who else connects to the ports of this job, and keep them out with a firewall",
+        )
+    return value
+
+
+def _mark(secret: bytes, key: str, value: str) -> str:
+    return hashlib.blake2b(f"{key}\0{value}".encode(errors="replace"), key=secret, digest_size=16).hexdigest()
+
+
+def _secret_of(store: Store) -> bytes | None:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return _secrets.get((store.host, store.port)) if isinstance(store, TCPStore) else None
+
+
+class TimedStore:
+    """A store that rank 0 serves, asked with a time limit.
+
+    torch's client waits for ever for the answer of a server whose process is stopped, so each request has a thread of its
+    own, which is left behind if there is no answer.
+
+    Args:
+        store: The store.
+        answer_within: Seconds after which rank 0 counts as lost.
+    """
+
+    def __init__(self, store: Store, *, answer_within: float) -> None:
+        self._store = store
+        self._answer_within = answer_within
+
+    def set(self, key: str, value: str) -> None:
+        """Store ``value`` under ``key``."""
+        self._ask(lambda: self._store.set(key, seal(self._store, key, value)))
+
+    def get(self, key: str) -> str:
+        """Return the value of ``key``, which exists."""
+        return unseal(self._store, key, self._ask(lambda: self._store.get(key)))
+
+    def has(self, key: str) -> bool:
+        """Return whether there is a value under ``key``."""
+        return bool(self._ask(lambda: self._store.check([key])))
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number under ``key``, which is 0 if there is none, and return the sum."""
+        return int(self._ask(lambda: self._store.add(key, amount)))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        """Forget ``keys``."""
+        self._ask(lambda: [self._store.delete_key(key) for key in keys])
+
+    def wait(self, keys: Sequence[str], seconds: float) -> bool:
+        """Return whether there is a value under each of ``keys``, waiting for them for so many seconds.
+
+        It asks again and again: a request that waits would keep others of this process from the store meanwhile.
+        """
+        return self._wait(lambda: bool(self._store.check(list(keys))), seconds)
+
+    def wait_for_any(self, keys: Sequence[str], seconds: float) -> bool:
+        """Return whether there is a value under one of ``keys``, waiting for it for so many seconds."""
+        return self._wait(lambda: any(self._store.check([key]) for key in keys), seconds)
+
+    def _wait(self, is_there: Callable[[], bool], seconds: float) -> bool:
+        began = time.monotonic()
+        while not self._ask(is_there):
+            waited = time.monotonic() - began
+            if waited >= seconds:
+                return False
+            time.sleep(min(max(_SHORTEST_PAUSE, waited / 10), _LONGEST_PAUSE, seconds - waited))
+        return True
+
+    def _ask(self, request: Callable[[], Answer]) -> Answer:
+        answers: list[Answer] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                answers.append(request())
+            except BaseException as error:  # noqa: BLE001 - raised again below, on the calling thread
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name="ckpt-store", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            run()  # the interpreter is shutting down: no new threads
+        else:
+            thread.join(self._answer_within)
+        if answers:
+            return answers[0]
+        if not errors:
+            raise RankFailedError(
+                f"rank 0, which keeps the record of a save, has not answered for {self._answer_within:g} s",
+                remedy="find out whether the process of rank 0 is stopped or its machine is overloaded",
+            )
+        if isinstance(errors[0], RuntimeError):  # what torch.distributed raises
+            raise RankFailedError(
+                f"rank 0, which keeps the record of a save, is gone: {str(errors[0]).splitlines()[0]}",
+                remedy="look at the log of rank 0: its process has ended or cannot be reached",
+            ) from errors[0]
+        raise errors[0]

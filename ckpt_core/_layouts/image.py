@@ -1,0 +1,38 @@
+"""What a file of any layout is to those who write it."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ckpt_core.errors import CheckpointError
+from ckpt_core.memory import StagingBuffer
+
+__all__ = ["WINDOW", "Image", "ImageAbandonedError"]
+
+WINDOW = 16 * 2**20  # bytes: a digest never spans a multiple of this, so windows are hashed and checked in parallel
+
+
+class ImageAbandonedError(CheckpointError):
+    """Whoever was making the image has given up; the reason was raised there."""
+
+
+class Image(Protocol):
+    """The bytes of a file in the making: windows of equal size, then the few bytes that are left."""
+
+    @property
+    def region_size(self) -> int:
+        """Length in bytes of the first part of the file, which :meth:`window` gives; a multiple of 4096."""
+
+    @property
+    def approximate_size(self) -> int:
+        """The file's size in bytes, or about that while it is not known."""
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the bytes are in a buffer of ours, so that the live tensors may change."""
+
+    def window(self, begin: int, scratch: StagingBuffer | None) -> memoryview:
+        """Return the page-aligned bytes of the window that starts at ``begin``, waiting for them if need be."""
+
+    def tail(self) -> bytes:
+        """Return the rest of the file, from ``region_size`` on; every window must have been taken before."""

@@ -1,0 +1,27 @@
+"""A directory of safetensors files with one manifest, written and read by any number of ranks (``docs/format_sharded.md``)."""
+
+from ckpt_core._layouts.sharded.joining import build_manifest, describe_file
+from ckpt_core._layouts.sharded.manifest import FORMAT_VERSION, MANIFEST_NAME, ExtraFile
+from ckpt_core._layouts.sharded.matching import LocalPieces, LocalView
+from ckpt_core._layouts.sharded.plain import decode_plain, encode_plain
+from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint, PartInfo
+from ckpt_core._layouts.sharded.safetensors_file import TensorInfo
+from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, TensorPiece
+
+__all__ = [
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "DirectoryCheckpoint",
+    "ExtraFile",
+    "LocalPieces",
+    "LocalView",
+    "PartContent",
+    "PartInfo",
+    "RankFiles",
+    "TensorInfo",
+    "TensorPiece",
+    "build_manifest",
+    "decode_plain",
+    "describe_file",
+    "encode_plain",
+]

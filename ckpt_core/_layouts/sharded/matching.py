@@ -1,0 +1,203 @@
+"""Which tensor of a checkpoint goes into which tensor of the state that is restored; refuses what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ckpt_core._layouts.sharded.dtypes import dtype_name
+from ckpt_core._layouts.sharded.safetensors_file import TensorInfo
+from ckpt_core._layouts.sharded.ties import identity_of
+from ckpt_core._layouts.sharded.writing import TensorPiece
+from ckpt_core.errors import StateMismatchError
+from ckpt_core.tree import join_key
+
+__all__ = [
+    "LocalPieces",
+    "LocalView",
+    "Match",
+    "Reference",
+    "check_fits",
+    "key_of",
+    "match",
+    "tensor_paths",
+    "unique_targets",
+]
+
+_SHOWN = 5  # keys in a message
+
+Path = tuple[Hashable, ...]
+
+
+class LocalPieces(Protocol):
+    """A tensor as this rank has it."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its elements."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent of the whole tensor."""
+
+    @property
+    def pieces(self) -> Sequence[TensorPiece]:
+        """The elements that are on this rank."""
+
+
+LocalView = Callable[[str, torch.Tensor], LocalPieces]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reference:
+    """A place in the structure of a part where a tensor stands.
+
+    Attributes:
+        where: The keys that lead there.
+        key: The same as text.
+        index: The tensor's number.
+        is_array: Whether it is the memory of a NumPy array.
+    """
+
+    where: Path
+    key: str
+    index: int
+    is_array: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Match:
+    """A tensor of the checkpoint and what it goes into.
+
+    Attributes:
+        key: Its name.
+        index: Its number in the checkpoint's part.
+        target: What it goes into; None where a new one is to be made.
+    """
+
+    key: str
+    index: int
+    target: torch.Tensor | None
+
+
+def tensor_paths(tree: Any, kind: type) -> Iterator[tuple[Path, Any]]:
+    """Yield ``(path, leaf)`` for every leaf of a kind in the dictionaries, lists and tuples of ``tree``, in their order."""
+    if isinstance(tree, kind):
+        yield (), tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            for path, leaf in tensor_paths(value, kind):
+                yield (key, *path), leaf
+    elif isinstance(tree, (list, tuple)):
+        for index, value in enumerate(tree):
+            for path, leaf in tensor_paths(value, kind):
+                yield (index, *path), leaf
+
+
+def key_of(path: Path) -> str:
+    """Return a path as text: ``"layer.0.weight"``."""
+    text = ""
+    for key in path:
+        text = join_key(text, key)
+    return text
+
+
+def match(
+    saved: Sequence[Reference], infos: Sequence[TensorInfo], into: Any, *, strict: bool, part: str, path: str
+) -> list[Match]:
+    """Return what each reference of a checkpoint's part goes into.
+
+    Args:
+        saved: The references, in order.
+        infos: The part's tensors.
+        into: The state that is restored.
+        strict: Whether tensors that only one side has are an error.
+        part: The part's name, for messages.
+        path: The checkpoint, for messages.
+
+    Raises:
+        StateMismatchError: The two do not fit; it names the first keys.
+    """
+    targets = dict(tensor_paths(into, torch.Tensor))
+    empty = [key_of(where) for where, target in targets.items() if _has_no_memory(target)]
+    if empty:
+        raise StateMismatchError(
+            f"{len(empty)} tensors of the state that is loaded into have no memory: they are on the meta device",
+            path=path,
+            key=empty[0],
+            remedy="give them memory first (module.to_empty(device=...)), or load new tensors without into=",
+        )
+    if strict:
+        _refuse_different_keys({r.where for r in saved if not r.is_array}, targets, part, path)
+    matches = []
+    for reference in saved:
+        target = None if reference.is_array else targets.get(reference.where)
+        if target is None and not reference.is_array:
+            target = infos[reference.index].empty("meta")
+        matches.append(Match(reference.key, reference.index, target))
+    return matches
+
+
+def _has_no_memory(tensor: torch.Tensor) -> bool:
+    # The property itself raises on a ShardedTensor of which nothing is on this rank.
+    return type(tensor).__name__ != "ShardedTensor" and tensor.is_meta
+
+
+def _refuse_different_keys(wanted: set[Path], targets: Mapping[Path, Any], part: str, path: str) -> None:
+    missing = sorted(key_of(where) for where in targets.keys() - wanted)
+    unexpected = sorted(key_of(where) for where in wanted - targets.keys())
+    if not missing and not unexpected:
+        return
+    found = [
+        f"{len(keys)} {what}: {', '.join(keys[:_SHOWN])}{', ...' if len(keys) > _SHOWN else ''}"
+        for keys, what in ((missing, "not in the checkpoint"), (unexpected, "only in the checkpoint"))
+        if keys
+    ]
+    raise StateMismatchError(
+        f"the checkpoint's part {part!r} has other tensors than the state that it is loaded into; {'; '.join(found)}",
+        path=path,
+        key=(missing or unexpected)[0],
+        remedy="load it into the model and the optimizer that it was saved from, or with strict=False",
+    )
+
+
+def check_fits(fits: Sequence[tuple[str, TensorInfo, LocalPieces]], *, part: str, path: str) -> None:
+    """Refuse tensors of another shape or type than the checkpoint's.
+
+    Args:
+        fits: Name, the checkpoint's tensor, and the target.
+        part: The part's name, for messages.
+        path: The checkpoint, for messages.
+
+    Raises:
+        StateMismatchError: Some are; it names the first ones.
+    """
+    wrong = [
+        (key, f"{key} is {_text(info)} in the checkpoint and {_text(local)} in the state")
+        for key, info, local in fits
+        if info.dtype != local.dtype or info.shape != tuple(local.shape)
+    ]
+    if wrong:
+        texts = [text for _, text in wrong[:_SHOWN]] + (["..."] if len(wrong) > _SHOWN else [])
+        raise StateMismatchError(
+            f"{len(wrong)} tensors of the part {part!r} do not fit: {'; '.join(texts)}",
+            path=path,
+            key=wrong[0][0],
+            remedy="load it into a model of the same sizes and types: nothing is cut, padded or rounded",
+        )
+
+
+def _text(tensor: TensorInfo | LocalPieces) -> str:
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+def unique_targets(matches: Sequence[Match]) -> list[Match]:
+    """Return the matches that have a target, each target once: where tied tensors get two, the last one wins."""
+    found: dict[Hashable, Match] = {}
+    for entry in matches:
+        if entry.target is not None and not _has_no_memory(entry.target):
+            found[identity_of(entry.target)] = entry
+    return list(found.values())

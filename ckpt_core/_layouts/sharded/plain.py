@@ -1,0 +1,355 @@
+"""Nested state as JSON and a list of tensors, and back with the exact types. Never pickle.
+
+A tensor is the string ``"$<index>"``; a string that itself begins with ``$`` has another ``$`` before it. What JSON has no
+word for is an object with one key, the tag: ``{"$tuple": [...]}``. A dictionary is a JSON object where its keys are strings
+that do not begin with ``$``, and a ``$dict`` of pairs where they are not.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from ckpt_core._layouts.sharded.ties import identity_of
+from ckpt_core.errors import SerializationError
+from ckpt_core.tree import join_key
+
+__all__ = ["Json", "Unresolved", "decode_plain", "decode_structure", "encode_plain"]
+
+Json = Any  # what json.dumps takes and json.loads returns
+
+_MAXIMUM_DEPTH = 200
+_LARGEST_INTEGER = 2**63  # other programs' JSON readers need not go further
+_NUMPY_TYPE = re.compile(r"[<>|=][biufcmMSUVO]\d{1,9}(\[\d{0,9}\w{1,9}\])?")  # as NumPy writes them itself
+_MOST_OF_ONE_HASH = 100  # keys: numbers of 64 bits that somebody has not chosen for it share theirs with ten at most
+_MOST_DIGITS = 16  # of the number of a tensor
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_FACTORIES: dict[str, Callable[[], Any] | None] = {
+    "None": None,
+    **{factory.__name__: factory for factory in (int, float, bool, str, list, dict, set)},
+}
+_REMEDY = (
+    "a directory checkpoint holds tensors and plain data only: keep the object out of the state, or save what it is made of "
+    "(numbers, strings, lists, dictionaries, tensors) and build it again on load"
+)
+
+
+def encode_plain(tree: Any, *, key: str) -> tuple[Json, list[tuple[str, torch.Tensor]]]:
+    """Take a state apart.
+
+    Args:
+        tree: Nested dictionaries, lists, tuples and sets of tensors, arrays and plain values.
+        key: Name of the state, for errors.
+
+    Returns:
+        The structure, in which tensors are references; and the tensors, each with a name that is unique: its path below
+        ``tree``. Tensors that are the same part of the same memory (tied weights) are in it once, under the first name.
+
+    Raises:
+        SerializationError: An object is no plain data, or contains itself; the error names its key.
+
+    Example:
+        >>> encode_plain({"weight": torch.ones(2), "sizes": (1, 2)}, key="model")
+        ({'weight': '$0', 'sizes': {'$tuple': [1, 2]}}, [('weight', tensor([1., 1.]))])
+    """
+    encoder = _Encoder(key)
+    skeleton = encoder.encode(tree, "")
+    return skeleton, list(encoder.tensors.items())
+
+
+class _Encoder:
+    def __init__(self, key: str) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._key = key
+        self._indices: dict[Any, int] = {}
+        self._parents: list[int] = []
+
+    def encode(self, node: Any, name: str) -> Json:
+        kind = type(node)
+        if node is None or kind is bool:
+            return node
+        if kind is int:
+            return node if -_LARGEST_INTEGER <= node < _LARGEST_INTEGER else {"$int": hex(node)}
+        if kind is float:
+            return node if math.isfinite(node) else {"$float": repr(node)}
+        if kind is str:
+            return "$" + node if node.startswith("$") else node
+        if isinstance(node, torch.Tensor):
+            return self._reference(node, name)
+        encode = _ENCODERS.get(kind)
+        if encode is not None:
+            return encode(node)
+        if kind in _CONTAINERS:
+            return self._encode_container(node, name)
+        if isinstance(node, np.generic) and not node.dtype.hasobject and node.dtype.names is None:
+            return {"$scalar": [node.dtype.str, node.tobytes().hex()]}
+        if kind is np.ndarray and not node.dtype.hasobject and node.dtype.names is None:
+            return self._encode_array(node, name)
+        return self._refuse(f"a {kind.__module__}.{kind.__qualname__} cannot be saved", name, _REMEDY)
+
+    def _reference(self, tensor: torch.Tensor, name: str) -> str:
+        identity = identity_of(tensor)
+        index = self._indices.get(identity)
+        if index is None:
+            index = self._indices[identity] = len(self.tensors)
+            self.tensors[self._unique(name)] = tensor
+        return f"${index}"
+
+    def _unique(self, name: str) -> str:
+        # A key may contain a dot, and __metadata__ has a meaning of its own in a safetensors file.
+        name = name or "tensor"
+        while name in self.tensors or name == "__metadata__":
+            name += "~"
+        return name
+
+    def _encode_container(self, node: Any, name: str) -> Json:
+        if id(node) in self._parents:
+            self._refuse("the state contains itself", name, "break the circle before saving")
+        if len(self._parents) >= _MAXIMUM_DEPTH:
+            self._refuse(f"the state is nested more than {_MAXIMUM_DEPTH} deep", name, "save a flatter state")
+        self._parents.append(id(node))
+        try:
+            return self._encode_items(node, name)
+        finally:
+            self._parents.pop()
+
+    def _encode_items(self, node: Any, name: str) -> Json:
+        kind = type(node)
+        if kind is dict and all(type(key) is str and not key.startswith("$") for key in node):
+            return {key: self.encode(value, join_key(name, key)) for key, value in node.items()}
+        if isinstance(node, dict):
+            pairs = [
+                [self._hashable(key, name), self.encode(value, join_key(name, key))] for key, value in node.items()
+            ]
+            if not isinstance(node, collections.defaultdict):
+                return {_CONTAINERS[kind]: pairs}
+            factory = next((text for text, known in _FACTORIES.items() if known is node.default_factory), None)
+            if factory is None:
+                self._refuse(f"the default of a defaultdict, {node.default_factory}, cannot be saved", name, _REMEDY)
+            return {"$defaultdict": [factory, pairs]}
+        if kind in (set, frozenset):
+            return {_CONTAINERS[kind]: [self._hashable(value, name) for value in node]}
+        items = [self.encode(value, join_key(name, index)) for index, value in enumerate(node)]
+        return items if kind is list else {_CONTAINERS[kind]: items}
+
+    def _hashable(self, value: Any, name: str) -> Json:
+        before = len(self._indices)
+        encoded = self.encode(value, name)
+        if isinstance(value, torch.Tensor) or len(self._indices) != before:
+            self._refuse("a tensor is used as a key or in a set", name, "use a list, or the tensor's number")
+        return encoded
+
+    def _encode_array(self, array: np.ndarray[Any, Any], name: str) -> Json:
+        data = np.ascontiguousarray(array)
+        flat = data.reshape(-1).view(np.uint8)
+        tensor = torch.from_numpy(flat if flat.flags.writeable else flat.copy())
+        return {"$array": [array.dtype.str, list(array.shape), self._reference(tensor, name)]}
+
+    def _refuse(self, message: str, name: str, remedy: str) -> NoReturn:
+        raise SerializationError(message, key=join_key(self._key, name) if name else self._key, remedy=remedy)
+
+
+_CONTAINERS: dict[type, str] = {
+    dict: "$dict",
+    collections.OrderedDict: "$ordered",
+    collections.Counter: "$counter",
+    collections.defaultdict: "$defaultdict",
+    list: "$list",
+    tuple: "$tuple",
+    torch.Size: "$size",
+    set: "$set",
+    frozenset: "$frozenset",
+}
+_ENCODERS: dict[type, Callable[[Any], Json]] = {
+    complex: lambda value: {"$complex": [_number(value.real), _number(value.imag)]},
+    bytes: lambda value: {"$bytes": value.hex()},
+    bytearray: lambda value: {"$bytearray": value.hex()},
+    range: lambda value: {"$range": [_number(part) for part in (value.start, value.stop, value.step)]},
+    torch.dtype: lambda value: {"$dtype": str(value).removeprefix("torch.")},
+    torch.device: lambda value: {"$device": str(value)},
+}
+
+
+def _number(value: float) -> Json:
+    return _Encoder("").encode(value, "")
+
+
+class Unresolved:
+    """Stands for a tensor in a structure whose tensors are not there yet.
+
+    Attributes:
+        index: Which tensor.
+        nbytes: Size of the NumPy array whose memory it is; None if it is a tensor.
+    """
+
+    __slots__ = ("index", "nbytes")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.nbytes: int | None = None
+
+
+def decode_plain(skeleton: Json, tensors: Sequence[Any] | Callable[[int], Any]) -> Any:
+    """Put a state together again.
+
+    Args:
+        skeleton: From :func:`encode_plain`.
+        tensors: The tensors, or a function that returns the one of an index; it is called for every reference, in order.
+
+    Raises:
+        ValueError: ``skeleton`` is none.
+    """
+    resolve = tensors if callable(tensors) else tensors.__getitem__
+    return _decode(skeleton, resolve, _array)
+
+
+def decode_structure(skeleton: Json) -> tuple[Any, list[Unresolved]]:
+    """Return the state with an :class:`Unresolved` for each reference to a tensor, and all of them in their order.
+
+    Raises:
+        ValueError: ``skeleton`` is none.
+    """
+    references: list[Unresolved] = []
+
+    def resolve(index: int) -> Unresolved:
+        references.append(Unresolved(index))
+        return references[-1]
+
+    def array(dtype: np.dtype[Any], shape: list[int], reference: Unresolved) -> Unresolved:
+        reference.nbytes = math.prod(shape) * dtype.itemsize
+        return reference
+
+    return _decode(skeleton, resolve, array), references
+
+
+def _array(dtype: np.dtype[Any], shape: list[int], data: Any) -> np.ndarray[Any, Any]:
+    array: np.ndarray[Any, Any] = data.numpy().view(dtype).reshape(shape)
+    return array
+
+
+def _decode(skeleton: Json, resolve: Callable[[int], Any], array: Callable[..., Any]) -> Any:
+    try:
+        return _Decoder(resolve, array).decode(skeleton, 0)
+    except (TypeError, IndexError, KeyError, AttributeError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"the structure of the state makes no sense: {error}") from error
+
+
+class _Decoder:
+    def __init__(self, resolve: Callable[[int], Any], array: Callable[..., Any]) -> None:
+        self._resolve = resolve
+        self._array = array
+
+    def decode(self, node: Json, depth: int) -> Any:
+        if depth > _MAXIMUM_DEPTH:
+            raise ValueError(f"the state is nested more than {_MAXIMUM_DEPTH} deep")
+        if isinstance(node, str):
+            return self._decode_text(node)
+        if isinstance(node, list):
+            return [self.decode(item, depth + 1) for item in node]
+        if not isinstance(node, dict):
+            return node
+        tag = next(iter(node), "")
+        if not tag.startswith("$"):
+            return {key: self.decode(value, depth + 1) for key, value in node.items()}
+        (value,) = node.values()
+        if tag == "$array":
+            dtype, shape, reference = value
+            return self._array(_numpy_type(dtype), [_integer(size) for size in shape], self._decode_text(reference))
+        if tag in _VALUES:
+            return _VALUES[tag](value)
+        if tag == "$defaultdict":
+            factory, pairs = value
+            return collections.defaultdict(_FACTORIES[factory], self._pairs(pairs, depth))
+        if tag in ("$dict", "$ordered", "$counter"):
+            return _COLLECTIONS[tag](self._pairs(value, depth))
+        items = list(self._items(value, depth))
+        if tag in ("$set", "$frozenset"):
+            _check_hashes(items)
+        return _COLLECTIONS[tag](items)
+
+    def _decode_text(self, text: str) -> Any:
+        if text[:1] != "$":
+            return text
+        digits = text[1:]
+        if digits.isdecimal() and digits.isascii() and len(digits) <= _MOST_DIGITS:
+            return self._resolve(int(digits))
+        if digits[:1] == "$":
+            return digits
+        raise ValueError(f"{text!r} is no reference to a tensor")
+
+    def _items(self, items: Json, depth: int) -> Iterator[Any]:
+        if not isinstance(items, list):
+            raise TypeError("items are not in a list")
+        return (self.decode(item, depth + 1) for item in items)
+
+    def _pairs(self, pairs: Json, depth: int) -> dict[Any, Any]:
+        keys = [self.decode(key, depth + 1) for key, _ in pairs]
+        _check_hashes(keys)
+        decoded = {key: self.decode(value, depth + 1) for key, (_, value) in zip(keys, pairs, strict=True)}
+        if len(decoded) != len(pairs):
+            raise ValueError("a dictionary has a key twice")
+        return decoded
+
+
+def _check_hashes(keys: Sequence[Any]) -> None:
+    """Refuse keys that were chosen to be looked for one after the other: the time would grow with their square."""
+    if len(keys) > _MOST_OF_ONE_HASH:
+        most = max(collections.Counter(map(hash, keys)).values())
+        if most > _MOST_OF_ONE_HASH:
+            raise ValueError(f"{most} keys of one dictionary or set have the same hash")
+
+
+_COLLECTIONS: dict[str, Callable[[Any], Any]] = {tag: kind for kind, tag in _CONTAINERS.items()}
+_VALUES: dict[str, Callable[[Any], Any]] = {
+    "$int": lambda value: int(value, 16),
+    "$float": lambda value: _NON_FINITE[value],
+    "$complex": lambda value: _complex(*value),
+    "$bytes": bytes.fromhex,
+    "$bytearray": bytearray.fromhex,
+    "$range": lambda value: range(*(int(_plain_number(part)) for part in value)),
+    "$dtype": lambda value: getattr(torch, _dtype_name(value)),
+    "$device": lambda value: torch.device(str(value)),
+    "$scalar": lambda value: np.frombuffer(bytes.fromhex(value[1]), _numpy_type(value[0]))[0],
+}
+
+
+def _complex(real: Json, imaginary: Json) -> complex:
+    return complex(_plain_number(real), _plain_number(imaginary))
+
+
+def _plain_number(node: Json) -> Any:
+    value = _Decoder(_no_tensor, _no_tensor).decode(node, 0)
+    if type(value) not in (int, float):
+        raise TypeError(f"{value!r} is no number")
+    return value
+
+
+def _no_tensor(*_: Any) -> NoReturn:
+    raise ValueError("a tensor where there can be none")
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no size")
+    return value
+
+
+def _dtype_name(name: Any) -> str:
+    if not isinstance(getattr(torch, str(name), None), torch.dtype):
+        raise TypeError(f"torch has no type {name!r}")
+    return str(name)
+
+
+def _numpy_type(text: Any) -> np.dtype[Any]:
+    if _NUMPY_TYPE.fullmatch(str(text)) is None:
+        raise ValueError(f"{text!r} is no type of an array")
+    found = np.dtype(str(text))
+    if found.hasobject or found.names is not None:
+        raise ValueError(f"arrays of {text!r} hold more than plain numbers")
+    return found

@@ -1,0 +1,298 @@
+"""Reading a directory checkpoint: what is in it, and the bytes that a rank needs, verified, straight into its tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ckpt_core._layouts.sharded.contents import Contents, PartContents
+from ckpt_core._layouts.sharded.fetching import Job, Read, all_of, jobs_of, reads_of, run_job
+from ckpt_core._layouts.sharded.files import Files
+from ckpt_core._layouts.sharded.joining import file_pieces
+from ckpt_core._layouts.sharded.manifest import MANIFEST_NAME, Kind, Manifest
+from ckpt_core._layouts.sharded.matching import (
+    LocalPieces,
+    LocalView,
+    Match,
+    check_fits,
+    match,
+    unique_targets,
+)
+from ckpt_core._layouts.sharded.plain import decode_plain
+from ckpt_core._layouts.sharded.safetensors_file import TensorInfo
+from ckpt_core._layouts.sharded.shards import Placed, Shard
+from ckpt_core.errors import CheckpointFormatError, CheckpointNotFoundError, StorageError
+from ckpt_core.geometry import Box
+from ckpt_core.memory import ScratchBuffers
+from ckpt_core.parallel import run_parallel
+from ckpt_core.storage.base import Storage
+
+__all__ = ["DirectoryCheckpoint", "PartInfo"]
+
+_LARGEST_MANIFEST = 2**30  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class PartInfo:
+    """What is in a part.
+
+    Attributes:
+        name: Its name.
+        kind: Who held it.
+        tensors: Its tensors by key; of the first rank that has any, where the part is per-rank. Tied ones are under each
+            of their keys.
+    """
+
+    name: str
+    kind: Kind
+    tensors: Mapping[str, TensorInfo]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Piece:
+    box: Box
+    tensor: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class _Whole:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[_Piece, ...]
+
+
+def _is_one_of_many() -> bool:
+    """Whether other processes, maybe of the same machine, are about to load the same."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _whole(key: str, tensor: torch.Tensor) -> LocalPieces:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise TypeError(f"{key} is a {type(tensor).__name__}: say with local= which of its elements are on this rank")
+    shape = tuple(tensor.shape)
+    return _Whole(tensor.dtype, shape, (_Piece(Box.whole(shape), tensor.detach()),))
+
+
+class DirectoryCheckpoint:
+    """A committed directory checkpoint, open for reading.
+
+    Opening it reads the manifest only. Use it as a context manager, or :meth:`close` it.
+
+    Args:
+        path: The checkpoint's directory or URL.
+        storage: Where it is.
+
+    Attributes:
+        path: The directory.
+        metadata: What was saved as such.
+        world_size: Number of ranks that wrote it.
+        save_id: Which save it is.
+        stamp: When it was committed, and of which step it is, as it says of itself.
+        files: Size in bytes of each of its files but the manifest.
+        size: Bytes of all files together.
+
+    Raises:
+        CheckpointNotFoundError: There is no manifest: no checkpoint was ever committed there.
+        CheckpointFormatError: It is another program's, or of a newer version.
+        CheckpointCorruptedError: The manifest is damaged or makes no sense.
+    """
+
+    def __init__(self, path: str, storage: Storage) -> None:
+        self.path = path.rstrip("/") if len(path) > 1 else path
+        self._files = Files(self.path, storage)
+        data = self._read_manifest()
+        manifest = Manifest.decode(data, path=self._files.path_of(MANIFEST_NAME))
+        self._manifest = manifest
+        self._contents = Contents(manifest, self.path)
+        self._files.use(manifest)
+        self.metadata = manifest.metadata
+        self.world_size = len(manifest.ranks)
+        self.save_id = manifest.save_id
+        self.stamp = manifest.stamp
+        self.files = self._files.sizes
+        self.size = len(data) + sum(self.files.values())
+
+    def _read_manifest(self) -> bytes:
+        try:
+            with self._files.open(MANIFEST_NAME) as reader:
+                if reader.size > _LARGEST_MANIFEST:
+                    raise CheckpointFormatError(f"a manifest of {reader.size} bytes is none", path=reader.path)
+                return b"".join(map(bytes, file_pieces(reader)))
+        except StorageError as error:
+            if error.errno != errno.ENOTDIR:
+                raise
+            raise CheckpointFormatError(
+                f"{self.path} is one file, and a checkpoint that is a directory was expected",
+                path=self.path,
+                remedy="load it with what saves one file (ckpt_core.Checkpointer, SyncCheckpointIO, AsyncCheckpointIO), or give "
+                "the path of a directory",
+            ) from error
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"there is no checkpoint at {self.path}: it has no {MANIFEST_NAME}, which is written last",
+                path=self.path,
+                remedy="check the path; a save that did not finish leaves none",
+            ) from error
+
+    def __enter__(self) -> DirectoryCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the checkpoint's files that were read so far, all kinds of files together."""
+        return self._files.bytes_read
+
+    @functools.cached_property
+    def parts(self) -> Mapping[str, PartInfo]:
+        """The parts of the state by name."""
+        found = {}
+        for name, kind in self._contents.kinds.items():
+            ranks = self._contents.holders(name)
+            tensors = self._contents.part(name, ranks[0]).tensors() if ranks else {}
+            found[name] = PartInfo(name, kind, tensors)
+        return found
+
+    def ranks_with(self, part: str) -> tuple[int, ...]:
+        """Return the ranks that have saved a part of their own under this name."""
+        return tuple(rank for rank, record in enumerate(self._manifest.ranks) if part in record.parts)
+
+    def load(
+        self,
+        part: str,
+        *,
+        into: Any = None,
+        local: LocalView | None = None,
+        rank: int = 0,
+        map_location: str | torch.device | None = None,
+        strict: bool = True,
+    ) -> Any:
+        """Return a part of the state.
+
+        Every byte that is used is compared with its digest. A checkpoint that does not fit, that is of another version, or
+        that lacks a file or has a wrong one is refused before anything is changed. Damage inside a tensor is found when its
+        bytes arrive: the error names the file and the tensor, and what was loaded until then has been changed in ``into``.
+
+        Args:
+            part: Its name.
+            into: A state with the same tensors, which are filled in place, whatever pieces of them are here; its other
+                values are not looked at. None: new tensors, whole; tied ones are one tensor again.
+            local: Returns what of a tensor is on this rank. None: all of it, and only plain tensors are taken.
+            rank: Whose part, if it is per-rank.
+            map_location: Device of new tensors; the CPU by default.
+            strict: Whether tensors that only one of the two has are an error. If not, those that are not in the checkpoint
+                stay as they are, and those that are only there are returned without values, on the ``meta`` device.
+
+        Returns:
+            The state: the tensors of ``into``, and everything else as it was saved.
+
+        Raises:
+            CheckpointNotFoundError: The checkpoint has no such part.
+            StateMismatchError: ``into`` has other keys, shapes or types; or that rank did not save the part.
+            CheckpointCorruptedError: A file is missing, truncated, of another save, or a byte differs.
+        """
+        contents = self._contents.part(part, rank)
+        infos = contents.record.tensors
+        if into is None:
+            matches = [Match(reference.key, reference.index, None) for reference in contents.references]
+        else:
+            matches = match(contents.references, infos, into, strict=strict, part=part, path=self.path)
+        view = _whole if local is None else local
+        found = [(m, view(m.key, m.target)) for m in unique_targets(matches) if m.target is not None]
+        check_fits([(m.key, infos[m.index], own) for m, own in found], part=part, path=self.path)
+
+        new = sorted({m.index for m in matches if m.target is None})
+        boxes = [(m.index, piece.box) for m, own in found for piece in own.pieces]
+        boxes += [(index, Box.whole(infos[index].shape)) for index in new]
+        chunks = self._chunks_of(contents, boxes)
+        arrays = {reference.index for reference in contents.references if reference.is_array}
+        made = {index: infos[index].empty(None if index in arrays else map_location) for index in new}
+        targets = [piece.tensor for _, own in found for piece in own.pieces] + [made[i] for i in new]
+        shared: set[str] = set()
+        if self._contents.kinds[part] != "per-rank" and _is_one_of_many():
+            for (index, box), of_box in zip(boxes, chunks, strict=True):
+                if box.shape == infos[index].shape:
+                    shared.update(placed.shard.file.name for placed in of_box)
+        self._fill(zip(targets, (box for _, box in boxes), chunks, strict=True), shared)
+        in_order = iter([made[m.index] if m.target is None else m.target for m in matches])
+        with self._contents.sense(part):
+            return decode_plain(contents.record.skeleton, lambda _: next(in_order))
+
+    def _chunks_of(self, contents: PartContents, boxes: Sequence[tuple[int, Box]]) -> list[list[Placed]]:
+        """Return the chunks that each box of a tensor needs; all of their files are there, whole and of this save."""
+        for index in {index for index, _ in boxes}:
+            if not contents.table.is_whole(contents.first + index):
+                self._contents.check_tensor(contents, index)
+        chunks = [contents.overlapping(index, box) for index, box in boxes]
+        shards = {placed.shard.file.name: placed.shard for of_box in chunks for placed in of_box}
+        self._contents.check_blocks(shards.values())
+        self._files.prepare(list(shards.values()))
+        return chunks
+
+    def _fill(self, targets: Iterable[tuple[torch.Tensor, Box, Sequence[Placed]]], shared: Container[str]) -> None:
+        """Read what targets need; files that are ``shared`` with other processes come through the page cache."""
+        shards: dict[str, Shard] = {}
+        reads: dict[str, list[Read]] = {}
+        for tensor, box, chunks in targets:
+            for placed in chunks:
+                name = placed.shard.file.name
+                shards[name] = placed.shard
+                reads.setdefault(name, []).extend(reads_of(placed, box, tensor))
+
+        def jobs_in(shard: Shard) -> Iterable[Job]:
+            name = shard.file.name
+            return jobs_of(shard, reads[name], past_cache=name not in shared and self._files.passes_cache(shard))
+
+        self._run(list(shards.values()), jobs_in)
+
+    def _run(self, shards: Sequence[Shard], jobs_in: Callable[[Shard], Iterable[Job]]) -> None:
+        scratch = ScratchBuffers()
+        try:
+            for batch in self._files.batches(shards):
+                jobs = [job for shard in batch for job in jobs_in(shard)]
+                largest = max((job.size for job in jobs), default=0)
+                work = functools.partial(run_job, files=self._files, scratch=scratch, scratch_size=largest)
+                run_parallel(work, jobs, threads=min(self._files.threads(batch), len(jobs)))
+        finally:
+            scratch.close()
+
+    def read_file(self, name: str) -> bytes:
+        """Return the bytes of a file that somebody else wrote into the checkpoint, verified.
+
+        Args:
+            name: Its path relative to the checkpoint's directory.
+
+        Raises:
+            CheckpointNotFoundError: The checkpoint has no such file.
+            CheckpointCorruptedError: It is missing, or a byte differs.
+        """
+        for rank in self._manifest.ranks:
+            for file in rank.extra_files:
+                if file.name == name:
+                    return self._files.read_whole(file)
+        raise CheckpointNotFoundError(f"the checkpoint holds no file {name!r} of others", path=self.path)
+
+    def verify(self) -> None:
+        """Compare every byte with its digest, and check that every element of every tensor is there once.
+
+        Raises:
+            CheckpointCorruptedError: A file is missing, truncated, of another save, or a byte differs; it names the file
+                and, where it can, the tensor.
+        """
+        shards = self._contents.check()
+        extra = [file for rank in self._manifest.ranks for file in rank.extra_files]
+        run_parallel(self._files.verify_whole, extra)
+        self._files.prepare(shards)
+        self._run(shards, lambda shard: all_of(shard, past_cache=self._files.passes_cache(shard)))

@@ -1,0 +1,336 @@
+"""A safetensors file in the making: its header, where every tensor goes, and the image that is written.
+
+The format: eight bytes with the header's length (little-endian), the header (JSON, padded with spaces), the tensors without
+a hole between them. The padding lets the tensors begin at a multiple of 4096, and those whose size is no multiple of 64 come
+last, so that nearly every tensor begins at one: a copy between addresses that differ below that takes half as long again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import itertools
+import json
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ckpt_core._layouts.image import WINDOW
+from ckpt_core._layouts.sharded.blocks import DIGEST_BYTES, block_begins
+from ckpt_core._layouts.sharded.dtypes import bits_of, bytes_in, is_memory, stored_as
+from ckpt_core.digest import digest
+from ckpt_core.errors import SerializationError
+from ckpt_core.memory import StagingBuffer
+
+__all__ = [
+    "ALIGNMENT",
+    "DigestsImage",
+    "FileLayout",
+    "SafetensorsImage",
+    "TensorInfo",
+    "byte_pieces",
+    "copy_now",
+    "file_layout",
+    "file_order",
+]
+
+ALIGNMENT = 4096  # bytes: windows of the file can be written by direct I/O, and elements are aligned in memory
+LONGEST_SAVE_ID = 64
+_LARGEST_HEADER = 100_000_000  # bytes: what safetensors reads
+_CACHE_LINE = 64  # bytes
+_PLACEHOLDER = "@" * LONGEST_SAVE_ID  # becomes the save's id, without changing the length
+
+
+class TensorInfo(NamedTuple):
+    """What a tensor is, without its values.
+
+    Attributes:
+        dtype: Type of its elements.
+        shape: Its extent.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return functools.reduce(int.__mul__, self.shape, self.dtype.itemsize)
+
+    def empty(self, device: str | torch.device | None = None) -> torch.Tensor:
+        """Return such a tensor; its values are undefined."""
+        with torch.inference_mode(False):
+            if self.dtype is not torch.complex32:
+                return torch.empty(self.shape, dtype=self.dtype, device=device)
+            # torch warns of this type whenever it makes one.
+            return torch.empty(self.nbytes, dtype=torch.uint8, device=device).view(self.dtype).view(self.shape)
+
+
+def file_order(tensors: Sequence[TensorInfo]) -> list[int]:
+    """Return the indices of tensors in the order in which they stand in a file.
+
+    First come those that fill whole cache lines, as they are given, then the others by falling size of their elements. So every
+    element is aligned, and every tensor of the first ones to a cache line.
+    """
+
+    def place(index: int) -> int:
+        info = tensors[index]
+        return -info.dtype.itemsize if info.nbytes % _CACHE_LINE else -_CACHE_LINE
+
+    return sorted(range(len(tensors)), key=place)
+
+
+@dataclasses.dataclass(frozen=True)
+class FileLayout:
+    """Where everything is in a file.
+
+    Attributes:
+        begins: Offset of each tensor, in file order.
+        sizes: Bytes of each tensor.
+        blocks: Where the blocks begin, and the file's size.
+        header_size: Bytes before the first tensor.
+        size: Bytes of the file.
+    """
+
+    begins: tuple[int, ...]
+    sizes: tuple[int, ...]
+    blocks: np.ndarray[Any, np.dtype[np.int64]]
+    header_size: int
+    size: int
+    _header: bytes
+
+    def header(self, save_id: str) -> bytes:
+        """Return the first ``header_size`` bytes of the file."""
+        text = self._header.replace(json.dumps(_PLACEHOLDER).encode(), json.dumps(save_id).encode(), 1)
+        return struct.pack("<Q", self.header_size - 8) + text.ljust(self.header_size - 8)
+
+
+@functools.lru_cache(maxsize=32)
+def file_layout(tensors: tuple[tuple[str, TensorInfo], ...], metadata: tuple[tuple[str, str], ...]) -> FileLayout:
+    """Lay out a file.
+
+    Args:
+        tensors: Unique names, types and shapes, in file order.
+        metadata: What the header says about the file, beside the save's id.
+
+    Raises:
+        SerializationError: The names and shapes need a longer header than safetensors reads.
+    """
+    # "pt" is what transformers looks for.
+    about = json.dumps({"format": "pt", **dict(metadata), "save": _PLACEHOLDER}, separators=(",", ":"))
+    entries = [f'"__metadata__":{about}']
+    sizes = tuple([info.nbytes for _, info in tensors])
+    position = 0
+    for (name, info), size in zip(tensors, sizes, strict=True):
+        dtype, shape = stored_as(info.dtype, info.shape)
+        extent = ",".join(map(str, shape))
+        place = f"{position},{position + size}"
+        entries.append(f'{json.dumps(name)}:{{"dtype":"{dtype}","shape":[{extent}],"data_offsets":[{place}]}}')
+        position += size
+    header = ("{" + ",".join(entries) + "}").encode()
+    header_size = -(-(8 + len(header)) // ALIGNMENT) * ALIGNMENT
+    if header_size > _LARGEST_HEADER:
+        raise SerializationError(
+            f"{len(tensors)} tensors in one file need a header of {header_size} bytes; safetensors reads at most "
+            f"{_LARGEST_HEADER}",
+            remedy="save fewer tensors in one part, or let more ranks share the work",
+        )
+    blocks = block_begins(header_size, sizes)
+    begins = tuple((np.cumsum((0, *sizes), dtype=np.int64)[:-1] + header_size).tolist())
+    return FileLayout(begins, sizes, blocks, header_size, header_size + position, header)
+
+
+class SafetensorsImage:
+    """The bytes of a safetensors file, either staged in a buffer of ours or still in the live tensors.
+
+    Args:
+        layout: Where everything goes.
+        header: The first bytes of the file.
+        sources: The live tensors, in file order.
+        staged: The buffer that holds, or is being filled with, the tensors; and with the header.
+        base: Where in the buffer the file begins; a multiple of 4096.
+        wait_staged: Returns when the buffer is filled up to an offset.
+
+    Attributes:
+        region_size: Bytes that :meth:`window` gives; a multiple of 4096. :meth:`tail` gives the few that follow.
+        digests: Of each block of the file; empty until its bytes were taken.
+    """
+
+    def __init__(
+        self,
+        layout: FileLayout,
+        header: bytes,
+        sources: Sequence[torch.Tensor] = (),
+        staged: StagingBuffer | None = None,
+        base: int = 0,
+        wait_staged: Callable[[int], None] | None = None,
+    ) -> None:
+        self.region_size = layout.size // ALIGNMENT * ALIGNMENT
+        self.digests = [b""] * (len(layout.blocks) - 1)
+        self._layout = layout
+        self._header = header
+        self._sources = sources
+        self._staged = staged
+        self._base = base
+        self._wait_staged = wait_staged
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the bytes are in a buffer of ours, so that the live tensors may change."""
+        return self._staged is not None
+
+    @property
+    def approximate_size(self) -> int:
+        """The file's size in bytes, exactly."""
+        return self._layout.size
+
+    def window(self, begin: int, scratch: StagingBuffer | None) -> memoryview:
+        """Return the page-aligned bytes of the window that starts at ``begin``, and keep the digests of what ends in it.
+
+        Args:
+            begin: A multiple of ``WINDOW`` below ``region_size``.
+            scratch: Memory of at least ``WINDOW`` bytes to assemble the window in; not needed when staged.
+        """
+        return self._bytes(begin, min(begin + WINDOW, self.region_size), scratch)
+
+    def tail(self) -> bytes:
+        """Return the rest of the file, from ``region_size`` on."""
+        scratch = None if self.is_staged else StagingBuffer(ALIGNMENT)
+        try:
+            return bytes(self._bytes(self.region_size, self._layout.size, scratch))
+        finally:
+            if scratch is not None:
+                scratch.close()
+
+    def _bytes(self, begin: int, end: int, scratch: StagingBuffer | None) -> memoryview:
+        if self._staged is not None:
+            if self._wait_staged is not None:
+                self._wait_staged(self._base + end)
+            memory = self._staged.memory[self._base + begin : self._base + end]
+        else:
+            assert scratch is not None
+            self._assemble(begin, end, scratch.tensor)
+            memory = scratch.memory[: end - begin]
+        low, high = np.searchsorted(self._layout.blocks[1:], (begin, end), side="right").tolist()
+        bounds = self._layout.blocks[low : high + 1].tolist()
+        for index, (first, last) in enumerate(itertools.pairwise(bounds), start=low):
+            self.digests[index] = bytes.fromhex(digest(self._block(first, last, begin, memory)))
+        return memory
+
+    def _block(self, first: int, last: int, begin: int, memory: memoryview) -> memoryview:
+        if self._staged is not None:
+            return self._staged.memory[self._base + first : self._base + last]
+        if first >= begin:
+            return memory[first - begin : last - begin]
+        # It began in the window before, which another thread may have written already.
+        block = torch.empty(last - first, dtype=torch.uint8)
+        self._assemble(first, last, block)
+        view: memoryview = block.numpy().data
+        return view
+
+    def _assemble(self, begin: int, end: int, target: torch.Tensor) -> None:
+        header_end = min(end, self._layout.header_size)
+        if begin < header_end:
+            target[: header_end - begin].numpy()[:] = np.frombuffer(self._header[begin:header_end], np.uint8)
+        begins = self._layout.begins
+        index = max(0, int(np.searchsorted(begins, begin, side="right")) - 1)
+        while index < len(begins) and begins[index] < end:
+            offset, size = begins[index], self._layout.sizes[index]
+            first, last = max(begin, offset), min(end, offset + size)
+            if first < last:
+                source, at = self._sources[index], first - begin
+                if not copy_now(source, first - offset, last - offset, target, at):
+                    for part, piece in byte_pieces(source, first - offset, last - offset, target[at : last - begin]):
+                        part.copy_(piece)
+            index += 1
+
+
+def copy_now(source: torch.Tensor, begin: int, end: int, target: torch.Tensor, at: int) -> bool:
+    """Copy bytes of a tensor's elements to offset ``at`` of ``target``; False if they do not lie in one piece of host memory.
+
+    Not by torch, which takes five times as long for a small tensor, and whose own threads would spin beside ours.
+    """
+    if not (source.is_cpu and is_memory(source) and source.data_ptr()):  # torch says what it thinks of freed memory
+        return False
+    ctypes.memmove(target.data_ptr() + at, source.data_ptr() + begin, end - begin)
+    return True
+
+
+def byte_pieces(
+    source: torch.Tensor, begin: int, end: int, target: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield which parts of ``target`` to copy from which parts of a tensor, so that its bytes come in row-major order.
+
+    Args:
+        source: Any strided tensor.
+        begin: First byte of the tensor's elements, at the beginning of one.
+        end: Behind the last byte.
+        target: ``uint8``, ``end - begin`` long, aligned for the tensor's elements.
+    """
+    bits = bits_of(source)
+    memory = bytes_in(bits)
+    if memory is not None:
+        yield target, memory[begin:end]
+        return
+    itemsize = source.dtype.itemsize
+    into = target.view(bits.dtype)
+    for position, view in _rows(bits, begin // itemsize, end // itemsize):
+        first = position - begin // itemsize
+        yield into[first : first + view.numel()].view(view.shape), view
+
+
+def _rows(tensor: torch.Tensor, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield ``(position, view)``: the elements ``begin`` to ``end`` of a tensor, as few rectangular views as can be."""
+    if tensor.ndim == 0:
+        yield begin, tensor
+        return
+    row = tensor.numel() // tensor.shape[0]
+    first, last = -(-begin // row), end // row
+    if first > last:
+        pieces = [(begin // row, begin, end)]
+    else:
+        if begin < first * row:
+            yield from _rows_of(tensor, first - 1, begin, first * row, row)
+        if first < last:
+            yield first * row, tensor[first:last]
+        pieces = [(last, last * row, end)] if last * row < end else []
+    for index, low, high in pieces:
+        yield from _rows_of(tensor, index, low, high, row)
+
+
+def _rows_of(tensor: torch.Tensor, index: int, begin: int, end: int, row: int) -> Iterator[tuple[int, torch.Tensor]]:
+    start = index * row
+    return ((start + position, view) for position, view in _rows(tensor[index], begin - start, end - start))
+
+
+class DigestsImage:
+    """The file with the digests of the blocks of a rank's files, which must have been written before.
+
+    Args:
+        images: Those files, in order.
+
+    Attributes:
+        region_size: Nothing is given by windows.
+    """
+
+    is_staged = True
+    region_size = 0
+
+    def __init__(self, images: Sequence[SafetensorsImage]) -> None:
+        self._images = list(images)
+        self.approximate_size = sum(len(image.digests) for image in images) * DIGEST_BYTES
+
+    def window(self, begin: int, scratch: StagingBuffer | None) -> memoryview:
+        """Never called: there is no window below ``region_size``."""
+        raise IndexError(begin)
+
+    def tail(self) -> bytes:
+        """Return the file's bytes."""
+        data = b"".join(digest for image in self._images for digest in image.digests)
+        if len(data) != self.approximate_size:
+            raise RuntimeError("the digests are written last, when all bytes of the other files have been taken")
+        return data

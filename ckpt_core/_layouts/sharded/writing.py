@@ -1,0 +1,363 @@
+"""What a rank writes: its files, its report, and the manifest that all reports together become."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ckpt_core._layouts.image import Image
+from ckpt_core._layouts.sharded.manifest import (
+    ExtraFile,
+    PartRecord,
+    encode_part,
+)
+from ckpt_core._layouts.sharded.names import (
+    check_extra_name,
+    check_part_name,
+    check_save_id,
+    check_shard_name,
+    digests_name,
+    group_name,
+    per_rank_name,
+    piece_name,
+    shard_name,
+)
+from ckpt_core._layouts.sharded.parts import PartContent, TensorPiece, WholeTensor
+from ckpt_core._layouts.sharded.plain import Json
+from ckpt_core._layouts.sharded.safetensors_file import (
+    ALIGNMENT,
+    DigestsImage,
+    FileLayout,
+    SafetensorsImage,
+    TensorInfo,
+    byte_pieces,
+    copy_now,
+    file_layout,
+    file_order,
+)
+from ckpt_core.digest import digest
+from ckpt_core.errors import SerializationError
+from ckpt_core.geometry import Box
+from ckpt_core.memory import StagingBuffer
+
+__all__ = ["PartContent", "RankFiles", "TensorPiece", "WholeTensor", "WrittenFile"]
+
+
+_SMALL = 16 * 2**10  # bytes: handing them to another thread takes longer than copying them
+
+
+class _Chunk(NamedTuple):
+    tensor: int  # which tensor of the part; of the file, if it is of the per-rank parts
+    key: str
+    name: str
+    info: TensorInfo
+    box: Box
+    is_whole: bool
+    source: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    name: str
+    part: str | None
+    layout: FileLayout
+    header: bytes
+    chunks: tuple[_Chunk, ...]
+    holds_all: bool  # every tensor of the part, whole: the manifest need not say what is in it
+    save_id: str | None = None  # of the earlier save that wrote it
+
+
+@dataclasses.dataclass(frozen=True)
+class WrittenFile:
+    """A safetensors file that a rank writes.
+
+    Attributes:
+        name: Its name.
+        part: The part it is of; None for the one with all per-rank parts.
+        save_id: Which save it is of: that of the rank's files, or the earlier one that wrote it.
+        layout: Where everything is in it.
+        keys: The tensor that each chunk is of, in file order.
+        names: The names of the chunks.
+        digests: Of its blocks, one after the other; of those that were not taken yet, nothing.
+    """
+
+    name: str
+    part: str | None
+    save_id: str
+    layout: FileLayout
+    keys: tuple[str, ...]
+    names: tuple[str, ...]
+    digests: bytes
+
+
+class RankFiles:
+    """The files that one rank writes in one save.
+
+    Args:
+        parts: The parts of the state, the same ones on all ranks.
+        rank: The rank, from 0.
+        world_size: Number of ranks.
+        save_id: 1 to 64 letters, digits and dashes: unique to the save, the same on all ranks. It is in every file.
+        suffix: Comes before the extension of the files' names, where an older checkpoint has the plain names.
+
+    Attributes:
+        tensors: The live tensors that are written.
+        names: The files' names, in the order in which they are written.
+        staged_size: Bytes of the buffer that all of them need.
+
+    Raises:
+        SerializationError: A part cannot be written as it is.
+    """
+
+    def __init__(
+        self, parts: Sequence[PartContent], *, rank: int, world_size: int, save_id: str, suffix: str = ""
+    ) -> None:
+        check_save_id(save_id)
+        for part in parts:
+            check_part_name(part.name)
+        if len({part.name for part in parts}) != len(parts):
+            raise ValueError("two parts have the same name")
+        self._parts = list(parts)
+        self._rank = rank
+        self._world_size = world_size
+        self._save_id = save_id
+        self._files = list(self._lay_out(suffix))
+        self._digests_name = digests_name(rank, world_size, suffix)
+        self._bases: list[int] = []
+        self._images: list[SafetensorsImage] = []
+        self.staged_size = 0
+        for file in self._files:
+            self._bases.append(self.staged_size)
+            self.staged_size += -(-file.layout.size // ALIGNMENT) * ALIGNMENT
+        self.names = [file.name for file in self._files] + ([self._digests_name] if self._files else [])
+        for name in self.names:
+            check_shard_name(name)
+        self.tensors = [chunk.source for file in self._files for chunk in file.chunks]
+
+    def _lay_out(self, suffix: str) -> Iterator[_File]:
+        own: list[_Chunk] = []
+        count = 0
+        for part in self._parts:
+            if part.kind == "per-rank":
+                own += _chunks(part, first=count, prefix=f"{part.name}.")
+                count += len(part.tensors)
+                continue
+            chunks = _chunks(part)
+            spread = part.spread and self._world_size > 1
+            if not spread and self._rank > 0 and chunks:
+                raise ValueError(f"part {part.name!r} is written by rank 0 alone")
+            by_group: dict[int, list[_Chunk]] = {}
+            for chunk in chunks:
+                by_group.setdefault(part.groups.get(chunk.key, 0), []).append(chunk)
+            for group, members in sorted(by_group.items()):
+                if len(by_group) > 1:
+                    name = group_name(part.name, self._rank, self._world_size, group, suffix)
+                elif spread:
+                    name = piece_name(part.name, self._rank, self._world_size, suffix)
+                else:
+                    name = shard_name(part.name, suffix)
+                yield self._file(name, part.name, members, len(part.tensors))
+        if count:
+            if not _is_all(own, count):
+                raise SerializationError(
+                    "a per-rank part holds distributed tensors",
+                    remedy="save them in a sharded part, or their local tensors in the per-rank part",
+                )
+            yield self._file(per_rank_name(self._rank, self._world_size, suffix), None, own, count)
+
+    def _file(self, name: str, part: str | None, chunks: list[_Chunk], count: int) -> _File:
+        ordered = tuple(chunks[index] for index in file_order([chunk.info for chunk in chunks]))
+        layout = file_layout(tuple((chunk.name, chunk.info) for chunk in ordered), (("rank", str(self._rank)),))
+        return _File(name, part, layout, layout.header(self._save_id), ordered, _is_all(chunks, count))
+
+    def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Copy small tensors into ``buffer``, and yield what else is to be copied as ``(end, target, source)``, in order.
+
+        Args:
+            buffer: At least ``staged_size`` bytes.
+            nbytes: Largest size of a piece; ``end`` is the offset in the buffer at which it ends.
+        """
+        for base, file in zip(self._bases, self._files, strict=True):
+            for chunk, begin, size in zip(file.chunks, file.layout.begins, file.layout.sizes, strict=True):
+                if size <= _SMALL and copy_now(chunk.source, 0, size, buffer.tensor, base + begin):
+                    continue
+                for first in range(0, size, nbytes):
+                    last = min(first + nbytes, size)
+                    end = base + begin + last
+                    target = buffer.tensor[base + begin + first : end]
+                    for into, source in byte_pieces(chunk.source, first, last, target):
+                        yield end, into, source
+
+    def staged_files(
+        self, buffer: StagingBuffer, wait_staged: Callable[[int], None] | None = None
+    ) -> list[tuple[str, Image]]:
+        """Return names and images of the files whose tensors are in ``buffer``, or on their way there.
+
+        Args:
+            buffer: Receives the headers at once.
+            wait_staged: Returns when the buffer is filled up to an offset; None where it is filled.
+
+        Returns:
+            The files in the order in which they are to be written, one after the other.
+        """
+        for base, file in zip(self._bases, self._files, strict=True):
+            buffer.memory[base : base + file.layout.header_size] = file.header
+        return self._with_digests(
+            SafetensorsImage(file.layout, file.header, staged=buffer, base=base, wait_staged=wait_staged)
+            for base, file in zip(self._bases, self._files, strict=True)
+        )
+
+    def live_files(self) -> list[tuple[str, Image]]:
+        """Return names and images of the files, which take the tensors' bytes from where they are, when they are written.
+
+        Returns:
+            The files in the order in which they are to be written, one after the other.
+        """
+        return self._with_digests(
+            SafetensorsImage(file.layout, file.header, [chunk.source for chunk in file.chunks]) for file in self._files
+        )
+
+    def _with_digests(self, images: Iterable[SafetensorsImage]) -> list[tuple[str, Image]]:
+        self._images = list(images)
+        if not self._images:
+            return []
+        return list(zip(self.names, [*self._images, DigestsImage(self._images)], strict=True))
+
+    def written(self) -> Iterator[WrittenFile]:
+        """Yield the safetensors files, whose images were made, with what is known of them now."""
+        for file, image in zip(self._files, self._images, strict=True):
+            yield WrittenFile(
+                file.name,
+                file.part,
+                file.save_id or self._save_id,
+                file.layout,
+                tuple([chunk.key for chunk in file.chunks]),
+                tuple([chunk.name for chunk in file.chunks]),
+                b"".join(image.digests),
+            )
+
+    def take_over(self, name: str, *, save_id: str, header_digest: bytes) -> None:
+        """Declare that a file is the one that an earlier save wrote, to which all of its digests but the first apply.
+
+        Args:
+            name: The file.
+            save_id: The earlier save.
+            header_digest: Digest of the header that has that id.
+        """
+        index = [file.name for file in self._files].index(name)
+        self._files[index] = dataclasses.replace(self._files[index], save_id=save_id)
+        self._images[index].digests[0] = header_digest
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether other ranks hold pieces of parts that this rank has not whole."""
+        return self._world_size > 1 and any(part.spread for part in self._parts)
+
+    def report(self, extra_files: Sequence[ExtraFile] = ()) -> str:
+        """Return what this rank has written, when it has: what :func:`build_manifest` takes.
+
+        Args:
+            extra_files: Others' files in the checkpoint that this rank is responsible for.
+        """
+        for file in extra_files:
+            check_extra_name(file.name)
+        digests = DigestsImage(self._images).tail()
+        record = {
+            "rank": self._rank,
+            "files": [self._describe(file) for file in self._files],
+            "digests": [self._digests_name, len(digests), digest(digests)] if self._files else None,
+            "parts": {part.name: _encode(part) for part in self._parts if part.kind == "per-rank"},
+            "extra": [[file.name, file.size, file.digest] for file in extra_files],
+        }
+        summary = {
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "save": self._save_id,
+            "kinds": {part.name: part.kind for part in self._parts},
+            "names": [*self.names, *(file.name for file in extra_files)],
+            "written": self._written(self._common),
+            "tables": self._tables,
+            "totals": {part.name: _total(part) for part in self._parts if part.name in self._common},
+        }
+        return "\n".join([_text(summary), _text(record), _text(self._common) if self._rank == 0 else "{}"])
+
+    @functools.cached_property
+    def _common(self) -> dict[str, dict[str, Json]]:
+        """The parts that are the same on all ranks."""
+        return {part.name: _encode(part) for part in self._parts if part.kind != "per-rank"}
+
+    @functools.cached_property
+    def _tables(self) -> dict[str, str]:
+        """Digests of their tables of tensors."""
+        parts = [part for part in self._parts if part.name in self._common]
+        return {part.name: _table_digest(part, self._common[part.name]) for part in parts}
+
+    def _describe(self, file: _File) -> Json:
+        chunks = None
+        if not file.holds_all:
+            chunks = [
+                [chunk.tensor for chunk in file.chunks],
+                [begin for chunk in file.chunks for begin in chunk.box.offset],
+                [extent for chunk in file.chunks for extent in chunk.box.shape],
+            ]
+        layout = file.layout
+        described = [file.name, file.part, layout.header_size, layout.size, len(layout.blocks) - 1, chunks]
+        return described if file.save_id is None else [*described, file.save_id]
+
+    def _written(self, parts: Iterable[str]) -> dict[str, int]:
+        written = dict.fromkeys(parts, 0)
+        for file in self._files:
+            if file.part is not None:
+                written[file.part] += sum(file.layout.sizes)
+        return written
+
+
+def _is_all(chunks: Sequence[_Chunk], count: int) -> bool:
+    """Whether these are all of ``count`` tensors, whole and in order."""
+    return len(chunks) == count and all(chunk.tensor == index and chunk.is_whole for index, chunk in enumerate(chunks))
+
+
+def _chunks(part: PartContent, *, first: int = 0, prefix: str = "") -> list[_Chunk]:
+    unknown = part.pieces.keys() - part.tensors.keys()
+    if unknown:
+        raise ValueError(f"part {part.name!r} has pieces of tensors that it has not: {sorted(unknown)[:5]}")
+    chunks: list[_Chunk] = []
+    names: set[str] = set()
+    for index, (key, tensor) in enumerate(part.tensors.items(), start=first):
+        for piece in part.pieces.get(key, ()):
+            shape = piece.box.shape
+            if piece.tensor.dtype != tensor.dtype or piece.tensor.shape != shape:
+                raise ValueError(f"a piece of {key!r} is not of its tensor's type, or not of its box's shape")
+            name = prefix + key
+            is_whole = shape == tensor.shape
+            if not is_whole:
+                name += "@" + ",".join(map(str, piece.box.offset))
+            while name in names:
+                name += "~"
+            names.add(name)
+            info = TensorInfo(tensor.dtype, shape)
+            chunks.append(_Chunk(index, key, name, info, piece.box, is_whole, piece.tensor))
+    return chunks
+
+
+def _encode(part: PartContent) -> dict[str, Json]:
+    infos = tuple([TensorInfo(tensor.dtype, tuple(tensor.shape)) for tensor in part.tensors.values()])
+    return encode_part(PartRecord(part.skeleton, infos))
+
+
+def _table_digest(part: PartContent, encoded: dict[str, Json]) -> str:
+    return digest(_text([list(part.tensors), encoded["types"], encoded["tensors"]]).encode())
+
+
+def _total(part: PartContent) -> int:
+    return sum([math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in part.tensors.values()])
+
+
+def _text(document: Json) -> str:
+    return json.dumps(document, separators=(",", ":"), allow_nan=False)

@@ -1,0 +1,123 @@
+"""Whether the default way of reading, which runs no code, could read a file that is being written; and if not, why.
+
+What torch allows depends on the program (``add_safe_globals``), so torch itself is asked. Which keys are to blame is found
+by unpickling with stand-ins in the place of every type and function: no code of the state's own runs.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, skip_data
+
+from ckpt_core._layouts.torch_file.segments import SegmentIO, Segments
+from ckpt_core.tree import join_key
+
+__all__ = ["refused_by_default"]
+
+_LONGEST_INTEGER = 255 * 8 - 1  # bits: what torch's reader takes
+_REAL = {f"{kind.__module__}.{kind.__name__}": kind for kind in (Counter, OrderedDict, set)}
+_OLD_NAMES = {"builtins.xrange": "builtins.range", "builtins.long": "builtins.int", "builtins.unicode": "builtins.str"}
+
+
+def refused_by_default(segments: Segments, size: int, pickled: bytes) -> dict[str, str]:
+    """Return what ``torch.load(weights_only=True)`` would refuse: what it is, by key; nothing if it reads the file.
+
+    Args:
+        segments: All of the file but its tensors.
+        size: The file's length in bytes.
+        pickled: Its pickle.
+    """
+    try:
+        with skip_data():
+            torch.load(io.BufferedReader(SegmentIO(segments, size)), map_location="meta", weights_only=True)
+    except pickle.UnpicklingError:
+        pass
+    except Exception:  # noqa: BLE001 - it needs the tensors, which are not here
+        return {}
+    else:
+        return {}
+    try:
+        refused = set(get_unsafe_globals_in_checkpoint(io.BufferedReader(SegmentIO(segments, size))))
+    except pickle.UnpicklingError:
+        refused = set()  # an integer is to blame
+    try:
+        found = dict(_blamed(_Unpickler(io.BytesIO(pickled)).load(), "", refused))
+    except Exception:  # noqa: BLE001 - stand-ins cannot do all that the real ones can
+        found = {}
+    return found or {"": ", ".join(sorted(refused)) or "an object"}
+
+
+class _StandIn:
+    name = ""
+
+    def __new__(cls, *parts: Any, **more: Any) -> _StandIn:
+        self = super().__new__(cls)
+        self.parts = [*parts, *more.values()]
+        return self
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def __setstate__(self, state: Any) -> None:
+        self.parts.append(state)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.parts += [key, value]
+
+    def append(self, value: Any) -> None:
+        self.parts.append(value)
+
+    def extend(self, values: Any) -> None:
+        self.parts += values
+
+    parts: list[Any]
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{'builtins' if module == '__builtin__' else module}.{name}"  # protocol 2 has the names of Python 2
+        full = _OLD_NAMES.get(full, full)
+        return _REAL.get(full) or type(name, (_StandIn,), {"name": full})
+
+    def persistent_load(self, _: Any) -> Any:
+        return None
+
+
+def _blamed(node: Any, key: str, refused: set[str]) -> Iterator[tuple[str, str]]:
+    if isinstance(node, dict):
+        for name, value in node.items():
+            for what in itertools.islice(_reasons(name, refused), 1):
+                yield f"a key in {key}" if key else "a key", what
+            yield from _blamed(value, join_key(key, name), refused)
+    elif isinstance(node, (list, tuple)):
+        for index, value in enumerate(node):
+            yield from _blamed(value, join_key(key, index), refused)
+    else:
+        for what in itertools.islice(_reasons(node, refused), 1):
+            yield key, what
+
+
+def _reasons(node: Any, refused: set[str]) -> Iterator[str]:
+    if isinstance(node, int) and node.bit_length() > _LONGEST_INTEGER:
+        yield f"an integer of {node.bit_length()} bits"
+    elif isinstance(node, type) and issubclass(node, _StandIn):
+        if node.name in refused:
+            yield node.name
+    elif isinstance(node, _StandIn):
+        yield from _reasons(type(node), refused)
+        for part in node.parts:
+            yield from _reasons(part, refused)
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield from _reasons(key, refused)
+            yield from _reasons(value, refused)
+    elif isinstance(node, (list, tuple, set, frozenset)):
+        for item in node:
+            yield from _reasons(item, refused)

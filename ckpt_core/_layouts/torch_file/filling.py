@@ -1,0 +1,107 @@
+"""Pieces of records go from a file to where they belong, several at a time, each compared with its digest as it arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+
+from ckpt_core._layouts.torch_file.manifest import RecordDigests
+from ckpt_core.errors import CheckpointCorruptedError
+from ckpt_core.parallel import run_parallel
+from ckpt_core.storage.base import FileReader
+
+__all__ = ["RESUME_FROM_ANOTHER", "Piece", "compare", "read_pieces"]
+
+_LONGEST_RUN = 8 * 2**20  # bytes that are read together for several pieces
+RESUME_FROM_ANOTHER = "resume from another checkpoint; this one cannot be repaired"
+HashOf = Callable[[memoryview], str]
+
+
+class Piece(NamedTuple):
+    """Piece ``number`` of a record, from ``begin`` to ``end`` in the file, and the bytes of the tensor that it goes into, if any.
+
+    What stands before it, from ``gap`` on, belongs to no record and is read with it.
+    """
+
+    record: RecordDigests
+    number: int
+    begin: int
+    end: int
+    gap: int
+    target: torch.Tensor | None
+
+
+def read_pieces(reader: FileReader, hash_of: HashOf, pieces: Iterable[Piece]) -> dict[str, bytes]:
+    """Read and verify pieces, and put each where it belongs.
+
+    Returns:
+        The bytes that stand before pieces, by the names of the records, not verified.
+
+    Raises:
+        CheckpointCorruptedError: Bytes are missing or differ; the error names the record.
+    """
+    gaps: dict[str, bytes] = {}
+    runs = _runs(pieces, reader.request_bytes)
+    run_parallel(lambda run: _read_run(reader, hash_of, run, gaps), runs, threads=reader.threads)
+    return gaps
+
+
+def _runs(pieces: Iterable[Piece], request_bytes: int) -> Iterator[list[Piece]]:
+    """Yield small neighbours together, for which one request to a store is better than several, and all others alone."""
+    run: list[Piece] = []
+    is_empty = False  # the run, of all but what stands before its pieces
+    for piece in sorted(pieces, key=lambda piece: piece.begin):
+        is_near = run and request_bytes > 0 and piece.gap - run[-1].end <= request_bytes
+        if run and not (is_near and (is_empty or piece.end - run[0].gap <= _LONGEST_RUN)):
+            yield run
+            run = []
+        is_empty = piece.begin == piece.end and (is_empty or not run)
+        run.append(piece)
+    if run:
+        yield run
+
+
+def _read_run(reader: FileReader, hash_of: HashOf, run: list[Piece], gaps: dict[str, bytes]) -> None:
+    position = run[0].gap
+    between: list[bytearray] = []
+    memories: list[torch.Tensor] = []
+    parts: list[memoryview] = []
+    for piece in run:
+        between.append(bytearray(piece.begin - position))
+        memories.append(_host_memory(piece))
+        parts += [memoryview(between[-1]), memories[-1].numpy().data]
+        position = piece.end
+    reader.read_parts(run[0].gap, [part for part in parts if len(part)])
+    for piece, before, memory in zip(run, between, memories, strict=True):
+        if piece.gap < piece.begin:
+            gaps[piece.record.name] = bytes(before[len(before) - (piece.begin - piece.gap) :])
+        if piece.begin == piece.end:
+            continue
+        compare(hash_of, memory.numpy().data, piece.record, piece.number, reader.path)
+        if piece.target is not None and piece.target.device.type != "cpu":
+            _place(piece).copy_(memory)
+
+
+def _host_memory(piece: Piece) -> torch.Tensor:
+    """Return the memory that the piece is read into: where it belongs, if that can be."""
+    if piece.target is not None and piece.target.device.type == "cpu":
+        return _place(piece)
+    return torch.empty(piece.end - piece.begin, dtype=torch.uint8)
+
+
+def _place(piece: Piece) -> torch.Tensor:
+    assert piece.target is not None
+    return piece.target[piece.begin - piece.record.offset : piece.end - piece.record.offset]
+
+
+def compare(hash_of: HashOf, data: memoryview, record: RecordDigests, number: int, path: str) -> None:
+    """Raise unless the bytes of a piece are those that were saved."""
+    if hash_of(data) != record.digests[number]:
+        raise CheckpointCorruptedError(
+            f"the bytes of {record.name!r} differ from those that were saved",
+            path=path,
+            key=record.name,
+            remedy=RESUME_FROM_ANOTHER,
+        )

@@ -1,0 +1,337 @@
+"""A torch file in the making: where every byte goes, and where it comes from.
+
+Tensors come first, then the pickle, the manifest and the archive's directory. So a tensor's place depends only on the
+tensors' sizes, the copy can start before anything is pickled, and the staged buffer is the file's image.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import functools
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ckpt_core._layouts.image import WINDOW, ImageAbandonedError
+from ckpt_core._layouts.torch_file.default_reading import refused_by_default
+from ckpt_core._layouts.torch_file.manifest import (
+    ARCHIVE,
+    MANIFEST_NAME,
+    Footer,
+    Manifest,
+    RecordDigests,
+    pieces,
+)
+from ckpt_core._layouts.torch_file.pickling import StorageTable, collect_storages, pickle_state
+from ckpt_core._layouts.torch_file.zip_format import ZipRecord, central_directory, local_header
+from ckpt_core.commit_time import Stamp, commit_time, step_in
+from ckpt_core.digest import digest, digest_of_parts
+from ckpt_core.memory import StagingBuffer, bytes_of
+
+__all__ = ["FileImage", "StateLayout"]
+
+_ALIGNMENT = 64  # bytes, torch's own: a mapped tensor can be used as it lies
+_BLOCK = 4096  # bytes: the region's size is a multiple, so that the tail begins at a block of the disk
+_ARCHIVE_START = b"PK\3\4"  # at which torch looks first
+_VERSION_RECORD = b"3\n"  # of torch's archive format: the newest that uses nothing but stored records
+
+
+@dataclasses.dataclass(frozen=True)
+class _Region:
+    """The layout of the tensors' part of the file; depends on nothing but the sizes."""
+
+    records: tuple[ZipRecord, ...]
+    headers: tuple[bytes, ...]
+    size: int
+
+    def gaps(self) -> list[bytes]:
+        """Return the bytes between the tensors, in file order."""
+        result, position = [], 0
+        for record, header in zip(self.records, self.headers, strict=True):
+            result.append(bytes(record.header_offset - position) + header)
+            position = record.offset + record.size
+        result.append(bytes(self.size - position))
+        return result
+
+
+@functools.lru_cache(maxsize=8)
+def _region(sizes: tuple[int, ...]) -> _Region:
+    records, headers, position = [], [], 0
+    for index, size in enumerate(sizes):
+        record, header = local_header(f"{ARCHIVE}/data/{index}", position, size, alignment=_ALIGNMENT)
+        records.append(record)
+        headers.append(header)
+        position = record.offset + size
+    return _Region(tuple(records), tuple(headers), -(-position // _BLOCK) * _BLOCK)
+
+
+class FileImage:
+    """The bytes of a torch file, either staged in a buffer of ours or still in the live tensors.
+
+    It can be written while it is being made: :meth:`window` waits for its bytes, :meth:`tail` for :meth:`seal`.
+
+    Args:
+        region: The layout of the tensors.
+        sources: The live tensors; none where they are staged.
+        staged: The buffer that holds them, or is being filled.
+        wait_staged: Returns when the buffer is filled up to an offset.
+
+    Attributes:
+        region_size: Length in bytes of the first part of the file, which :meth:`window` gives; a multiple of 4096.
+        sealed_at: ``time.perf_counter()`` of the moment in which it was complete.
+    """
+
+    def __init__(
+        self,
+        region: _Region,
+        sources: Sequence[torch.Tensor] = (),
+        staged: StagingBuffer | None = None,
+        wait_staged: Callable[[int], None] | None = None,
+    ) -> None:
+        self.region_size = region.size
+        self.sealed_at = 0.0
+        self._region = region
+        self._sources = list(sources)
+        self._staged = staged
+        self._wait_staged = wait_staged
+        self._pickled = b""
+        self._references: list[int] = []
+        self._late: list[bytes] = []
+        self._step: int | None = None
+        self._digests: list[dict[int, str]] = [{} for _ in region.records]
+        self._abandoned = False
+        self._settled = threading.Event()
+
+    def add_pickle(self, pickled: bytes, references: list[int], late: list[bytes], step: int | None = None) -> None:
+        """Add everything but the tensors.
+
+        Args:
+            pickled: The pickle.
+            references: Indices of the storages, in the order in which the pickle first refers to them.
+            late: Bytes of the storages that are not in the region.
+            step: Of which step of the training the state is, if it says so.
+        """
+        self._pickled, self._references, self._late, self._step = pickled, references, late, step
+
+    def seal(self) -> None:
+        """Declare the image complete: it may be committed."""
+        self.sealed_at = time.perf_counter()
+        self._settled.set()
+
+    def abandon(self) -> None:
+        """Declare that the image will never be complete. Does nothing after :meth:`seal`."""
+        if not self._settled.is_set():
+            self._abandoned = True
+            self._settled.set()
+
+    def wait_settled(self) -> None:
+        """Return when nobody writes into the image any more: it is sealed or abandoned."""
+        self._settled.wait()
+
+    def _check(self) -> None:
+        if self._abandoned:
+            raise ImageAbandonedError("the save was given up while the state was being collected")
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the bytes are in a buffer of ours, so that the live tensors may change."""
+        return self._staged is not None
+
+    @property
+    def approximate_size(self) -> int:
+        """The file's size in bytes but for its last few kilobytes, and for its pickle while that is not known."""
+        return self.region_size + len(self._pickled) + sum(map(len, self._late))
+
+    def window(self, begin: int, scratch: StagingBuffer | None) -> memoryview:
+        """Return the page-aligned bytes of the window that starts at ``begin``, and keep their digests.
+
+        Args:
+            begin: A multiple of ``WINDOW`` below ``region_size``.
+            scratch: Memory of at least ``WINDOW`` bytes to assemble the window in; not needed when staged.
+        """
+        end = min(begin + WINDOW, self.region_size)
+        self._check()
+        if self._wait_staged is not None:
+            self._wait_staged(end)
+        if self._staged is not None:
+            memory = self._staged.memory[begin:end]
+        else:
+            assert scratch is not None
+            memory = scratch.memory[: end - begin]
+            self._assemble(begin, end, scratch)
+        for index in self._records_in(begin, end):
+            record = self._region.records[index]
+            first, last = max(begin, record.offset), min(end, record.offset + record.size)
+            if first < last:
+                self._digests[index][first] = digest(memory[first - begin : last - begin])
+        return memory
+
+    def _records_in(self, begin: int, end: int) -> range:
+        return range(self._first_record(begin), self._first_record(end - 1) + 1)
+
+    def _first_record(self, position: int) -> int:
+        """Return the index of the record whose data or header is the first to end after ``position``."""
+        records = self._region.records
+        low, high = 0, len(records) - 1
+        while low < high:
+            middle = (low + high) // 2
+            if records[middle].offset + records[middle].size > position:
+                high = middle
+            else:
+                low = middle + 1
+        return max(low, 0)
+
+    def _assemble(self, begin: int, end: int, scratch: StagingBuffer) -> None:
+        position = begin
+        for index in self._records_in(begin, end):
+            record, header = self._region.records[index], self._region.headers[index]
+            _put(scratch, begin, end, position, bytes(max(0, min(end, record.header_offset) - position)))
+            _put(scratch, begin, end, record.header_offset, header)
+            first, last = max(begin, record.offset), min(end, record.offset + record.size)
+            if first < last:
+                source = self._sources[index][first - record.offset : last - record.offset]
+                target = scratch.tensor[first - begin : last - begin]
+                if source.is_cuda:
+                    target.copy_(source)
+                else:
+                    ctypes.memmove(target.data_ptr(), source.data_ptr(), last - first)
+            position = max(position, min(end, record.offset + record.size))
+        _put(scratch, begin, end, position, bytes(end - position))
+
+    def tail(self) -> bytes:
+        """Return the rest of the file, from ``region_size`` on; every window must have been taken before."""
+        self.wait_settled()
+        self._check()
+        region = self._region
+        records = [
+            RecordDigests(r.name, r.offset, r.size, tuple(found[begin] for begin, _ in pieces(r.offset, r.size)))
+            for r, found in zip(region.records, self._digests, strict=True)
+        ]
+        gaps = region.gaps()
+        entries = list(region.records)
+        body = bytearray()
+        position = region.size
+        small = [
+            *((f"data/{len(region.records) + i}", data) for i, data in enumerate(self._late)),
+            ("data.pkl", self._pickled),
+            ("byteorder", sys.byteorder.encode()),
+            ("version", _VERSION_RECORD),
+        ]
+        for name, data in small:
+            entry, header = local_header(
+                f"{ARCHIVE}/{name}", position, len(data), alignment=_ALIGNMENT, crc=zlib.crc32(data)
+            )
+            cut = memoryview(data)
+            found = tuple(digest(cut[b - entry.offset : e - entry.offset]) for b, e in pieces(entry.offset, entry.size))
+            records.append(RecordDigests(entry.name, entry.offset, entry.size, found))
+            gaps.append(header)
+            entries.append(entry)
+            body += header
+            body += data
+            position = entry.offset + entry.size
+        storages = tuple(f"{ARCHIVE}/data/{index}" for index in self._references)
+        stamp = Stamp(commit_time(), self._step)
+        manifest = Manifest(tuple(records), storages, digest_of_parts(gaps), stamp=stamp).encode()
+        entry, header = local_header(
+            MANIFEST_NAME, position, len(manifest), alignment=_ALIGNMENT, crc=zlib.crc32(manifest)
+        )
+        entries.append(entry)
+        closing = header + manifest
+        comment = Footer(position, "0" * 16).encode()
+        closing += central_directory(entries, position + len(closing), comment)
+        covered = memoryview(closing)[: len(closing) - len(comment)]
+        return bytes(body) + bytes(covered) + Footer(position, digest(covered)).encode()
+
+    def refused_by_default(self) -> dict[str, str]:
+        """Return what the default way of reading will refuse, by key; called when the image is sealed."""
+        tail = self.tail()
+        segments = [(0, _ARCHIVE_START), (self.region_size, tail)]
+        return refused_by_default(segments, self.region_size + len(tail), self._pickled)
+
+    def release(self) -> StagingBuffer | None:
+        """Forget the state; return the staging buffer, if there is one, for its owner to use again."""
+        staged, self._staged = self._staged, None
+        self._sources = []
+        self._wait_staged = None
+        return staged
+
+
+def _put(scratch: StagingBuffer, begin: int, end: int, position: int, data: bytes) -> None:
+    first, last = max(begin, position), min(end, position + len(data))
+    if first < last:
+        scratch.memory[first - begin : last - begin] = data[first - position : last - position]
+
+
+class StateLayout:
+    """Where the tensors of a state go, known before anything is pickled or copied.
+
+    Args:
+        state: What ``torch.save`` would take.
+
+    Attributes:
+        tensors: The plain dense tensors of ``state``.
+        sources: Their storages' bytes, each storage once.
+        region_size: Length in bytes of the part of the file that they fill.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._table = StorageTable()
+        self.tensors = collect_storages(state, self._table)
+        self.sources = [bytes_of(storage) for storage in self._table.storages]
+        self._region = _region(tuple(source.numel() for source in self.sources))
+        self.region_size = self._region.size
+
+    def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Yield what is to be copied into ``buffer`` as ``(end, target, source)``, in file order.
+
+        Args:
+            buffer: At least ``region_size`` bytes.
+            nbytes: Largest size of a piece; ``end`` is the file offset at which it ends.
+        """
+        for record, source in zip(self._region.records, self.sources, strict=True):
+            for begin in range(0, record.size, nbytes):
+                end = min(begin + nbytes, record.size)
+                at = record.offset
+                yield at + end, buffer.tensor[at + begin : at + end], source[begin:end]
+
+    def fill_gaps(self, buffer: StagingBuffer) -> None:
+        """Write what stands between the tensors into ``buffer``."""
+        position = 0
+        for gap, record in zip(self._region.gaps(), [*self._region.records, None], strict=True):
+            buffer.memory[position : position + len(gap)] = gap
+            position = record.offset + record.size if record is not None else position
+
+    def live_image(self) -> FileImage:
+        """Return the image that takes the tensors' bytes from where they are, when they are written."""
+        return FileImage(self._region, self.sources)
+
+    def staged_image(self, buffer: StagingBuffer, wait_staged: Callable[[int], None]) -> FileImage:
+        """Return the image that takes the tensors' bytes from ``buffer``.
+
+        Args:
+            buffer: Is being filled.
+            wait_staged: Returns when it is filled up to an offset.
+        """
+        return FileImage(self._region, staged=buffer, wait_staged=wait_staged)
+
+    def pickle_into(self, image: FileImage, state: Any) -> None:
+        """Add everything but the tensors to ``image``.
+
+        Args:
+            image: An image of this layout.
+            state: The state that this is the layout of.
+
+        Raises:
+            SerializationError: An object cannot be pickled; the error names its key.
+        """
+        known = len(self.sources)
+        pickled, references = pickle_state(state, self._table)
+        # Tensors inside objects that only pickle can open: met when the layout of the others is already fixed.
+        late = [bytes_of(storage).cpu().numpy().tobytes() for storage in self._table.storages[known:]]
+        image.add_pickle(pickled, references, late, step_in(state))

@@ -1,0 +1,300 @@
+"""Reading a torch file: every byte is compared with its digest before the caller sees a tensor.
+
+``torch.load`` builds the objects from verified bytes in memory, with empty storages (``torch.serialization.skip_data``);
+then the storages are filled from the file in parallel, each piece checked as it arrives. A pickle that needs its tensors'
+values while it is being read (sparse tensors, objects with a ``__setstate__``) cannot be loaded so; its file is verified
+first and then given to ``torch.load`` as it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+import pickletools
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.serialization import skip_data
+
+from ckpt_core._layouts.torch_file.filling import RESUME_FROM_ANOTHER
+from ckpt_core._layouts.torch_file.manifest import ARCHIVE
+from ckpt_core._layouts.torch_file.opening import (
+    OpenedFile,
+    check_archive_records,
+    is_archive,
+    open_torch_file,
+    read_pickle,
+)
+from ckpt_core._layouts.torch_file.segments import SegmentIO
+from ckpt_core._layouts.torch_file.storage_collector import MapLocation, StorageCollector
+from ckpt_core.errors import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointFormatError,
+    UnsafeCheckpointError,
+)
+from ckpt_core.memory import bytes_of
+from ckpt_core.storage.base import FileReader, ReaderIO
+from ckpt_core.tree import tensors
+
+__all__ = ["glance_at_torch_file", "load_torch_file", "peek_torch_file", "translated_errors", "verify_torch_file"]
+
+# A pickle made of nothing but these is built without looking at a tensor's values.
+_PLAIN_GLOBALS = frozenset(
+    {
+        "collections OrderedDict",
+        "collections defaultdict",
+        "collections Counter",
+        "torch._utils _rebuild_tensor_v2",
+        "torch._utils _rebuild_tensor_v3",
+        "torch._utils _rebuild_parameter",
+        "__builtin__ set",
+        "builtins set",
+        "_codecs encode",
+    }
+)
+
+
+_OLD_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # of torch before 1.6
+_OLD_PICKLES = 5  # magic number, version, machine, state, names of its storages
+
+
+def load_torch_file(
+    reader: FileReader, *, map_location: MapLocation = None, weights_only: bool | None = None
+) -> tuple[Any, bool]:
+    """Load a torch file.
+
+    Args:
+        reader: The open file.
+        map_location: As for ``torch.load``.
+        weights_only: As for ``torch.load``.
+
+    Returns:
+        The object, and whether every byte was verified: False for files that others wrote, which hold no digests.
+
+    Raises:
+        CheckpointCorruptedError: The file is empty, truncated, or a byte differs; the error names the tensor.
+        CheckpointFormatError: The file is no torch file, or of a newer format.
+        UnsafeCheckpointError: Reading it would run code and ``weights_only`` is not False.
+    """
+    opened = open_torch_file(reader)
+    if opened is None:
+        return _torch_load(ReaderIO(reader), reader.path, map_location, weights_only), False
+    manifest = opened.manifest
+    by_name = {record.name: record for record in manifest.records}
+    if not _is_plain(opened.bytes_of(f"{ARCHIVE}/data.pkl")):
+        verify_torch_file(reader)
+        return _torch_load(ReaderIO(reader), reader.path, map_location, weights_only), True
+
+    filler = StorageCollector(map_location, [by_name[name].size for name in manifest.storages])
+    with skip_data():
+        result = _build(opened, reader, filler, weights_only)
+    if len(filler.storages) != len(manifest.storages):
+        raise CheckpointCorruptedError(
+            "the checkpoint's pickle and its manifest disagree", path=reader.path, remedy=RESUME_FROM_ANOTHER
+        )
+    memories: dict[str, torch.Tensor] = {}
+    for name, storage in zip(manifest.storages, filler.storages, strict=True):
+        record = by_name[name]
+        if storage.nbytes() != record.size:
+            raise CheckpointCorruptedError(
+                "a tensor's size in the pickle differs from its record's",
+                path=reader.path,
+                key=name,
+                remedy=RESUME_FROM_ANOTHER,
+            )
+        if record.size:
+            memories[name] = bytes_of(storage)
+    with _named_by_key(opened, reader):
+        opened.read_tensors(reader, memories)
+    return result, True
+
+
+def peek_torch_file(reader: FileReader) -> Any:
+    """Load everything but the tensors' bytes: their shapes and types are right, their values are undefined.
+
+    Costs next to nothing, but for a file that torch before 1.6 wrote: that is loaded whole.
+
+    Raises:
+        CheckpointError: As :func:`load_torch_file`; damage inside a tensor or right before one is not found.
+    """
+    opened = open_torch_file(reader)
+    if opened is None:
+        with skip_data() if is_archive(reader) else contextlib.nullcontext():
+            return _torch_load(ReaderIO(reader), reader.path, "cpu", None)
+    with skip_data():
+        return _build(opened, reader, "cpu", None)
+
+
+def verify_torch_file(reader: FileReader) -> bool:
+    """Compare every byte of the file with its digest; of a file that another program wrote, with what it has instead.
+
+    Of an archive of ``torch.save`` that is the CRC-32 of each record, of an older file that it can be read to its end.
+
+    Returns:
+        True if the file holds digests and all of them match; False if it holds none (another program wrote it).
+
+    Raises:
+        CheckpointCorruptedError: The file is empty, truncated, or a byte differs; the error names the record.
+        CheckpointFormatError: The file is no torch file, or of a newer format.
+    """
+    opened = open_torch_file(reader)
+    if opened is None:
+        if is_archive(reader):
+            check_archive_records(reader)
+        else:
+            _check_old_pickles(reader)
+        with contextlib.suppress(UnsafeCheckpointError):  # what cannot be judged without running its code
+            peek_torch_file(reader)
+        return False
+    with _named_by_key(opened, reader):
+        opened.read_tensors(reader, {})
+    return True
+
+
+@contextlib.contextmanager
+def _named_by_key(opened: OpenedFile, reader: FileReader) -> Iterator[None]:
+    """Let an error about a record say of which key of the state it is."""
+    try:
+        yield
+    except CheckpointCorruptedError as error:
+        key = None
+        if error.key in opened.manifest.storages:
+            with contextlib.suppress(Exception):  # the record's name is better than nothing
+                key = _key_of(error.key, opened, reader)
+        if key is None:
+            raise
+        failure = CheckpointCorruptedError(
+            f"the bytes of {key!r} differ from those that were saved", path=error.path, key=key, remedy=error.remedy
+        )
+    else:
+        return
+    raise failure
+
+
+def _key_of(record: str | None, opened: OpenedFile, reader: FileReader) -> str | None:
+    collector = StorageCollector("meta", ())
+    with skip_data():
+        state = _torch_load(SegmentIO(opened.segments, reader.size), reader.path, collector, None)
+    places = dict(zip(opened.manifest.storages, collector.storages, strict=False))
+    wanted = places[str(record)]._cdata
+    return next((key for key, tensor in tensors(state) if tensor.untyped_storage()._cdata == wanted), None)
+
+
+class _Anything(dict[Any, Any]):
+    """Stands for every object in a pickle that is only looked through: nothing that the file names is imported or called."""
+
+    def __new__(cls, *_: Any, **__: Any) -> _Anything:
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()
+
+    def __setstate__(self, _: Any) -> None:
+        pass
+
+    def append(self, _: Any) -> None:
+        pass
+
+    __hash__ = object.__hash__  # type: ignore[assignment]
+
+
+class _Glance(pickle.Unpickler):
+    """Builds lists, dictionaries and numbers, at the speed of C, and nothing else."""
+
+    def find_class(self, _module: str, _name: str) -> Any:
+        return _Anything
+
+    def persistent_load(self, _: Any) -> Any:
+        return None
+
+
+def glance_at_torch_file(reader: FileReader) -> Any:
+    """Return the plain values of an archive that says nothing of its age; tensors and objects are left out.
+
+    Raises:
+        CheckpointError: The archive or its pickle makes no sense.
+    """
+    pickled = read_pickle(reader)
+    try:
+        return _Glance(io.BytesIO(pickled)).load()
+    except Exception as error:  # bytes that make no sense fail anywhere in pickle
+        raise CheckpointFormatError(
+            f"this is not a readable torch checkpoint: {_first_lines(error)}", path=reader.path
+        ) from error
+
+
+def _check_old_pickles(reader: FileReader) -> None:
+    """Refuse a file of torch before 1.6 that is cut off, and what is no torch file at all."""
+    file = io.BufferedReader(ReaderIO(reader))
+    try:
+        pickles = [[argument for _, argument, _ in pickletools.genops(file)] for _ in range(_OLD_PICKLES)]
+        if _OLD_MAGIC_NUMBER not in pickles[0]:
+            raise ValueError("it is a pickle, but not one that torch.save wrote")
+    except (ValueError, IndexError, EOFError, OverflowError, MemoryError) as error:
+        raise CheckpointFormatError(
+            f"this is not a readable torch checkpoint: {_first_lines(error)}",
+            path=reader.path,
+            remedy="check that the path is a checkpoint and that its copy is complete",
+        ) from error
+
+
+def _build(opened: OpenedFile, reader: FileReader, map_location: MapLocation, weights_only: bool | None) -> Any:
+    """Let torch build the objects from what was read.
+
+    It looks at bytes that may not have been verified; when it does not like them, they are, and what is told is the damage.
+    """
+    try:
+        return _torch_load(SegmentIO(opened.segments, reader.size), reader.path, map_location, weights_only)
+    except CheckpointError:
+        opened.read_gaps(reader)
+        raise
+
+
+def _is_plain(pickled: bytes) -> bool:
+    try:
+        operations = [(opcode.name, argument) for opcode, argument, _ in pickletools.genops(pickled)]
+    except (ValueError, IndexError):
+        return False
+    if any(name in {"STACK_GLOBAL", "INST", "OBJ", "EXT1", "EXT2", "EXT4"} for name, _ in operations):
+        return False
+    found = {str(argument) for name, argument in operations if name == "GLOBAL"}
+    return all(name in _PLAIN_GLOBALS or name.startswith("torch ") for name in found)
+
+
+def _torch_load(file: io.RawIOBase, path: str, map_location: MapLocation, weights_only: bool | None) -> Any:
+    with translated_errors(path):
+        return torch.load(io.BufferedReader(file), map_location=map_location, weights_only=weights_only)
+
+
+@contextlib.contextmanager
+def translated_errors(path: str) -> Iterator[None]:
+    """Let what torch raises about a file be a :class:`CheckpointError` that names it."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except pickle.UnpicklingError as error:
+        if "weights_only" in str(error) or "Unsupported" in str(error):
+            found = re.search(r"WeightsUnpickler error:\s*(.*?)(?: was not an allowed|$)", str(error), re.MULTILINE)
+            what = found[1] if found else _first_lines(error)
+            raise UnsafeCheckpointError(
+                f"the checkpoint holds objects that are not plain data, and rebuilding them could run any code: {what}",
+                path=path,
+                remedy="pass weights_only=False if you trust the file's author (it can run any code), or allow the type "
+                "with torch.serialization.add_safe_globals",
+            ) from error
+        raise CheckpointFormatError(f"this is not a torch checkpoint: {_first_lines(error)}", path=path) from error
+    except Exception as error:  # bytes that make no sense fail anywhere in torch and pickle
+        raise CheckpointFormatError(
+            f"this is not a readable torch checkpoint: {_first_lines(error)}",
+            path=path,
+            remedy="check that the path is a checkpoint and that its copy is complete",
+        ) from error
+
+
+def _first_lines(error: BaseException) -> str:
+    return " ".join(str(error).split())[:600]

@@ -1,0 +1,179 @@
+"""The manifest of a torch file (which bytes, which digests) and the footer that finds it.
+
+The manifest is one more record of the archive. The zip comment at the very end of the file, always ``FOOTER_SIZE`` bytes,
+says where the manifest's record begins and holds the digest of everything from there to the comment. So every byte of the
+file is covered: records by their digests, everything between them by the ``structure`` digest, the rest by the footer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ckpt_core import digest
+from ckpt_core._layouts.image import WINDOW
+from ckpt_core.commit_time import NO_STAMP, Stamp
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
+
+__all__ = [
+    "ARCHIVE",
+    "FOOTER_SIZE",
+    "FORMAT_VERSION",
+    "MANIFEST_NAME",
+    "Footer",
+    "Manifest",
+    "RecordDigests",
+    "pieces",
+]
+
+FORMAT_VERSION = 1
+ARCHIVE = "archive"
+MANIFEST_NAME = f"{ARCHIVE}/.ckpt_core/manifest.json"
+_FORMAT = "ckpt_core.torch_file"
+_FOOTER = re.compile(rb"ckpt_core torch_file (\d{4}) ([0-9a-f]{16}) ([0-9a-f]{16})")
+FOOTER_SIZE = len(b"ckpt_core torch_file 0001 0123456789abcdef 0123456789abcdef")
+_MAXIMUM_RECORDS = 10_000_000
+_MOST_OTHERS = 1000  # records that the pickle does not refer to as a tensor's; there are three
+
+
+@dataclasses.dataclass(frozen=True)
+class Footer:
+    """The zip comment.
+
+    Attributes:
+        tail_offset: Where the manifest's record begins, in bytes from the beginning of the file.
+        tail_digest: Digest of the bytes from there to the comment.
+    """
+
+    tail_offset: int
+    tail_digest: str
+
+    def encode(self) -> bytes:
+        """Return the comment's bytes."""
+        return f"ckpt_core torch_file {FORMAT_VERSION:04d} {self.tail_offset:016x} {self.tail_digest}".encode()
+
+    @classmethod
+    def decode(cls, data: bytes, *, path: str) -> Footer | None:
+        """Read the comment; None if the file has no such comment.
+
+        Raises:
+            CheckpointFormatError: The footer is of a newer format.
+        """
+        match = _FOOTER.fullmatch(data)
+        if match is None:
+            return None
+        version = int(match[1])
+        if version != FORMAT_VERSION:
+            raise CheckpointFormatError(
+                f"the checkpoint has format version {version}; this version of ckpt_core reads version {FORMAT_VERSION}",
+                path=path,
+                remedy="upgrade ckpt_core to the version that wrote the checkpoint",
+            )
+        return cls(int(match[2], 16), match[3].decode())
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordDigests:
+    """One record of the archive and the digests of its pieces.
+
+    Attributes:
+        name: Name in the archive.
+        offset: Where its data begins in the file, in bytes.
+        size: Its length in bytes.
+        digests: One for each piece (see :func:`pieces`).
+    """
+
+    name: str
+    offset: int
+    size: int
+    digests: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Manifest:
+    """What the file holds.
+
+    Attributes:
+        records: All records but the manifest itself, in file order.
+        storages: Record names in the order in which the pickle first refers to them.
+        structure: Digest of all bytes before the manifest's record that belong to no record's data.
+        algorithm: Name of the digest algorithm.
+        stamp: What it says of its own age.
+    """
+
+    records: tuple[RecordDigests, ...]
+    storages: tuple[str, ...]
+    structure: str
+    algorithm: str = digest.ALGORITHM
+    stamp: Stamp = NO_STAMP
+
+    def encode(self) -> bytes:
+        """Return the manifest as JSON."""
+        document = {
+            "format": _FORMAT,
+            "version": FORMAT_VERSION,
+            **self.stamp.fields(),
+            "digest": self.algorithm,
+            "window": WINDOW,
+            "structure": self.structure,
+            "storages": self.storages,
+            "records": [[r.name, r.offset, r.size, r.digests] for r in self.records],
+        }
+        return json.dumps(document, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes, *, path: str, end: int) -> Manifest:
+        """Read a manifest whose digest was checked, and check that it makes sense.
+
+        Args:
+            data: The JSON.
+            path: The file, for messages.
+            end: Where the manifest's own record begins: no record may reach beyond.
+
+        Raises:
+            CheckpointCorruptedError: Fields are missing, or records overlap or lie outside the file.
+        """
+        try:
+            document = json.loads(data)
+            return dataclasses.replace(cls._checked(document, end), stamp=Stamp.read(data))
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+            raise CheckpointCorruptedError(
+                f"the checkpoint's manifest makes no sense: {error}", path=path, remedy="resume from another checkpoint"
+            ) from error
+
+    @classmethod
+    def _checked(cls, document: Any, end: int) -> Manifest:
+        if document["format"] != _FORMAT or document["version"] != FORMAT_VERSION or document["window"] != WINDOW:
+            raise ValueError("unexpected format, version or window")
+        records = []
+        position = 0
+        if len(document["records"]) > _MAXIMUM_RECORDS:
+            raise ValueError("too many records")
+        for name, offset, size, digests in document["records"]:
+            if not (isinstance(name, str) and type(offset) is int and type(size) is int):
+                raise ValueError("a record's fields have the wrong types")
+            if offset < position or size < 0 or offset + size > end:
+                raise ValueError(f"record {name!r} overlaps another or lies outside the file")
+            if len(digests) != sum(1 for _ in pieces(offset, size)) or not all(isinstance(d, str) for d in digests):
+                raise ValueError(f"record {name!r} has the wrong number of digests")
+            position = offset + size
+            records.append(RecordDigests(name, offset, size, tuple(digests)))
+        names = {record.name for record in records}
+        storages = document["storages"]
+        if len(records) - len(storages) > _MOST_OTHERS:
+            raise ValueError("too many records that hold no tensor")
+        if len(names) != len(records) or len(set(storages)) != len(storages) or not names.issuperset(storages):
+            raise ValueError("names of records or storages are not unique, or a storage has no record")
+        return cls(tuple(records), tuple(storages), str(document["structure"]), str(document["digest"]))
+
+
+def pieces(offset: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield the ``(begin, end)`` file offsets of a record's pieces: the record cut at multiples of ``WINDOW``."""
+    position, end = offset, offset + size
+    while position < end:
+        stop = min(end, (position // WINDOW + 1) * WINDOW)
+        yield position, stop
+        position = stop

@@ -1,0 +1,1 @@
+"""The save pipeline: from a state to committed bytes, for both layouts."""

@@ -1,0 +1,187 @@
+"""The load pipeline: open, verify, build."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+from ckpt_core._layouts.sharded.manifest import read_stamp as read_stamp_of_manifest
+from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
+from ckpt_core._layouts.torch_file import (
+    glance_at_torch_file,
+    is_archive,
+    load_torch_file,
+    peek_torch_file,
+    read_stamp,
+    verify_torch_file,
+)
+from ckpt_core.commit_time import Stamp, step_in
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from ckpt_core.parallel import IO_THREADS, run_parallel
+from ckpt_core.storage import MANIFEST_NAME, FileReader, Storage, local_path, storage_for
+
+__all__ = ["is_directory_checkpoint", "load", "note_commits", "peek", "stamp_of", "verify"]
+
+_DEPTH = 1  # a plugin keeps its metadata under a key of its own
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    map_location: Any = None,
+    weights_only: bool | None = None,
+    storage_options: dict[str, Any] | None = None,
+    storage: Storage | None = None,
+) -> tuple[Any, bool, int]:
+    """Load a checkpoint.
+
+    Args:
+        path: Local path or URL.
+        map_location: As for ``torch.load``.
+        weights_only: As for ``torch.load``: None means True.
+        storage_options: For fsspec.
+        storage: Where the file is; by default, what the path says.
+
+    Returns:
+        The state; whether every byte was compared with its digest (False for files that other programs wrote); the
+        file's size in bytes.
+
+    Raises:
+        CheckpointError: See the tree in :mod:`ckpt_core.errors`.
+    """
+
+    def read(place: Storage, name: str) -> tuple[Any, bool, int]:
+        with place.open(name) as reader:
+            state, verified = load_torch_file(reader, map_location=map_location, weights_only=weights_only)
+            return state, verified, reader.size
+
+    path = local_path(path)
+    return (storage or storage_for(path, storage_options)).nearest(path, read)
+
+
+def peek(
+    path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None, storage: Storage | None = None
+) -> Any:
+    """Load a checkpoint without its tensors' bytes: their shapes and types are right, their values are undefined.
+
+    Of a checkpoint that is a directory, the metadata are returned.
+
+    Args:
+        path: Local path or URL.
+        storage_options: For fsspec.
+        storage: Where the file is; by default, what the path says.
+
+    Raises:
+        CheckpointError: As :func:`load`; damage inside a tensor is not found.
+    """
+    path = local_path(path)
+    return (storage or storage_for(path, storage_options)).nearest(path, _peek)
+
+
+def _peek(storage: Storage, path: str) -> Any:
+    if is_directory_checkpoint(storage, path):
+        with DirectoryCheckpoint(path, storage) as checkpoint:
+            return checkpoint.metadata
+    with storage.open(path) as reader:
+        return peek_torch_file(reader)
+
+
+def stamp_of(path: str, *, storage: Storage, is_directory: bool) -> Stamp:
+    """Return what a checkpoint says of its own age; of one that says nothing, because it is older, the step that it holds.
+
+    Args:
+        path: The checkpoint.
+        storage: Where it is.
+        is_directory: Whether it is a directory.
+
+    Raises:
+        CheckpointError: It is damaged, gone, or not readable.
+    """
+
+    def read(place: Storage, name: str) -> Stamp:
+        if is_directory:
+            with place.open(f"{name}/{MANIFEST_NAME}") as reader:
+                stamp = _stamp_of_manifest(reader)
+            if stamp.committed is None and stamp.step is None:
+                with DirectoryCheckpoint(name, place) as checkpoint:
+                    stamp = Stamp(step=step_in(checkpoint.metadata, depth=_DEPTH))
+            return stamp
+        with place.open(name) as reader:
+            found = read_stamp(reader)
+            if found is None and not is_archive(reader):
+                return Stamp()  # of torch before 1.6, which can only be read whole
+            if found is None or (found.committed is None and found.step is None):
+                return Stamp(step=step_in(glance_at_torch_file(reader)))
+            return found
+
+    return storage.nearest(path, read)
+
+
+def note_commits(storage: Storage, directory: str, ending: str) -> None:
+    """Note when the checkpoints in a directory were committed, so that what is saved beside them now is the newest one.
+
+    Args:
+        storage: Where the directory is.
+        directory: Directly in it.
+        ending: Of the names of files that may be checkpoints.
+    """
+    try:
+        paths = [file.path for file in storage.list(directory) if os.path.splitext(file.path)[1] == ending]
+        manifests = [f"{found.path}/{MANIFEST_NAME}" for found in storage.list_directories(directory)]
+    except CheckpointError:
+        return  # the save itself will tell
+
+    def note(path: str) -> None:
+        with contextlib.suppress(CheckpointError), storage.open(path) as reader:
+            if path in manifests:
+                _stamp_of_manifest(reader)
+            else:
+                read_stamp(reader)
+
+    found = [*paths, *manifests]
+    run_parallel(note, found, threads=min(IO_THREADS, len(found)))
+
+
+def _stamp_of_manifest(reader: FileReader) -> Stamp:
+    data = bytearray(reader.size)
+    reader.read_into(0, memoryview(data))
+    return read_stamp_of_manifest(bytes(data), path=reader.path)
+
+
+def verify(
+    path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None, storage: Storage | None = None
+) -> bool:
+    """Compare every byte of a checkpoint with its digest, without building anything.
+
+    Args:
+        path: Local path or URL.
+        storage_options: For fsspec.
+        storage: Where the file is; by default, what the path says.
+
+    Returns:
+        True if all bytes match; False if the file holds no digests, because another program wrote it.
+
+    Raises:
+        CheckpointCorruptedError: Bytes are missing or differ; the error names the record.
+        CheckpointNotFoundError: There is no such file, and no such directory with a manifest.
+    """
+    path = local_path(path)
+    return (storage or storage_for(path, storage_options)).nearest(path, _verify)
+
+
+def _verify(storage: Storage, path: str) -> bool:
+    try:
+        with storage.open(path) as reader:
+            return verify_torch_file(reader)
+    except (CheckpointNotFoundError, StorageError):
+        if not is_directory_checkpoint(storage, path):
+            raise
+    with DirectoryCheckpoint(path, storage) as checkpoint:
+        checkpoint.verify()
+    return True
+
+
+def is_directory_checkpoint(storage: Storage, path: str) -> bool:
+    """Return whether ``path`` is a directory with a manifest."""
+    return storage.exists(f"{path}/{MANIFEST_NAME}")

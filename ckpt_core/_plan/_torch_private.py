@@ -1,0 +1,53 @@
+"""The facts about distributed tensors for which torch has no public name.
+
+That a placement cuts a tensor into strided parts, and which ranks an FSDP1 ``ShardedTensor`` is spread over, torch
+tells only through names that begin with an underscore. All of them that this package uses are in this file.
+"""
+
+from __future__ import annotations
+
+from typing import TypeGuard
+
+import torch
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from ckpt_core._plan.geometry import Sharding
+from ckpt_core.errors import CheckpointError
+
+try:
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+except ImportError as moved:
+    raise CheckpointError(
+        f"torch {torch.__version__} no longer has what tells where the parts of a distributed tensor are: {moved}",
+        remedy="upgrade ckpt_core, or use a release of torch that this version knows",
+    ) from moved
+
+__all__ = ["group_size", "is_sharded_tensor", "sharding_of"]
+
+
+def sharding_of(placement: Placement) -> Sharding | None:
+    """Return how the placement cuts a tensor, or None if it replicates it.
+
+    Raises:
+        ValueError: It does neither, or is not known.
+    """
+    # A strided shard is a Shard in some releases of torch and not in others, so it is asked for first.
+    if isinstance(placement, _StridedShard):
+        return Sharding(placement.dim, int(placement.split_factor))
+    if type(placement) is Shard:
+        return Sharding(placement.dim)
+    if type(placement) is Replicate:
+        return None
+    raise ValueError(f"placement {placement!r}")
+
+
+def is_sharded_tensor(tensor: torch.Tensor) -> TypeGuard[ShardedTensor]:
+    """Whether the tensor is a ``ShardedTensor``, as in the sharded state of FSDP1."""
+    return isinstance(tensor, ShardedTensor)
+
+
+def group_size(tensor: ShardedTensor) -> int:
+    """Return the number of ranks that the tensor is spread over, whether or not each of them has elements."""
+    return int(tensor._process_group.size())

@@ -1,0 +1,257 @@
+"""What of a tensor is on this rank: the boxes, their live memory, and which other ranks hold the same."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from ckpt_core._plan.geometry import Sharding, sharded_boxes
+from ckpt_core.errors import SerializationError
+from ckpt_core.geometry import Box
+from ckpt_core.memory import storage_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["LocalTensor", "Piece", "local_tensor"]
+
+# torch.nn.Buffer only marks a tensor, so it is among these too.
+PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
+
+
+# A state can have a hundred thousand of these: named tuples are made in a fraction of the time of a data class. Tensors have no
+# equality of one truth value, so neither have the next two.
+class Piece(NamedTuple):
+    """The elements of one box of a tensor.
+
+    Args:
+        box: Where they are in the whole tensor.
+        tensor: They themselves, in the shape of the box: a live view without gradient, maybe not contiguous.
+    """
+
+    box: Box
+    tensor: torch.Tensor
+
+    def part(self, box: Box) -> Piece:
+        """Return the elements of ``box``, which is inside this piece's and counted like it from the whole tensor."""
+        return self if box == self.box else Piece(box, _part(self.tensor, box.relative_to(self.box)))
+
+
+class LocalTensor(NamedTuple):
+    """A tensor as this rank has it.
+
+    Args:
+        dtype: Type of its elements.
+        shape: Shape of the whole tensor.
+        pieces: What is on this rank; none where all elements are elsewhere. A tensor without elements has one piece,
+            also without elements, on every rank it is on.
+        holders: The ranks, ascending, that hold exactly these pieces, this one included; none if there are no pieces.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+    holders: tuple[int, ...]
+
+
+def local_tensor(tensor: torch.Tensor, *, key: str, rank: int, world_size: int, replicated: bool) -> LocalTensor:
+    """Return what of ``tensor`` is on this rank.
+
+    Args:
+        tensor: A plain tensor (also a parameter, a buffer, any view), a ``DTensor`` on any mesh, or a ``ShardedTensor``
+            of FSDP1. A ``DTensor`` on a part of a mesh is taken to be on that part alone.
+        key: Its name in the state, for errors.
+        rank: The global number of this rank.
+        world_size: Number of ranks.
+        replicated: Whether every rank holds the same plain tensor. Distributed tensors say themselves who holds what.
+
+    Raises:
+        SerializationError: The tensor is of a kind that cannot be written as plain elements.
+    """
+    if type(tensor) in PLAIN_TYPES:
+        _check_plain(tensor, key)
+        shape = tuple(tensor.shape)
+        piece = Piece(Box.whole(shape), tensor.detach())
+        return LocalTensor(tensor.dtype, shape, (piece,), all_ranks(world_size) if replicated else (rank,))
+    # Only a process that has distributed tensors pays for importing what they need.
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(tensor, DTensor):
+        return _part_of_dtensor(tensor, key, rank)
+    return _part_of_sharded_tensor(tensor, key, rank, world_size)
+
+
+@functools.lru_cache(maxsize=8)
+def all_ranks(world_size: int) -> tuple[int, ...]:
+    """Return the numbers of all ranks; the same object each time, since there can be thousands in it."""
+    return tuple(range(world_size))
+
+
+def _check_plain(tensor: torch.Tensor, key: str) -> None:
+    if tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested and not tensor.is_meta:
+        storage_of(tensor, key=key)
+        return
+    if tensor.is_nested:
+        kind, remedy = "a nested tensor", "save its parts, for example tensor.unbind(), as a list"
+    elif tensor.is_quantized:
+        kind, remedy = (
+            "a quantized tensor",
+            "save tensor.int_repr() and its scales and zero points, or tensor.dequantize()",
+        )
+    elif tensor.is_meta:
+        kind, remedy = "on the meta device and has no data", "materialize it before it is saved or loaded into"
+    else:
+        kind, remedy = f"of layout {tensor.layout}", "save tensor.to_dense(), or its indices and values"
+    raise SerializationError(f"the tensor at {key} is {kind}", key=key, remedy=remedy)
+
+
+def _refused_type(tensor: torch.Tensor, key: str) -> SerializationError:
+    kind = type(tensor)
+    return SerializationError(
+        f"the tensor at {key} is a {kind.__module__}.{kind.__qualname__}, which is more than its elements",
+        key=key,
+        remedy="save the plain tensors that it is made of",
+    )
+
+
+def _part_of_dtensor(tensor: DTensor, key: str, rank: int) -> LocalTensor:
+    from ckpt_core._plan._torch_private import sharding_of
+
+    with torch.no_grad():
+        local = tensor.to_local().detach()
+    if type(local) is not torch.Tensor:
+        raise _refused_type(local, key)
+    _check_plain(local, key)
+    shape = tuple(tensor.shape)
+    try:
+        shardings = tuple([sharding_of(placement) for placement in tensor.placements])
+        share = _mesh_view(tensor.device_mesh, rank).share(shape, shardings)
+    except ValueError as error:
+        raise SerializationError(
+            f"the tensor at {key} has the {error}: that does not tell which of its elements are where",
+            key=key,
+            remedy="redistribute() it to Shard and Replicate placements on a mesh of ascending ranks first",
+        ) from None
+    fits = tuple(local.shape) == share.local_shape if share.boxes else local.numel() == 0
+    if not fits:
+        raise SerializationError(
+            f"the tensor at {key} has shape {list(shape)} and placements {tensor.placements}, which puts "
+            f"{list(share.local_shape) if share.boxes else 'nothing'} on rank {rank}, but {list(local.shape)} is there",
+            key=key,
+            remedy="pass shape= and stride= to DTensor.from_local() where the parts are not equal",
+        )
+    if 0 in shape and share.holders:
+        return _without_elements(tensor.dtype, shape, share.holders)
+    pieces = tuple(Piece(box, _part(local, inside)) for box, inside in share.boxes)
+    return LocalTensor(tensor.dtype, shape, pieces, share.holders)
+
+
+def _without_elements(dtype: torch.dtype, shape: tuple[int, ...], holders: tuple[int, ...]) -> LocalTensor:
+    """Return a distributed tensor of which there is nothing to cut: its empty whole is wherever the tensor is."""
+    return LocalTensor(dtype, shape, (Piece(Box.whole(shape), torch.empty(shape, dtype=dtype)),), holders)
+
+
+def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    for dimension, (begin, size) in enumerate(zip(box.offset, box.shape, strict=True)):
+        if size != tensor.shape[dimension]:
+            tensor = tensor.narrow(dimension, begin, size)
+    return tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Share:
+    """What one rank holds of a distributed tensor: boxes, in the whole and in the local tensor, and who else does."""
+
+    boxes: tuple[tuple[Box, Box], ...]
+    local_shape: tuple[int, ...]
+    holders: tuple[int, ...]
+
+
+_NOTHING = _Share((), (), ())
+
+
+class _MeshView:
+    """A mesh as one rank sees it. Remembers the geometry, which is the same for many tensors and at every save."""
+
+    def __init__(self, mesh: DeviceMesh, rank: int) -> None:
+        self._ranks = np.asarray(mesh.mesh.tolist())
+        position = np.argwhere(self._ranks == rank)
+        self._coordinate = tuple(map(int, position[0])) if len(position) else None
+        self._shares: dict[tuple[tuple[int, ...], tuple[Sharding | None, ...]], _Share] = {}
+
+    def share(self, shape: tuple[int, ...], shardings: tuple[Sharding | None, ...]) -> _Share:
+        """Return what the rank holds of a tensor of this shape.
+
+        Raises:
+            ValueError: The mesh does not tell.
+        """
+        share = self._shares.get((shape, shardings))
+        if share is None:
+            share = self._shares[shape, shardings] = self._computed_share(shape, shardings)
+        return share
+
+    def _computed_share(self, shape: tuple[int, ...], shardings: tuple[Sharding | None, ...]) -> _Share:
+        if self._coordinate is None:
+            return _NOTHING
+        for dimension, sharding in enumerate(shardings):
+            # torch numbers the ranks of a group in ascending order when it scatters and gathers, but takes the order in
+            # the mesh elsewhere: where they differ, the same tensor has its parts in either order.
+            if sharding is not None and (np.diff(self._ranks, axis=dimension) < 0).any():
+                raise ValueError(
+                    f"mesh {self._ranks.tolist()}, in which ranks do not ascend along dimension {dimension}"
+                )
+        if 0 in shape:
+            return _Share((), (), tuple(sorted(np.ravel(self._ranks).tolist())))
+        boxes = tuple(sharded_boxes(shape, self._ranks.shape, self._coordinate, shardings))
+        if not boxes:
+            return _NOTHING
+        same_pieces = tuple(
+            slice(None) if sharding is None else index
+            for sharding, index in zip(shardings, self._coordinate, strict=True)
+        )
+        holders = sorted(np.ravel(self._ranks[same_pieces]).tolist())
+        # The last box is the one in the last corner.
+        return _Share(boxes, boxes[-1][1].end, tuple(holders))
+
+
+_mesh_views: WeakKeyDictionary[DeviceMesh, dict[int, _MeshView]] = WeakKeyDictionary()
+
+
+def _mesh_view(mesh: DeviceMesh, rank: int) -> _MeshView:
+    views = _mesh_views.setdefault(mesh, {})
+    if rank not in views:
+        views[rank] = _MeshView(mesh, rank)
+    return views[rank]
+
+
+def _part_of_sharded_tensor(tensor: torch.Tensor, key: str, rank: int, world_size: int) -> LocalTensor:
+    from ckpt_core._plan._torch_private import group_size, is_sharded_tensor
+
+    if not is_sharded_tensor(tensor):
+        raise _refused_type(tensor, key)
+    if group_size(tensor) != world_size:
+        raise SerializationError(
+            f"the tensor at {key} is a ShardedTensor over {group_size(tensor)} of {world_size} ranks, which does not "
+            "say what the other ranks hold",
+            key=key,
+            remedy="for hybrid sharding pass device_mesh= to FSDP, or use fully_shard() with a mesh of two dimensions",
+        )
+    metadata = tensor.metadata()
+    dtype, shape = metadata.tensor_properties.dtype, tuple(metadata.size)
+    if 0 in shape:
+        return _without_elements(dtype, shape, all_ranks(world_size))
+    pieces = []
+    for shard in tensor.local_shards():
+        if type(shard.tensor) not in PLAIN_TYPES:
+            raise _refused_type(shard.tensor, key)
+        _check_plain(shard.tensor, key)
+        box = Box(tuple(shard.metadata.shard_offsets), tuple(shard.metadata.shard_sizes))
+        if box.numel:
+            pieces.append(Piece(box, shard.tensor.detach()))
+    return LocalTensor(dtype, shape, tuple(pieces), (rank,) if pieces else ())

@@ -1,0 +1,423 @@
+"""A ``ModelCheckpoint`` that knows our plugins: background failures, copies instead of second saves, verified look-ups."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+from weakref import proxy
+
+from ckpt_core import Catalog, CheckpointInfo
+from ckpt_core.catalog import newest_first
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
+from ckpt_core.policies import RetentionPolicy
+from ckpt_core.tiers import Tiers
+from lightning_ckpt._bases import ModelCheckpointBase
+from lightning_ckpt._boundaries import watch_boundaries
+from lightning_ckpt._callbacks.outcomes import OutcomeWatch, raise_together
+from lightning_ckpt._callbacks.remote import is_remote, open_filesystem, tell_of_checkpoint
+from lightning_ckpt._callbacks.requeued import newest_requeued
+from lightning_ckpt._callbacks.retention import Retention
+from lightning_ckpt._private.hooks import before_look_ups
+from lightning_ckpt._private.loops import checkpoint_directory
+from lightning_ckpt._routing.trainer import is_routed, raise_on_all_ranks
+from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
+from lightning_ckpt.sharded import ShardedCheckpointIO
+
+__all__ = ["ReliableModelCheckpoint"]
+
+logger = logging.getLogger(__name__)
+
+_PLUGINS = (TorchFileIO, ShardedCheckpointIO)
+_OWN_MODULES = (".callbacks.model_checkpoint", "._callbacks.model_checkpoint", "._observers", ".resumable")
+
+
+class ReliableModelCheckpoint(ModelCheckpointBase):
+    """What :class:`~lightning_ckpt.ResumableCheckpoint` adds to ``ModelCheckpoint`` besides the exact state."""
+
+    def __init__(self, *, retention: RetentionPolicy | None = None, **settings: Any) -> None:
+        if retention is not None and not isinstance(retention, RetentionPolicy):
+            raise TypeError(f"retention must be a policy such as ckpt_core.policies.KeepLatest, not {retention!r}")
+        self._retention = Retention(retention) if retention is not None else None
+        self._best_model_path = self._last_model_path = ""
+        self._plugin: TorchFileIO | ShardedCheckpointIO | None = None
+        self._has_trained = False
+        self._best_of_earlier_run: str | None = None
+        self._passed_over: set[str] = set()
+        self._storage_options: dict[str, Any] | None = None
+        self._tiers: Tiers | None = None
+        if not hasattr(ModelCheckpointBase.__mro__[1], "_should_save_on_exception") and settings.pop(
+            "save_on_exception"
+        ):
+            raise ValueError("save_on_exception=True needs Lightning 2.5.6 or newer")
+        super().__init__(**settings)
+        self._watch: OutcomeWatch | None = None
+        self._saved_by_this_trigger: str | None = None
+        self._copy_of: str | None = None
+        before_look_ups(_introduce)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        before_look_ups(_introduce)  # in a process that was spawned, too
+
+    def meet(self, trainer: Any) -> None:
+        """Learn from the plugin of a Trainer how to reach the checkpoints."""
+        plugin = trainer.strategy.checkpoint_io
+        self._plugin = plugin if isinstance(plugin, _PLUGINS) else None
+        known = self._storage_options, self._tiers
+        self._storage_options, self._tiers = _storage_options_of(trainer), _tiers_of(trainer)
+        if known != (self._storage_options, self._tiers):
+            self._best_of_earlier_run = None  # may not have been found without them
+
+    # ---- background saves --------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        watch_boundaries(trainer)
+        self.meet(trainer)
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            self._has_trained = True
+            # One watch per Trainer: several would announce a failure several times. The last callback has it, which must
+            # wait for what all of them save on an exception.
+            if [cb for cb in trainer.callbacks if isinstance(cb, ReliableModelCheckpoint)][-1] is self:
+                self._watch = OutcomeWatch(trainer)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._watch is not None:
+            self._watch.after_batch(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_end(trainer, pl_module)
+        if self._watch is not None:
+            self._watch.after_training(trainer)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        plugin = trainer.strategy.checkpoint_io
+        if isinstance(plugin, _PLUGINS):
+            plugin.checkpointer.drain()  # so that no rank hears of a failure later than others, in the save below
+            plugin.checkpointer.take_failure()  # was logged, and would be raised in place of what happened now
+        try:
+            if not self.save_on_exception or self._all_ranks_are_here():
+                super().on_exception(trainer, pl_module, exception)
+            else:
+                logger.error("no checkpoint is saved on %r, because not all ranks have stopped", exception)
+        except CheckpointError:
+            logger.exception("could not save a checkpoint on the exception %r", exception)
+        if self._watch is not None:
+            self._watch.after_exception()
+
+    def _all_ranks_are_here(self) -> bool:
+        return True
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        super().teardown(trainer, pl_module, stage)
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()  # some strategies never tear their plugin down
+
+    def file_exists(self, filepath: Any, trainer: Any) -> bool:
+        plugin = trainer.strategy.checkpoint_io
+        under_way = isinstance(plugin, _PLUGINS) and plugin.checkpointer.is_pending(filepath)
+        if self._tiers is not None and isinstance(plugin, _PLUGINS) and trainer.is_global_zero:
+            under_way = plugin.checkpointer.is_taken(filepath)  # also by an upload whose local copy is gone
+        found: bool = trainer.strategy.reduce_boolean_decision(under_way, all=False)
+        return found or super().file_exists(filepath, trainer)
+
+    # ---- directories on a store --------------------------------------------------------------------------------------
+
+    @property
+    def _fs(self) -> Any:
+        """Where ``ModelCheckpoint`` looks for files."""
+        return self._filesystem
+
+    @_fs.setter
+    def _fs(self, filesystem: Any) -> None:
+        directory = getattr(self, "dirpath", None)
+        if is_remote(directory):
+            filesystem = open_filesystem(os.fspath(directory or ""), self._storage_options)
+        self._filesystem = filesystem
+
+    # ---- save_last: the same state under a second name ---------------------------------------------------------------
+
+    def _monitor_candidates(self, trainer: Any) -> Any:
+        self._saved_by_this_trigger = None  # called at the beginning of each trigger
+        return super()._monitor_candidates(trainer)
+
+    def _save_last_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
+        self._copy_of = self._saved_by_this_trigger if _saves_through_plugin(trainer.strategy) else None
+        if self._last_checkpoint_saved == self.last_model_path:
+            self._last_checkpoint_saved = ""  # Lightning 2.5.0 would put a link to itself in its place
+        try:
+            super()._save_last_checkpoint(trainer, monitor_candidates)
+        finally:
+            self._copy_of = None
+
+    def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
+        source, plugin = self._copy_of, trainer.strategy.checkpoint_io
+        if source is None or source == filepath or not isinstance(plugin, _PLUGINS):
+            self._save_and_record(trainer, filepath)
+            self._saved_by_this_trigger = filepath
+            return
+        _copy(trainer, plugin, source, filepath)
+        self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = filepath
+        if trainer.is_global_zero:
+            for logger_ in trainer.loggers:
+                logger_.after_save_checkpoint(proxy(self))
+
+    def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:  # type: ignore[override]
+        plugin = trainer.strategy.checkpoint_io
+        if isinstance(plugin, (AsyncCheckpointIO, ShardedCheckpointIO)) and _saves_through_plugin(trainer.strategy):
+            # A symbolic link would lead nowhere until the file is written.
+            _copy(trainer, plugin, filepath, linkpath)
+        else:
+            super()._link_checkpoint(trainer, filepath, linkpath)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        # A copy holds the state of its original, which was saved before the name of the copy was known.
+        resumed = os.path.basename(trainer.ckpt_path or "")
+        if resumed.startswith(self.CHECKPOINT_NAME_LAST) and self._is_in_dirpath(trainer.ckpt_path):
+            self.last_model_path = os.path.join(os.fspath(self.dirpath or ""), resumed)  # as Lightning spells it
+        if not self._is_in_dirpath(self._last_checkpoint_saved):
+            self._last_checkpoint_saved = ""  # that of another directory: nothing to link to
+        self._leave_passed_over_alone()
+
+    def _leave_passed_over_alone(self) -> None:
+        """Let new checkpoints have other names than the damaged ones, which somebody may still want to look at."""
+        for path in [path for path in self.best_k_models if self._was_passed_over(path)]:
+            del self.best_k_models[path]
+        for name in ("best_model_path", "last_model_path", "kth_best_model_path"):
+            if getattr(self, name) and self._was_passed_over(getattr(self, name)):
+                setattr(self, name, "")
+
+    def _was_passed_over(self, path: str) -> bool:
+        return any(_same(path, other) for other in self._passed_over)
+
+    # ---- what stays --------------------------------------------------------------------------------------------------
+
+    def _save_and_record(self, trainer: Any, filepath: str) -> None:
+        if self._retention is None or self._is_last(filepath):
+            super()._save_checkpoint(trainer, filepath)
+            return
+        # before the save, so that the checkpoint knows of itself
+        self._retention.record(filepath, trainer.global_step, trainer.callback_metrics)
+        try:
+            super()._save_checkpoint(trainer, filepath)
+        except CheckpointError:
+            self._retention.forget(filepath)
+            raise
+
+    def _save_topk_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
+        super()._save_topk_checkpoint(trainer, monitor_candidates)
+        if self._retention is None:
+            return
+        protected = {self.best_model_path, self.last_model_path, os.fspath(trainer.ckpt_path or "")}
+        if self.save_top_k != -1:
+            protected |= self.best_k_models.keys()
+        # the clocks of the ranks differ
+        for path in trainer.strategy.broadcast(self._retention.surplus(protected)):
+            self.best_k_models.pop(path, None)
+            self._remove_checkpoint(trainer, path)
+
+    def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
+        if self._was_passed_over(filepath):
+            logger.warning(
+                "kept the checkpoint %s, which was passed over: look at it, and delete it yourself", filepath
+            )
+            return
+        if self._retention is not None:
+            self._retention.forget(filepath)
+        super()._remove_checkpoint(trainer, filepath)
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = dict(super().state_dict())
+        return state if self._retention is None else {**state, "retention": self._retention.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        if self._retention is not None and self.dirpath is not None:
+            known = state_dict.get("retention", ())
+            self._retention.load_state_dict(known, os.fspath(self.dirpath), looks=self._tiers is None)
+
+    def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
+        if self._retention is not None and self._retention.wants(previous):
+            return False
+        # Lightning keeps the checkpoint that the run was resumed from, but not on remote filesystems.
+        resumed = trainer.ckpt_path
+        if resumed and "://" in previous and (_same(previous, resumed) or not self._is_in_dirpath(previous)):
+            return False
+        decision: bool = super()._should_remove_checkpoint(trainer, previous, current)
+        return decision
+
+    def _is_last(self, path: str) -> bool:
+        return os.path.basename(path).startswith(self.CHECKPOINT_NAME_LAST)
+
+    def _is_in_dirpath(self, path: Any) -> bool:
+        return self.dirpath is not None and _same(os.path.dirname(os.fspath(path)), self.dirpath)
+
+    # ---- ckpt_path="last" and "best" ---------------------------------------------------------------------------------
+
+    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        """Return the newest checkpoint of the directory that verifies, whatever its name.
+
+        Raises:
+            CheckpointCorruptedError: There are checkpoints, but none of them verifies.
+        """
+        directory = checkpoint_directory(self, trainer)
+        requeued = self._newest_requeued(directory, trainer)
+        is_local = not is_remote(directory) and _tiers_of(trainer) is None
+        try:
+            found = self._newest_verified(directory, trainer)
+        except CheckpointCorruptedError:
+            if requeued is None:
+                raise
+            found = None
+        if requeued is not None and (found is None or newest_first([requeued, found])[0] is requeued):
+            return {requeued.path}
+        if found is None:
+            return super()._find_last_checkpoints(trainer) if is_local else set()
+        # Of what several callbacks have found, the Trainer takes the last one by date.
+        if not is_local or len(trainer.checkpoint_callbacks) > 1:
+            tell_of_checkpoint(trainer, found.path, found.modified if found.committed is None else found.committed)
+        return {found.path}
+
+    def _newest_requeued(self, directory: str, trainer: Any) -> CheckpointInfo | None:
+        root = os.fspath(trainer.default_root_dir)
+        if is_remote(root) or not os.path.isdir(root):
+            return None
+        return newest_requeued(self._catalog(root, trainer), root, directory)
+
+    def _catalog(self, directory: Any, trainer: Any = None) -> Catalog:
+        options = _storage_options_of(trainer) if trainer is not None else self._storage_options
+        tiers = _tiers_of(trainer) if trainer is not None else self._tiers
+        return Catalog(directory, suffix=self.FILE_EXTENSION, storage_options=options, tiers=tiers)
+
+    def _newest_verified(self, directory: Any, trainer: Any = None) -> CheckpointInfo | None:
+        catalog = self._catalog(directory, trainer)
+        newest = catalog.newest_verified(_is_training_state)
+        self._passed_over = set(catalog.passed_over)
+        if newest is None:
+            return None
+        # Under both of its names it is the same file; resumed from the other name, that one would never be deleted.
+        others = [info for info in catalog.checkpoints() if self._is_last(info.path)]
+        return next((info for info in others if _is_same_file(info.path, newest.path)), newest)
+
+    def _once_durable(self, path: str) -> str:
+        # A callback that copies or uploads the file looks at the path as soon as it is there. ModelCheckpoint's own code, which
+        # decides by it what to delete, goes on.
+        asks = sys._getframe(2).f_globals.get("__name__", "")
+        if path and self._has_trained and self._plugin is not None and not asks.endswith(_OWN_MODULES):
+            checkpointer = self._plugin.checkpointer
+            if checkpointer.is_pending(path):
+                checkpointer.drain()
+        return path
+
+    @property
+    def last_model_path(self) -> str:
+        """Path of the newest checkpoint under the name ``last``; waits until it is durable."""
+        return self._once_durable(self._last_model_path)
+
+    @last_model_path.setter
+    def last_model_path(self, path: str) -> None:
+        self._last_model_path = path
+
+    @property
+    def best_model_path(self) -> str:
+        """Path of the best checkpoint, once it is durable; in a process that has not trained, what the newest says it is."""
+        self._once_durable(self._best_model_path)
+        if self._best_model_path or self._has_trained or self.dirpath is None:
+            return self._best_model_path
+        # Kept apart: a run that begins later must not take it for its own and delete it.
+        if self._best_of_earlier_run is None:
+            self._best_of_earlier_run = self._look_up_best(os.fspath(self.dirpath))
+        return self._best_of_earlier_run
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        self._best_model_path = path
+
+    def _look_up_best(self, directory: str) -> str:
+        found = self._newest_verified(directory)
+        if found is None:
+            return ""
+        newest = found.path
+        catalog = self._catalog(directory)
+        best = catalog.peek(newest).get("callbacks", {}).get(self.state_key, {}).get("best_model_path")
+        if not best:
+            if self.monitor is not None:
+                logger.warning("took %s for the best checkpoint: it does not know the best %s", newest, self.monitor)
+            return newest
+        # The directory may have been moved or copied since.
+        moved = f"{directory.rstrip('/')}/{os.path.basename(best)}"
+        for path in dict.fromkeys([moved, best]):
+            try:
+                catalog.check(path)
+            except CheckpointNotFoundError:
+                continue
+            except CheckpointError as error:
+                logger.warning("took %s instead of the best checkpoint %s: %s", newest, path, error.message)
+                return newest
+            return str(path)
+        logger.warning("took %s instead of the best checkpoint %s, which is not there", newest, best)
+        return newest
+
+
+def _introduce(trainer: Any) -> None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, ReliableModelCheckpoint):
+            callback.meet(trainer)
+
+
+def _copy(trainer: Any, plugin: TorchFileIO | ShardedCheckpointIO, source: str, target: str) -> None:
+    def copy() -> None:
+        plugin.before_change(target, removes=False)
+        plugin.checkpointer.copy(source, target)
+
+    if isinstance(plugin, ShardedCheckpointIO):
+        raise_on_all_ranks(copy, world_size=trainer.world_size)
+    else:
+        raise_together(trainer, copy if trainer.is_global_zero else _nothing)
+
+
+def _nothing() -> None:
+    """What the ranks that do not write do."""
+
+
+def _storage_options_of(trainer: Any) -> dict[str, Any] | None:
+    plugin = trainer.strategy.checkpoint_io
+    return plugin.storage_options if isinstance(plugin, _PLUGINS) else None
+
+
+def _tiers_of(trainer: Any) -> Tiers | None:
+    plugin = trainer.strategy.checkpoint_io
+    return plugin.tiers if isinstance(plugin, _PLUGINS) else None
+
+
+def _is_same_file(path: str, other: str) -> bool:
+    return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
+
+
+def _is_training_state(state: Any) -> bool:
+    return isinstance(state, Mapping) and "optimizer_states" in state
+
+
+def _same(path: Any, other: Any) -> bool:
+    return _normal(os.fspath(path)) == _normal(os.fspath(other))
+
+
+def _normal(path: str) -> str:
+    protocol, found, rest = path.partition("://")
+    # fsspec spells one path in several ways: memory://a and memory:///a
+    return f"{protocol}://{rest.strip('/')}" if found else os.path.abspath(path)
+
+
+def _saves_through_plugin(strategy: Any) -> bool:
+    if is_routed(strategy):
+        return True
+    # Sharded strategies write by themselves and leave the plugin out.
+    base: Any = next(cls for cls in type(strategy).__mro__ if cls.__name__ == "Strategy")
+    return type(strategy).save_checkpoint is base.save_checkpoint

@@ -1,0 +1,1 @@
+"""Exact resume: what a fit knows besides what Lightning saves, captured and restored."""

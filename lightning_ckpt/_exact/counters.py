@@ -1,0 +1,107 @@
+"""The counters of Lightning's loops, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning_ckpt._private.loops import Internals
+
+__all__ = ["Counters", "undo_unfinished"]
+
+_Counts = dict[str, dict[str, int]]
+
+
+def undo_unfinished(progress: dict[str, Any]) -> None:
+    """Count what was begun and not completed as not begun, in place."""
+    for value in progress.values():
+        if isinstance(value, dict):
+            undo_unfinished(value)
+    if "completed" in progress:
+        progress.update({name: progress["completed"] for name in ("ready", "started", "processed") if name in progress})
+
+
+def _epochs_begun(phase: str, done: int) -> int:
+    return done if phase in ("between_epochs", "epoch_end") else done + 1
+
+
+class Counters:
+    """Epochs of a fit, and batches of the present pass over the data, as they were counted in it.
+
+    A callback that restores a checkpoint in mid-fit, or runs the loops itself, leaves counters behind from which one cannot
+    tell what is being done: Lightning puts back those of the moment of the save, and counts on. These go on from where
+    they were.
+
+    Args:
+        internals: Access to the Trainer.
+        run_inside: Called with what runs the loops, where they run already.
+    """
+
+    def __init__(self, internals: Internals, run_inside: Callable[[Callable[[], Any]], Any]) -> None:
+        self._internals = internals
+        self._run_inside = run_inside
+        self._off: _Counts = {"epoch": {}, "batch": {}}
+        self._is_running = False
+        internals.around_loops(self._load, self._run)
+
+    def _load(self, load: Callable[[], None]) -> None:
+        own = self.own()
+        load()
+        self.put(own)
+
+    def _run(self, run: Callable[[], Any]) -> Any:
+        if self._is_running:
+            own = self.own()
+            try:
+                return self._run_inside(run)
+            finally:
+                self.put(own)
+        self._is_running = True
+        try:
+            return run()
+        finally:
+            self._is_running = False
+
+    def training_starts(self) -> None:
+        """What the loops count now is right."""
+        self._off = {"epoch": {}, "batch": {}}
+
+    def goes_on(self, phase: str) -> None:
+        """The counters of a checkpoint are set; what remains to be done of it is ``phase``."""
+        own = self._internals.counts()
+        done = own["epoch"]["processed"]
+        begun = _epochs_begun(phase, done)
+        own["epoch"].update(ready=begun, started=begun, completed=done - (phase == "epoch_end"))
+        self.put(own)
+
+    def pass_begins(self, batches: int = 0) -> None:
+        """The first batch of a pass over the data is about to be fetched, or the first after ``batches``."""
+        ready = self._internals.counts()["batch"]["ready"]
+        self._off["batch"] = dict.fromkeys(("ready", "started", "processed", "completed"), ready - batches)
+
+    def own(self) -> _Counts:
+        """What was counted, without what was put in place of it."""
+        live = self._internals.counts()
+        return {kind: {name: n - self._off[kind].get(name, 0) for name, n in live[kind].items()} for kind in live}
+
+    def put(self, own: _Counts) -> None:
+        """Let :meth:`own` be this."""
+        live = self._internals.counts()
+        self._off = {kind: {name: n - own[kind][name] for name, n in live[kind].items()} for kind in live}
+
+    def settle(self, progress: dict[str, Any], phase: str, *, redo: bool) -> None:
+        """Make counters that were put in place of others fit a phase, in place; the loops go by two of them.
+
+        Args:
+            progress: All counters of the loops.
+            phase: What remains to be done.
+            redo: Whether the present batch does not count.
+        """
+        if not any(off for kind in self._off.values() for off in kind.values()):
+            return
+        epoch, batch, own = progress["epoch"]["current"], progress["batch"]["current"], self.own()["batch"]
+        begun = _epochs_begun(phase, epoch["processed"])
+        # completed stays: it is the Trainer's current epoch, processed is how many it has trained
+        epoch.update(ready=begun, started=begun)
+        ready = self._internals.counts()["batch"]["ready"] - (redo and own["ready"] > own["completed"])
+        batch.update(ready=ready, started=ready, processed=ready, completed=ready - (phase == "batch_end"))

@@ -1,0 +1,90 @@
+"""The exact state of a run for another number of ranks than saved it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_core.errors import StateMismatchError
+from ckpt_core.state.elastic import average_gradients, derive_rng
+from ckpt_core.state.kinds import Kind
+from ckpt_core.state.rng import RngState
+from lightning_ckpt._exact.loaders import TrainingData
+
+__all__ = ["go_on_elsewhere", "inexact_elsewhere", "state_for_rank"]
+
+
+def state_for_rank(state: Mapping[str, Any], rank: int, *, gradients: bool) -> dict[str, Any]:
+    """Return what a rank goes on with.
+
+    It has the random generators of the rank of its number, or, if there was none, generators that follow from those of the
+    first and from its number. What was accumulated in an open window is left out where the window is begun again; where the
+    user steps, nobody knows when it began, and every rank gets the mean.
+
+    Args:
+        state: The exact state of all ranks.
+        rank: This one.
+        gradients: Whether to go on with an open window.
+
+    Raises:
+        StateMismatchError: No rank had reported when it was saved.
+    """
+    ranks = [saved for saved in state[Kind.PER_RANK.value] if saved is not None]
+    if not ranks:
+        raise StateMismatchError("the checkpoint holds the exact state of no rank", key=Kind.PER_RANK.value)
+    own = (state[Kind.PER_RANK.value] + [None] * (rank + 1))[rank]
+    rng = own["rng"] if own is not None else derive_rng(RngState.decode(ranks[0]["rng"]), rank).encode()
+    average = average_gradients([saved["gradients"] for saved in ranks]) if gradients else {}
+    metrics = {**ranks[0]["metrics"], "results": {}, "metrics": {}}
+    return {**ranks[0], "rng": rng, "gradients": average, "metrics": metrics}
+
+
+def inexact_elsewhere(data: TrainingData, shared: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """Say what differs from a run that was not interrupted.
+
+    Args:
+        data: The training loaders.
+        shared: What was the same on all ranks.
+        mine: What this rank goes on with.
+    """
+    problem = data.problem_elsewhere(mine["data"])
+    if problem is None:
+        rest = "every sample that was left of the epoch is used once"
+    else:
+        rest = f"the data of the epoch begins again, because {problem}"
+    ranks = f"it was saved by {shared['world_size']} ranks and is resumed by {data.world_size}"
+    return [f"{ranks}: {rest}, and open metrics begin again"]
+
+
+def go_on_elsewhere(
+    data: TrainingData, shared: Mapping[str, Any], state: Mapping[str, Any], *, begin_window_again: bool
+) -> dict[str, Any]:
+    """Let the loaders go on with what is left of the epoch, and count its batches as these ranks do.
+
+    Args:
+        data: The training loaders.
+        shared: What was the same on all ranks.
+        state: What the loaders were captured as on one of them.
+        begin_window_again: Whether the samples of an open accumulation window are trained on again.
+
+    Returns:
+        ``shared``, with what remains to be done and the counters of the loops for these ranks.
+    """
+    phase, progress = shared["phase"], copy.deepcopy(shared["progress"])
+    again = 0
+    if begin_window_again and not state["between"]:
+        again = state["batches"] % progress["accumulate_grad_batches"]
+    done = data.go_to_rest(state, again, shared["world_size"])
+    if phase == "between_epochs":
+        return dict(shared)
+    if phase in ("batch", "batch_end"):
+        # nothing may be left for these ranks (drop_last); the epoch's end is to follow a batch all the same
+        over = done >= data.batches
+        progress["batch"]["is_last_batch"] = over
+        phase = "batch_end" if done and (over or (phase == "batch_end" and not again)) else "batch"
+    current = progress["batch"]["current"]
+    current.update(dict.fromkeys(("ready", "started", "processed", "completed"), done))
+    if phase == "batch_end":
+        current["completed"] = done - 1
+    return {**shared, "phase": phase, "progress": progress}

@@ -1,0 +1,286 @@
+"""Follows the training loaders of one fit, fetch by fetch, and brings them back to where they were."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ckpt_core.errors import StateMismatchError
+from ckpt_core.state.loaders import LoaderMark
+from ckpt_core.state.rng import RngState
+from lightning_ckpt._exact.elastic_epoch import Division, TrainingLoader
+from lightning_ckpt._private.loops import Internals
+
+__all__ = ["TrainingData"]
+
+log = logging.getLogger(__name__)
+
+# Lightning is at most one batch ahead of training, and the batch in training may have to be fetched again
+_FETCHES_REMEMBERED = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class _Fetch:
+    """The moment before batch ``index`` of the epoch was fetched."""
+
+    index: int
+    rng: RngState
+    marks: tuple[LoaderMark, ...]
+    exhausted: tuple[bool, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rest:
+    """What is left of an epoch after ``batches`` batches, if it is known how to divide it."""
+
+    batches: int
+    division: Division | None
+
+
+class TrainingData:
+    """The training loaders of one Trainer.
+
+    Args:
+        internals: Access to the Trainer.
+        replay: Always go back by reading again.
+        before_fetch: Called before each batch is fetched, with the random generators of that moment.
+
+    Attributes:
+        begun: Number of batches of the epoch that were done when the present iterators were made.
+        attempts: Number of batches of the epoch that were asked for.
+        idle: Whether iterators are made but not read from.
+    """
+
+    def __init__(self, internals: Internals, replay: bool, before_fetch: Callable[[RngState], None]) -> None:
+        self._internals = internals
+        self._replay = replay
+        self._before_fetch = before_fetch
+        self._combined: Any = None
+        self._trackers: list[TrainingLoader] = []
+        self._fetches: collections.deque[_Fetch] = collections.deque(maxlen=_FETCHES_REMEMBERED)
+        self._pending: Mapping[str, Any] | None = None
+        self._rest: _Rest | None = None
+        self._draws_while_reading = False
+        self.begun = 0
+        self.attempts = 0
+        self.idle = False
+
+    def follow(self) -> None:
+        """Begin to follow the loaders that Lightning has just made or been given."""
+        self.release()
+        self._combined = self._internals.combined_loader
+        world_size = self._internals.trainer.world_size
+        self._trackers = [TrainingLoader(loader, self._replay, world_size) for loader in self._combined.flattened]
+        self._internals.record_iteration(self._combined, self._iterate, self._fetch)
+
+    def release(self) -> None:
+        """Leave the loaders as they were."""
+        if self._combined is not None:
+            self._internals.stop_recording(self._combined)
+            for tracker in self._trackers:
+                tracker.release()
+        self._combined = None
+        self._trackers = []
+        self._fetches.clear()
+
+    # ---- while training ----------------------------------------------------------------------------------------------
+
+    def _iterate(self, make_iterators: Callable[[], Any]) -> None:
+        self._fetches.clear()
+        if self.idle:
+            # the iterators that Lightning makes before training begins would be of no use to a resumed run
+            self._internals.make_idle_iterator(self._combined)
+            return
+        if self._pending is not None:
+            self._iterate_from(self._pending, make_iterators)
+            return
+        if self._rest is not None:
+            self._iterate_over(self._rest, make_iterators)
+            return
+        for tracker in self._trackers:
+            tracker.begin_pass()
+        make_iterators()
+        for tracker in self._trackers:
+            tracker.pass_made()
+        self.begun = self.attempts = 0
+
+    def _fetch(self, fetch: Callable[[], Any]) -> Any:
+        if self.idle:
+            if self._internals.prefetched:
+                raise StopIteration
+            # a callback trains before the run resumes
+            self.idle = False
+            iter(self._combined)
+        moment = self._moment()
+        self._fetches.append(moment)
+        self._before_fetch(moment.rng)
+        before = list(self._internals.iterators(self._combined))
+        self.attempts += 1
+        batch = fetch()
+        for number, iterator in enumerate(self._internals.iterators(self._combined)):
+            if iterator is not before[number]:
+                self._trackers[number].restarted(moment.index, moment.marks[number])
+        if moment.index < 2 and any(t.method == "replay" and t.workers == 0 for t in self._trackers):
+            self._draws_while_reading |= not moment.rng.same_as(RngState.capture())
+        return batch
+
+    def _moment(self) -> _Fetch:
+        marks = tuple(tracker.mark() for tracker in self._trackers)
+        return _Fetch(self.attempts, RngState.capture(), marks, tuple(self._internals.exhausted(self._combined)))
+
+    # ---- capture -----------------------------------------------------------------------------------------------------
+
+    def _remembered(self, index: int) -> _Fetch | None:
+        return next((fetch for fetch in self._fetches if fetch.index == index), None)
+
+    def rng_before(self, index: int) -> RngState | None:
+        """The global generators as they were before batch ``index`` was fetched, if that was a moment ago."""
+        fetch = self._remembered(index)
+        return None if fetch is None else fetch.rng
+
+    def capture(self, batches: int, ahead: int) -> dict[str, Any]:
+        """Capture where the loaders are in the middle of an epoch.
+
+        Args:
+            batches: Number of batches of this epoch that count as done.
+            ahead: Number of batches that Lightning fetches ahead.
+        """
+        fetch = self._remembered(batches)
+        moment = fetch or self._moment()
+        return {
+            "between": False,
+            "batches": batches,
+            "exhausted": list(moment.exhausted),
+            "ahead_rng": fetch.rng.encode() if fetch is not None and ahead else None,
+            "loaders": [t.capture(m, batches) for t, m in zip(self._trackers, moment.marks, strict=True)],
+        }
+
+    def capture_between_epochs(self) -> dict[str, Any]:
+        """Capture where the loaders are after an epoch."""
+        return {"between": True, "batches": 0, "loaders": [t.capture_between_passes() for t in self._trackers]}
+
+    def notes(self) -> list[str]:
+        """Why going on from here would not be exact, in words."""
+        if self._draws_while_reading and self.attempts:
+            return [
+                (
+                    "an iterable data set without state_dict draws random numbers in the main process while it is read; its "
+                    "order is reproduced only if it does not depend on them (give it state_dict and load_state_dict, or use "
+                    "num_workers=1)"
+                )
+            ]
+        return []
+
+    # ---- restore -----------------------------------------------------------------------------------------------------
+
+    def check(self, state: Mapping[str, Any]) -> list[str]:
+        """Return why the saved state does not fit the loaders exactly, in words.
+
+        Raises:
+            StateMismatchError: The state is of other loaders.
+        """
+        loaders = state["loaders"]
+        if not loaders:
+            # saved before the loaders were made
+            return []
+        if len(loaders) != len(self._trackers):
+            raise StateMismatchError(
+                f"the checkpoint was saved with {len(loaders)} training data loaders, now there are {len(self._trackers)}"
+            )
+        found = [tracker.check(saved) for tracker, saved in zip(self._trackers, loaders, strict=True)]
+        return [problem for problem in found if problem is not None]
+
+    def go_to(self, state: Mapping[str, Any]) -> None:
+        """Let the next iterators go on in the middle of an epoch."""
+        self.idle = False
+        self._pending = state
+
+    def go_between_epochs(self, state: Mapping[str, Any]) -> None:
+        """Let the next iterators begin the next epoch."""
+        self.idle = False
+        for tracker, saved in zip(self._trackers, state["loaders"], strict=False):
+            tracker.prepare_next_pass(saved)
+
+    def _iterate_from(self, state: Mapping[str, Any], make_iterators: Callable[[], Any]) -> None:
+        self._pending = None
+        pairs = list(zip(self._trackers, state["loaders"], strict=True))
+        again = sum(tracker.batches_to_read_again(saved) for tracker, saved in pairs)
+        if again:
+            log.info("reading %d batches again to get back to where the data was; state_dict would avoid it", again)
+        drops = [tracker.prepare(saved) for tracker, saved in pairs]
+        make_iterators()
+        for iterator, drop in zip(self._internals.iterators(self._combined), drops, strict=True):
+            for _ in range(drop):
+                next(iterator, None)
+        for tracker, saved in pairs:
+            tracker.finish(saved)
+        self._internals.set_position(self._combined, state["batches"], state["exhausted"])
+        self.begun = self.attempts = state["batches"]
+        if state["ahead_rng"] is not None:
+            RngState.decode(state["ahead_rng"]).restore()
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks that go on."""
+        return int(self._internals.trainer.world_size)
+
+    @property
+    def batches(self) -> float:
+        """Number of batches in an epoch of this rank."""
+        return float(self._internals.trainer.num_training_batches)
+
+    # ---- restore with another number of ranks ------------------------------------------------------------------------
+
+    def problem_elsewhere(self, state: Mapping[str, Any]) -> str | None:
+        """Return why what other ranks left of an epoch cannot be divided over these, in words, or ``None``."""
+        if state["between"]:
+            return None
+        loaders = state["loaders"]
+        if len(loaders) != len(self._trackers):
+            return f"there were {len(loaders)} training data loaders and are {len(self._trackers)}"
+        if len(loaders) > 1:
+            return "there are several training data loaders, which end at different times"
+        return self._trackers[0].problem_elsewhere(loaders[0])
+
+    def go_to_rest(self, state: Mapping[str, Any], again: int, world_size: int) -> int:
+        """Let the next iterators go on with what other ranks left of the epoch.
+
+        Args:
+            state: What :meth:`capture` returned on one of them.
+            again: Number of their last batches that do not count.
+            world_size: How many they were.
+
+        Returns:
+            Number of batches of the epoch that count as done here.
+        """
+        done: float
+        if state["between"]:
+            done = self.batches
+        elif self.problem_elsewhere(state) is None:
+            division = self._trackers[0].rest(state["loaders"][0], again)
+            # whatever is left is trained on, so that what is done is the difference
+            done = len(self._trackers[0].loader) - division.batches if division is not None else 0
+            self._rest = _Rest(int(done), division)
+        else:
+            done = (state["batches"] - again) * world_size // self.world_size
+            self._rest = _Rest(int(done), None)
+        done = min(done, self.batches)
+        for tracker, saved in zip(self._trackers, state["loaders"], strict=False):
+            tracker.carry_seeds(saved)
+        self.idle = False
+        return int(done) if math.isfinite(done) else 0
+
+    def _iterate_over(self, rest: _Rest, make_iterators: Callable[[], Any]) -> None:
+        self._rest = None
+        for tracker in self._trackers:
+            tracker.begin_pass(rest.batches)
+            tracker.division = rest.division
+        make_iterators()
+        for tracker in self._trackers:
+            tracker.pass_made()
+        self._internals.set_position(self._combined, rest.batches, [])
+        self.begun = self.attempts = rest.batches

@@ -1,0 +1,187 @@
+"""Logged values that are open at a save: means in progress, torchmetrics, and what callbacks were told last."""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torchmetrics import Metric, MetricCollection
+
+from lightning_ckpt._private.loops import Internals
+
+__all__ = ["MetricsMoment", "restore_metrics"]
+
+_META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
+
+
+def _copy(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, list):
+        return [_copy(item) for item in value]
+    return value
+
+
+def _state(metric: Metric) -> dict[str, Any]:
+    # states are changed in place, but what a list state holds is not
+    states = {name: getattr(metric, name) for name in metric._defaults}
+    return {
+        "states": {
+            name: list(value) if isinstance(value, list) else value.detach().clone() for name, value in states.items()
+        },
+        "updates": metric._update_count,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class MetricsMoment:
+    """All logged values at one moment; cheap enough to take with every batch.
+
+    Attributes:
+        results: The values logged in this epoch so far. They are replaced, never changed, so they are not copied.
+        metrics: State of each torchmetric of the model that has been updated.
+        connector: What callbacks, loggers and the progress bar were told last.
+    """
+
+    results: Mapping[str, Mapping[str, Any]]
+    metrics: Mapping[str, Mapping[str, Any]]
+    connector: Mapping[str, Any]
+
+    @classmethod
+    def take(cls, internals: Internals, metrics: Iterable[tuple[str, Metric]]) -> MetricsMoment:
+        """Read all logged values.
+
+        Args:
+            internals: Access to the Trainer.
+            metrics: The torchmetrics of the model with their names.
+        """
+        results = {
+            key: {
+                "value": result.value if result.is_tensor else None,
+                "weight": getattr(result, "cumulated_batch_size", None),
+                "last": result._forward_cache,
+                "updates": result._update_count,
+                "has_reset": result.has_reset,
+            }
+            for key, result in internals.epoch_loop._results.items()
+        }
+        connector = internals.connector
+        return cls(
+            results,
+            {name: _state(metric) for name, metric in metrics if metric._update_count},
+            {
+                "callback": dict(connector._callback_metrics),
+                "logged": dict(connector._logged_metrics),
+                "progress_bar": dict(connector._progress_bar_metrics),
+                "first_iteration": connector._first_loop_iter,
+                "current_hook": connector._current_fx,
+            },
+        )
+
+    def encode(self, internals: Internals) -> dict[str, Any]:
+        """Return the values as tensors and plain data."""
+        live = internals.epoch_loop._results
+        return {
+            "results": {
+                key: {**{name: _copy(value) for name, value in state.items()}, "meta": _encode_meta(live[key])}
+                for key, state in self.results.items()
+                if live[key].meta.sync.group is None
+            },
+            "metrics": {
+                name: {"states": {n: _copy(v) for n, v in state["states"].items()}, "updates": state["updates"]}
+                for name, state in self.metrics.items()
+            },
+            "connector": {
+                name: {key: _copy(item) for key, item in value.items()} if isinstance(value, dict) else value
+                for name, value in self.connector.items()
+            },
+        }
+
+
+def torchmetrics_of(module: torch.nn.Module) -> list[tuple[str, Metric]]:
+    """Find the torchmetrics of a model, with their names."""
+    for child in module.modules():
+        if isinstance(child, MetricCollection):
+            # members that share a state see it only after they are asked for
+            child.values(copy_state=False)
+    return [(name, child) for name, child in module.named_modules() if isinstance(child, Metric)]
+
+
+def _encode_meta(result: Any) -> dict[str, Any]:
+    meta = result.meta
+    reduce_fx = meta.reduce_fx
+    place = "builtins" if getattr(builtins, reduce_fx.__name__, None) is reduce_fx else "torch"
+    return {
+        **{name: getattr(meta, name) for name in _META},
+        "reduce_fx": [place, reduce_fx.__name__],
+        "dataloader_idx": meta.dataloader_idx,
+        "metric_attribute": meta.metric_attribute,
+        "sync": [bool(meta.sync.should), bool(meta.sync.rank_zero_only), meta.sync.op],
+        "is_tensor": result.is_tensor,
+    }
+
+
+def restore_metrics(internals: Internals, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
+    """Undo :meth:`MetricsMoment.encode` in a new Trainer."""
+    device = internals.trainer.strategy.root_device
+    by_name = dict(torchmetrics_of(module))
+    for name, saved in state["metrics"].items():
+        metric = by_name.get(name)
+        if metric is not None:
+            for attribute, value in saved["states"].items():
+                moved = [v.to(device) for v in value] if isinstance(value, list) else value.to(device)
+                setattr(metric, attribute, moved)
+            metric._update_count = saved["updates"]
+            metric._computed = None
+    results = internals.epoch_loop._results
+    for key, saved in state["results"].items():
+        results[key] = _decode_result(internals, by_name, type(results), saved, device)
+    connector = internals.connector
+    moved = {
+        name: {key: v.to(device) if isinstance(v, torch.Tensor) else v for key, v in state["connector"][name].items()}
+        for name in ("callback", "logged", "progress_bar")
+    }
+    connector._callback_metrics = moved["callback"]
+    connector._logged_metrics = moved["logged"]
+    connector._progress_bar_metrics = moved["progress_bar"]
+    connector._first_loop_iter = state["connector"]["first_iteration"]
+    connector._current_fx = state["connector"]["current_hook"]
+
+
+def _decode_result(
+    internals: Internals,
+    metrics: Mapping[str, Metric],
+    collection: type,
+    saved: Mapping[str, Any],
+    device: torch.device,
+) -> Any:
+    # what self.log() would have made of the same value
+    module = sys.modules[collection.__module__]
+    meta = saved["meta"]
+    place, name = meta["reduce_fx"]
+    rebuilt = module._Metadata(
+        **{field: meta[field] for field in _META},
+        reduce_fx=getattr(sys.modules[place], name),
+        dataloader_idx=meta["dataloader_idx"],
+        metric_attribute=meta["metric_attribute"],
+    )
+    should, rank_zero_only, op = meta["sync"]
+    rebuilt.sync = module._Sync(
+        fn=internals.trainer.strategy.reduce, _should=should, rank_zero_only=rank_zero_only, _op=op
+    )
+    result = module._ResultMetric(rebuilt, meta["is_tensor"])
+    result.to(device)
+    if meta["is_tensor"]:
+        result.value = saved["value"].to(device)
+        if saved["weight"] is not None:
+            result.cumulated_batch_size = saved["weight"].to(device)
+    else:
+        result.value = metrics[meta["metric_attribute"]]
+    result._forward_cache = saved["last"].to(device) if saved["last"] is not None else None
+    result._update_count = saved["updates"]
+    result.has_reset = saved["has_reset"]
+    return result

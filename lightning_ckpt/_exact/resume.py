@@ -1,0 +1,68 @@
+"""The resume of one fit, told apart from checkpoints that callbacks and hooks restore themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lightning_ckpt._private.loops import Internals
+
+__all__ = ["Resume"]
+
+_PROGRESS = ("epoch", "global_step", "loops")
+_TRAINING_STATE = ("optimizer_states", "lr_schedulers", "native_amp_scaling_state")
+_MARK = "lightning_ckpt_resumed_from"
+
+
+class Resume:
+    """From ``fit(ckpt_path=...)`` until training goes on.
+
+    A callback may save and restore a checkpoint in between, for itself or to search for a learning rate. What is saved
+    then has to hold what the run resumes from: the Trainer's own counters and optimizers are not yet there. What is
+    restored then must leave it to be resumed from.
+
+    Args:
+        internals: Access to the Trainer.
+    """
+
+    def __init__(self, internals: Internals) -> None:
+        self._internals = internals
+        self._path: Any = None
+        self._kept: dict[str, Any] = {}
+        self.is_loading = False
+        self.awaits_training_state = False
+        internals.around_resume(self._load)
+
+    def _load(self, restore: Callable[[], None]) -> None:
+        self.is_loading = True
+        try:
+            restore()
+        finally:
+            self.is_loading = False
+        connector = self._internals.checkpoints
+        if connector._loaded_checkpoint:
+            self._path, self.awaits_training_state = connector._ckpt_path, True
+            precision = type(self._internals.trainer.precision_plugin).__qualname__
+            for name in (*_PROGRESS, *_TRAINING_STATE, precision):
+                if name in connector._loaded_checkpoint:
+                    self._kept[name] = connector._loaded_checkpoint[name]
+            self._internals.finish_resume(lambda: self.awaits_training_state, self._training_state_restored)
+
+    def _training_state_restored(self) -> None:
+        self.awaits_training_state = False
+        # optimizers and schedulers have it now
+        self._kept = {name: value for name, value in self._kept.items() if name in _PROGRESS}
+
+    def put_into(self, checkpoint: dict[str, Any]) -> None:
+        """Let a checkpoint that is saved before training goes on hold what it goes on from."""
+        checkpoint.update(self._kept)
+        checkpoint[_MARK] = str(self._path)
+
+    def keeps(self, checkpoint: Mapping[str, Any]) -> bool:
+        """Return whether a restored checkpoint is what this run resumes from, or was saved by it before it went on."""
+        same = self._internals.checkpoints._ckpt_path == self._path
+        return same or checkpoint.get(_MARK) == str(self._path)
+
+    def give_up(self) -> None:
+        """Another checkpoint has taken the place of the one to resume from."""
+        self._kept, self.awaits_training_state = {}, False

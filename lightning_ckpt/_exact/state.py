@@ -1,0 +1,453 @@
+"""Captures the exact state of a fit, and goes on from it.
+
+A save can happen at many points of Lightning's loops. Each is one of a few *phases*, named by what remains to be done:
+
+======================  ================================================================================================
+``between_epochs``      begin the next epoch
+``batch``               fetch the next batch (also: fetch the batch again that was interrupted)
+``batch_end``           the end of a batch after its ``on_train_batch_end`` hooks, validation if it is due, and so on
+``validation``          validation, from its start, then as above
+``validation_end``      what follows a validation after its ``on_validation_end`` hooks
+``epoch_end``           the end of an epoch after its ``on_train_epoch_end`` hooks
+======================  ================================================================================================
+
+A resumed run puts all counters and values where they were and does what remains. Lightning's own restart logic, which
+repeats or leaves out parts of it, is not used.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ckpt_core.errors import CheckpointFormatError
+from ckpt_core.state.ddp import rebuild_ddp_buckets
+from ckpt_core.state.gradients import capture_gradients, restore_gradients
+from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
+from ckpt_core.state.rng import RngState, capture_generators, restore_generators
+from lightning_ckpt._exact.accumulation import Accumulation
+from lightning_ckpt._exact.counters import Counters, undo_unfinished
+from lightning_ckpt._exact.elastic_state import go_on_elsewhere, inexact_elsewhere, state_for_rank
+from lightning_ckpt._exact.loaders import TrainingData
+from lightning_ckpt._exact.metrics import MetricsMoment, restore_metrics, torchmetrics_of
+from lightning_ckpt._exact.resume import Resume
+from lightning_ckpt._private.guard import check
+from lightning_ckpt._private.loops import Internals
+from lightning_ckpt._routing.gathering import Gathering
+from lightning_ckpt._routing.parts import GRADIENTS_KEY, keep_apart, put_back
+from lightning_ckpt._routing.post_local_sgd import PostLocalSgd
+from lightning_ckpt._routing.trainer import is_routed, keeps_whole_gradients
+from lightning_ckpt.io import NO_STATE_KEY
+
+__all__ = ["KEY", "VERSION", "ExactState"]
+
+KEY = "lightning_ckpt"
+VERSION = 1
+
+_ATTRIBUTE = "_lightning_ckpt_exact_state"
+_IN_PROGRESS = ("_after_fit", "_batch", "_validation", "_validation_over", "_validation_progress")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Moment:
+    """What changes while a batch or a validation is in progress, as it was before."""
+
+    rng: RngState
+    metrics: MetricsMoment
+    versions: int
+
+
+class ExactState:
+    """The exact state of one Trainer, shared by all callbacks on it.
+
+    Args:
+        trainer: A Trainer of either package.
+        replay: Always bring loaders back by reading again.
+        warn: Called on rank 0 with the causes why a resume is not exact.
+    """
+
+    def __init__(self, trainer: Any, replay: bool, warn: Callable[[str], None]) -> None:
+        check(trainer)
+        self._trainer = trainer
+        self._internals = Internals(trainer)
+        self._data = TrainingData(self._internals, replay, self._before_fetch)
+        self._warn = warn if trainer.is_global_zero else _keep_quiet
+        self._gathering = Gathering(trainer)
+        self._post_local_sgd = PostLocalSgd(trainer, self._gathering)
+        self._resume = Resume(self._internals)
+        self._counters = Counters(self._internals, self._run_inside)
+        self._accumulation = Accumulation(trainer)
+        self._loaded: dict[str, Any] | None = None
+        self._batch: _Moment | None = None
+        self._validation: _Moment | None = None
+        self._validation_progress: dict[str, Any] = {}
+        self._validation_over = False
+        self._averaged = False
+        self._backward = False
+        self._open_gradients: set[int] = set()
+        self._tensors: list[torch.Tensor] = []
+        self._metrics: list[tuple[str, Any]] = []
+        self._after_fit: dict[str, Any] | None = None
+        self._released = False
+        self._internals.before_iterators(self._before_iterators)
+        self._internals.around_validation(self._before_validation, self._end_validation, self._after_validation)
+
+    @classmethod
+    def of(cls, trainer: Any, replay: bool, warn: Callable[[str], None]) -> ExactState:
+        """Return the state of a Trainer that begins a fit; the same for each callback on it."""
+        state = getattr(trainer, _ATTRIBUTE, None)
+        if state is None or state._released:
+            state = cls(trainer, replay, warn)
+            setattr(trainer, _ATTRIBUTE, state)
+        return state
+
+    # ---- while training ----------------------------------------------------------------------------------------------
+
+    def fit_started(self) -> None:
+        """The model is wrapped and on its device; nothing has been trained."""
+        if self._trainer.world_size > 2:
+            rebuild_ddp_buckets(self._trainer.strategy.model)
+        self._post_local_sgd.fit_started()
+
+    def training_starts(self) -> None:
+        """The hooks ``on_train_start`` run; the loops will look at their counters next."""
+        module = self._trainer.lightning_module
+        self._after_fit = None
+        self._counters.training_starts()
+        self._accumulation.training_starts()
+        self._tensors = list(itertools.chain(module.parameters(), module.buffers()))
+        self._metrics = torchmetrics_of(module)
+        if self._loaded is not None:
+            shared, mine = self._loaded[Kind.REPLICATED.value], self._loaded["mine"]
+            self._internals.set_progress(shared["progress"])
+            counters, own = shared.get("post_local_sgd", {}), mine.get("post_local_sgd", {})
+            shared["notes"] += self._post_local_sgd.restore(
+                counters, own, elsewhere=self._saved_elsewhere(self._loaded)
+            )
+            self._internals.instead_of_next_epoch_start(self._go_on)
+
+    def _moment(self, rng: RngState) -> _Moment:
+        metrics = MetricsMoment.take(self._internals, self._metrics)
+        return _Moment(rng, metrics, sum(tensor._version for tensor in self._tensors))
+
+    def _before_iterators(self) -> None:
+        self._data.follow()
+        # what a callback trains before the run resumes has its batches
+        self._data.idle = self._loaded is not None and not self._resume.awaits_training_state
+
+    def _before_fetch(self, rng: RngState) -> None:
+        self._batch = self._moment(rng)
+        self._backward = False
+        self._validation = self._after_fit = None  # of loops that a callback ran, and that may have failed
+        if self._data.attempts <= self._data.begun + self._internals.prefetched:
+            self._counters.pass_begins(self._data.begun)
+        if not self._window_open(self._internals.counts()["batch"]["ready"]):
+            self._accumulation.window_closed()
+
+    def _run_inside(self, run: Callable[[], Any]) -> Any:
+        # a callback runs the loops while they run; what it interrupts is still under way after that
+        kept = {name: vars(self)[name] for name in _IN_PROGRESS}
+        try:
+            return run()
+        finally:
+            vars(self).update(kept)
+
+    def _before_validation(self) -> None:
+        if not self._trainer.sanity_checking:
+            self._validation, self._validation_over = self._moment(RngState.capture()), False
+            self._validation_progress = self._internals.progress()
+
+    def _end_validation(self) -> None:
+        self._validation_over = True
+
+    def _after_validation(self) -> None:
+        self._validation = None
+
+    def weights_averaged(self, averaged: bool) -> None:
+        """A weight averaging callback has put the averaged weights into the model, or taken them out."""
+        self._averaged = averaged
+
+    def backward_begins(self) -> None:
+        """Gradients begin to change."""
+        self._backward = True
+
+    def gradients_added(self, module: torch.nn.Module) -> None:
+        """A backward pass is over; remembered where only the user knows when a window ends."""
+        if not module.automatic_optimization:
+            self._open_gradients.update(id(p) for p in module.parameters() if p.grad is not None)
+
+    def optimizer_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer uses up its gradients."""
+        if self._open_gradients:
+            self._open_gradients.difference_update(id(p) for group in optimizer.param_groups for p in group["params"])
+
+    def training_ended(self) -> None:
+        """Keep what saves after the fit are to carry, because the loops will be torn down."""
+        self._after_fit = self._capture_rank()
+
+    def release(self) -> None:
+        """Leave Lightning's objects as they were."""
+        self._after_fit = self._after_fit or {}
+        self._released = True
+        self._data.release()
+        self._post_local_sgd.release()
+        self._internals.release()
+
+    # ---- capture -----------------------------------------------------------------------------------------------------
+
+    def save(self, checkpoint: dict[str, Any]) -> None:
+        """Put the exact state of all ranks into a checkpoint, on rank 0; every rank must call it, once for each checkpoint."""
+        if self._loaded is not None or self._resume.awaits_training_state:
+            self._save_again(checkpoint)
+            return
+        mine = dict(self._after_fit if self._after_fit is not None else self._capture_rank())
+        if not mine:
+            return
+        if is_routed(self._trainer.strategy):
+            checkpoint[GRADIENTS_KEY], mine["per_rank"] = keep_apart(mine["per_rank"])
+        counters = self._post_local_sgd.counters()
+        ranks = self._gathering.gather(mine)
+        if ranks is not None:
+            notes = sorted({note for rank in ranks if rank is not None for note in rank["notes"]})
+            common = {"world_size": self._trainer.world_size, "notes": notes, "post_local_sgd": counters}
+            replicated = {**ranks[0]["replicated"], **common}
+            per_rank = [None if r is None else r["per_rank"] for r in ranks]
+            checkpoint[KEY] = {"version": VERSION, **join_ranks(replicated, per_rank)}
+        self._unswap_averaged_weights(checkpoint)
+
+    def _save_again(self, checkpoint: dict[str, Any]) -> None:
+        self._resume.put_into(checkpoint)
+        if self._loaded is not None:
+            checkpoint[KEY] = self._loaded["all_ranks"]
+            if is_routed(self._trainer.strategy):
+                checkpoint[GRADIENTS_KEY] = self._loaded["apart"].get(self._trainer.global_rank, {})
+
+    def all_ranks_are_here(self) -> bool:
+        """Return whether all ranks take part in what is done now; after an exception, within 30 seconds."""
+        return self._gathering.all_are_here()
+
+    def _capture_rank(self) -> dict[str, Any]:
+        phase, progress, redo = self._phase()
+        self._counters.settle(progress, phase, redo=redo)
+        progress["accumulation"] = self._accumulation.capture()
+        moment = self._batch if redo else None
+        if phase in ("validation", "validation_end"):
+            moment = self._validation
+        batches = progress["batch"]["current"]["completed"] + (phase == "batch_end")
+        position = self._counters.own()["batch"]["completed"] + (phase == "batch_end")
+        rng, metrics = RngState.capture(), MetricsMoment.take(self._internals, self._metrics)
+        if phase == "validation" and moment is not None:
+            rng, metrics = moment.rng, moment.metrics
+        notes = self._data.notes()
+        if phase == "validation_end" and moment is not None:
+            first = {"first_iteration": moment.metrics.connector["first_iteration"], "current_hook": None}
+            metrics = dataclasses.replace(metrics, connector={**metrics.connector, **first})
+        if redo and moment is not None:
+            rng = self._data.rng_before(position + self._internals.prefetched) or moment.rng
+            metrics = moment.metrics
+            notes += self._damage(moment, batches)
+        if self._internals.fetcher is not None and self._internals.steps_take_the_iterator and redo:
+            notes.append("training_step takes the iterator and has fetched batches that were not trained on")
+        in_epoch = phase not in ("between_epochs", "epoch_end") and not progress["batch"]["is_last_batch"]
+        if in_epoch and self._window_open(batches) and keeps_whole_gradients(self._trainer.strategy):
+            notes.append(
+                "FSDPStrategy keeps the gradients of an open accumulation window whole, and they are not saved"
+            )
+        begun = phase == "between_epochs" and self._counters.own()["epoch"]["completed"] == 0
+        if (in_epoch or begun) and self._internals.fetcher is not None:
+            data = self._data.capture(0 if begun else position, self._internals.prefetched)
+        else:
+            data = self._data.capture_between_epochs()
+        return {
+            "replicated": {
+                "phase": phase,
+                "progress": progress,
+                "validation_made": any(True for _ in self._internals.validation_loaders()),
+            },
+            "per_rank": {
+                "rng": rng.encode(),
+                "data": data,
+                "metrics": metrics.encode(self._internals),
+                "gradients": self._gradients(batches, in_epoch),
+                "post_local_sgd": self._post_local_sgd.capture(on_host=not is_routed(self._trainer.strategy)),
+                "validation": [capture_generators(loader) for loader in self._internals.validation_loaders()],
+            },
+            "notes": notes,
+        }
+
+    def _phase(self) -> tuple[str, dict[str, Any], bool]:
+        """Where the loops are: the phase, the counters to go on with, and whether a batch was interrupted."""
+        progress = self._internals.progress()
+        counted = self._counters.own()
+        epoch, batch = counted["epoch"], counted["batch"]
+        if self._validation is not None and not self._trainer.sanity_checking:
+            if self._validation_over:
+                return "validation_end", progress, False
+            return "validation", self._validation_progress, False
+        if epoch["ready"] == epoch["completed"]:
+            return "between_epochs", progress, False
+        if epoch["ready"] > epoch["started"]:
+            undo_unfinished(progress["epoch"])
+            return "between_epochs", progress, False
+        if epoch["processed"] == epoch["ready"]:
+            return "epoch_end", progress, False
+        if batch["completed"] < batch["processed"] == batch["ready"]:
+            return "batch_end", progress, False
+        redo = self._data.attempts > batch["completed"] + self._internals.prefetched
+        if redo:
+            for part in ("batch", "scheduler", "automatic", "manual"):
+                undo_unfinished(progress[part])
+            progress["batch"]["is_last_batch"] = False
+        return "batch", progress, redo
+
+    def _damage(self, before: _Moment, batches: int) -> list[str]:
+        notes = []
+        if sum(t._version for t in self._tensors) != before.versions:
+            notes.append(
+                "a batch was interrupted after it had changed weights or buffers (an optimizer step, or the running "
+                "statistics of batch normalisation); it is trained on again"
+            )
+        if self._backward and self._window_open(batches):
+            notes.append("a batch was interrupted after its backward pass began, inside an open accumulation window")
+        return notes
+
+    def _window_open(self, batches: int) -> bool:
+        return batches % int(self._trainer.accumulate_grad_batches) != 0
+
+    def _gradients(self, batches: int, in_epoch: bool) -> dict[str, torch.Tensor]:
+        module = self._trainer.lightning_module
+        if not module.automatic_optimization:
+            opened = ((name, p) for name, p in module.named_parameters() if id(p) in self._open_gradients)
+            return capture_gradients(opened)
+        is_kept = in_epoch and self._window_open(batches) and not keeps_whole_gradients(self._trainer.strategy)
+        return capture_gradients(module.named_parameters()) if is_kept else {}
+
+    def _unswap_averaged_weights(self, checkpoint: dict[str, Any]) -> None:
+        # during validation Lightning's WeightAveraging has put the averaged weights into the model and the trained ones
+        # into the average, and its own hook has named them as if it had not
+        if self._averaged and "current_model_state" in checkpoint:
+            trained, averaged = checkpoint["state_dict"], checkpoint["current_model_state"]
+            checkpoint["current_model_state"], checkpoint["state_dict"] = trained, averaged
+
+    # ---- restore -----------------------------------------------------------------------------------------------------
+
+    def load(self, checkpoint: Mapping[str, Any]) -> bool:
+        """Take the exact state out of the checkpoint that a fit resumes from; the fit will go on from it.
+
+        Returns:
+            Whether it is that checkpoint. Any other is restored by a callback or a hook: that is Lightning's doing, and
+            neither generators nor loaders go back.
+
+        Raises:
+            CheckpointFormatError: A newer version of this package saved it.
+            StateMismatchError: It holds no state of this rank.
+        """
+        if not self._resume.is_loading:
+            self._restored_by_others(checkpoint)
+            return False
+        state = checkpoint.get(KEY)
+        if state is None:
+            how = checkpoint.get(NO_STATE_KEY, "without ResumableCheckpoint")
+            self._warn(f"it was saved {how}, so it holds no exact state")
+            return True
+        if state["version"] > VERSION:
+            raise CheckpointFormatError(
+                f"the exact state has version {state['version']}, this release reads up to {VERSION}",
+                key=f"{KEY}.version",
+                remedy="update ckpt-plugins",
+            )
+        saved, apart = state, checkpoint.get(GRADIENTS_KEY, {})
+        state, rank = put_back(state, apart), self._trainer.global_rank
+        if self._saved_elsewhere(state):
+            mine = state_for_rank(state, rank, gradients=not self._begins_window_again)
+        else:
+            mine = state_of_rank(state, rank)
+        self._loaded = {**state, "mine": mine, "all_ranks": saved, "apart": apart}
+        return True
+
+    def _restored_by_others(self, checkpoint: Mapping[str, Any]) -> None:
+        resumes = self._loaded is not None or self._resume.awaits_training_state
+        if resumes and not self._resume.keeps(checkpoint):
+            self._loaded = None
+            self._resume.give_up()
+
+    @property
+    def _begins_window_again(self) -> bool:
+        # Shards of gradients are of no use to another number of ranks.
+        sharded = self._trainer.strategy.restore_checkpoint_after_setup
+        return bool(self._trainer.lightning_module.automatic_optimization or sharded)
+
+    def _saved_elsewhere(self, state: Mapping[str, Any]) -> bool:
+        return bool(state[Kind.REPLICATED.value]["world_size"] != self._trainer.world_size)
+
+    def _go_on(self, begin_epoch: Callable[[], None]) -> None:
+        if self._loaded is None:  # another checkpoint was restored since
+            begin_epoch()
+            return
+        state, self._loaded = self._loaded, None
+        shared, mine, module = state[Kind.REPLICATED.value], state["mine"], self._trainer.lightning_module
+        elsewhere = self._saved_elsewhere(state)
+        causes = inexact_elsewhere(self._data, shared, mine) if elsewhere else self._data.check(mine["data"])
+        in_epoch = shared["phase"] not in ("between_epochs", "epoch_end")
+        setting = self._accumulation.go_on(shared["progress"], in_epoch=in_epoch)
+        causes += [setting] if setting is not None else []
+        if causes or shared["notes"]:
+            self._warn("; ".join([*shared["notes"], *causes]))
+        if elsewhere:
+            shared = go_on_elsewhere(self._data, shared, mine["data"], begin_window_again=self._begins_window_again)
+        if shared["validation_made"]:
+            self._internals.set_up_validation()
+        for loader, generators in zip(self._internals.validation_loaders(), mine["validation"], strict=False):
+            restore_generators(loader, generators)
+        self._internals.set_progress(shared["progress"])
+        self._counters.goes_on(shared["phase"])
+        restore_metrics(self._internals, module, mine["metrics"])
+        self._restore_gradients(module, mine["gradients"])
+        rng = RngState.decode(mine["rng"])
+        if shared["phase"] == "epoch_end":
+            rng.restore()
+            self._internals.end_epoch()
+            rng = RngState.capture()
+        if shared["phase"] in ("between_epochs", "epoch_end"):
+            self._enter(mine["data"], rng, elsewhere)
+            if mine["data"]["between"] and self._trainer.current_epoch == 0:
+                # the iterators of the first epoch are made before it begins; it was saved before that
+                iter(self._internals.fetcher)
+            begin_epoch()
+        else:
+            ready = shared["progress"]["batch"]["current"]["ready"]
+            fetched = ready if elsewhere else mine["data"]["batches"]
+            self._counters.pass_begins(fetched)
+            self._continue_epoch(shared, fetched, lambda: self._enter(mine["data"], rng, elsewhere))
+
+    def _restore_gradients(self, module: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
+        restore_gradients(module.named_parameters(), gradients)
+        if not module.automatic_optimization:
+            self._open_gradients = {id(p) for p in module.parameters() if p.grad is not None}
+
+    def _enter(self, data: Mapping[str, Any], rng: RngState, elsewhere: bool) -> None:
+        if data["between"]:
+            if not elsewhere:
+                self._data.go_between_epochs(data)
+        else:
+            if not elsewhere:
+                self._data.go_to(data)
+            iter(self._internals.fetcher)
+        # whatever getting there has drawn
+        rng.restore()
+
+    def _continue_epoch(self, shared: Mapping[str, Any], fetched: int, enter: Callable[[], None]) -> None:
+        phase = shared["phase"]
+        self._internals.continue_epoch(enter, fetched)
+        if phase == "batch_end":
+            self._internals.finish_batch(self._internals.end_batch, None)
+        elif phase in ("validation", "validation_end"):
+            self._internals.finish_batch(self._internals.skip_batch, phase == "validation")
+
+
+def _keep_quiet(causes: str) -> None:
+    """Rank 0 says it for all."""

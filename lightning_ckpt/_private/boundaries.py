@@ -1,0 +1,151 @@
+"""The private parts of Lightning between two batches, and its signal handlers.
+
+No hook of a callback is called when a batch is over with all that belongs to it, a validation for instance, and a plugin has no
+hooks at all. Handlers of signals are methods of a private object that are registered after ``setup``: what stands on the
+object by then is what is registered. :func:`lightning_ckpt._private.guard.missing_boundaries` finds out if a release of
+Lightning has moved one; the names are the same in 2.5 to 2.7 and in both packages.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["TrainerBoundaries", "replace"]
+
+
+def replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Put ``wrap(method)`` in the place of a method of one object; return what takes it out again."""
+    attributes, original = vars(owner), getattr(owner, name)
+    before = attributes.get(name)
+    ours = wrap(original)
+    attributes[name] = ours
+
+    def undo() -> None:
+        if attributes.get(name) is not ours:
+            return  # somebody has replaced it since
+        if before is not None:
+            attributes[name] = before
+        else:
+            attributes.pop(name)
+
+    return undo
+
+
+class TrainerBoundaries:
+    """Calls back at the boundaries of one Trainer's loops until the Trainer tears its signal handlers down.
+
+    Args:
+        trainer: A Trainer of either package, before it registers its signal handlers.
+        reached: Called at each boundary with its position, which grows: after each batch and all that follows it, after
+            each batch of a validation, test or prediction and at the end of them, and after ``on_train_end``.
+        ending: Called when training is over, before ``on_train_end``.
+        closing: Called when the Trainer is torn down, also after an exception.
+    """
+
+    END = 2**62
+
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        reached: Callable[[tuple[int, int]], None],
+        ending: Callable[[], None],
+        closing: Callable[[], None],
+    ) -> None:
+        self._trainer = trainer
+        self._connector = trainer._signal_connector
+        self._reached, self._ending, self._closing = reached, ending, closing
+        self._batches = self._evaluated = 0
+        fit_loop = trainer.fit_loop
+        self._undo = [
+            replace(fit_loop.epoch_loop, "on_advance_end", self._after_batch),
+            replace(fit_loop, "on_run_end", self._around_train_end),
+            replace(self._connector, "teardown", self._around_teardown),
+        ]
+        for loop in (fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
+            self._undo.append(replace(loop, "_evaluation_step", self._after_evaluation_batch))
+            self._undo.append(replace(loop, "on_run_end", self._before_evaluation_end))
+        self._undo.append(replace(trainer.predict_loop, "_predict_step", self._after_evaluation_batch))
+        self._undo.append(replace(trainer.predict_loop, "on_run_end", self._before_evaluation_end))
+
+    def _after_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_advance_end(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            self._batches, self._evaluated = self._batches + 1, 0
+            self._reached((self._batches, 0))
+            return result
+
+        return on_advance_end
+
+    def _after_evaluation_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if not self._trainer.sanity_checking:  # nothing has begun that could be saved, and it is short
+                self._evaluated += 1
+                self._reached((self._batches, self._evaluated))
+            return result
+
+        return step
+
+    def _before_evaluation_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_run_end(*args: Any, **kwargs: Any) -> Any:
+            if not self._trainer.sanity_checking:
+                self._reached((self._batches, self.END))
+            return original(*args, **kwargs)
+
+        return on_run_end
+
+    def _around_train_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def on_run_end(*args: Any, **kwargs: Any) -> Any:
+            self._ending()
+            result = original(*args, **kwargs)
+            self._reached((self._batches + 1, self.END))
+            return result
+
+        return on_run_end
+
+    def _around_teardown(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def teardown(*args: Any, **kwargs: Any) -> Any:
+            for undo in reversed(self._undo):
+                undo()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._closing()
+
+        return teardown
+
+    # ---- signals -------------------------------------------------------------------------------------------------------
+
+    def instead_of_requeue(self, note: Callable[[], None]) -> Callable[[], None]:
+        """Let the handler of SLURM's requeue signal call ``note``; return what the handler would have done."""
+        requeue = self._connector._slurm_sigusr_handler_fn
+        signum: list[Any] = []
+
+        def handler(number: Any, frame: Any) -> None:
+            signum[:] = [number]
+            note()
+
+        self._undo.append(replace(self._connector, "_slurm_sigusr_handler_fn", lambda _: handler))
+        return lambda: requeue(*(signum or [None]), None)
+
+    def instead_of_terminate(self, note: Callable[[], None]) -> Callable[[], None]:
+        """Let the handler of SIGTERM call ``note``; return what then ends the run, on the ranks that call it."""
+
+        def handler(number: Any, frame: Any) -> None:
+            launcher = self._trainer.strategy.launcher
+            if launcher is not None and not told:
+                told.append(number)
+                launcher.kill(number)  # the processes that this one has started
+            note()
+
+        told: list[Any] = []
+        self._undo.append(replace(self._connector, "_sigterm_notifier_fn", lambda _: handler))
+        return self._terminate
+
+    def _terminate(self) -> None:
+        self._connector.received_sigterm = True
+        package = type(self._connector).__module__.partition(".trainer.")[0]
+        raise importlib.import_module(f"{package}.utilities.exceptions").SIGTERMException

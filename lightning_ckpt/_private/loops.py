@@ -1,0 +1,361 @@
+"""The private parts of Lightning that exact resume needs.
+
+Lightning has no public hook between "the loaders are known" and "their iterators are made", none around the fetch of a
+batch, and no way to go on in the middle of an epoch, of a batch's end or of a validation. Everything needed for that is here,
+each use with its reason. The names are the same in Lightning 2.5 to 2.7 and in both packages; :mod:`lightning_ckpt._private.guard`
+finds out at the start of a fit, with one clear error, if a release has moved one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from ckpt_core.errors import CheckpointError
+
+__all__ = [
+    "Internals",
+    "checkpoint_directory",
+    "model_averaging",
+]
+
+
+def replace_once(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    """Let the next call of a method do something else; the call after it is the method again."""
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        vars(owner).pop(name, None)
+        return function(*args, **kwargs)
+
+    setattr(owner, name, once)
+
+
+def checkpoint_directory(callback: Any, trainer: Any) -> str:
+    """Where a ``ModelCheckpoint`` keeps its files.
+
+    Before ``setup`` the directory may still depend on the logger, and Lightning resolves ``ckpt_path`` before ``setup``.
+    """
+    resolve = getattr(callback, "_ModelCheckpoint__resolve_ckpt_dir", None)
+    found = callback.dirpath if resolve is None else resolve(trainer)
+    return str(found)
+
+
+def model_averaging(strategy: Any) -> tuple[Any, Any]:
+    """Return what averages the weights of a ``DDPStrategy``, and the state of its communication hook.
+
+    The first is ``None`` until the strategy is set up for ``fit``, and where weights are not averaged; so is the second where
+    there is no hook. Neither has a public name.
+    """
+    return getattr(strategy, "_model_averager", None), getattr(strategy, "_ddp_comm_state", None)
+
+
+class Internals:
+    """What exact resume needs of one Trainer.
+
+    Args:
+        trainer: A Trainer of either package.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.fit_loop = trainer.fit_loop
+        self.epoch_loop = trainer.fit_loop.epoch_loop
+        self.val_loop = trainer.fit_loop.epoch_loop.val_loop
+        # logged values live here; public are only their results
+        self.connector = trainer._logger_connector
+        # restores checkpoints: that of a resume, and those that callbacks restore themselves
+        self.checkpoints = trainer._checkpoint_connector
+
+    # ---- hooks into the loops ----------------------------------------------------------------------------------------
+
+    def before_iterators(self, call: Callable[[], None]) -> None:
+        """Call just before Lightning makes the iterators of newly loaded training loaders.
+
+        ``_load_combined_loader_states`` is the only thing Lightning calls between knowing the loaders and iterating over
+        them. Ours replaces it, because what Lightning does there is a part of what we do.
+        """
+        self.fit_loop._load_combined_loader_states = call
+
+    def around_validation(
+        self, before: Callable[[], None], over: Callable[[], None], after: Callable[[], None]
+    ) -> None:
+        """Call before each validation inside ``fit``, when it is over but its last hooks have not run, and after it.
+
+        ``on_validation_start`` is too late: the iterators of the loaders are made before it.
+        """
+        run, end = type(self.val_loop).run, type(self.val_loop)._on_evaluation_end
+
+        def run_validation(*args: Any, **kwargs: Any) -> Any:
+            before()
+            outputs = run(self.val_loop, *args, **kwargs)
+            after()
+            return outputs
+
+        def end_validation(*args: Any, **kwargs: Any) -> Any:
+            over()
+            return end(self.val_loop, *args, **kwargs)
+
+        self.val_loop.run = run_validation
+        self.val_loop._on_evaluation_end = end_validation
+
+    def around_loops(self, load: Callable[[Callable[[], None]], None], run: Callable[[Callable[[], Any]], Any]) -> None:
+        """Let the loops be loaded by ``load(original)`` and run by ``run(original)``, whoever does it."""
+        load_state, run_loop = type(self.fit_loop).load_state_dict, type(self.fit_loop).run
+        self.fit_loop.load_state_dict = lambda *args, **kwargs: load(lambda: load_state(self.fit_loop, *args, **kwargs))
+        self.fit_loop.run = lambda: run(lambda: run_loop(self.fit_loop))
+
+    def around_resume(self, load: Callable[[Callable[[], None]], None]) -> None:
+        """Let what the fit itself restores first, modules and callbacks, be restored by ``load(original)``.
+
+        Callbacks and hooks restore checkpoints as well, with the same public hooks being called. Only the fit calls
+        ``_restore_modules_and_callbacks``, once.
+        """
+        original = self.checkpoints._restore_modules_and_callbacks
+
+        def restore(*args: Any, **kwargs: Any) -> None:
+            load(lambda: original(*args, **kwargs))
+
+        replace_once(self.checkpoints, "_restore_modules_and_callbacks", restore)
+
+    def finish_resume(self, wanted: Callable[[], bool], finished: Callable[[], None]) -> None:
+        """Let the fit restore the training state of the checkpoint that it resumes from, whatever is restored before that.
+
+        Between modules and training state Lightning calls ``on_fit_start``. A checkpoint that is restored there takes the
+        place of the other, of which counters and optimizers would never be restored.
+
+        Args:
+            wanted: Whether the checkpoint is still to be restored.
+            finished: Called after that.
+        """
+        connector = self.checkpoints
+        loaded, path, original = connector._loaded_checkpoint, connector._ckpt_path, connector.restore_training_state
+
+        def restore_training_state() -> None:
+            if connector._loaded_checkpoint and connector._loaded_checkpoint is not loaded:
+                original()
+                return
+            vars(connector).pop("restore_training_state", None)
+            if wanted():
+                connector._loaded_checkpoint, connector._ckpt_path = loaded, path
+            original()
+            finished()
+
+        connector.restore_training_state = restore_training_state
+
+    def release(self) -> None:
+        """Take all hooks out again."""
+        for owner, names in (
+            (self.checkpoints, ("_restore_modules_and_callbacks", "restore_training_state")),
+            (self.fit_loop, ("_load_combined_loader_states", "load_state_dict", "on_advance_start", "run")),
+            (self.epoch_loop, ("reset", "on_run_start", "advance", "_should_check_val_fx")),
+            (self.val_loop, ("run", "_on_evaluation_end")),
+        ):
+            for name in names:
+                vars(owner).pop(name, None)
+
+    # ---- what the loops know -----------------------------------------------------------------------------------------
+
+    @property
+    def combined_loader(self) -> Any:
+        """The training loaders as one."""
+        return self.fit_loop._combined_loader
+
+    @property
+    def fetcher(self) -> Any:
+        """What takes batches from the training loaders."""
+        return self.fit_loop._data_fetcher
+
+    @property
+    def prefetched(self) -> int:
+        """How many batches the fetcher is ahead of training: 1 where the loaders do not know their length, else 0."""
+        fetcher = self.fetcher
+        if fetcher is None or fetcher.length is not None:
+            return 0
+        return int(getattr(fetcher, "prefetch_batches", 0))
+
+    @property
+    def steps_take_the_iterator(self) -> bool:
+        """Whether ``training_step`` takes the iterator itself and fetches as it likes."""
+        return "DataLoaderIter" in type(self.fetcher).__name__
+
+    def progress(self) -> dict[str, Any]:
+        """All counters of the loops, as plain data."""
+        epoch_loop = self.epoch_loop
+        return {
+            "epoch": self.fit_loop.epoch_progress.state_dict(),
+            "batch": epoch_loop.batch_progress.state_dict(),
+            "scheduler": epoch_loop.scheduler_progress.state_dict(),
+            "automatic": epoch_loop.automatic_optimization.optim_progress.state_dict(),
+            "manual": epoch_loop.manual_optimization.optim_step_progress.state_dict(),
+            "validation": self.val_loop.batch_progress.state_dict(),
+            "batches_that_stepped": epoch_loop._batches_that_stepped,
+            "train_reload_epoch": float(self.fit_loop._last_train_dl_reload_epoch),
+            "val_reload_epoch": float(self.val_loop._last_val_dl_reload_epoch),
+            "accumulate_grad_batches": int(self.trainer.accumulate_grad_batches),
+        }
+
+    def counts(self) -> dict[str, dict[str, int]]:
+        """How many epochs of the fit and batches of the epoch have come to each point of their round."""
+        current = {"epoch": self.fit_loop.epoch_progress.current, "batch": self.epoch_loop.batch_progress.current}
+        names = ("ready", "started", "processed", "completed")
+        return {kind: {name: int(getattr(of, name)) for name in names} for kind, of in current.items()}
+
+    def set_progress(self, progress: dict[str, Any]) -> None:
+        """Undo :meth:`progress`, and tell the loops that they are not restarting: they just go on."""
+        epoch_loop = self.epoch_loop
+        self.fit_loop.epoch_progress.load_state_dict(progress["epoch"])
+        epoch_loop.batch_progress.load_state_dict(progress["batch"])
+        epoch_loop.scheduler_progress.load_state_dict(progress["scheduler"])
+        epoch_loop.automatic_optimization.optim_progress.load_state_dict(progress["automatic"])
+        epoch_loop.manual_optimization.optim_step_progress.load_state_dict(progress["manual"])
+        self.val_loop.batch_progress.load_state_dict(progress["validation"])
+        epoch_loop._batches_that_stepped = progress["batches_that_stepped"]
+        self.fit_loop._last_train_dl_reload_epoch = progress["train_reload_epoch"]
+        self.val_loop._last_val_dl_reload_epoch = progress["val_reload_epoch"]
+        for loop in (self.fit_loop, epoch_loop, self.val_loop):
+            loop._restarting = False
+            loop._loaded_from_state_dict = False
+            loop._resuming_from_checkpoint = False
+            if hasattr(loop, "reset_restart_stage"):
+                loop.reset_restart_stage()
+
+    # ---- going on in the middle --------------------------------------------------------------------------------------
+
+    def instead_of_next_epoch_start(self, call: Callable[[Callable[[], None]], None]) -> None:
+        """Let the start of the next epoch be ``call(original)``."""
+        original = self.fit_loop.on_advance_start
+        replace_once(self.fit_loop, "on_advance_start", lambda: call(original))
+
+    def continue_epoch(self, enter: Callable[[], None], batches: int) -> None:
+        """Let the next run of the epoch loop go on after ``batches`` batches instead of beginning.
+
+        Args:
+            enter: Called when the loop is entered; makes the iterators.
+            batches: Number of batches of this epoch that are done.
+        """
+
+        def on_run_start(fetcher: Any) -> None:
+            enter()
+            # as the original does, so that the last batch is recognised
+            fetcher.fetched += batches
+            fetcher._start_profiler = self.epoch_loop._on_before_fetch
+            fetcher._stop_profiler = self.epoch_loop._on_after_fetch
+
+        replace_once(self.epoch_loop, "reset", lambda: None)
+        replace_once(self.epoch_loop, "on_run_start", on_run_start)
+
+    def finish_batch(self, finish: Callable[[], None], validate: bool | None) -> None:
+        """Let the first round of the epoch loop be the rest of a round whose batch is done.
+
+        Args:
+            finish: Called in place of training on a batch.
+            validate: Whether validation follows; ``None`` lets Lightning decide, as after any batch.
+        """
+
+        def advance(fetcher: Any) -> None:
+            finish()
+
+        # the loop may be at its last batch, and would end before the rest is done unless it is restarting
+        self.epoch_loop._restarting = True
+        self.val_loop._restarting = False
+        self.val_loop._has_run = False
+        replace_once(self.epoch_loop, "advance", advance)
+        if validate is not None:
+            replace_once(self.epoch_loop, "_should_check_val_fx", lambda fetcher: validate)
+
+    def skip_batch(self) -> None:
+        """Do what remains of a batch whose end was done: nothing."""
+        self.epoch_loop._restarting = False
+
+    def end_batch(self) -> None:
+        """Do what Lightning does with a batch after the ``on_train_batch_end`` hooks."""
+        self.epoch_loop._restarting = False
+        self.connector.on_batch_end()
+        self.epoch_loop.batch_progress.increment_completed()
+        self.connector.update_train_step_metrics()
+
+    def end_epoch(self) -> None:
+        """Do what Lightning does with an epoch after the ``on_train_epoch_end`` hooks."""
+        epoch_loop = self.epoch_loop
+        self.connector.on_epoch_end()
+        if epoch_loop._num_ready_batches_reached():
+            epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=True)
+        # loggers are given the step of the last batch
+        epoch_loop._batches_that_stepped -= 1
+        self.connector.update_train_epoch_metrics()
+        epoch_loop._batches_that_stepped += 1
+        self.fit_loop.epoch_progress.increment_completed()
+
+    def set_up_validation(self) -> None:
+        """Make the validation loaders now, so that this draws no random numbers later."""
+        if self.val_loop._combined_loader is None and self.trainer.enable_validation:
+            self.trainer.validating = True
+            self.val_loop.setup_data()
+            self.trainer.training = True
+
+    def validation_loaders(self) -> Iterator[Any]:
+        """The validation loaders, if they have been made."""
+        combined = self.val_loop._combined_loader
+        yield from combined.flattened if combined is not None else ()
+
+    # ---- the combined loader -----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def record_iteration(
+        combined: Any, iterate: Callable[[Callable[[], Any]], Any], fetch: Callable[[Callable[[], Any]], Any]
+    ) -> None:
+        """Let ``iter(combined)`` be ``iterate(original)`` and ``next(combined)`` be ``fetch(original)``.
+
+        Both are looked up on the class, so the object is given a subclass.
+        """
+        base = type(combined)
+
+        class Recorded(base):  # type: ignore[misc,valid-type]
+            def __iter__(self) -> Any:
+                iterate(lambda: base.__iter__(self))
+                return self
+
+            def __next__(self) -> Any:
+                return fetch(lambda: base.__next__(self))
+
+        Recorded.__name__, Recorded.__qualname__ = base.__name__, base.__qualname__
+        Recorded.__module__ = base.__module__
+        combined.__class__ = Recorded
+
+    @staticmethod
+    def stop_recording(combined: Any) -> None:
+        """Undo :meth:`record_iteration`."""
+        combined.__class__ = type(combined).__mro__[1]
+
+    @staticmethod
+    def make_idle_iterator(combined: Any) -> None:
+        """Give the combined loader its iterator, of which Lightning asks the length, without iterators of the loaders."""
+        module = _defining_module(combined)
+        iterator_class = module._SUPPORTED_MODES[combined._mode]["iterator"]
+        combined._iterator = iterator_class(combined.flattened, combined._limits)
+
+    @staticmethod
+    def iterators(combined: Any) -> list[Any]:
+        """The iterators of the loaders, in their order."""
+        return combined._iterator.iterators if combined._iterator is not None else []
+
+    @staticmethod
+    def exhausted(combined: Any) -> list[bool]:
+        """Which loaders have been exhausted once in this epoch, where the mode counts that."""
+        return list(getattr(combined._iterator, "_consumed", []))
+
+    @staticmethod
+    def set_position(combined: Any, batches: int, exhausted: list[bool]) -> None:
+        """Tell the combined iterator how many batches it has given."""
+        combined._iterator._idx = batches
+        if exhausted:
+            combined._iterator._consumed = list(exhausted)
+
+
+def _defining_module(combined: Any) -> Any:
+    for base in type(combined).__mro__:
+        module = sys.modules[base.__module__]
+        if hasattr(module, "_SUPPORTED_MODES"):
+            return module
+    raise CheckpointError(f"{type(combined).__name__} is not a CombinedLoader as this release of Lightning has it")

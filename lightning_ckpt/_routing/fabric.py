@@ -1,0 +1,182 @@
+"""Takes ``Fabric.save`` and ``Fabric.load`` on all ranks to :class:`~lightning_ckpt.ShardedCheckpointIO`.
+
+Fabric's DDP calls a plugin on rank 0 only, and its sharded strategies refuse one. As with the Trainer, the methods of the strategy
+are replaced on the instance.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.optim import Optimizer
+
+from ckpt_core import Kind, Part, RankGroup
+from ckpt_core.errors import CheckpointError, StateMismatchError
+from lightning_ckpt._routing.trainer import ROUTED, RankCheckpointIO, raise_on_all_ranks, refuse_strategy
+
+__all__ = ["route_fabric"]
+
+_REST = "fabric"
+_SHARDED = {"FSDPStrategy", "ModelParallelStrategy"}
+
+
+def route_fabric(fabric: Any) -> None:
+    """Let Fabric save and load through its plugin on all ranks, if that is a :class:`RankCheckpointIO`.
+
+    Called on all ranks together, before a save or a load. Does nothing a second time.
+
+    Args:
+        fabric: The Fabric; its plugin is one of ``plugins``, or of ``callbacks`` where the strategy refuses plugins.
+
+    Raises:
+        CheckpointError: The strategy has a way of saving that cannot be replaced.
+    """
+    strategy = fabric.strategy
+    plugin = _plugin_of(fabric)
+    if plugin is None or vars(strategy).get(ROUTED) is plugin:
+        return
+    refuse_strategy(strategy)
+    plugin.connect(RankGroup.connect(fabric.global_rank, fabric.world_size, strategy.broadcast))
+    original = strategy.teardown
+
+    def teardown() -> None:
+        original()
+        plugin.teardown()
+
+    vars(strategy).update(
+        {
+            "save_checkpoint": functools.partial(_save, fabric, plugin),
+            "load_checkpoint": functools.partial(_load, fabric, plugin),
+            "teardown": teardown,
+            ROUTED: plugin,
+        }
+    )
+
+
+def _plugin_of(fabric: Any) -> RankCheckpointIO | None:
+    given = [getattr(fabric.strategy, "_checkpoint_io", None), *fabric._callbacks]
+    return next((candidate for candidate in given if isinstance(candidate, RankCheckpointIO)), None)
+
+
+def _is_sharded(strategy: Any) -> bool:
+    return any(cls.__name__ in _SHARDED for cls in type(strategy).__mro__)
+
+
+def _model_of(state: Mapping[str, Any]) -> nn.Module:
+    models = [value for value in state.values() if isinstance(value, nn.Module)]
+    if len(models) != 1:
+        raise CheckpointError(
+            f"a sharded optimizer belongs to a model, and the state has {len(models)} of them",
+            remedy="save and load one model with its optimizers at a time",
+        )
+    return models[0]
+
+
+def _state_of(strategy: Any, state: Mapping[str, Any], value: Any) -> Any:
+    if isinstance(value, nn.Module):
+        return get_model_state_dict(value) if _is_sharded(strategy) else strategy.get_module_state_dict(value)
+    if isinstance(value, Optimizer):
+        if _is_sharded(strategy):
+            return get_optimizer_state_dict(_model_of(state), value)
+        return strategy.get_optimizer_state(value)
+    return value.state_dict() if hasattr(value, "state_dict") else value
+
+
+def _save(
+    fabric: Any,
+    plugin: RankCheckpointIO,
+    path: Any,
+    state: Mapping[str, Any],
+    storage_options: Any | None = None,
+    filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+) -> None:
+    if storage_options is not None:
+        raise TypeError("give storage_options to ShardedCheckpointIO: they hold for every save there")
+    target = fabric.strategy.broadcast(str(path))
+
+    def save() -> None:
+        parts, rest = [], {}
+        for name, value in state.items():
+            found = _state_of(fabric.strategy, state, value)
+            if filter and name in filter:
+                found = {key: item for key, item in found.items() if filter[name](key, item)}
+            if not isinstance(value, (nn.Module, Optimizer)):
+                rest[name] = found
+                continue
+            if not re.fullmatch(r"\w+", name) or name == _REST:
+                raise CheckpointError(f"the name {name!r} cannot be that of a file", remedy="give it another name")
+            own = _buffers(value, found)
+            rest[name] = own
+            parts.append(Part(name, {key: item for key, item in found.items() if key not in own}, Kind.SHARDED))
+        parts.append(Part(_REST, rest if fabric.global_rank == 0 else {}, Kind.PER_RANK))
+        plugin.checkpointer.save(parts, target)
+
+    raise_on_all_ranks(save, world_size=fabric.world_size)
+
+
+def _buffers(value: Any, found: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a model: each rank has updated its own, and DDP goes on with those of rank 0."""
+    if not isinstance(value, nn.Module):
+        return {}
+    names = {name.removeprefix("module.") for name, _ in value.named_buffers()}
+    return {name: item for name, item in found.items() if name.removeprefix("module.") in names}
+
+
+def _load(
+    fabric: Any,
+    plugin: RankCheckpointIO,
+    path: Any,
+    state: Any | None = None,
+    strict: bool = True,
+    weights_only: bool | None = None,
+) -> dict[str, Any]:
+    with plugin.checkpointer.load(fabric.strategy.broadcast(str(path))) as opened:
+        rest: dict[str, Any] = opened.load(_REST, rank=0)
+        parts = [name for name in opened.parts if name != _REST]
+        if not state:
+            return {**rest, **{name: {**opened.load(name), **rest[name]} for name in parts}}
+        if isinstance(state, (nn.Module, Optimizer)):
+            raise TypeError("a sharded checkpoint is loaded into a dictionary, such as {'model': model}")
+        missing = sorted(state.keys() - rest.keys())
+        if missing and strict:
+            raise StateMismatchError(
+                "the checkpoint does not have all that it is loaded into", key=missing[0], path=opened.path
+            )
+        for name, value in list(state.items()):
+            if name in rest:
+                _load_one(fabric.strategy, opened, name, state, value, rest.pop(name), strict)
+    return rest
+
+
+def _load_one(
+    strategy: Any, opened: Any, name: str, state: dict[str, Any], value: Any, saved: Any, strict: bool
+) -> None:
+    if isinstance(value, nn.Module):
+        weights = _state_of(strategy, state, value)
+        into = {key: item for key, item in weights.items() if key not in saved}
+        opened.load(name, into=into, strict=strict)
+        whole = {**weights, **into, **saved}
+        if _is_sharded(strategy):
+            set_model_state_dict(value, whole)
+        else:
+            strategy.load_module_state_dict(value, whole, strict=strict)
+    elif isinstance(value, Optimizer):
+        if _is_sharded(strategy):
+            found = opened.load(name, into=_state_of(strategy, state, value))
+            set_optimizer_state_dict(_model_of(state), value, found)
+        else:
+            value.load_state_dict(opened.load(name))
+    elif hasattr(value, "load_state_dict"):
+        value.load_state_dict(saved)
+    else:
+        state[name] = saved

@@ -1,0 +1,187 @@
+"""Post-localSGD: from some step on, each rank has weights and moments of its own, and the weights are averaged now and then.
+
+``DDPStrategy(model_averaging_period=..., ddp_comm_state=PostLocalSGDState(...))`` averages gradients over all ranks up to
+``start_localSGD_iter``, and from then on weights, every so many steps. Lightning saves the weights and moments of rank 0, and
+neither of the two counters. Here each rank's own are saved, and the counters; and where everybody looks for a model and its
+optimizers are the means over all ranks, which is what the next averaging would make of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
+
+from ckpt_core.errors import CheckpointError
+from lightning_ckpt._private.loops import model_averaging
+from lightning_ckpt._routing.gathering import Gathering
+
+__all__ = ["PostLocalSgd", "refuse_unequal_ranks"]
+
+_WRAPPED = ("lightning_module_state_dict", "optimizer_state")
+
+
+def refuse_unequal_ranks(trainer: Any) -> None:
+    """Refuse that ranks write one model together whose weights will differ, where nobody makes one of them.
+
+    Args:
+        trainer: A Trainer that saves on all ranks.
+
+    Raises:
+        CheckpointError: It trains with post-localSGD and has no callback that captures the exact state.
+    """
+    _, hook = model_averaging(trainer.strategy)
+    if isinstance(hook, PostLocalSGDState) and not any(
+        getattr(callback, "exact", False) for callback in trainer.callbacks
+    ):
+        raise CheckpointError(
+            "under post-localSGD each rank has weights of its own, and ShardedCheckpointIO would mix them in one model",
+            remedy="add lightning_ckpt.ResumableCheckpoint to the callbacks",
+        )
+
+
+class PostLocalSgd:
+    """What post-localSGD adds to the exact state of one Trainer; nothing, where it is not used.
+
+    Args:
+        trainer: A Trainer of either package.
+        gathering: Its ranks.
+    """
+
+    def __init__(self, trainer: Any, gathering: Gathering) -> None:
+        self._trainer = trainer
+        self._gathering = gathering
+        self._is_wrapped = False
+
+    @property
+    def _hook(self) -> PostLocalSGDState | None:
+        _, hook = model_averaging(self._trainer.strategy)
+        return hook if isinstance(hook, PostLocalSGDState) else None
+
+    @property
+    def ranks_differ(self) -> bool:
+        """Whether each rank's weights and moments are its own now."""
+        hook = self._hook
+        return self._trainer.world_size > 1 and hook is not None and hook.iter >= hook.start_localSGD_iter
+
+    @property
+    def _saves_means(self) -> bool:
+        """Whether what is saved now as the model is the mean over all ranks; asked on all ranks together."""
+        return self._is_wrapped and self.ranks_differ and self._gathering.all_are_here()
+
+    def fit_started(self) -> None:
+        """The strategy is set up: from now on, what is saved as the model and its optimizers are means where ranks differ."""
+        averager, _ = model_averaging(self._trainer.strategy)
+        if averager is None or self._is_wrapped:
+            return
+        strategy = self._trainer.strategy
+        state_of_module, state_of_optimizer = (getattr(strategy, name) for name in _WRAPPED)
+
+        def lightning_module_state_dict() -> dict[str, Any]:
+            state = dict(state_of_module())
+            names = [name for name, _ in self._trainer.lightning_module.named_parameters(remove_duplicate=False)]
+            # buffers are those of rank 0, as they are for DDP
+            return {**state, **self._means({name: state[name] for name in names if name in state})}
+
+        def optimizer_state(optimizer: Any) -> dict[str, Any]:
+            state = state_of_optimizer(optimizer)
+            moments = {key: self._means(values) for key, values in state["state"].items()}
+            return {**state, "state": moments}
+
+        strategy.lightning_module_state_dict = lightning_module_state_dict
+        strategy.optimizer_state = optimizer_state
+        self._is_wrapped = True
+
+    def _means(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        if not self._saves_means:
+            return dict(state)
+        found: dict[Any, torch.Tensor] = {}
+        means: dict[str, Any] = {}
+        for name, value in state.items():
+            # numbers such as Adam's count of steps are the same everywhere, and are no averages
+            if not (isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim()):
+                means[name] = value
+                continue
+            place = (value.data_ptr(), value.shape, value.stride())
+            if place not in found:  # tied weights stay tied
+                found[place] = self._gathering.mean(value)
+            means[name] = found[place]
+        return means
+
+    def release(self) -> None:
+        """Leave the strategy as it was."""
+        for name in _WRAPPED if self._is_wrapped else ():
+            vars(self._trainer.strategy).pop(name, None)
+        self._is_wrapped = False
+
+    # ---- capture and restore -----------------------------------------------------------------------------------------
+
+    def counters(self) -> dict[str, Any]:
+        """What is the same on all ranks; empty where post-localSGD is not used."""
+        averager, hook = model_averaging(self._trainer.strategy)[0], self._hook
+        if averager is None or hook is None:
+            return {}
+        return {
+            "averager": averager.step,
+            "hook": hook.iter,
+            "differ": self.ranks_differ,
+            "saves_means": self._saves_means,
+        }
+
+    def capture(self, *, on_host: bool) -> dict[str, Any]:
+        """What this rank has of its own; empty while all have the same.
+
+        Args:
+            on_host: Whether tensors are needed in host memory.
+        """
+        if not self.ranks_differ:
+            return {}
+        own = {
+            "weights": dict(self._trainer.lightning_module.state_dict()),
+            "optimizers": [optimizer.state_dict() for optimizer in self._trainer.optimizers],
+        }
+        host: dict[str, Any] = _on_host(own) if on_host else own
+        return host
+
+    def restore(self, counters: Mapping[str, Any], own: Mapping[str, Any], *, elsewhere: bool) -> list[str]:
+        """Undo :meth:`counters` and :meth:`capture`, after Lightning has loaded what it saves.
+
+        Args:
+            counters: Those of the checkpoint; empty if it was saved without post-localSGD.
+            own: What this rank had of its own.
+            elsewhere: Whether another number of ranks saved it; all ranks go on with what Lightning has loaded, then.
+
+        Returns:
+            Why that is not exact.
+        """
+        if not counters:
+            return []
+        averager, hook = model_averaging(self._trainer.strategy)[0], self._hook
+        if averager is None or hook is None:
+            return ["it was saved under post-localSGD, and this run averages no weights"]
+        averager.step, hook.iter = counters["averager"], counters["hook"]
+        if not counters["differ"]:
+            return []
+        if elsewhere:
+            whose = "their means" if counters["saves_means"] else "those of rank 0"
+            return [f"each rank had weights and moments of its own (post-localSGD): all go on with {whose}"]
+        module = self._trainer.lightning_module.state_dict()
+        with torch.no_grad():
+            for name, value in own["weights"].items():
+                if isinstance(value, torch.Tensor):
+                    module[name].copy_(value)
+        for optimizer, state in zip(self._trainer.optimizers, own["optimizers"], strict=True):
+            optimizer.load_state_dict(state)
+        return []
+
+
+def _on_host(tree: Any) -> Any:
+    if isinstance(tree, torch.Tensor):
+        return tree.detach().cpu()
+    if isinstance(tree, dict):
+        return {key: _on_host(value) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_on_host(value) for value in tree]
+    return tree

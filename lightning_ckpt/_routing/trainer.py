@@ -1,0 +1,197 @@
+"""Takes saves and loads of a Trainer on all ranks to :class:`~lightning_ckpt.ShardedCheckpointIO`.
+
+Lightning calls a plugin on rank 0 only, and sharded strategies pass it by. No hook gets the path and the
+collected checkpoint, so methods of the strategy are replaced on the instance when its processes are connected.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from ckpt_core import DirectoryCheckpointer, RankGroup
+from ckpt_core.errors import CheckpointError
+from ckpt_core.ranks import decode_error, encode_error
+from lightning_ckpt._boundaries import watch_boundaries
+from lightning_ckpt._plugin_base import ReliableCheckpointIO
+from lightning_ckpt._routing.post_local_sgd import refuse_unequal_ranks
+
+__all__ = [
+    "ROUTED",
+    "RankCheckpointIO",
+    "is_routed",
+    "keeps_whole_gradients",
+    "raise_on_all_ranks",
+    "refuse_strategy",
+    "route",
+]
+
+ROUTED = "_ckpt_routed_plugin"
+
+
+class RankCheckpointIO(ReliableCheckpointIO):
+    """A plugin whose saves are made by all ranks together."""
+
+    @property
+    @abstractmethod
+    def checkpointer(self) -> DirectoryCheckpointer:
+        """What saves."""
+
+    @abstractmethod
+    def connect(self, ranks: RankGroup, buffers: Callable[[], Collection[str]] = tuple) -> None:
+        """Say who saves together; called on all ranks together."""
+
+    @abstractmethod
+    def save_together(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Save what the Trainer collected; called on all ranks together."""
+
+    @abstractmethod
+    def load_into(
+        self, path: Any, model: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]], *, strict: bool = True
+    ) -> tuple[dict[str, Any], list[Any]]:
+        """Load into distributed tensors; return everything but weights and optimizers, and the optimizers' states."""
+
+
+def is_routed(strategy: Any) -> bool:
+    """Return whether the strategy saves through a :class:`RankCheckpointIO`."""
+    return vars(strategy).get(ROUTED) is not None
+
+
+def raise_on_all_ranks(action: Callable[[], None], *, world_size: int) -> None:
+    """Run ``action``; if it raises a :class:`CheckpointError` on any rank, raise the first of them on every rank.
+
+    Called on all ranks together. Without it the other ranks would wait for one that has left.
+
+    Raises:
+        CheckpointError: The failure, as the same class on every rank.
+    """
+    failure = None
+    try:
+        action()
+    except CheckpointError as error:
+        failure = error
+    if world_size > 1:
+        encoded: list[Any] = [None] * world_size
+        torch.distributed.all_gather_object(encoded, encode_error(failure) if failure is not None else None)
+        failure = failure or next((decode_error(error) for error in encoded if error is not None), None)
+    if failure is not None:
+        raise failure
+
+
+def refuse_strategy(strategy: Any) -> None:
+    """Refuse a strategy whose saves cannot be replaced.
+
+    Raises:
+        CheckpointError: It is one.
+    """
+    bases = {cls.__name__ for cls in type(strategy).__mro__}
+    if "DeepSpeedStrategy" in bases or "XLAStrategy" in bases or "XLAFSDPStrategy" in bases:
+        raise CheckpointError(
+            f"ShardedCheckpointIO does not work with {type(strategy).__name__}, whose engine writes its own checkpoints",
+            remedy="leave the plugin out, or train with FSDPStrategy, ModelParallelStrategy or DDP",
+        )
+    if getattr(strategy, "_state_dict_type", None) == "full" or not getattr(
+        strategy, "_save_distributed_checkpoint", True
+    ):
+        raise CheckpointError(
+            f"{type(strategy).__name__} is told to gather the whole state on one rank, and ShardedCheckpointIO is there so "
+            "that no rank has to",
+            remedy="FSDPStrategy(state_dict_type='sharded') or ModelParallelStrategy(save_distributed_checkpoint=True)",
+        )
+
+
+def route(trainer: Any) -> None:
+    """Let the Trainer save and load through its plugin on all ranks, if that is a :class:`RankCheckpointIO`.
+
+    Called on all ranks together, once its processes are connected and before anything is loaded.
+
+    Args:
+        trainer: The Trainer.
+
+    Raises:
+        CheckpointError: The strategy has a way of saving that cannot be replaced.
+    """
+    strategy, plugin = trainer.strategy, trainer.strategy.checkpoint_io
+    if not isinstance(plugin, RankCheckpointIO):
+        return
+    if vars(strategy).get(ROUTED) is not plugin:
+        _replace_methods(trainer, strategy, plugin)
+    watch_boundaries(trainer)  # of what the plugin saves with from now on
+
+
+def _replace_methods(trainer: Any, strategy: Any, plugin: RankCheckpointIO) -> None:
+    refuse_strategy(strategy)
+    refuse_unequal_ranks(trainer)
+    ranks = RankGroup.connect(trainer.global_rank, trainer.world_size, strategy.broadcast)
+    plugin.connect(ranks, lambda: {name for name, _ in trainer.lightning_module.named_buffers()})
+    bases = {cls.__name__ for cls in type(strategy).__mro__}
+    is_sharded = bool({"FSDPStrategy", "ModelParallelStrategy"} & bases)
+    routes: dict[str, Callable[..., Any]] = {
+        "save_checkpoint": _saving(trainer, plugin),
+        "load_checkpoint": _loading_into(trainer, plugin) if is_sharded else _loading(trainer, plugin),
+        "teardown": _tearing_down(strategy, plugin),
+    }
+    vars(strategy).update({**routes, ROUTED: plugin})
+
+
+def keeps_whole_gradients(strategy: Any) -> bool:
+    """Return whether each rank holds gradients of all parameters, unlike the parameters, while it accumulates (FSDP1)."""
+    return any(cls.__name__ == "FSDPStrategy" for cls in type(strategy).__mro__)
+
+
+def _saving(trainer: Any, plugin: RankCheckpointIO) -> Callable[..., None]:
+    def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        path = trainer.strategy.broadcast(str(filepath))
+        raise_on_all_ranks(
+            lambda: plugin.save_together(checkpoint, path, storage_options=storage_options),
+            world_size=trainer.world_size,
+        )
+
+    return save_checkpoint
+
+
+def _loading(trainer: Any, plugin: RankCheckpointIO) -> Callable[..., dict[str, Any]]:
+    def load_checkpoint(checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return plugin.load_checkpoint(trainer.strategy.broadcast(str(checkpoint_path)), weights_only=weights_only)
+
+    return load_checkpoint
+
+
+def _loading_into(trainer: Any, plugin: RankCheckpointIO) -> Callable[..., dict[str, Any]]:
+    def load_checkpoint(checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        strategy = trainer.strategy
+        path = strategy.broadcast(str(checkpoint_path))
+        strict = trainer.lightning_module.strict_loading
+        options = StateDictOptions(strict=strict)
+        model = get_model_state_dict(strategy.model, options=options)
+        optimizers = strategy.optimizers if trainer.state.fn == "fit" else []
+        # The states that optimizers have before their first step: torch makes them for this.
+        states = [get_optimizer_state_dict(strategy.model, optimizer, options=options) for optimizer in optimizers]
+        rest, states = plugin.load_into(path, model, states, strict=strict)
+        set_model_state_dict(strategy.model, model, options=options)
+        for optimizer, state in zip(optimizers, states, strict=True):
+            set_optimizer_state_dict(strategy.model, optimizer, state, options=options)
+        return rest
+
+    return load_checkpoint
+
+
+def _tearing_down(strategy: Any, plugin: RankCheckpointIO) -> Callable[[], None]:
+    original = strategy.teardown
+
+    def teardown() -> None:
+        original()
+        # Sharded strategies leave it out. The rest stays as it is, for saves after the fit.
+        plugin.teardown()
+
+    return teardown

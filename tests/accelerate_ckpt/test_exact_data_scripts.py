@@ -1,0 +1,347 @@
+"""What scripts do with loaders around a load: skip, leave early, load again, save again; and what attaching leaves as it was."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate import data_loader as stock_data_loader
+from accelerate.utils import DataLoaderConfiguration
+from torch.utils.data import DataLoader
+
+from accelerate_ckpt._data.loaders import LoaderPositions
+from accelerate_ckpt._private import data as private_data
+from ckpt_core.errors import CheckpointError, CheckpointFormatError
+from tests.accelerate_ckpt.elastic_cells import Numbered, NumberedStream
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
+SAMPLES = 23
+STEPS = 6
+
+
+class Run:
+    """A loader that is followed, as at the start of a process."""
+
+    def __init__(
+        self, seed: int = 1, follow: bool = True, dataset: Any = None, config: Any = None, **kwargs: Any
+    ) -> None:
+        torch.manual_seed(seed)
+        self.warned: list[str] = []
+        self.accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(**(config or {})))
+        self.positions = LoaderPositions(self.accelerator, warn=self.warned.append) if follow else None
+        data = Numbered(SAMPLES) if dataset is None else dataset
+        loader = DataLoader(data, **{"batch_size": 4, "shuffle": dataset is None, **kwargs})
+        self.loader = self.accelerator.prepare(loader, None)[0]
+
+    def capture(self) -> dict[str, Any]:
+        assert self.positions is not None
+        return self.positions.capture()
+
+    def restore(self, state: dict[str, Any]) -> Run:
+        assert self.positions is not None
+        self.positions.restore(state, saved_world_size=1)
+        return self
+
+    def epoch(self, steps: int | None = None, loader: Any = None) -> list[list[int]]:
+        """The samples of each batch of an epoch, which is left after ``steps`` batches."""
+        given = []
+        for batch in self.loader if loader is None else loader:
+            given.append(batch.tolist())
+            if len(given) == steps:
+                break
+        return given
+
+    def saved_after(self, steps: int) -> tuple[dict[str, Any], list[list[int]], list[list[int]]]:
+        """Save in the body of a batch; the state, the rest of that epoch, and the next epoch."""
+        rest: list[list[int]] = []
+        for number, batch in enumerate(self.loader, 1):
+            if number == steps:
+                state = self.capture()
+            elif number > steps:
+                rest.append(batch.tolist())
+        return state, rest, self.epoch()
+
+
+@pytest.fixture(autouse=True)
+def _released(request: pytest.FixtureRequest) -> Iterator[None]:
+    yield
+    for finder in list(private_data._finders):
+        private_data.unregister(finder)
+
+
+def test_a_script_that_skips_goes_on_once() -> None:
+    state, rest, following = Run().saved_after(2)
+    for skip in (lambda run: run.accelerator.skip_first_batches, lambda run: accelerate.skip_first_batches):
+        run = Run(2).restore(state)
+        active = skip(run)(run.loader, 2)
+        assert active is run.loader
+        assert run.epoch(loader=active) == rest
+        assert run.epoch() == following
+
+
+def test_a_function_imported_by_name_before_attaching(run_script: Any) -> None:
+    run_script("""
+        from accelerate import Accelerator, skip_first_batches
+        from torch.utils.data import DataLoader
+        accelerator = Accelerator(cpu=True)
+        loader = accelerator.prepare(DataLoader(range(12), batch_size=2))
+        stock = skip_first_batches
+        from accelerate_ckpt._data.loaders import LoaderPositions
+        positions = LoaderPositions(accelerator)
+        assert skip_first_batches is not stock
+        import accelerate.accelerator, accelerate.data_loader
+        assert accelerate.accelerator.skip_first_batches is accelerate.data_loader.skip_first_batches is skip_first_batches
+        for number, batch in enumerate(loader):
+            if number == 1:
+                state = positions.capture()
+        positions.restore(state, saved_world_size=1)
+        assert [batch.tolist() for batch in skip_first_batches(loader, 2)] == [[4, 5], [6, 7], [8, 9], [10, 11]]
+        other = DataLoader(range(6), batch_size=2)
+        assert [batch.tolist() for batch in skip_first_batches(other, 2)] == [[4, 5]]
+    """)
+
+
+def test_another_number_to_skip_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    state, rest, _ = Run().saved_after(2)
+    run = Run(2).restore(state)
+    assert run.epoch(loader=run.accelerator.skip_first_batches(run.loader, 4)) == rest
+    assert "asked to skip 4 batches, but the checkpoint was saved after 2" in caplog.text
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("config", [{}, {"use_seedable_sampler": True}, {"dispatch_batches": True}], ids=str)
+def test_skipping_without_a_checkpoint(config: dict[str, Any], workers: int) -> None:
+    stock = Run(follow=False, config=config, num_workers=workers)
+    whole, second = stock.epoch(), stock.epoch()
+    run = Run(config=config, num_workers=workers)
+    skipped = run.accelerator.skip_first_batches(run.loader, 3)
+    assert isinstance(skipped, DataLoader) and len(skipped) == STEPS - 3
+    assert skipped.total_batch_size == 4 if not config.get("dispatch_batches") else True
+    assert run.epoch(loader=skipped) == whole[3:]
+    # unlike the loader that Accelerate returns, it counts as an iteration of the loader
+    assert run.loader.iteration == 1
+    assert run.epoch() == second
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("config", [{}, {"use_seedable_sampler": True}, {"dispatch_batches": True}], ids=str)
+def test_saved_in_an_iteration_that_skips(config: dict[str, Any], workers: int) -> None:
+    run = Run(config=config, num_workers=workers)
+    rest = []
+    for number, batch in enumerate(run.accelerator.skip_first_batches(run.loader, 3), 1):
+        if number == 1:
+            state = run.capture()
+        else:
+            rest.append(batch.tolist())
+    following = run.epoch()
+    resumed = Run(2, config=config, num_workers=workers).restore(state)
+    assert resumed.epoch() == rest
+    assert resumed.epoch() == following
+
+
+def test_skipping_in_a_stream() -> None:
+    run = Run(dataset=NumberedStream(), config={"dispatch_batches": False})
+    whole = run.epoch()
+    skipped = run.accelerator.skip_first_batches(run.loader, 5)
+    assert run.epoch(loader=skipped) == whole[5:]
+    assert run.epoch(loader=skipped) == whole[5:]
+    assert run.epoch() == whole
+
+
+def test_left_early_and_saved_then_a_new_iteration_is_a_whole_one() -> None:
+    run = Run()
+    given = run.epoch(2)
+    state, following = run.capture(), run.epoch()
+    assert len(following) == STEPS and following[:2] != given
+    assert Run(2).restore(state).epoch() == following
+
+
+def test_left_early_and_saved_then_a_script_that_skips_goes_on() -> None:
+    whole = Run().epoch()
+    run = Run()
+    run.epoch(2)
+    resumed = Run(2).restore(run.capture())
+    assert resumed.epoch(loader=resumed.accelerator.skip_first_batches(resumed.loader, 2)) == whole[2:]
+
+
+def test_left_early_and_saved_then_a_stateful_loader_goes_on() -> None:
+    config = {"use_stateful_dataloader": True}
+    whole = Run(config=config).epoch()
+    run = Run(config=config)
+    run.epoch(2)
+    assert Run(2, config=config).restore(run.capture()).epoch() == whole[2:]
+
+
+def test_saved_again_before_going_on() -> None:
+    state, rest, following = Run().saved_after(2)
+    again = Run(2).restore(state).capture()
+    run = Run(3).restore(again)
+    assert (run.epoch(), run.epoch()) == (rest, following)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loaded_in_the_same_process(workers: int) -> None:
+    run = Run(num_workers=workers, persistent_workers=workers > 0)
+    state, rest, following = run.saved_after(2)
+    for _ in range(2):
+        assert run.restore(state).epoch() == rest
+        assert run.epoch() == following
+
+
+def test_loaded_in_the_middle_of_an_iteration() -> None:
+    run = Run()
+    state, rest, _ = run.saved_after(2)
+    abandoned = iter(run.loader)
+    next(abandoned)
+    run.restore(state)
+    next(abandoned)
+    assert run.capture()["loaders"][0]["steps"] == 2
+    del abandoned
+    assert run.epoch() == rest
+
+
+def test_a_loader_that_is_prepared_after_the_load() -> None:
+    state, rest, following = Run().saved_after(2)
+    torch.manual_seed(2)
+    accelerator = Accelerator()
+    positions = LoaderPositions(accelerator)
+    positions.restore(state, saved_world_size=1)
+    loader = accelerator.prepare(DataLoader(Numbered(SAMPLES), batch_size=4, shuffle=True))
+    assert [batch.tolist() for batch in loader] == rest
+    assert [batch.tolist() for batch in loader] == following
+
+
+def test_another_batch_size_loses_nothing_and_is_said() -> None:
+    state, rest, _ = Run().saved_after(2)
+    run = Run(2, batch_size=5).restore(state)
+    assert [*chain(*run.epoch())] == [*chain(*rest)]
+    assert "batch_size was 4 and is 5" in run.warned[0]
+    assert run.warned[0].startswith("this resume cannot be promised to be exact: ")
+
+
+def test_another_number_of_workers_is_said() -> None:
+    state, rest, _ = Run().saved_after(2)
+    run = Run(2, num_workers=2).restore(state)
+    assert run.epoch() == rest
+    assert "was 0 and is 2" in run.warned[0]
+
+
+def test_a_stream_that_divides_itself_begins_anew_and_says_so() -> None:
+    run = Run(dataset=NumberedStream(), config={"dispatch_batches": False})
+    state, _, following = run.saved_after(2)
+    state["loaders"][0]["layout"]["world_size"] = 2
+    resumed = Run(dataset=NumberedStream(), config={"dispatch_batches": False})
+    resumed.positions.restore(state, saved_world_size=2)
+    assert resumed.epoch() == following
+    assert "an iterable data set divides itself over the ranks, so the epoch begins anew" in resumed.warned[0]
+
+
+def test_a_state_of_a_newer_version() -> None:
+    state = Run().capture()
+    with pytest.raises(CheckpointFormatError, match="this release reads up to"):
+        Run().restore({**state, "version": 99})
+
+
+def test_a_state_holds_tensors_and_plain_data_only(tmp_path: Path) -> None:
+    run = Run(num_workers=2)
+    state, rest, _ = run.saved_after(2)
+    torch.save(state, tmp_path / "state.pt")
+    loaded = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert Run(2, num_workers=2).restore(loaded).epoch() == rest
+
+
+def test_released_loaders_are_as_they_were() -> None:
+    run = Run()
+    run.epoch(2)
+    base = run.loader.base_dataloader
+    assert type(base.batch_sampler) is not torch.utils.data.BatchSampler
+    run.positions.release()
+    assert type(base.batch_sampler) is torch.utils.data.BatchSampler
+    assert "__iter__" not in vars(base)
+    assert run.accelerator.skip_first_batches(run.loader, 2) is not run.loader
+
+
+def test_a_followed_loader_can_be_copied() -> None:
+    run = Run(shuffle=False)
+    run.epoch()
+    for copied in (pickle.loads(pickle.dumps(run.loader)), copy.deepcopy(run.loader)):
+        assert [batch.tolist() for batch in copied] == run.epoch()
+
+
+def test_a_followed_loader_looks_as_before() -> None:
+    run = Run(config={"even_batches": False})
+    run.epoch(1)
+    assert isinstance(run.loader.batch_sampler, torch.utils.data.BatchSampler)
+    assert run.loader.total_batch_size == 4 and len(run.loader) == STEPS and run.loader.remainder == SAMPLES % 4
+    assert run.loader.get_sampler().num_samples == SAMPLES
+
+
+def test_following_costs_little_for_each_batch() -> None:
+    data = torch.zeros(20000, 1)
+
+    def seconds(follow: bool) -> float:
+        run = Run(follow=follow, dataset=data, shuffle=True)
+        begun = time.process_time()
+        steps = sum(1 for _ in run.loader)
+        return (time.process_time() - begun) / steps
+
+    without = min(seconds(False) for _ in range(3))
+    followed = min(seconds(True) for _ in range(3))
+    print(f"{followed - without:.6f} s")
+    assert followed - without < 0.001
+
+
+# ---- what we use of Accelerate is where it was --------------------------------------------------------------------------
+
+
+def test_nothing_has_moved() -> None:
+    assert private_data.missing_internals() == [], "this release of Accelerate has moved something"
+
+
+def test_what_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(private_data._NEEDED, "DataLoaderShard", ("_renamed",))
+    monkeypatch.setitem(private_data._NEEDED_ARGUMENTS, "BatchSamplerShard", ("other_batches",))
+    with pytest.raises(
+        CheckpointError,
+        match=r"has no data_loader\.DataLoaderShard\._renamed, data_loader\.BatchSamplerShard\(other_batches\)",
+    ):
+        LoaderPositions(Accelerator())
+
+
+def test_an_iteration_that_is_made_in_another_way_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        stock_data_loader.DataLoaderShard, "__iter__", lambda self: iter(list(iter(self.base_dataloader)))
+    )
+    run = Run()
+    with pytest.raises(CheckpointError, match="does not make the iterator of the inner loader where it did"):
+        run.epoch()
+
+
+def test_launched_for_real(tmp_path: Path) -> None:
+    """Fresh interpreters, started by ``accelerate launch``, that save and load with ``save_state`` and ``load_state``."""
+    cells = ["default_workers", "seedable_skip", "default_accumulate"]
+    script = Path(__file__).with_name("exact_script.py")
+    environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(script.parents[2])}
+    for mode in ("run", "resume"):
+        launch = "-m accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --main_process_port 0"
+        command = [sys.executable, *launch.split(), str(script), mode, str(tmp_path), *cells]
+        subprocess.run(command, env=environment, check=False, capture_output=True, timeout=240)
+        for rank in (0, 1):
+            found = json.loads((tmp_path / f"{mode}-{rank}.json").read_text())
+            assert found.keys() == set(cells)
+            for verdicts in found.values():
+                assert len(verdicts) >= (1 if mode == "run" else 5) and set(verdicts.values()) == {""}

@@ -1,0 +1,349 @@
+"""``ResumableCallback``: what it saves, keeps, finds again and refuses."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from ckpt_core.errors import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointNotFoundError,
+    StateMismatchError,
+)
+
+transformers = pytest.importorskip("transformers", reason="the optional extra is not installed")
+
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
+
+from accelerate_ckpt._state import save  # noqa: E402
+from accelerate_ckpt._state.session import close_sessions, session_of  # noqa: E402
+from accelerate_ckpt.config import OptionError  # noqa: E402
+from accelerate_ckpt.integrations.transformers import ResumableCallback, missing_internals  # noqa: E402
+
+STEPS_PER_EPOCH = 8
+
+
+class StopError(Exception):
+    """Ends a training where the test wants it."""
+
+
+class StopAfter(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            raise StopError
+
+
+class Noisy(torch.utils.data.Dataset):
+    """Draws from all generators while it is read, and so makes every one of them count."""
+
+    def __len__(self) -> int:
+        return 62  # the last batch of an epoch is smaller, and its last window too
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        noise = random.random() + float(np.random.rand()) + torch.rand(4)
+        return {"inputs": index / 62 + 0.1 * noise, "labels": torch.tensor(float(index % 3))}
+
+
+class Network(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 1))
+
+    def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        output = self.layers(inputs).squeeze(-1)
+        return {"loss": (output - labels).pow(2).mean(), "output": output}
+
+
+def trainer_for(folder: Path, *, callback: bool = True, strategy: str = "async", **arguments: Any) -> Trainer:
+    torch.manual_seed(3)
+    defaults = {
+        "num_train_epochs": 2,
+        "per_device_train_batch_size": 4,
+        "per_device_eval_batch_size": 31,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 0.05,
+        "save_steps": 3,
+        "logging_steps": 4,
+        "report_to": [],
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "seed": 1,
+        "dataloader_pin_memory": False,
+        "remove_unused_columns": False,
+    }
+    args = TrainingArguments(str(folder), **{**defaults, **arguments})
+    trainer = Trainer(Network(), args, train_dataset=Noisy(), eval_dataset=Noisy())
+    if callback:
+        ResumableCallback(trainer, strategy=strategy)
+    return trainer
+
+
+@pytest.fixture(autouse=True)
+def _fresh(fresh_accelerate: None, monkeypatch: pytest.MonkeyPatch) -> Any:
+    # Small states are waited for; these are to be in the background, as large ones are.
+    monkeypatch.setattr(save, "SMALL_STATE_BYTES", 0)
+    yield
+    close_sessions()
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
+
+
+def logged(trainer: Trainer) -> list[tuple[int, float, float]]:
+    return [
+        (entry["step"], entry["loss"], entry["learning_rate"]) for entry in trainer.state.log_history if "loss" in entry
+    ]
+
+
+def saved(folder: Path) -> list[str]:
+    return sorted((path.name for path in folder.iterdir()), key=lambda name: int(name.split("-")[1]))
+
+
+def damage(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("stop", "arguments"),
+    [
+        (7, {}),  # in the middle of an epoch
+        (9, {"save_strategy": "epoch"}),  # between two epochs
+        (8, {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 4}),  # evaluations, which read the noisy data too
+        (7, {"eval_strategy": "steps", "eval_steps": 3, "dataloader_num_workers": 2}),
+    ],
+    ids=["middle", "epoch", "evaluation", "workers"],
+)
+def test_a_resumed_run_ends_and_logs_as_one_that_was_never_interrupted(
+    tmp_path: Path, stop: int, arguments: dict[str, Any]
+) -> None:
+    whole = trainer_for(tmp_path / "whole", **arguments)
+    whole.train()
+    first = trainer_for(tmp_path / "parts", **arguments)
+    first.add_callback(StopAfter(stop))
+    with pytest.raises(StopError):
+        first.train()
+    torch.manual_seed(99)
+    resumed = trainer_for(tmp_path / "parts", **arguments)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 2 * STEPS_PER_EPOCH
+    assert_same(weights(resumed), weights(whole))
+    assert logged(resumed) == logged(whole) and len(logged(whole)) == 4
+
+
+@pytest.mark.parametrize("step", [4, STEPS_PER_EPOCH], ids=["middle", "between epochs"])
+def test_an_evaluation_before_the_first_step_does_not_change_the_resumed_run(tmp_path: Path, step: int) -> None:
+    whole = trainer_for(tmp_path, save_steps=4)
+    whole.train()
+    resumed = trainer_for(tmp_path, save_steps=4, eval_on_start=True)
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+    assert_same(weights(resumed), weights(whole))
+
+
+def test_a_checkpoint_of_the_trainer_alone_can_be_resumed(tmp_path: Path) -> None:
+    stock = trainer_for(tmp_path, callback=False)
+    stock.train()
+    resumed = trainer_for(tmp_path)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert resumed.state.global_step == 2 * STEPS_PER_EPOCH
+    assert (tmp_path / "checkpoint-9/manifest.json").exists()
+
+
+def test_old_checkpoints_go_when_the_new_one_is_durable_and_the_best_one_stays(tmp_path: Path) -> None:
+    best = []
+
+    class Watch(TrainerCallback):
+        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            best.append(state.best_model_checkpoint)
+
+    trainer = trainer_for(
+        tmp_path,
+        save_steps=2,
+        save_total_limit=2,
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+        greater_is_better=True,  # of a loss that falls: the best one is early
+    )
+    trainer.add_callback(Watch())
+    trainer.train()
+    chosen = Path(trainer.state.best_model_checkpoint)
+    assert best[-1] == str(chosen) and chosen.name != "checkpoint-16"
+    assert saved(tmp_path) == [chosen.name, "checkpoint-16"]
+    from safetensors.torch import load_file
+
+    assert_same(weights(trainer), load_file(chosen / "model.safetensors"))
+
+
+def test_resuming_takes_the_newest_checkpoint_that_verifies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    whole = trainer_for(tmp_path)
+    whole.train()
+    expected = weights(whole)
+    damage(tmp_path / "checkpoint-15/model.safetensors")
+    damage(tmp_path / "checkpoint-12/trainer_state.json")
+    (tmp_path / "checkpoint-16/manifest.json").unlink()
+    (tmp_path / "checkpoint-16/trainer_state.json").unlink()
+    resumed = trainer_for(tmp_path)
+    with caplog.at_level(logging.WARNING, "accelerate_ckpt"):
+        resumed.train(resume_from_checkpoint=True)
+    passed = [message for message in caplog.messages if "passed over" in message]
+    assert [name for name in ("checkpoint-16", "checkpoint-15", "checkpoint-12") for m in passed if name in m] == [
+        "checkpoint-16",
+        "checkpoint-15",
+        "checkpoint-12",
+    ]
+    assert resumed._initial_global_step == 9
+    assert_same(weights(resumed), expected)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_ours_without_its_manifest_is_not_taken_for_the_trainers_own(tmp_path: Path, named: bool) -> None:
+    trainer_for(tmp_path, max_steps=3).train()
+    (tmp_path / "checkpoint-3" / "manifest.json").unlink()
+    trainer = trainer_for(tmp_path, max_steps=5)
+    with pytest.raises(CheckpointCorruptedError, match=r"manifest\.json is missing"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3") if named else True)
+    assert trainer.state.global_step == 0
+
+
+def test_nothing_to_resume_from_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="No valid checkpoint found") as caught:
+        trainer_for(tmp_path).train(resume_from_checkpoint=True)
+    assert isinstance(caught.value, CheckpointNotFoundError)
+
+
+def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+    trainer_for(tmp_path, max_steps=3).train()
+    other = trainer_for(tmp_path, max_steps=6)
+    other.model.layers[0] = nn.Linear(4, 9)
+    with pytest.raises(StateMismatchError):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_a_save_that_fails_in_the_background_ends_the_training(tmp_path: Path) -> None:
+    # A file where the folder of the checkpoints should be: nothing can be saved, whoever one is.
+    (tmp_path / "folder").write_text("")
+    trainer = trainer_for(tmp_path)
+    trainer.args.output_dir = str(tmp_path / "folder")
+    with pytest.raises(CheckpointError) as caught:
+        trainer.train()
+    assert "checkpoint-3" in str(caught.value) and trainer.state.global_step < 2 * STEPS_PER_EPOCH
+
+
+def test_the_last_save_is_durable_when_training_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, fsync = [], os.fsync
+
+    def slow(descriptor: int) -> None:
+        time.sleep(0.3)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", slow)
+
+    class Watch(TrainerCallback):
+        def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            seen.append(saved(tmp_path))
+
+    trainer = trainer_for(tmp_path, save_steps=8)
+    trainer.add_callback(Watch())
+    trainer.train()
+    assert seen == [["checkpoint-8", "checkpoint-16"]]
+    session = session_of(trainer.accelerator)
+    assert session is not None and session.checkpointer.pending == ()
+
+
+def test_evaluations_leave_nothing_in_the_checkpoint(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, eval_strategy="steps", eval_steps=1)
+    trainer.train()
+    assert len(trainer.accelerator._dataloaders) == 1
+
+
+@pytest.mark.parametrize("strategy", ["sync", "sharded"])
+def test_the_model_is_read_by_transformers(tmp_path: Path, strategy: str) -> None:
+    sizes = {"vocab_size": 17, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    torch.manual_seed(0)
+    model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))  # with tied weights
+    text = [{"input_ids": torch.arange(8) % 5, "labels": torch.arange(8) % 5}] * 8
+    args = TrainingArguments(
+        str(tmp_path),
+        max_steps=2,
+        save_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+    )
+    trainer = Trainer(model, args, train_dataset=text)
+    ResumableCallback(trainer, strategy=strategy)
+    trainer.train()
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2")
+    assert type(loaded) is GPT2LMHeadModel and loaded.config.architectures == ["GPT2LMHeadModel"]
+    assert_same(loaded.state_dict(), model.state_dict())
+    assert not list(tmp_path.rglob("*.bin")) and not list(tmp_path.rglob("*.pt*"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [({"save_only_model": True}, "save_only_model"), ({"output_dir": "memory://runs"}, "URL")],
+)
+def test_what_is_not_supported_is_refused(tmp_path: Path, arguments: dict[str, Any], named: str) -> None:
+    trainer = trainer_for(tmp_path, callback=False)
+    for name, value in arguments.items():
+        setattr(trainer.args, name, value)
+    with pytest.raises(OptionError, match=named):
+        ResumableCallback(trainer)
+    assert not any(isinstance(item, ResumableCallback) for item in trainer.callback_handler.callbacks)
+
+
+def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="strateg"):
+        trainer_for(tmp_path, strategy="later")
+
+
+def test_resuming_without_the_data_position_is_refused(tmp_path: Path) -> None:
+    trainer_for(tmp_path, max_steps=3).train()
+    with pytest.raises(OptionError, match="ignore_data_skip"):
+        trainer_for(tmp_path, ignore_data_skip=True).train(resume_from_checkpoint=True)
+
+
+def test_this_release_has_what_is_replaced_and_another_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert missing_internals() == []
+    trainer = trainer_for(tmp_path, callback=False)
+
+    def changed(self: Any, model: Any) -> None:
+        """Save as a later release might."""
+
+    monkeypatch.setattr(Trainer, "_save_checkpoint", changed)
+    assert missing_internals() == ["_save_checkpoint"]
+    with pytest.raises(CheckpointError, match="_save_checkpoint"):
+        ResumableCallback(trainer)
+
+
+def test_another_trainer_is_left_alone(tmp_path: Path) -> None:
+    trainer_for(tmp_path / "ours", max_steps=3).train()
+    trainer_for(tmp_path / "stock", max_steps=3, callback=False).train()
+    assert os.path.exists(tmp_path / "ours/checkpoint-3/manifest.json")
+    assert os.path.exists(tmp_path / "stock/checkpoint-3/optimizer.pt")
+    assert not os.path.exists(tmp_path / "stock/checkpoint-3/manifest.json")

@@ -1,0 +1,208 @@
+"""The gate of Hogwild: everybody between two steps while the model is saved, and nobody waits for the dead."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.conftest import ScriptRunner
+
+# A shared pair of tensors that a step makes equal again: unequal is what a snapshot in the middle of a step would see.
+PREAMBLE = """
+import contextlib, json, os, signal, sys, time, torch
+import torch.multiprocessing as mp
+from ckpt_async.local_updates import *
+
+fork = mp.get_context("fork")
+gate = StepGate(3)
+first, last = (torch.zeros(3).share_memory_() for _ in range(2))
+steps = torch.zeros(3, dtype=torch.int64)
+
+def work(number, count):
+    torch.set_num_threads(1)
+    done = 0
+    with gate.worker(number, lambda: {"done": done, "noise": torch.full((1000,), float(done))}) as worker:
+        for _ in range(count):
+            with worker.step():
+                first[number] += 1
+                time.sleep(0.002)
+                last[number] += 1
+            done += 1
+
+def start(count):
+    workers = [fork.Process(target=work, args=(number, count)) for number in range(3)]
+    for process in workers:
+        process.start()
+    return workers
+
+def until(condition):
+    while not condition():
+        time.sleep(0.005)
+
+def raised(action):
+    try:
+        action()
+    except Exception as error:
+        return [type(error).__name__, str(error)]
+
+def close(timeout=60.0):
+    with gate.closed(timeout):
+        pass
+"""
+
+
+def told(run_script: ScriptRunner, script: str, *arguments: object) -> Any:
+    return json.loads(run_script(PREAMBLE + script, *arguments, timeout=200).stdout)
+
+
+EXACT = """
+workers, seen = start(150), []
+while any(process.is_alive() for process in workers):
+    with gate.closed() as states:
+        before = first.tolist(), last.tolist()
+        time.sleep(0.01)
+        seen.append([*before, first.tolist(), [state["done"] for state in states]])
+        assert all(bool((state["noise"] == state["done"]).all()) for state in states)
+    time.sleep(0.02)
+with gate.closed() as states:
+    seen.append([first.tolist(), last.tolist(), last.tolist(), [state["done"] for state in states]])
+left = os.listdir(gate._directory)
+gate.close()
+print(json.dumps([seen, left, os.path.exists(gate._directory)]))
+"""
+
+
+def test_every_snapshot_is_between_two_steps_of_all(run_script: ScriptRunner) -> None:
+    seen, left, is_there = told(run_script, EXACT)
+    assert len(seen) > 3
+    for first, last, later, done in seen:
+        assert first == last == later == [float(count) for count in done]
+    assert seen[-1][0] == [150.0] * 3
+    assert any(min(done) > 0 and max(done) < 150 for *_, done in seen), "no snapshot was taken during the training"
+    assert sorted(left) == ["0.end", "1.end", "2.end", "gate"]
+    assert not is_there
+
+
+KILLED = """
+workers = start(100_000)
+until(lambda: min(first.tolist()) > 5)
+if sys.argv[1] == "step":
+    until(lambda: first[1] != last[1])
+    os.kill(workers[1].pid, signal.SIGSTOP)
+    while first[1] == last[1]:
+        os.kill(workers[1].pid, signal.SIGCONT)
+        time.sleep(0.003)
+        os.kill(workers[1].pid, signal.SIGSTOP)
+        time.sleep(0.01)
+else:
+    with contextlib.suppress(GateTimeoutError), gate.closed():
+        os.kill(workers[1].pid, signal.SIGKILL)
+        workers[1].join()
+os.kill(workers[1].pid, signal.SIGKILL) if workers[1].is_alive() else None
+workers[1].join()
+began = time.monotonic()
+error = raised(close)
+before = first.tolist()
+until(lambda: first[0] > before[0] + 5 and first[2] > before[2] + 5)
+again = raised(close)
+for process in workers:
+    process.kill()
+print(json.dumps([error, again]))
+gate.close()
+"""
+
+
+@pytest.mark.parametrize("where", ["step", "wait"])
+def test_a_killed_worker_is_named_and_nobody_waits_for_it(run_script: ScriptRunner, where: str) -> None:
+    for name, message in told(run_script, KILLED, where):
+        assert name == "WorkerLostError"
+        assert "worker 1 ended" in message
+        assert "start all workers again from the newest checkpoint" in message
+        assert ("the shared model may hold a part of that step" in message) == (where == "step")
+        assert ("in the middle of its step" if where == "step" else "between two steps") in message
+
+
+FROZEN = """
+workers = start(100_000)
+until(lambda: min(first.tolist()) > 5)
+os.kill(workers[2].pid, signal.SIGSTOP)
+error = raised(lambda: close(1.0))
+before = first.tolist()
+until(lambda: first[0] > before[0] + 5 and first[1] > before[1] + 5)
+os.kill(workers[2].pid, signal.SIGCONT)
+with gate.closed() as states:
+    exact = first.tolist() == last.tolist() == [state["done"] for state in states]
+for process in workers:
+    process.kill()
+print(json.dumps([error, exact]))
+gate.close()
+"""
+
+
+def test_a_frozen_worker_is_named_and_the_next_snapshot_is_taken(run_script: ScriptRunner) -> None:
+    (name, message), exact = told(run_script, FROZEN)
+    assert name == "GateTimeoutError"
+    assert "worker 2 has not come to the gate" in message and "timeout=" in message
+    assert exact
+
+
+SAVER = """
+def save_and_die():
+    with gate.closed():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+workers = start(100_000)
+until(lambda: min(first.tolist()) > 5)
+saver = fork.Process(target=save_and_die)
+saver.start()
+saver.join()
+before = first.tolist()
+until(lambda: all(now > was + 5 for now, was in zip(first.tolist(), before)))
+with gate.closed() as states:
+    exact = first.tolist() == last.tolist() == [state["done"] for state in states]
+for process in workers:
+    process.kill()
+print(json.dumps([saver.exitcode, exact]))
+gate.close()
+"""
+
+
+def test_the_gate_opens_when_who_was_saving_is_killed(run_script: ScriptRunner) -> None:
+    assert told(run_script, SAVER) == [-9, True]
+
+
+MISUSED = """
+def fails():
+    with gate.worker(0, dict) as worker:
+        with contextlib.suppress(ZeroDivisionError), worker.step():
+            1 / 0
+        try:
+            with worker.step():
+                pass
+        except Exception as error:
+            again.put([type(error).__name__, str(error)])
+
+again = fork.SimpleQueue()
+process = fork.Process(target=fails)
+process.start()
+found = [again.get()]
+process.join()
+for number in (1, 2):
+    with gate.worker(number, dict):
+        pass
+found.append(raised(close))
+found.append(raised(lambda: gate.worker(1, dict).__enter__()))
+found.append(raised(lambda: gate.worker(3, dict)))
+print(json.dumps(found))
+gate.close()
+"""
+
+
+def test_a_step_that_raised_and_a_second_worker_are_refused(run_script: ScriptRunner) -> None:
+    step, snapshot, second, unknown = told(run_script, MISUSED)
+    assert step[0] == "CheckpointError" and "has not finished its step 1" in step[1]
+    assert snapshot[0] == "WorkerLostError" and "the shared model may hold a part" in snapshot[1]
+    assert second[0] == "CheckpointError" and "another worker 1" in second[1] and "make a new gate" in second[1]
+    assert unknown[0] == "ValueError"

@@ -1,0 +1,179 @@
+"""The store of cuts: damaged checkpoints are never a reason to begin anew or to delete, and no commit that cannot be loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_async.consistent_cut import COORDINATOR, ConsistentCut, InconsistentCutError, VectorClock
+from ckpt_async.parameter_server import CutStore, SocketTransport, TrainingCoordinator
+from ckpt_async.parameter_server.blocks import BlockTable
+from ckpt_core.errors import CheckpointCorruptedError
+
+PARAMETERS = {"weight": torch.arange(64.0)}
+TABLE = BlockTable(PARAMETERS.items())
+
+
+def write(store: CutStore, generation: int, snapshot: int, workers: tuple[str, ...] = ("w0", "w1")) -> str:
+    """Commit a checkpoint of one shard; worker number ``i`` has stream ``i``."""
+    store.reserve(generation, snapshot)
+    says: list[tuple[str, list[list[int]]]] = [("s0", [[stream, snapshot] for stream in range(len(workers))])]
+    says += [(worker, [[stream, snapshot]]) for stream, worker in enumerate(workers)]
+    reports = [
+        store.write(
+            generation,
+            snapshot,
+            rank=rank,
+            world_size=len(says),
+            incarnation=0,
+            table=TABLE,
+            blocks={} if rank else PARAMETERS,
+            participant={"name": name, "cut": cut},
+        )
+        for rank, (name, cut) in enumerate(says)
+    ]
+    vector = VectorClock(dict.fromkeys(range(len(workers)), snapshot))
+    path, _ = store.commit(ConsistentCut(snapshot, generation, vector, workers, ("s0",)), reports)
+    return path
+
+
+def flip_a_bit(path: str) -> None:
+    file = next(Path(path).glob("model-*.safetensors"))
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def cut_off_the_manifest(path: str) -> None:
+    manifest = Path(path) / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-20])
+
+
+def lose_a_file(path: str) -> None:
+    next(Path(path).glob("model-*.safetensors")).unlink()
+
+
+def lose_the_manifest(path: str) -> None:
+    (Path(path) / "manifest.json").unlink()
+
+
+@pytest.fixture
+def transport() -> Iterator[SocketTransport]:
+    opened = SocketTransport(COORDINATOR)
+    yield opened
+    opened.close()
+
+
+def coordinator(transport: SocketTransport, root: Path, keep: int = 3) -> TrainingCoordinator:
+    return TrainingCoordinator(transport, root, streams=2, shards=["s0"], workers=["w0", "w1"], keep=keep)
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, cut_off_the_manifest, lose_a_file, lose_the_manifest])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_training_whose_checkpoints_are_all_damaged_does_not_begin_anew(
+    tmp_path: Path, transport: SocketTransport, damage: object, count: int
+) -> None:
+    store = CutStore(tmp_path)
+    paths = [write(store, 1, snapshot + 1) for snapshot in range(count)]
+    before = sorted(os.listdir(tmp_path))
+    for path in paths:
+        damage(path)  # type: ignore[operator]
+    with pytest.raises(CheckpointCorruptedError, match=f"none of the {count} checkpoints") as caught:
+        coordinator(transport, tmp_path)
+    for said in (str(tmp_path), *paths, "what to do", "another root"):
+        assert said in str(caught.value)
+    assert sorted({*os.listdir(tmp_path)} - {".ckpt-generations"}) == before, "nothing may be deleted"
+
+
+def test_a_training_without_checkpoints_begins(tmp_path: Path, transport: SocketTransport) -> None:
+    (tmp_path / "notes").mkdir()
+    assert coordinator(transport, tmp_path).resumed is None
+
+
+def test_what_was_passed_over_is_never_pruned(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first = CutStore(tmp_path)
+    paths = [write(first, 1, snapshot) for snapshot in (1, 2, 3)]
+    flip_a_bit(paths[2])
+
+    second = CutStore(tmp_path)
+    with second.newest() as found:  # type: ignore[union-attr]
+        assert found.path == paths[1]
+    assert f"passed over the checkpoint {paths[2]}, which is kept" in caplog.text
+    paths.append(write(second, 2, 3))
+    second.prune(2)
+    assert second.committed() == [paths[3], paths[2], paths[1]]
+
+    third = CutStore(tmp_path)  # does not look at the damaged one again, because a newer one verifies
+    with third.newest() as found:  # type: ignore[union-attr]
+        assert found.path == paths[3]
+    paths += [write(third, 3, 4), write(third, 3, 5)]
+    third.prune(2)
+    assert third.committed() == [paths[5], paths[4], paths[2]]
+
+
+def test_a_repaired_checkpoint_counts_again(tmp_path: Path) -> None:
+    store = CutStore(tmp_path)
+    write(store, 1, 1)
+    newer = write(store, 1, 2)
+    shutil.copytree(newer, tmp_path / "copy")
+    flip_a_bit(newer)
+    store.newest().close()  # type: ignore[union-attr]
+    shutil.rmtree(newer)
+    (tmp_path / "copy").rename(newer)
+    with store.newest() as found:  # type: ignore[union-attr]
+        assert found.path == newer
+    store.prune(1)
+    assert store.committed() == [newer]
+
+
+def test_one_kept_checkpoint_is_verified_before_the_one_before_it_goes(tmp_path: Path) -> None:
+    store = CutStore(tmp_path)
+    paths = [write(store, 1, snapshot) for snapshot in (1, 2)]
+    flip_a_bit(paths[1])
+    store.prune(1)
+    assert store.committed() == [paths[1], paths[0]]
+    paths.append(write(store, 1, 3))
+    store.prune(1)
+    assert store.committed() == [paths[2], paths[1]], "the damaged one does not count, and stays"
+
+
+def test_the_generation_is_newer_than_all_checkpoints_of_a_copy(tmp_path: Path) -> None:
+    write(CutStore(tmp_path / "old"), 5, 1)
+    shutil.copytree(tmp_path / "old", tmp_path / "new", ignore=shutil.ignore_patterns(".*"))
+    assert CutStore(tmp_path / "new").claim_generation() == 6
+
+
+def test_a_commit_whose_ranks_are_in_another_order_is_refused(tmp_path: Path) -> None:
+    store = CutStore(tmp_path)
+    commit = store.commit
+    # As a coordinator has them whose second worker said hello first.
+    store.commit = lambda cut, reports: commit(dataclasses.replace(cut, workers=cut.workers[::-1]), reports)  # type: ignore[method-assign]
+    with pytest.raises(InconsistentCutError, match="the ranks are s0, w0, w1, and the cut has s0, w1, w0"):
+        write(store, 1, 1)
+    assert store.committed() == []
+
+
+@pytest.mark.parametrize("workers", [("w0",), ("w0", "w1", "w2"), ("w0", "other")])
+def test_a_commit_of_other_workers_is_refused(tmp_path: Path, workers: tuple[str, ...]) -> None:
+    store = CutStore(tmp_path)
+    commit = store.commit
+    store.commit = lambda cut, reports: commit(dataclasses.replace(cut, workers=workers), reports)  # type: ignore[method-assign]
+    with pytest.raises(InconsistentCutError):
+        write(store, 1, 1)
+    assert store.committed() == []
+
+
+def test_a_commit_of_another_count_is_refused(tmp_path: Path) -> None:
+    store = CutStore(tmp_path)
+    commit = store.commit
+    other = VectorClock({0: 1, 1: 2})
+    store.commit = lambda cut, reports: commit(dataclasses.replace(cut, vector=other), reports)  # type: ignore[method-assign]
+    with pytest.raises(InconsistentCutError, match="the state of s0 is at"):
+        write(store, 1, 1)
+    assert store.committed() == []

@@ -1,0 +1,268 @@
+"""Nested state as JSON: exact types back, ties kept, and everything else refused by name."""
+
+from __future__ import annotations
+
+import collections
+import json
+import math
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ckpt_core import SerializationError
+from ckpt_core._layouts.sharded import decode_plain, encode_plain
+from ckpt_core._layouts.sharded.plain import decode_structure
+from tests.support.states import assert_same_state, states
+
+
+def round_trip(tree: Any) -> Any:
+    skeleton, tensors = encode_plain(tree, key="state")
+    text = json.dumps(skeleton, allow_nan=False)
+    text.encode("ascii")
+    return decode_plain(json.loads(text), [tensor for _, tensor in tensors])
+
+
+@settings(max_examples=200, deadline=None)
+@given(states())
+def test_any_state_comes_back(state: dict[Any, Any]) -> None:
+    assert_same_state(round_trip(state), state)
+
+
+VALUES = [
+    *(None, True, False, 0, -1, 2**63, -(2**63), 2**200, -(2**200)),
+    *(0.0, -0.0, 0.1, 5e-324, 1.7976931348623157e308, math.inf, -math.inf, math.nan),
+    *(1 + 2j, complex(math.nan, -math.inf), complex(-0.0, 0.0)),
+    *("", "$", "$0", "$$", "$tuple", "\x00", "ä\ud800", "a.b"),
+    *(b"", b"\x00\xff", bytearray(b"ab")),
+    *((), (1,), [], [[]], {}, {"$dict": 1}, {"$": 1}, {"": 1}, {1: "a", "1": "b"}, {(1, "a"): [2]}, {None: 0, 1.5: 1}),
+    *(set(), {1, "a"}, frozenset({(1, 2)}), {frozenset({1}): 2}),
+    *(range(3), range(5, 1, -2), torch.float32, torch.float8_e4m3fn, torch.Size([2, 3]), torch.device("cuda", 1)),
+    *(collections.OrderedDict(b=1, a=2), collections.Counter("aab"), collections.defaultdict(list, a=[1])),
+    *(collections.defaultdict(None, {1: 2}), collections.defaultdict(int)),
+    *(np.float64(0.1), np.int8(-3), np.bool_(True), np.datetime64("2026-01-02"), np.float32("nan")),
+]
+
+
+@pytest.mark.parametrize("value", VALUES, ids=lambda value: type(value).__name__)
+def test_a_value_comes_back_with_its_type(value: Any) -> None:
+    back = round_trip({"x": [value]})["x"][0]
+    assert type(back) is type(value)
+    assert repr(back) == repr(value)
+    if isinstance(value, collections.defaultdict):
+        assert back.default_factory is value.default_factory
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        np.arange(6, dtype=">f4").reshape(2, 3),
+        np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+        np.array(["ab", "c"]),
+        np.array(3.5),
+        np.zeros((0, 4), dtype=np.int16),
+        np.arange(10, dtype=np.uint64)[::3],
+        np.array([True, False]),
+        np.array(["2026-01-02"], dtype="datetime64[D]"),
+    ],
+    ids=str,
+)
+def test_an_array_comes_back(array: np.ndarray[Any, Any]) -> None:
+    array.flags.writeable = False
+    back = round_trip({"a": array})["a"]
+    assert back.dtype == array.dtype
+    assert back.shape == array.shape
+    assert back.tobytes() == array.tobytes()
+
+
+def test_the_states_of_random_generators_come_back() -> None:
+    import random
+
+    state = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+    back = round_trip(state)
+    expected = random.random(), np.random.rand()
+    random.setstate(back["python"])
+    np.random.set_state(back["numpy"])
+    assert (random.random(), np.random.rand()) == expected
+    assert torch.equal(back["torch"], state["torch"])
+
+
+def test_the_order_of_keys_is_kept() -> None:
+    assert list(round_trip({"b": 1, "a": 2, "c": {3: 1, 1: 2}})["c"]) == [3, 1]
+    assert list(round_trip({"b": 1, "a": 2})) == ["b", "a"]
+
+
+def test_tied_tensors_are_one_tensor_again_and_others_are_not() -> None:
+    weight = torch.randn(4, 3)
+    tree = {
+        "embed": weight,
+        "head": weight.detach(),
+        "parameter": torch.nn.Parameter(weight),
+        "view": weight[1:],
+        "transposed": weight.t(),
+        "copy": weight.clone(),
+        "bits": weight.view(torch.int32),
+    }
+    skeleton, tensors = encode_plain(tree, key="model")
+    assert [name for name, _ in tensors] == ["embed", "view", "transposed", "copy", "bits"]
+    back = decode_plain(skeleton, [tensor for _, tensor in tensors])
+    assert back["embed"] is back["head"] is back["parameter"]
+    assert back["copy"] is not back["embed"]
+
+
+def test_conjugates_and_empty_tensors_are_not_tied_to_others() -> None:
+    number = torch.randn(3, dtype=torch.complex64)
+    tree = [number, number.conj(), number.conj().imag, number.imag, torch.empty(0), torch.empty(0)]
+    assert len(encode_plain(tree, key="x")[1]) == len(tree)
+
+
+def test_names_are_unique_and_none_is_reserved() -> None:
+    tree = {"a": {"b": torch.ones(1)}, "a.b": torch.ones(2), "__metadata__": torch.ones(3), "a.b~": torch.ones(4)}
+    names = [name for name, _ in encode_plain(tree, key="x")[1]]
+    assert names == ["a.b", "a.b~", "__metadata__~", "a.b~~"]
+    assert [name for name, _ in encode_plain(torch.ones(1), key="x")[1]] == ["tensor"]
+    assert_same_state(round_trip(tree), tree)
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+class Text(str):
+    __slots__ = ()
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [
+        (threading.Lock(), "lock"),
+        (lambda: 0, "function"),
+        (Point(1, 2), "Point"),
+        (Text("a"), "Text"),
+        (Path("/x"), "Path"),
+        (np.array([object()]), "ndarray"),
+        (np.zeros(1, dtype=[("a", "f4")]), "ndarray"),
+        (collections.defaultdict(Path), "defaultdict"),
+        (torch.nn.Linear(1, 1), "Linear"),
+        (torch.Generator(), "Generator"),
+        ({torch.ones(1): 1}, "key"),
+        ({torch.ones(1)}, "set"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_anything_else_is_refused_with_its_key_and_a_remedy(value: Any, named: str) -> None:
+    with pytest.raises(SerializationError) as caught:
+        encode_plain({"callbacks": [{"state": value}]}, key="trainer")
+    assert caught.value.key == "trainer.callbacks.0.state"
+    assert caught.value.remedy
+    assert named in str(caught.value)
+
+
+def test_a_state_that_contains_itself_is_refused() -> None:
+    tree: dict[str, Any] = {"a": {}}
+    tree["a"]["b"] = [tree]
+    with pytest.raises(SerializationError, match="contains itself") as caught:
+        encode_plain(tree, key="state")
+    assert caught.value.key == "state.a.b.0"
+
+
+def test_the_same_list_twice_is_no_circle() -> None:
+    shared = [1]
+    assert round_trip({"a": shared, "b": shared}) == {"a": [1], "b": [1]}
+
+
+def test_a_state_that_is_too_deep_is_refused() -> None:
+    tree: Any = 1
+    for _ in range(300):
+        tree = [tree]
+    with pytest.raises(SerializationError, match="deep"):
+        encode_plain(tree, key="state")
+
+
+BAD = [
+    *("$", "$-1", "$1x", "$²", "$٣", "$99999999999999999999", "$7"),
+    *({"$what": 1}, {"$tuple": 1}, {"$tuple": {"a": 1}}, {"$dict": [[1]]}, {"$dict": [[1, 2], [1, 3]]}, {"$dict": 3}),
+    *(
+        {"$dict": [[[1], 2]]},
+        {"$set": [[1]]},
+        {"$int": 1},
+        {"$int": "zz"},
+        {"$float": "1"},
+        {"$float": 1},
+        {"$bytes": "x"},
+    ),
+    *(
+        {"$dtype": "nn"},
+        {"$dtype": "Tensor"},
+        {"$device": "nowhere"},
+        {"$range": [1, 2, 0]},
+        {"$range": "ab"},
+        {"$size": ["a"]},
+    ),
+    *({"$array": ["O", [1], "$0"]}, {"$array": ["<f4", [-1], "$0"]}, {"$array": ["<f4", [2], "x"]}, {"$array": 1}),
+    *(
+        {"$scalar": ["O", "00"]},
+        {"$scalar": ["<f4", ""]},
+        {"$scalar": ["<f4", "0"]},
+        {"$complex": ["$0", 1]},
+        {"$complex": [1]},
+    ),
+    *(
+        {"$defaultdict": ["eval", []]},
+        {"$defaultdict": ["list"]},
+        {"$tuple": [1], "b": 2},
+        {"$range": ["$0", "$0", "$0"]},
+    ),
+]
+
+
+@pytest.mark.parametrize("skeleton", BAD, ids=repr)
+def test_what_no_state_was_encoded_to_is_refused(skeleton: Any) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        decode_plain(["$0", skeleton], [torch.zeros(4, dtype=torch.uint8)])
+
+
+def test_a_structure_that_is_too_deep_is_refused() -> None:
+    skeleton: Any = 1
+    for _ in range(300):
+        skeleton = [skeleton]
+    with pytest.raises(ValueError, match="deep"):
+        decode_plain(skeleton, [])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(max_size=3) | st.sampled_from(["$0", "$1", "$$"]),
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.dictionaries(
+                st.sampled_from(["a", "$tuple", "$dict", "$set", "$array", "$size", "$counter", "$defaultdict", "$x"]),
+                inner,
+                max_size=2,
+            )
+        ),
+        max_leaves=8,
+    )
+)
+def test_any_json_is_a_state_or_a_value_error(skeleton: Any) -> None:
+    try:
+        decode_structure(skeleton)
+        decode_plain(skeleton, [torch.zeros(4, dtype=torch.uint8)] * 2)
+    except ValueError:
+        pass
+
+
+def test_nothing_is_pickled(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError("pickle was used")
+
+    for name in ("dump", "dumps", "load", "loads", "Pickler", "Unpickler"):
+        monkeypatch.setattr(pickle, name, refuse)
+    state = {"a": torch.ones(2), "b": (1, {2: np.arange(3)}), "c": {torch.float16}}
+    assert torch.equal(round_trip(state)["a"], torch.ones(2))

@@ -1,0 +1,430 @@
+"""Saves of real processes that have nothing in common but a store: their outcome, also when one is killed or stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_core import DirectoryCheckpointer, Kind, Part
+from tests.conftest import ScriptRunner
+
+PREAMBLE = """
+import functools, json, os, signal, sys, threading, time, torch
+from ckpt_core import DirectoryCheckpointer, Kind, Part, StorageError
+from ckpt_core.events import SaveCommitted, SaveFailed, SaveStarted, SnapshotTaken
+from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
+from tests.support.ranks import Ranks, seconds_of
+
+SIZE = 3_000_000  # floats: several windows
+
+def parts(rank, value):
+    return [
+        Part("model", {"w": torch.full((SIZE,), float(value)), "b": torch.arange(5)}, Kind.REPLICATED),
+        Part("rng", {"seed": torch.tensor([rank, value]), "text": f"rank {rank}"}, Kind.PER_RANK),
+    ]
+
+def check(path, value, world):
+    with DirectoryCheckpointer().load(path) as checkpoint:
+        checkpoint.verify()
+        model = checkpoint.load("model")
+        assert torch.equal(model["w"], torch.full((SIZE,), float(value)))
+        for rank in range(world):
+            rng = checkpoint.load("rng", rank=rank)
+            assert rng["text"] == f"rank {rank}" and rng["seed"].tolist() == [rank, value], rng
+        return checkpoint.metadata
+
+def listing(directory):
+    return sorted(os.listdir(directory))
+"""
+
+SAVES = (
+    PREAMBLE
+    + """
+world, strategy, slices = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "slices"
+
+def work(rank, group):
+    events = []
+    checkpointer = DirectoryCheckpointer(
+        ranks=group, strategy=strategy, slice_replicated=slices, commit_timeout=60, listeners=[events.append]
+    )
+    def hook(directory):
+        with open(f"{directory}/same.txt", "w") as file:
+            file.write("on all")
+        os.mkdir(f"{directory}/ranks")
+        with open(f"{directory}/ranks/{rank}.txt", "w") as file:
+            file.write(f"of {rank}")
+    with checkpointer:
+        for value in (1, 2, 3):
+            state = parts(rank, value)
+            checkpointer.save(state, "run/last", metadata={"value": value, "rank": rank}, write_files=hook)
+            state[0].state["w"].zero_()  # what was copied counts
+        checkpointer.copy("run/last", "run/copy")
+        checkpointer.wait()
+        checkpointer.remove("run/last")
+        checkpointer.wait()
+    with checkpointer.load("run/copy") as checkpoint:
+        own = checkpoint.load("rng")["text"]
+    return [own, [type(event).__name__ for event in events], sorted({e.bytes for e in events if type(e) is SaveCommitted})]
+
+rows = Ranks(world, work).results()
+assert check("run/copy", 3, world) == {"value": 3, "rank": 0}
+print(json.dumps([rows, listing("run"), listing("run/copy"), listing("run/copy/ranks")]))
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("world", "strategy", "slices"), [(2, "sync", "whole"), (3, "async", "whole"), (2, "async", "slices")]
+)
+def test_ranks_save_one_checkpoint(
+    world: int, strategy: str, slices: str, fork_script: ScriptRunner, tmp_path: Path
+) -> None:
+    rows, run, copy, ranks = json.loads(fork_script(SAVES, world, strategy, slices).stdout)
+    assert run == ["copy"]
+    assert ranks == [f"{rank}.txt" for rank in range(world)]
+    numbered = [f"{rank + 1:05d}-of-{world:05d}" for rank in range(world)]
+    models = [f"model-{number}.safetensors" for number in numbered] if slices == "slices" else ["model.safetensors"]
+    others = [f"rank-{number}.{kind}" for number in numbered for kind in ("digests", "safetensors")]
+    assert copy == sorted(["manifest.json", "ranks", "same.txt", *models, *others])
+    assert [row[0] for row in rows] == [f"rank {rank}" for rank in range(world)]
+    for _, events, sizes in rows:
+        assert len(sizes) == 1, "every rank is told the size of the whole checkpoint, and they are all of one size"
+        assert sizes == rows[0][2]
+        counts = {name: events.count(name) for name in events}
+        assert counts == {"SaveStarted": 4, "SnapshotTaken": 4, "SaveCommitted": 4, "CheckpointRemoved": 1}
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "run" / "copy").iterdir()}
+    if slices == "slices":
+        one, other = (sizes[name] for name in models)
+        assert abs(one - other) < 600_000, "each rank writes its half"
+
+
+FAILURES = (
+    PREAMBLE
+    + """
+strategy, fault, world = sys.argv[1], sys.argv[2], 3
+
+def disturbed(rank):
+    '''The storage of a rank; that of rank 1 does something in the middle of its writing.'''
+    storage = FaultyStorage(LocalStorage())
+    if rank != 1:
+        return storage
+    def strike(operation):
+        if operation.name == "write_at" and "run/" in operation.path and armed.is_set():
+            armed.clear()
+            if fault == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if fault == "full":
+                return True
+        return False
+    return FaultyStorage(LocalStorage(), [Fault(strike, None, OSError(28, "No space left on device"))])
+
+armed = threading.Event()
+
+def work(rank, group):
+    events = []
+    checkpointer = DirectoryCheckpointer(
+        ranks=group, strategy=strategy, commit_timeout=3.0, listeners=[events.append], storage=disturbed(rank)
+    )
+    checkpointer.save(parts(rank, 1), "run/a")
+    checkpointer.wait()
+    armed.set()
+    outcome = seconds_of(lambda: (checkpointer.save(parts(rank, 2), "run/a"), checkpointer.wait()))
+    again = None
+    if fault == "full":
+        again = seconds_of(lambda: (checkpointer.save(parts(rank, 3), "run/b"), checkpointer.wait()))
+    checkpointer.close()
+    return [outcome, again, [type(event).__name__ for event in events]]
+
+ranks = Ranks(world, work)
+if fault == "stopped":
+    ranks.wait_until_stopped(1)
+first, third = ranks.result(0), ranks.result(2)
+names = listing("run")
+check("run/a", 1, world)
+if fault == "stopped":
+    ranks.signal(1, signal.SIGCONT)
+second = ranks.result(1)
+print(json.dumps([[first, second, third], names, listing("run")]))
+"""
+)
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+@pytest.mark.parametrize("fault", ["killed", "stopped", "full"])
+def test_a_rank_that_does_not_finish_fails_the_save_on_all(
+    fault: str, strategy: str, fork_script: ScriptRunner
+) -> None:
+    rows, names, names_in_the_end = json.loads(fork_script(FAILURES, strategy, fault).stdout)
+    expected = {
+        "killed": ("RankFailedError", "rank 1 began the save"),
+        "stopped": ("RankFailedError", "rank 1 began the save"),
+        "full": ("StorageError", "rank 1: cannot write the checkpoint: No space left on device"),
+    }[fault]
+    for rank in (0, 2):
+        outcome, again, events = rows[rank]
+        assert outcome["raised"] == expected[0], outcome
+        assert outcome["message"].startswith(expected[1])
+        assert outcome["seconds"] < 20
+        assert events.count("SaveFailed") == 1
+        assert again is None or again["raised"] is None
+    assert names == (["a", "b"] if fault == "full" else ["a"]), "nothing is left of the save that failed"
+    assert names_in_the_end == names
+    if fault == "killed":
+        assert rows[1] is None
+    elif fault == "stopped":
+        # When it goes on, it learns what has happened without it, or that the others are gone.
+        assert rows[1][0]["raised"] in {"RankFailedError", "StorageError"}
+    else:
+        assert rows[1][0]["raised"] == expected[0]
+        assert "run/a/" in rows[1][0]["message"], "and not the hidden directory"
+
+
+RANK_0_FAILS = (
+    PREAMBLE
+    + """
+strategy, fault, world = sys.argv[1], sys.argv[2], 2
+
+def work(rank, group):
+    def strike(operation):
+        if rank == 0 and operation.name == "write_at" and armed.is_set():
+            armed.clear()
+            os.kill(os.getpid(), getattr(signal, fault))
+        return False
+    storage = FaultyStorage(LocalStorage(), [Fault(strike)])
+    checkpointer = DirectoryCheckpointer(ranks=group, strategy=strategy, commit_timeout=3.0, storage=storage)
+    checkpointer.save(parts(rank, 1), "run/a")
+    checkpointer.wait()
+    armed.set()
+    return seconds_of(lambda: (checkpointer.save(parts(rank, 2), "run/a"), checkpointer.wait()))
+
+armed = threading.Event()
+ranks = Ranks(world, work)
+if fault == "SIGSTOP":
+    ranks.wait_until_stopped(0)
+outcome = ranks.result(1)
+check("run/a", 1, world)
+if fault == "SIGSTOP":
+    ranks.signal(0, signal.SIGKILL)
+    os.waitpid(ranks.pids[0], 0)
+names = listing("run")
+with DirectoryCheckpointer(strategy="sync") as checkpointer:
+    checkpointer.save([], "run/next")
+print(json.dumps([outcome, names, listing("run")]))
+"""
+)
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+@pytest.mark.parametrize("fault", ["SIGKILL", "SIGSTOP"])
+def test_the_death_of_rank_0_is_told_to_the_others(fault: str, strategy: str, fork_script: ScriptRunner) -> None:
+    outcome, names, names_after_next = json.loads(fork_script(RANK_0_FAILS, strategy, fault).stdout)
+    assert outcome["raised"] == "RankFailedError"
+    words = "is gone" if fault == "SIGKILL" else "has not answered for 3 s"
+    assert f"rank 0, which keeps the record of a save, {words}" in outcome["message"]
+    assert outcome["seconds"] < 20
+    # A stopped rank 0 may go on: what it was writing is not taken from it before it is dead.
+    assert len(names) == (1 if fault == "SIGKILL" else 2)
+    assert names_after_next == ["a", "next"]
+
+
+MISTAKES = (
+    PREAMBLE
+    + """
+strategy, world = sys.argv[1], 2
+
+def unserializable(rank):
+    return [*parts(rank, 1), Part("custom", {"x": object() if rank == 1 else 1}, Kind.PER_RANK)]
+
+def work(rank, group):
+    make = functools.partial(DirectoryCheckpointer, ranks=group, strategy=strategy)
+    def failing_hook(directory):
+        if rank == 1:
+            raise RuntimeError("a bug in a hook")
+    def different_hook(directory):
+        with open(f"{directory}/config.json", "w") as file:
+            file.write(str(rank))
+    def both(checkpointer, *args, **options):
+        def act():
+            checkpointer.save(*args, **options)
+            checkpointer.wait()
+        try:
+            return seconds_of(act)
+        except RuntimeError as error:
+            checkpointer.drain()
+            return {"raised": "RuntimeError", "message": str(error), "later": repr(checkpointer.take_failure())}
+    checkpointer = make(commit_timeout=60.0)
+    found = {
+        "paths": both(checkpointer, parts(rank, 1), f"run/{rank}"),
+        "unserializable": both(checkpointer, unserializable(rank), "run/a"),
+        "hook": both(checkpointer, parts(rank, 1), "run/a", write_files=failing_hook),
+        "files": both(checkpointer, parts(rank, 1), "run/a", write_files=different_hook),
+        "steps": both(checkpointer, parts(rank, 1), "run/a", step=rank),
+        "parts": both(checkpointer, parts(rank, 1)[rank:], "run/a"),
+        "shapes": both(checkpointer, [Part("model", {"w": torch.zeros(3 + rank)}, Kind.REPLICATED)], "run/a"),
+    }
+    found["fine"] = both(checkpointer, parts(rank, 1), "run/a")
+    checkpointer.close()
+    short = make(commit_timeout=1.0)
+    if rank == 0:
+        found["alone"] = both(short, parts(rank, 1), "run/b")
+    return found
+
+print(json.dumps([Ranks(world, work).results(), listing("run")]))
+"""
+)
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_mistakes_fail_on_all_ranks_and_spoil_nothing(strategy: str, fork_script: ScriptRunner) -> None:
+    (zero, one), names = json.loads(fork_script(MISTAKES, strategy).stdout)
+    assert names == ["a"], (zero, one)
+    expected = {
+        "paths": ("RankFailedError", ["run/0", "run/1", "the same path on all ranks"]),
+        "unserializable": ("SerializationError", ["custom.x"]),
+        "hook": ("CheckpointError", ["rank 1: the save failed: RuntimeError: a bug in a hook"]),
+        "files": ("SerializationError", ["config.json", "on one rank only"]),
+        "steps": ("RankFailedError", ["rank 0 saves step 0, and rank 1 step 1"]),
+        "parts": ("SerializationError", ["rank 1 saves other parts than rank 0"]),
+        "shapes": ("SerializationError", ["rank 1 has other tensors in the part 'model' than rank 0"]),
+    }
+    for name, (kind, words) in expected.items():
+        for row in (zero[name], one[name]):
+            if name == "hook" and row is one[name] and strategy == "async":
+                assert row == {"raised": "RuntimeError", "message": "a bug in a hook", "later": "None"}
+                continue
+            assert row["raised"] == kind, (name, row)
+            for word in words:
+                assert word in row["message"], (name, row)
+    assert zero["fine"]["raised"] is one["fine"]["raised"] is None
+    assert zero["alone"]["raised"] == "RankFailedError"
+    assert "rank 1 did not begin the save of " in zero["alone"]["message"]
+    assert "call save on all ranks" in zero["alone"]["message"]
+
+
+ORDER = (
+    PREAMBLE
+    + """
+world = 2
+
+def work(rank, group):
+    '''Saves without waiting, the third of which fails on rank 1; each rank says at which call it was told.'''
+    def third(operation):
+        return rank == 1 and operation.name == "write_at" and "/.3." in operation.path
+    slow = Fault("begin_directory", None, delay=0.3 * (rank == 0))
+    storage = FaultyStorage(LocalStorage(), [slow, Fault(third, None, OSError(5, "Input/output error"))])
+    checkpointer = DirectoryCheckpointer(ranks=group, max_pending=int(sys.argv[1]), commit_timeout=60, storage=storage)
+    for number in range(1, 9):
+        try:
+            checkpointer.save(parts(rank, number)[1:], f"run/{number}")
+        except StorageError as error:
+            checkpointer.drain()
+            return [number, type(error).__name__, checkpointer.failures, repr(checkpointer.take_failure())]
+        time.sleep(1.0 * (rank == 1))  # rank 1 knows of the failure long before its next save
+
+print(json.dumps([Ranks(world, work).results(), listing("run")]))
+"""
+)
+
+
+@pytest.mark.parametrize("max_pending", [1, 2])
+def test_ranks_are_told_of_a_failure_at_the_same_save(max_pending: int, fork_script: ScriptRunner) -> None:
+    rows, names = json.loads(fork_script(ORDER, max_pending).stdout)
+    assert rows == [[3 + max_pending, "StorageError", 1, "None"]] * 2
+    assert names == [str(number) for number in range(1, 3 + max_pending) if number != 3]
+
+
+def test_tensors_are_whole_again_in_another_world(fork_script: ScriptRunner, tmp_path: Path) -> None:
+    fork_script(SAVES, 2, "async", "slices")
+    with DirectoryCheckpointer().load(tmp_path / "run" / "copy") as checkpoint:
+        into: dict[str, Any] = {"w": torch.zeros(3_000_000), "b": torch.zeros(5, dtype=torch.int64)}
+        checkpoint.load("model", into=into)
+    assert torch.equal(into["w"], torch.full((3_000_000,), 3.0))
+    with DirectoryCheckpointer(strategy="sync") as checkpointer:  # one process, over what two have saved
+        checkpointer.save([Part("model", into, Kind.REPLICATED)], tmp_path / "run" / "copy")
+    assert sorted(os.listdir(tmp_path / "run" / "copy")) == [
+        "manifest.json",
+        "model.safetensors",
+        "rank-00001-of-00001.digests",
+    ]
+
+
+NOT_SHARED = (
+    PREAMBLE
+    + """
+from ckpt_core._pipeline import rank_save
+rank_save._LISTING_SECONDS = 0.5
+
+class AnotherMachine(LocalStorage):
+    # The same paths, on a disk of its own.
+    def begin_directory(self, path, token):
+        return super().begin_directory(path.replace("/run/", "/elsewhere/"), token)
+    def discard_directory(self, path, token, names=()):
+        super().discard_directory(path.replace("/run/", "/elsewhere/"), token, names)
+    def leave_directory(self, path, token):
+        super().leave_directory(path.replace("/run/", "/elsewhere/"), token)
+
+def work(rank, group):
+    storage = AnotherMachine() if rank == 1 else LocalStorage()
+    checkpointer = DirectoryCheckpointer(ranks=group, strategy="sync", storage=storage, commit_timeout=60)
+    return seconds_of(lambda: checkpointer.save(parts(rank, 1), "run/a"))
+
+print(json.dumps([Ranks(2, work).results(), listing("run"), listing("elsewhere")]))
+"""
+)
+
+
+def test_a_disk_that_the_ranks_do_not_share_is_found_out(fork_script: ScriptRunner) -> None:
+    rows, run, elsewhere = json.loads(fork_script(NOT_SHARED).stdout)
+    for row in rows:
+        assert row["raised"] == "StorageError"
+        assert "rank 0 does not see 2 files of 5" in row["message"]
+        assert "rank-00002-of-00002" in row["message"]
+        assert "a directory that all machines share" in row["message"]
+    assert run == elsewhere == []
+
+
+EXIT = (
+    PREAMBLE
+    + """
+import subprocess
+from ckpt_core import RankGroup
+from torch.distributed import TCPStore
+
+if len(sys.argv) == 1:
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [subprocess.Popen([sys.executable, "script.py", str(rank), str(server.port)]) for rank in range(2)]
+    print([rank.wait() for rank in ranks], listing("run"))
+    check("run/a", 1, 2)
+    sys.exit()
+
+rank = int(sys.argv[1])
+bootstrap = TCPStore("127.0.0.1", int(sys.argv[2]), is_master=False)
+keys = iter("abc")
+
+def broadcast(value):
+    key = next(keys)
+    if rank == 0:
+        bootstrap.set(key, json.dumps(value))
+    return json.loads(bootstrap.get(key))
+
+slow = Fault("create", delay=1.0 * rank)
+checkpointer = DirectoryCheckpointer(
+    ranks=RankGroup.connect(rank, 2, broadcast), storage=FaultyStorage(LocalStorage(), [slow])
+)
+checkpointer.save(parts(rank, 1), "run/a")
+"""
+)
+
+
+def test_processes_end_when_their_save_is_there(run_script: ScriptRunner, tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(EXIT)
+    done = run_script(tmp_path / "script.py")
+    assert done.stdout == "[0, 0] ['a']\n"
+    assert "Error" not in done.stderr, "no rank loses the connection to another that has ended"

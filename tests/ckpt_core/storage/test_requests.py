@@ -1,0 +1,93 @@
+"""How many requests a store is asked when a file is loaded: each takes its time, however few bytes it is about."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_core import CheckpointCorruptedError, Checkpointer
+from ckpt_core._pipeline.reader import verify
+from ckpt_core.storage.remote import remote_storage
+from tests.support.fault_proxy import FaultProxy, start_proxy
+from tests.support.server_fixtures import server_of, servers
+from tests.support.servers import Server
+from tests.support.states import assert_same_state, tensor_of
+
+__all__ = ["server_of", "servers"]
+
+MIB = 2**20
+
+
+def state_of(tensors: int, nbytes: int) -> dict[str, Any]:
+    return {
+        "state_dict": {
+            f"layer.{i}.{name}": tensor_of(torch.uint8, size)
+            for i in range(tensors)
+            for name, size in (("empty", 0), ("weight", nbytes))
+        },
+        "step": 7,
+    }
+
+
+@pytest.mark.parametrize(
+    ("tensors", "nbytes", "expected"),
+    [
+        (0, 0, 2),  # its size, its end
+        (1, 40 * MIB, 2 + 3),  # windows of 16 MiB
+        (100, 200_000, 2 + 3),  # of 8 MiB at the most
+        (12, 3 * MIB, 2 + 6),
+        (4000, 10, 3 + 2),  # an end that is longer than what is read at first
+    ],
+)
+@pytest.mark.parametrize("backend", ["s3fs", "obstore"])
+def test_a_load(backend: str, tensors: int, nbytes: int, expected: int, server_of: Callable[[str], Server]) -> None:
+    server = server_of("moto")
+    path = f"{server.new_bucket()}/a.ckpt"
+    state = state_of(tensors, nbytes)
+    with Checkpointer(strategy="sync", storage_options=dict(server.options)) as checkpointer:
+        checkpointer.save(state, path)
+    with start_proxy(server.endpoint) as proxy:
+        options: dict[str, Any] = {**server.options, "endpoint_url": proxy.endpoint}
+        if backend == "obstore":
+            pytest.importorskip("obstore")
+            options["backend"] = "obstore"
+            if nbytes > 8 * MIB:
+                expected += 3  # whose requests are of 8 MiB
+        checkpointer = Checkpointer(strategy="sync", storage_options=options)
+        for action in (lambda: checkpointer.load(path), lambda: verify(path, storage_options=options)):
+            action()
+            proxy.plan(None)
+            result = action()
+            assert len(asked(proxy)) == expected, asked(proxy)
+            if result is not True:
+                assert_same_state(result, state)
+
+
+def asked(proxy: FaultProxy) -> list[str]:
+    return [request for request in proxy.requests if request.startswith(("GET", "HEAD"))]
+
+
+@pytest.mark.parametrize("at", ["a header", "padding", "a tensor"])
+def test_damage_in_what_is_read_together(at: str, server_of: Callable[[str], Server]) -> None:
+    server = server_of("moto")
+    path = f"{server.new_bucket()}/a.ckpt"
+    options = dict(server.options)
+    state = state_of(30, 100_000)  # one request for all of them
+    with Checkpointer(strategy="sync", storage_options=options) as checkpointer:
+        checkpointer.save(state, path)
+    storage: Any = remote_storage(path, options)
+    data = bytearray(storage.get(path))
+    first = data.index(bytes(state["state_dict"]["layer.9.weight"][:64].numpy()))
+    header = data.rindex(b"PK\3\4", 0, first)
+    position = {"a header": header + 5, "padding": first - 1, "a tensor": first + 50_000}[at]
+    assert header + 30 < first - 1
+    data[position] ^= 4
+    storage.put(path, bytes(data))
+    for action in (lambda: checkpointer.load(path), lambda: verify(path, storage_options=options)):
+        with pytest.raises(CheckpointCorruptedError) as caught:
+            action()
+        assert ("structure" in str(caught.value)) == (at != "a tensor")
+        assert caught.value.path == path

@@ -1,0 +1,108 @@
+"""Trains for the tests of exact resume, each time in a process of its own.
+
+``exact_script.py`` reads one specification per line from its standard input. For each it forks one process per rank from
+its clean self (nothing has been trained in it), which saves the time of the imports, and answers with their exit
+statuses. Each rank writes ``RESULT.<rank>.json``, or is killed right after a save. A specification::
+
+    {"options": {...}, "trainer": {...}, "seed": 1, "save": ["hook", count] | null, "kill": true, "checkpoint": "path",
+     "resume": false, "result": "path", "io": "stock" | "module:Class", "port": 29500}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from tests.lightning_ckpt.exact_cases import Model, SaveAt, make_trainer, outcome
+
+
+def die(saved: Path) -> None:
+    """Kill all ranks and their workers, as losing the machine would, once the checkpoint is there."""
+    while not saved.exists():
+        time.sleep(0.01)
+    os.killpg(os.getpgid(0), signal.SIGKILL)
+
+
+def checkpoint_io(name: str) -> list[Any]:
+    if name == "stock":
+        return []
+    module, _, attribute = name.partition(":")
+    return [getattr(importlib.import_module(module), attribute)()]
+
+
+def main(spec: dict[str, Any]) -> None:
+    torch.set_num_threads(1)
+    pl.seed_everything(spec["seed"], verbose=False)
+    model = Model(spec["options"])
+    saved = Path(spec["checkpoint"])
+    after_save = functools.partial(die, saved) if spec["kill"] else None
+    save = SaveAt(*spec["save"], saved, after_save) if spec["save"] else None
+    directory = Path(spec["result"]).parent
+    plugins = checkpoint_io(spec["io"])
+    trainer = make_trainer(directory, [save] if save else [], plugins=plugins, **spec["trainer"])
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, ckpt_path=spec["checkpoint"] if spec["resume"] else None)
+    found = outcome(trainer, model)
+    result = {
+        "whole": dataclasses.asdict(found),
+        "after_save": dataclasses.asdict(found.after(save.seen, save.rows)) if save else None,
+        "warnings": [str(w.message) for w in caught if "exact" in str(w.message)],
+    }
+    path = Path(f"{spec['result']}.{trainer.global_rank}.json")
+    path.write_text(json.dumps(result))
+
+
+def fork_rank(spec: dict[str, Any], rank: int, group: int) -> int:
+    """Start one rank; its process number."""
+    process = os.fork()
+    if process:
+        os.setpgid(process, group or process)
+        return process
+    os.setpgid(0, group)
+    log = os.open(f"{spec['result']}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if spec["ranks"] > 1:
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(spec["port"]), "NODE_RANK": "0"}
+        os.environ.update(address, LOCAL_RANK=str(rank), WORLD_SIZE=str(spec["ranks"]))
+    status = 1
+    try:
+        main(spec)
+        status = 0
+    except BaseException:  # noqa: BLE001 - a forked child must never return into its parent's code
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def serve() -> None:
+    """Answer each line of standard input with the exit statuses of the ranks."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        spec = json.loads(line)
+        processes: list[int] = []
+        for rank in range(spec["ranks"]):
+            processes.append(fork_rank(spec, rank, processes[0] if processes else 0))
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
+        print(json.dumps(statuses), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve()

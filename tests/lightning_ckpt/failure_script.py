@@ -1,0 +1,145 @@
+"""Trains on two ranks for the tests of failures, and tells what each rank came to.
+
+Reads one specification per line from its standard input, forks a process per rank from its clean self, and answers
+``"ended"`` or ``"hung"`` (then the ranks were killed). Each rank writes what it caught as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed._composable.fsdp import fully_shard
+
+import ckpt_core.checkpointer as checkpointer_module
+import lightning_ckpt
+from lightning_ckpt import ResumableCheckpoint
+from tests.lightning_ckpt.reliable_cases import Callback, FillsDisk, GatedStorage, model_of, names, trainer_of
+
+
+class Opens(Callback):
+    """Lets the storage go on when training has raised."""
+
+    at_exception: Any = None
+
+    def on_exception(self, trainer: Any, *_: Any) -> None:
+        pending = trainer.strategy.checkpoint_io.checkpointer.pending
+        saved = Path(trainer.checkpoint_callback.dirpath)
+        self.at_exception = [list(pending), names(saved) if saved.exists() else []]
+        threading.Timer(0.2, GatedStorage.opened.set).start()
+
+
+def left_over(plugin: Any) -> list[str]:
+    """What should have been freed."""
+    buffers = plugin.checkpointer._buffers
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("ckpt-")]
+    found = [*threads, *plugin.checkpointer.pending]
+    if buffers._lent or buffers._idle:
+        found.append("buffers")
+    return found
+
+
+def main(spec: dict[str, Any], rank: int) -> None:
+    torch.set_num_threads(1)
+    saved, opens = Path(spec["saved"]), Opens()
+    options = {"on_error": spec["on_error"]} if "on_error" in spec else {}
+    plugin = getattr(lightning_ckpt, spec.get("io", "AsyncCheckpointIO"))(**options)
+    settings = {"every_n_train_steps": 2, "save_top_k": -1, "filename": "{step}", **spec.get("callback", {})}
+    callbacks: list[Any] = [opens, ResumableCheckpoint(saved, **settings)]
+    if "second" in spec:
+        callbacks.append(ResumableCheckpoint(Path(spec["second"]), every_n_train_steps=3, filename="{step}"))
+    if "raise_at" not in spec:
+        callbacks.append(FillsDisk(saved.parent, spec.get("full_at", -1), spec.get("free_at")))
+    if plugin.checkpointer.strategy == "async" and ("full_at" in spec or "raise_at" in spec):
+        checkpointer_module.storage_for = lambda *_: GatedStorage()  # type: ignore[assignment,misc]
+    strategy: Any = "ddp"
+    model = model_of(raise_at=spec.get("raise_at"))
+    if spec.get("strategy") == "model_parallel":
+        strategy = ModelParallelStrategy(
+            data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
+        model.configure_model = lambda: fully_shard(model, mesh=model.device_mesh["data_parallel"])
+    trainer_options = {"accumulate_grad_batches": 1, **spec.get("trainer", {})}
+    epochs = 2 * trainer_options["accumulate_grad_batches"]
+    trainer = trainer_of(
+        Path(spec["directory"]),
+        callbacks,
+        devices=2,
+        strategy=strategy,
+        plugins=[plugin],
+        max_epochs=epochs,
+        **trainer_options,
+    )
+    result: dict[str, Any] = {"type": None, "message": None, "errno": None, "path": None}
+    try:
+        trainer.fit(model)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the test looks at it
+        traceback.print_exc()
+        result = {
+            "type": type(error).__name__,
+            "message": str(error),
+            "errno": getattr(error, "errno", None),
+            "path": getattr(error, "path", None),
+        }
+    result |= {
+        "step": trainer.global_step,
+        "failures": plugin.checkpointer.failures,
+        "left": left_over(plugin),
+        "at_exception": opens.at_exception,
+    }
+    Path(spec["results"][rank]).write_text(json.dumps(result))
+
+
+def fork_rank(spec: dict[str, Any], rank: int) -> int:
+    """Start one rank; its process number."""
+    process = os.fork()
+    if process:
+        return process
+    log = os.open(f"{spec['results'][rank]}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(spec["port"]), "NODE_RANK": "0", "WORLD_SIZE": "2"}
+    os.environ.update(address, LOCAL_RANK=str(rank))
+    try:
+        main(spec, rank)
+    except BaseException:  # noqa: BLE001 - the test shows it
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def wait_for(processes: list[int], limit_seconds: float) -> str:
+    deadline = time.monotonic() + limit_seconds
+    running = set(processes)
+    while running and time.monotonic() < deadline:
+        running = {process for process in running if os.waitpid(process, os.WNOHANG) == (0, 0)}
+        time.sleep(0.01)
+    for process in running:
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    return "hung" if running else "ended"
+
+
+def serve() -> None:
+    """Answer each line of standard input."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        spec = json.loads(line)
+        processes = [fork_rank(spec, rank) for rank in range(2)]
+        print(json.dumps(wait_for(processes, spec["limit_seconds"])), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,143 @@
+"""Trains on one or several ranks that get signals, for the tests of what is done about them.
+
+Reads one specification per line from its standard input, forks a process per rank from its clean self, and answers with
+``["ended" or "hung", exit statuses]``. Each rank writes what it came to as JSON. A specification::
+
+    {"directory": "...", "ranks": 2, "port": 29500, "limit_seconds": 60, "io": "AsyncCheckpointIO", "callback": "ours",
+     "trainer": {...}, "options": {...}, "settings": {...}, "resume": "path" | null, "slurm": true,
+     "signals": [[rank, "SIGUSR1", "on_train_batch_start", count], ...], "name": "first"}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import signal
+import sys
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+import lightning_ckpt
+from lightning_ckpt import ResumableCheckpoint
+from lightning_ckpt._routing import gathering
+from tests.lightning_ckpt.exact_cases import MemoryLogger, Model, PlannedError, outcome
+from tests.lightning_ckpt.failure_script import wait_for
+
+
+class Signals(pl.Callback):
+    """Sends this process a signal at the n-th call of a hook, or raises there."""
+
+    def __init__(self, what: str, hook: str, count: int) -> None:
+        self.left = count
+
+        def call(trainer: Any, *_: Any) -> None:
+            if trainer.sanity_checking != (hook == "on_sanity_check_start"):
+                return
+            self.left -= 1
+            if self.left == 0 and what == "raise":
+                raise PlannedError
+            if self.left == 0:
+                os.kill(os.getpid(), getattr(signal, what))
+
+        setattr(self, hook, call)
+
+
+def callback_of(name: str, directory: Path, settings: dict[str, Any]) -> list[Any]:
+    if name == "none":
+        return []
+    kind = {"ours": ResumableCheckpoint, "stock": ModelCheckpoint, "on_exception": ResumableCheckpoint}[name]
+    also = [OnExceptionCheckpoint(directory / "saved", filename="on_exception")] if name == "on_exception" else []
+    return [*also, kind(directory / "saved", **{"filename": "{step}", "save_top_k": -1, **settings})]
+
+
+def main(spec: dict[str, Any], rank: int) -> None:
+    torch.set_num_threads(1)
+    gathering._INTERRUPTED_TIMEOUT = datetime.timedelta(seconds=2)  # type: ignore[attr-defined]
+    directory = Path(spec["directory"])
+    pl.seed_everything(spec.get("seed", 1), verbose=False)
+    model = Model(spec.get("options", {}))
+    callbacks: list[Any] = [Signals(*rest) for target, *rest in spec.get("signals", []) if target == rank]
+    callbacks += callback_of(spec.get("callback", "ours"), directory, spec.get("settings", {}))
+    plugins: list[Any] = []
+    if spec.get("io"):
+        plugins.append(getattr(lightning_ckpt, spec["io"])())
+    if spec.get("slurm"):
+        plugins.append(SLURMEnvironment(auto_requeue=True))
+    settings = {
+        "accelerator": "cpu",
+        "devices": spec["ranks"],
+        "strategy": "ddp" if spec["ranks"] > 1 else "auto",
+        "max_epochs": 3,
+        "num_sanity_val_steps": 0,
+        "log_every_n_steps": 2,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "default_root_dir": directory,
+    }
+    trainer = pl.Trainer(
+        **{**settings, **spec.get("trainer", {})}, callbacks=callbacks, plugins=plugins, logger=MemoryLogger()
+    )
+    result: dict[str, Any] = {"raised": None}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            if spec.get("validate"):
+                trainer.validate(model, verbose=False)
+            else:
+                trainer.fit(model, ckpt_path=spec.get("resume"))
+        except BaseException as error:  # noqa: BLE001 - the test looks at it
+            traceback.print_exc()
+            result["raised"] = type(error).__name__
+    result["warnings"] = [str(w.message) for w in caught if "exact" in str(w.message)]
+    result |= dataclasses.asdict(outcome(trainer, model)) if not spec.get("validate") else {}
+    result["ckpt_path"] = None if trainer.ckpt_path is None else str(trainer.ckpt_path)
+    (directory / f"{spec['name']}.{rank}.json").write_text(json.dumps(result))
+
+
+def fork_rank(spec: dict[str, Any], rank: int) -> int:
+    """Start one rank; its process number."""
+    process = os.fork()
+    if process:
+        return process
+    log = os.open(f"{spec['directory']}/{spec['name']}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(spec["port"])}
+    if spec.get("slurm"):
+        tasks = {"SLURM_NTASKS": spec["ranks"], "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0}
+        tasks |= {"SLURM_JOB_ID": 17, "SLURM_JOB_NAME": "train", "SLURM_NTASKS_PER_NODE": spec["ranks"]}
+        os.environ.update({**address, **{name: str(value) for name, value in tasks.items()}})
+        os.environ["PATH"] = spec["directory"] + os.pathsep + os.environ["PATH"]
+    elif spec["ranks"] > 1:
+        os.environ.update({**address, "NODE_RANK": "0", "WORLD_SIZE": str(spec["ranks"]), "LOCAL_RANK": str(rank)})
+    try:
+        main(spec, rank)
+    except BaseException:  # noqa: BLE001 - the test shows it
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def serve() -> None:
+    """Answer each line of standard input."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        spec = json.loads(line)
+        processes = [fork_rank(spec, rank) for rank in range(spec["ranks"])]
+        print(json.dumps(wait_for(processes, spec["limit_seconds"])), file=answers, flush=True)
+
+
+if __name__ == "__main__":
+    serve()

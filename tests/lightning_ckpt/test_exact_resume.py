@@ -1,0 +1,239 @@
+"""A run that is resumed in new objects, under another seed, ends with the bits of the run that was not interrupted."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from tests.lightning_ckpt.exact_cases import Model, Outcome, SaveAt, make_trainer, outcome
+
+BATCHES = 8
+
+
+def averaging() -> list[Any]:
+    """Lightning's own averaging of weights, which its releases before 2.6 do not have."""
+    callbacks = pytest.importorskip("lightning.pytorch.callbacks.weight_averaging")
+    return [callbacks.EMAWeightAveraging(decay=0.5)]
+
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Where to save, and what to train.
+
+    Attributes:
+        hook: The hook in which the checkpoint is saved.
+        count: At which call of it.
+        options: Options of the model.
+        trainer: Arguments of the Trainer.
+        callbacks: Makes further callbacks, for both runs.
+        inexact: A part of the warning, where exactness cannot be had; then only the warning is compared.
+        warns: A part of the warning of a resume that happens to be exact.
+    """
+
+    hook: str
+    count: int
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    trainer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    callbacks: Callable[[], list[Any]] = list
+    warns: str | None = None
+
+
+def train(case: Case, directory: Path) -> tuple[Path, Outcome]:
+    """Train to the end, saving on the way; what the run did after the save."""
+    pl.seed_everything(1, verbose=False)
+    model = Model(case.options)
+    save = SaveAt(case.hook, case.count, directory / "saved.ckpt")
+    trainer = make_trainer(directory, [*case.callbacks(), save], **case.trainer)
+    trainer.fit(model)
+    assert save.calls >= case.count, f"{case.hook} was called {save.calls} times"
+    return save.path, outcome(trainer, model).after(save.seen, save.rows)
+
+
+def resume(case: Case, path: Path, directory: Path) -> tuple[Outcome, list[str]]:
+    """Go on in new objects, after another seed; also the warnings about the resume."""
+    pl.seed_everything(77, verbose=False)
+    torch.randn(3)
+    model = Model(case.options)
+    trainer = make_trainer(directory, case.callbacks(), **case.trainer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, ckpt_path=path)
+    found = [str(w.message) for w in caught if "exact" in str(w.message)]
+    return outcome(trainer, model), found
+
+
+def check(case: Case, tmp_path: Path) -> None:
+    path, expected = train(case, tmp_path)
+    found, warned = resume(case, path, tmp_path)
+    assert len(warned) == (case.warns is not None)
+    assert case.warns is None or case.warns in warned[0]
+    assert found.seen == expected.seen, "other samples, or in another order"
+    assert found == expected
+
+
+MID, LAST = BATCHES + 3, BATCHES
+
+
+def loader(kind: str, workers: int, hook: str = "on_train_batch_end", count: int = MID, **options: Any) -> Any:
+    trainer = options.pop("trainer", {})
+    case = Case(
+        hook, count, {"loader": kind, "workers": workers, **options}, trainer, warns=READING.get((kind, workers))
+    )
+    return pytest.param(case, id=f"{kind}-{workers}-{hook.removeprefix('on_train_')}-{count}")
+
+
+READING = {("stream", 0): "draws random numbers in the main process"}
+
+LOADERS = [
+    *(loader("plain", 0, count=count) for count in (1, 4, 7, LAST, MID)),
+    *(loader("plain", 2, count=count) for count in (1, LAST, MID)),
+    *(loader(kind, 0) for kind in ("generator", "sampler", "weighted", "replacement", "own_rng", "distributed")),
+    *(loader(kind, 2) for kind in ("generator", "sampler", "batch_sampler", "replacement")),
+    *(loader("plain", workers, "on_train_epoch_end", 1) for workers in (0, 2)),
+    loader("generator", 0, count=LAST),
+    loader("sampler", 0, "on_train_epoch_end", 1),
+    loader("own_rng", 0, "on_train_epoch_end", 1),
+    loader("distributed", 2),
+    loader("distributed", 2, "on_train_epoch_end", 1),
+    *(loader("persistent", 2, count=count) for count in (LAST, MID)),
+    loader("persistent", 2, "on_train_epoch_end", 1),
+    *(loader("stateful", 0, count=count) for count in (LAST, MID)),
+    *(loader("stateful", 2, count=count) for count in (LAST, MID)),
+    loader("stateful", 0, "on_train_epoch_end", 1),
+    loader("stateful_persistent", 2),
+    *(loader("stateful_dataset", workers) for workers in (0, 2)),
+    loader("stateful_dataset", 0, count=LAST),
+    loader("stateful_distributed", 2),
+    loader("stateful_distributed", 0, "on_train_epoch_end", 1),
+    *(loader("stateful_stream", 0, count=count) for count in (1, 7, LAST, MID)),
+    *(loader("stateful_stream", 2, count=count) for count in (LAST, MID)),
+    loader("stateful_stream", 0, "on_train_epoch_end", 1),
+    loader("stateful_stateless_stream", 2),
+    loader("stream", 0),
+    loader("stream", 2),
+    loader("stream", 2, count=LAST),
+    loader("quiet_stream", 0),
+    loader("own_loader", 0),
+    *(loader("own_stateful_loader", 0, count=count) for count in (1, LAST, MID)),
+    loader("own_stateful_loader", 0, "on_train_epoch_end", 1),
+    *(loader("dict", workers) for workers in (0, 2)),
+    loader("dict", 0, count=2 * BATCHES - 2),
+    loader("min_size", 0, count=4),
+    loader("max_size", 0, count=BATCHES + 5),
+]
+
+
+@pytest.mark.parametrize("case", LOADERS)
+def test_loaders(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path)
+
+
+VAL = {"val": True}
+EVERY_3 = {"val_check_interval": 3}
+POINTS = {
+    "batch end, validation due": Case("on_train_batch_end", BATCHES + 3, VAL, EVERY_3),
+    "batch end of the last batch, validation due": Case("on_train_batch_end", BATCHES, VAL),
+    "batch end of the very last batch": Case("on_train_batch_end", 3 * BATCHES, VAL),
+    "validation end inside an epoch": Case("on_validation_end", 3, VAL, EVERY_3),
+    "validation end at the end of an epoch": Case("on_validation_end", 2, VAL),
+    "validation end, unsized": Case("on_validation_end", 2, {**VAL, "loader": "stateful_stream"}),
+    "validation start": Case("on_validation_start", 2, VAL, EVERY_3),
+    "inside validation": Case("on_validation_batch_end", 5, VAL, EVERY_3),
+    "inside validation, workers": Case("on_validation_batch_end", 5, {**VAL, "val_workers": 2, "workers": 2}, EVERY_3),
+    "inside validation at the end of an epoch": Case("on_validation_batch_start", 5, VAL),
+    "validation epoch end": Case("on_validation_epoch_end", 2, VAL, EVERY_3),
+    "after a sanity check": Case("on_train_batch_end", 3, VAL, {"num_sanity_val_steps": 2}),
+    "validation every second epoch": Case(
+        "on_train_batch_end", 2 * BATCHES + 2, VAL, {"check_val_every_n_epoch": 2, "max_epochs": 4}
+    ),
+    "validation across epochs": Case(
+        "on_validation_end", 2, VAL, {"check_val_every_n_epoch": None, "val_check_interval": 5}
+    ),
+    "inside validation across epochs": Case(
+        "on_validation_batch_end", 5, VAL, {"check_val_every_n_epoch": None, "val_check_interval": 5}
+    ),
+    "train start": Case("on_train_start", 1),
+    "first epoch start": Case("on_train_epoch_start", 1, {"workers": 2}),
+    "later epoch start": Case("on_train_epoch_start", 2),
+    "batch start": Case("on_train_batch_start", BATCHES + 3),
+    "first batch start": Case("on_train_batch_start", 1),
+    "first batch start of an epoch": Case("on_train_batch_start", BATCHES + 1, {"workers": 2}),
+    "batch start, unsized": Case("on_train_batch_start", BATCHES + 3, {"loader": "stateful_stream"}),
+    "first batch start, unsized": Case("on_train_batch_start", BATCHES + 1, {"loader": "stateful_stream"}),
+    "batch start, unsized, workers": Case("on_train_batch_start", 4, {"loader": "stateful_stream", "workers": 2}),
+    "epoch end with validation": Case("on_train_epoch_end", 1, VAL),
+    "epoch end, unsized": Case("on_train_epoch_end", 2, {"loader": "stateful_stream"}),
+}
+
+
+@pytest.mark.parametrize("case", POINTS.values(), ids=[name.replace(" ", "-") for name in POINTS])
+def test_points_of_the_loop(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path)
+
+
+ACCUMULATE = {"accumulate_grad_batches": 3}
+PLATEAU = {"plateau": {"interval": "epoch", "monitor": "loss_epoch"}}
+VAL_PLATEAU = {"plateau": {"interval": "step", "frequency": 3, "monitor": "val_loss"}, "val": True}
+FEATURES = {
+    "open window": Case("on_train_batch_end", BATCHES + 2, {}, ACCUMULATE),
+    "open window, workers": Case("on_train_batch_end", BATCHES + 2, {"workers": 2}, ACCUMULATE),
+    "window just closed": Case("on_train_batch_end", BATCHES + 3, {}, ACCUMULATE),
+    "open window at validation": Case("on_validation_end", 3, VAL, {**ACCUMULATE, "val_check_interval": 2}),
+    "open window inside validation": Case("on_validation_batch_end", 8, VAL, {**ACCUMULATE, "val_check_interval": 2}),
+    "window of an epoch's end": Case("on_train_batch_end", BATCHES, {}, ACCUMULATE),
+    "max_steps": Case("on_train_batch_end", 11, {}, {"max_steps": 19, "max_epochs": -1}),
+    "max_steps, epoch end": Case("on_train_epoch_end", 1, {}, {"max_steps": 19, "max_epochs": -1}),
+    "max_steps, last batch": Case("on_train_batch_end", 8, {}, {"max_steps": 19, "max_epochs": -1}),
+    "max_steps, validation": Case("on_validation_end", 1, VAL, {"max_steps": 19, "max_epochs": -1}),
+    "max_steps, epoch end, validation": Case("on_train_epoch_end", 1, VAL, {"max_steps": 19, "max_epochs": -1}),
+    "max_steps, last batch, validation": Case("on_train_batch_end", 8, VAL, {"max_steps": 19, "max_epochs": -1}),
+    "estimated_stepping_batches": Case("on_train_batch_end", MID, {"estimated": True, "loader": "stateful"}),
+    "estimated_stepping_batches, workers": Case("on_train_batch_end", MID, {"estimated": True, "workers": 2}),
+    "plateau at epoch end": Case("on_train_epoch_end", 1, PLATEAU),
+    "plateau at batch end": Case("on_train_batch_end", 2 * BATCHES, PLATEAU),
+    "plateau at validation end": Case("on_validation_end", 3, VAL_PLATEAU, EVERY_3),
+    "plateau before validation": Case("on_train_batch_end", 3, VAL_PLATEAU, EVERY_3),
+    "two optimizers by hand": Case("on_train_batch_end", MID + 1, {"manual": True}),
+    "two optimizers by hand, window closed": Case("on_train_batch_end", BATCHES + 3, {"manual": True}),
+    "reload every second epoch": Case("on_train_batch_end", MID, {}, {"reload_dataloaders_every_n_epochs": 2}),
+    "reload due": Case("on_train_epoch_end", 2, {"workers": 2}, {"reload_dataloaders_every_n_epochs": 2}),
+    "limited": Case("on_train_batch_end", 7, {}, {"limit_train_batches": 5}),
+    "limited, last batch, workers": Case("on_train_batch_end", 5, {"workers": 2}, {"limit_train_batches": 5}),
+    "limited, stateful": Case("on_train_epoch_end", 1, {"loader": "stateful"}, {"limit_train_batches": 5}),
+    "limited, persistent": Case(
+        "on_train_epoch_end", 1, {"loader": "persistent", "workers": 2}, {"limit_train_batches": 5}
+    ),
+    "limited, stateful stream": Case(
+        "on_train_batch_end", 7, {"loader": "stateful_stream"}, {"limit_train_batches": 5}
+    ),
+    "limited, stateful stream, last batch": Case(
+        "on_train_batch_end",
+        5,
+        {"loader": "stateful_stream"},
+        {"limit_train_batches": 5},
+        warns="left before its end",
+    ),
+    "bf16": Case("on_train_batch_end", MID, {}, {"precision": "bf16-mixed"}),
+    "averaged weights": Case("on_train_batch_end", MID, {}, {}, averaging),
+    "averaged weights, inside validation": Case("on_validation_batch_end", 4, VAL, {}, averaging),
+    "averaged weights, validation end": Case("on_validation_end", 2, VAL, {}, averaging),
+}
+
+
+@pytest.mark.parametrize("case", FEATURES.values(), ids=[name.replace(" ", "-") for name in FEATURES])
+def test_features(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path)

@@ -1,0 +1,130 @@
+"""What the user asks for at the resume is what is done, and one line says what has changed."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
+from torch.utils.data import DataLoader
+
+from tests.lightning_ckpt.exact_cases import Model, SaveAt, make_trainer
+from tests.lightning_ckpt.exact_data import BATCH, Samples
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+BATCHES = 8
+
+
+class Loading(Model):
+    """Its loader is made with the options."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Samples(BATCHES * BATCH), **{"batch_size": BATCH, "shuffle": True, **self.options})
+
+
+class AccumulatesLater(Callback):
+    """A hook that sets the Trainer's attribute once, as a schedule of the user's own."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch == 1:
+            trainer.accumulate_grad_batches = 4
+
+
+def fit(
+    directory: Path, *, options: dict[str, Any], callbacks: list[Any], **settings: Any
+) -> tuple[list[int], list[str]]:
+    """Train, and return the optimizer steps before each batch and at the end, and what was warned about the resume."""
+    path = settings.pop("ckpt_path", None)
+    pl.seed_everything(1, verbose=False)
+    model = Loading(options)
+    trainer = make_trainer(directory, callbacks, **{"max_epochs": 2, **settings})
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, ckpt_path=path)
+    steps = [seen[2] for seen in model.seen] + [trainer.global_step]
+    return steps, [str(w.message) for w in caught if "exact" in str(w.message)]
+
+
+def steps_after(first: int, at: list[int], batches: int) -> list[int]:
+    """Steps before each of the next batches and after the last, if the optimizer steps after the batches ``at``."""
+    return [first + sum(done <= batch for done in at) for batch in range(batches + 1)]
+
+
+ACCUMULATE = "accumulate_grad_batches"
+
+
+@pytest.mark.parametrize(
+    ("saved_at", "first", "second", "expected", "told"),
+    [
+        pytest.param(
+            ("on_train_epoch_end", 1), {ACCUMULATE: 1}, {ACCUMULATE: 2}, (8, [2, 4, 6, 8], 8), "was 1 and is 2", id="epoch"
+        ),
+        pytest.param(
+            ("on_train_batch_end", 2), {ACCUMULATE: 1}, {ACCUMULATE: 4}, (2, [2, 6, 10, 14], 14), "was 1 and is 4", id="none open"
+        ),
+        pytest.param(
+            ("on_train_batch_end", 4), {ACCUMULATE: 3}, {ACCUMULATE: 2}, (1, [2, 4, 6, 8, 10, 12], 12), "was 3 and is 2", id="open"
+        ),
+        pytest.param(
+            ("on_train_batch_end", 10),
+            {"schedule": {1: 4}},
+            {"schedule": {1: 4}},
+            (8, [2, 6], 6),
+            None,
+            id="schedule",
+        ),
+        pytest.param(
+            ("on_train_batch_end", 12), {"schedule": {1: 4}}, {}, (9, [1, 2, 3, 4], 4), "was 4 and is 1", id="no schedule"
+        ),
+        pytest.param(
+            ("on_train_batch_end", 12), {"schedule": {1: 4}}, {"schedule": {1: 2}}, (9, [2, 4], 4), "was 4 and is 2", id="other schedule"
+        ),
+        pytest.param(("on_train_batch_end", 10), {"hook": True}, {"hook": True}, (8, [2, 6], 6), None, id="hook"),
+    ],
+)  # fmt: skip
+def test_accumulation(
+    saved_at: tuple[str, int],
+    first: dict[str, Any],
+    second: dict[str, Any],
+    expected: tuple[int, list[int], int],
+    told: str | None,
+    tmp_path: Path,
+) -> None:
+    def settings(of: dict[str, Any], *callbacks: Any) -> dict[str, Any]:
+        found: dict[str, Any] = {"options": {}, "callbacks": list(callbacks)}
+        if "schedule" in of:
+            found["callbacks"].append(GradientAccumulationScheduler(dict(of["schedule"])))
+        if "hook" in of:
+            found["callbacks"].append(AccumulatesLater())
+        return {**found, **{name: value for name, value in of.items() if name == ACCUMULATE}}
+
+    save = SaveAt(*saved_at, tmp_path / "saved.ckpt")
+    fit(tmp_path, **settings(first, save))
+    steps, warned = fit(tmp_path, **settings(second), ckpt_path=save.path)
+    assert steps == steps_after(*expected)
+    assert len(warned) == (told is not None)
+    assert told is None or f"accumulate_grad_batches {told} now" in warned[0]
+
+
+@pytest.mark.parametrize(
+    ("changed", "told"),
+    [
+        ({"shuffle": False}, "sampler of a training data loader was BatchSampler of RandomSampler and is BatchSampler of Seq"),
+        ({"batch_size": BATCH * 2}, "number of batches"),
+        ({}, None),
+    ],
+)  # fmt: skip
+def test_another_loader(changed: dict[str, Any], told: str | None, tmp_path: Path) -> None:
+    save = SaveAt("on_train_batch_end", 3, tmp_path / "saved.ckpt")
+    fit(tmp_path, options={}, callbacks=[save])
+    _, warned = fit(tmp_path, options=changed, callbacks=[], ckpt_path=save.path)
+    assert len(warned) == (told is not None)
+    assert told is None or told in warned[0]

@@ -1,0 +1,88 @@
+"""Sharded saves of Fabric on real gloo ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import LIGHTNING, ScriptRunner
+
+SCRIPT = """
+import json, sys, torch
+from lightning.fabric import Fabric
+from lightning.fabric.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import fully_shard
+from lightning_ckpt import ShardedCheckpointIO
+
+kind, directory, world, setup = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4]
+path = f"{directory}/saved"
+
+def parallelize(model, mesh):
+    fully_shard(model, mesh=mesh["data_parallel"])
+    return model
+
+def work(fabric, seed, steps):
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(16, 513), torch.nn.Linear(513, 3)]
+    if kind == "ddp":
+        layers.insert(1, torch.nn.BatchNorm1d(513))
+    model = torch.nn.Sequential(*layers)
+    if kind == "mp":
+        model = getattr(fabric, setup)(model)
+        optimizer = fabric.setup_optimizers(torch.optim.Adam(model.parameters(), lr=0.1))
+    else:
+        model, optimizer = fabric.setup(model, torch.optim.Adam(model.parameters(), lr=0.1))
+    return model, optimizer
+
+def train(fabric, model, optimizer, steps):
+    losses = []
+    for step in steps:
+        loss = model(torch.sin(torch.arange(64.0).reshape(4, 16) + step + fabric.global_rank)).pow(2).mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+def main(fabric):
+    if world == 2:
+        model, optimizer = work(fabric, 0, 3)
+        train(fabric, model, optimizer, range(3))
+        fabric.save(path, {"model": model, "optimizer": optimizer, "step": 3, "note": {"a": (1, 2.5)}})
+        after = train(fabric, model, optimizer, range(3, 5))
+    model, optimizer = work(fabric, 1, 3)
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    rest = fabric.load(path, state)
+    assert state["step"] == 3 and rest == {"note": {"a": (1, 2.5)}}, (state["step"], rest)
+    fabric.save(f"{directory}/again{world}", state)
+    found = train(fabric, model, optimizer, range(3, 5))
+    if world == 2:
+        assert found == after, (found, after)
+    whole = fabric.load(path)
+    assert whole["model"]["0.weight"].shape == (513, 16) and whole["step"] == 3
+    print("DONE", fabric.global_rank)
+
+io = ShardedCheckpointIO(mode="sync")
+if kind == "mp":
+    strategy = ModelParallelStrategy(parallelize, data_parallel_size=world, tensor_parallel_size=1)
+    given = {"strategy": strategy, "callbacks": [io]}
+else:
+    given = {"strategy": "ddp", "plugins": [io], "callbacks": [] if world == 2 else [io]}
+fabric = Fabric(accelerator="cpu", devices=world, **given)
+fabric.launch()
+main(fabric)
+"""
+
+
+@pytest.mark.parametrize("kind", ["ddp", "mp"])
+def test_state_of_fabric_is_saved_and_loaded(fork_script: ScriptRunner, tmp_path: Path, kind: str) -> None:
+    given = {"modules": LIGHTNING, "timeout": 280}
+    for world, setup in ((2, "setup"), (3, "setup_module")):
+        done = fork_script(SCRIPT, kind, tmp_path, world, setup, **given, ranks=world)
+        assert done.stdout.count("DONE") == world
+    assert len(list((tmp_path / "saved").glob("model-*-of-00002.safetensors"))) == 2
+    from tests.lightning_ckpt.sharded_runs import assert_same_tensors, parts_at
+
+    for world in (2, 3):
+        assert_same_tensors(parts_at(tmp_path / f"again{world}"), parts_at(tmp_path / "saved"))

@@ -1,0 +1,177 @@
+"""Signals: to one rank or to several at different batches, what is saved, when the job is requeued, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_core import verify
+from tests.lightning_ckpt.features import needs_save_on_exception
+
+SCRIPT = Path(__file__).with_name("signal_script.py")
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_SECONDS = 90.0
+START = "on_train_batch_start"
+
+
+class Job:
+    """Runs ranks, each a fresh process (see ``signal_script.py``)."""
+
+    def __init__(self, directory: Path) -> None:
+        self.log = (directory / "job.log").open("w")
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+
+    def run(self, directory: Path, name: str, **spec: Any) -> list[dict[str, Any]]:
+        """Train; what each rank wrote."""
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        # What SLURM is asked for, and which checkpoints are there by then.
+        scontrol = directory / "scontrol"
+        scontrol.write_text(f'#!/bin/sh\ncd {directory}\necho "$@" $(ls -d hpc_ckpt_*) >> requeued\n')
+        scontrol.chmod(0o755)
+        spec = {"directory": str(directory), "name": name, "ranks": 2, "port": port, "io": "AsyncCheckpointIO", **spec}
+        assert self.process.stdin is not None and self.process.stdout is not None
+        print(json.dumps({**spec, "limit_seconds": LIMIT_SECONDS}), file=self.process.stdin, flush=True)
+        outcome = json.loads(self.process.stdout.readline())
+        logs = "\n".join(path.read_text() for path in sorted(directory.glob(f"{name}.*.log")))
+        results = [directory / f"{name}.{rank}.json" for rank in range(spec["ranks"])]
+        assert outcome == "ended", f"{outcome}\n{logs}"
+        assert all(path.exists() for path in results), logs
+        return [json.loads(path.read_text()) for path in results]
+
+    def close(self) -> None:
+        os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+        self.log.close()
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    started = Job(tmp_path_factory.mktemp("job"))
+    yield started
+    started.close()
+
+
+def requeued(directory: Path) -> list[str]:
+    found = directory / "requeued"
+    return found.read_text().splitlines() if found.exists() else []
+
+
+VALIDATING = {"options": {"val": True}, "trainer": {"val_check_interval": 2}}
+REQUEUES: dict[str, dict[str, Any]] = {
+    "rank 0": {"signals": [[0, "SIGUSR1", START, 3]]},
+    "a batch apart, in an open window": {
+        "signals": [[1, "SIGUSR1", "on_after_backward", 2], [0, "SIGUSR1", START, 3]],
+        "trainer": {"accumulate_grad_batches": 4},
+    },
+    "together, sharded": {
+        "signals": [[rank, "SIGUSR1", START, 1] for rank in range(2)],
+        "io": "ShardedCheckpointIO",
+        "settings": {"every_n_train_steps": 1},
+    },
+    "in validation": {"signals": [[0, "SIGUSR1", "on_validation_batch_start", 1]], **VALIDATING},
+    "in the sanity check": {
+        "signals": [[1, "SIGUSR1", "on_sanity_check_start", 1]],
+        "options": {"val": True},
+        "trainer": {"num_sanity_val_steps": 1},
+        "io": "SyncCheckpointIO",
+    },
+    "one process": {"signals": [[0, "SIGUSR1", "on_after_backward", 11]], "ranks": 1},
+}
+
+
+@pytest.mark.parametrize("name", REQUEUES)
+def test_a_requeued_job_resumes_exactly(job: Job, tmp_path: Path, name: str) -> None:
+    spec = {"slurm": True, **REQUEUES[name]}
+    whole = job.run(tmp_path, "whole", **spec)
+    assert [result["raised"] for result in whole] == [None] * len(whole)
+    assert requeued(tmp_path) == ["requeue 17 hpc_ckpt_1.ckpt"]
+    path = tmp_path / "hpc_ckpt_1.ckpt"
+    if spec.get("io") != "ShardedCheckpointIO":
+        assert verify(path)
+    resumed = job.run(tmp_path, "resumed", **{**spec, "signals": []}, resume=str(path), seed=77)
+    for rank, (found, expected) in enumerate(zip(resumed, whole, strict=True)):
+        assert found["warnings"] == []
+        assert found["seen"] == expected["seen"][len(expected["seen"]) - len(found["seen"]) :], f"rank {rank}"
+        assert len(found["seen"]) < len(expected["seen"])
+        for part in ("weights", "optimizer", "step", "callback_metrics"):
+            assert found[part] == expected[part], f"rank {rank}: {part}"
+
+
+def test_a_signal_in_the_last_batch(job: Job, tmp_path: Path) -> None:
+    signals = [[1, "SIGUSR1", START, 12]]
+    found = job.run(tmp_path, "whole", slurm=True, signals=signals)
+    assert [result["step"] for result in found] == [12, 12]
+    assert requeued(tmp_path) == ["requeue 17 hpc_ckpt_1.ckpt"]
+    assert torch.load(tmp_path / "hpc_ckpt_1.ckpt")["global_step"] == 12
+
+
+@pytest.mark.parametrize("io", ["AsyncCheckpointIO", "ShardedCheckpointIO"])
+def test_a_job_with_a_stock_callback_is_requeued(job: Job, tmp_path: Path, io: str) -> None:
+    signals = [[0, "SIGUSR1", START, 2], [1, "SIGUSR1", START, 3]]
+    job.run(tmp_path, "first", slurm=True, io=io, callback="stock", signals=signals)
+    assert requeued(tmp_path) == ["requeue 17 hpc_ckpt_1.ckpt"]
+
+
+def test_a_signal_during_a_validation_of_its_own(job: Job, tmp_path: Path) -> None:
+    signals = [[1, "SIGUSR1", "on_validation_batch_start", 1]]
+    job.run(tmp_path, "first", slurm=True, validate=True, signals=signals, options={"val": True})
+    assert requeued(tmp_path) == ["requeue 17 hpc_ckpt_1.ckpt"]
+
+
+@pytest.mark.parametrize(("rank", "hook"), [(1, START), (0, "on_validation_batch_start")])
+def test_sigterm_to_one_rank_saves_on_all_and_ends(job: Job, tmp_path: Path, rank: int, hook: str) -> None:
+    needs_save_on_exception()
+    # three of four batches of the epoch done, or validating after the second
+    spec = {**VALIDATING, "settings": {"save_on_exception": True, "every_n_epochs": 50}}
+    whole = job.run(tmp_path, "whole", **VALIDATING)
+    ended = job.run(tmp_path, "ended", signals=[[rank, "SIGTERM", hook, 3]], **spec)
+    assert [result["raised"] for result in ended] == ["SIGTERMException"] * 2
+    assert ended[0]["step"] == ended[1]["step"] < whole[0]["step"]
+    path = tmp_path / "saved" / f"step={ended[0]['step']}.ckpt"
+    assert torch.load(path)["global_step"] == ended[0]["step"]
+    resumed = job.run(tmp_path, "resumed", resume=str(path), seed=77, **VALIDATING)
+    for found, expected in zip(resumed, whole, strict=True):
+        assert found["warnings"] == []
+        assert (found["weights"], found["optimizer"]) == (expected["weights"], expected["optimizer"])
+
+
+def test_sigterm_without_a_save_ends_all_ranks(job: Job, tmp_path: Path) -> None:
+    ended = job.run(tmp_path, "ended", signals=[[1, "SIGTERM", START, 3]], callback="stock")
+    assert [result["raised"] for result in ended] == ["SIGTERMException"] * 2
+
+
+def test_sigterm_to_all_ranks_at_different_batches(job: Job, tmp_path: Path) -> None:
+    signals = [[0, "SIGTERM", START, 3], [1, "SIGTERM", START, 4], [1, "SIGTERM", START, 2]]
+    ended = job.run(tmp_path, "ended", signals=signals)
+    assert [result["raised"] for result in ended] == ["SIGTERMException"] * 2
+    assert ended[0]["step"] == ended[1]["step"]
+
+
+def test_an_exception_on_rank_0_alone_ends_the_others(job: Job, tmp_path: Path) -> None:
+    needs_save_on_exception()
+    settings = {"save_on_exception": True, "every_n_train_steps": 2}
+    ended = job.run(tmp_path, "ended", signals=[[0, "raise", START, 4]], settings=settings)
+    assert ended[0]["raised"] == "PlannedError"
+    assert ended[1]["raised"] is not None
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step=2.ckpt"]
+    assert verify(tmp_path / "saved" / "step=2.ckpt")
