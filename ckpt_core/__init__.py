@@ -1,6 +1,6 @@
 """Training state to durable, verified checkpoints and back; the engine under ``lightning_ckpt`` and ``accelerate_ckpt``."""
 
-from ckpt_core._commit import RankGroup
+from ckpt_core import policies, storage
 from ckpt_core._pipeline.reader import verify
 from ckpt_core.catalog import Catalog, CheckpointInfo
 from ckpt_core.checkpointer import Checkpointer
@@ -18,7 +18,10 @@ from ckpt_core.errors import (
     StorageError,
     UnsafeCheckpointError,
 )
+from ckpt_core.events import EventLog
+from ckpt_core.ranks import RankGroup
 from ckpt_core.state.kinds import Kind, Part
+from ckpt_core.tiers import Tiers
 
 __all__ = [
     "Catalog",
@@ -30,6 +33,7 @@ __all__ = [
     "Checkpointer",
     "DirectoryCheckpoint",
     "DirectoryCheckpointer",
+    "EventLog",
     "Kind",
     "OutOfMemoryError",
     "Part",
@@ -39,7 +43,10 @@ __all__ = [
     "SnapshotTornError",
     "StateMismatchError",
     "StorageError",
+    "Tiers",
     "UnsafeCheckpointError",
+    "policies",
+    "storage",
     "verify",
 ]
 

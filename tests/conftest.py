@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import os
 import secrets
 import shutil
@@ -66,15 +68,50 @@ LONGEST = (
 )
 
 
+#: Fixtures that start processes.
+PROCESS_FIXTURES = {"run_script", "fork_script", "ranks"}
+#: Modules that do.
+PROCESS_MODULES = {"subprocess", "multiprocessing", "torch.multiprocessing"}
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first, and skip the tests marked ``gpu`` where there is none."""
+    """Put the longest files first, mark what starts processes or servers, and skip tests marked ``gpu`` where there is none."""
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
-    if torch.cuda.is_available():
-        return
     for item in items:
-        if item.get_closest_marker("gpu"):
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if "servers" in fixtures:
+            item.add_marker("server")
+        if fixtures & PROCESS_FIXTURES or _starts_processes(item.path):
+            item.add_marker("process")
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _starts_processes(path: Path) -> bool:
+    """Whether a file of tests, or one of our helpers that it imports, imports what starts processes."""
+    seen, left = set[Path](), [path]
+    while left:
+        file = left.pop()
+        if file not in seen:
+            seen.add(file)
+            names = _imports_of(file)
+            if PROCESS_MODULES & names:
+                return True
+            helpers = [ROOT / (name.replace(".", "/") + ".py") for name in names if name.startswith("tests.")]
+            left += [helper for helper in helpers if helper.is_file()]
+    return False
+
+
+@functools.cache
+def _imports_of(path: Path) -> frozenset[str]:
+    found = set[str]()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.update((node.module, *(f"{node.module}.{alias.name}" for alias in node.names)))
+    return frozenset(found)
 
 
 @pytest.fixture(autouse=True)

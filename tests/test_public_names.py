@@ -1,0 +1,110 @@
+"""What users import: a name that goes or is renamed breaks their programs."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+ERRORS = {
+    "CheckpointCorruptedError",
+    "CheckpointError",
+    "CheckpointFormatError",
+    "CheckpointNotFoundError",
+    "OutOfMemoryError",
+    "RankFailedError",
+    "SerializationError",
+    "SnapshotTornError",
+    "StateMismatchError",
+    "StorageError",
+    "UnsafeCheckpointError",
+}
+EXPORTED = {
+    "ckpt_core": ERRORS
+    | {"Catalog", "CheckpointInfo", "Checkpointer", "DirectoryCheckpoint", "DirectoryCheckpointer", "EventLog", "Kind"}
+    | {"Part", "RankGroup", "Tiers", "policies", "storage", "verify"},
+    "ckpt_core.errors": ERRORS | {"none_verifies"},
+    "ckpt_core.events": {
+        "CheckpointLoaded",
+        "CheckpointRemoved",
+        "CheckpointSkipped",
+        "CheckpointUploaded",
+        "Event",
+        "EventLog",
+        "Listener",
+        "SaveCommitted",
+        "SaveFailed",
+        "SaveStarted",
+        "SnapshotTaken",
+        "UploadFailed",
+        "notify",
+    },
+    "ckpt_core.interchange": {
+        "CkptStorageReader",
+        "CkptStorageWriter",
+        "check_dcp",
+        "export_dcp",
+        "export_model",
+        "import_dcp",
+        "import_model",
+    },
+    "ckpt_core.policies": {
+        "AnyOf",
+        "KeepAtSteps",
+        "KeepBest",
+        "KeepEverySteps",
+        "KeepEveryTime",
+        "KeepLatest",
+        "RetentionPolicy",
+        "SavedCheckpoint",
+        "to_delete",
+    },
+    "ckpt_core.storage": {
+        "MANIFEST_NAME",
+        "Fault",
+        "FaultyStorage",
+        "FileInfo",
+        "FileReader",
+        "FileWriter",
+        "LocalStorage",
+        "Operation",
+        "Storage",
+        "is_remote",
+        "local_path",
+        "storage_for",
+    },
+    "lightning_ckpt": {"AsyncCheckpointIO", "ResumableCheckpoint", "ShardedCheckpointIO", "SyncCheckpointIO"},
+    "accelerate_ckpt": {"CheckpointConfig", "CheckpointProjectConfiguration", "attach"},
+}
+# Where a name may come without being listed there: users may import it from here, too.
+ALSO_THERE = {
+    "ckpt_core.tiers": {"Tiers"},
+    "ckpt_core.directory": {"DirectoryCheckpoint", "DirectoryCheckpointer"},
+    "ckpt_core.checkpointer": {"Checkpointer"},
+    "ckpt_core.catalog": {"Catalog", "CheckpointInfo"},
+    "lightning_ckpt.parameter_server": {"ParameterServerWorker"},
+    "accelerate_ckpt.integrations.transformers": {"ResumableCallback"},
+    "ckpt_async.consistent_cut": {"CutShard", "CutWorker", "ShardState", "SnapshotCoordinator"},
+    "ckpt_async.local_updates": {"DiLoCo", "GatedWorker", "StepGate", "StreamCursor", "TorchftLoop", "WorkerState"},
+    "ckpt_async.parameter_server": {"CutStore", "ParameterClient", "ParameterServer", "RemoteOptimizer"},
+}
+
+
+@pytest.mark.parametrize("package", EXPORTED)
+def test_a_package_exports_these_names_and_no_others(package: str) -> None:
+    module = importlib.import_module(package)
+    exported = set(module.__all__)
+    assert exported == EXPORTED[package]
+    assert {name for name in exported if not hasattr(module, name)} == set()
+
+
+@pytest.mark.parametrize("module", ALSO_THERE)
+def test_a_module_has_these_names(module: str) -> None:
+    assert ALSO_THERE[module] - set(dir(importlib.import_module(module))) == set()
+
+
+def test_no_exported_name_is_of_a_private_class() -> None:
+    for package in EXPORTED:
+        module = importlib.import_module(package)
+        private = [name for name in module.__all__ if getattr(getattr(module, name), "__name__", name).startswith("_")]
+        assert private == [], package
