@@ -8,13 +8,18 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
+from tests.support.server_fixtures import server_of, servers
+from tests.support.servers import Server
 from tests.support.shared_servers import ROOT, ServerPool
+
+__all__ = ["server_of", "servers"]
 
 ASKER = """
 import json, os, sys, time
@@ -59,7 +64,10 @@ def goes_down(endpoint: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["moto", pytest.param("ceph", marks=pytest.mark.slow)])
-def test_who_asks_at_once_gets_one_server_that_runs_until_the_last_has_left(tmp_path: Path, kind: str) -> None:
+def test_who_asks_at_once_gets_one_server_that_runs_until_the_last_has_left(
+    tmp_path: Path, kind: str, server_of: Callable[[str], Server]
+) -> None:
+    server_of(kind)  # skipped where it is not installed
     askers = [ask(tmp_path, kind), ask(tmp_path, kind, "fork")]
     (endpoint, bucket), (other_endpoint, other_bucket) = map(answer, askers)
     assert endpoint == other_endpoint and bucket != other_bucket

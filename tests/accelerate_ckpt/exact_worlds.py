@@ -1,4 +1,4 @@
-"""Runs the cells of ``exact_cells`` on a number of ranks, once for all tests of a file."""
+"""Runs the cells of ``exact_cells`` on a number of ranks, some at a time, and judges what came of them."""
 
 from __future__ import annotations
 
@@ -16,23 +16,42 @@ from tests.accelerate_ckpt.exact_script import train_all
 tell(found=train_all(mode, Path(directory), cells))
 """
 ROOT = Path(__file__).resolve().parents[2]
+#: How many cells share the processes that run them, whose start takes longer than a cell.
+AT_A_TIME = 8
 
 Found = list[dict[str, dict[str, str]]]
 
 
-def run_and_resume(ranks: Ranks, directory: Path, world_size: int, cells: list[str]) -> tuple[Found, Found]:
-    """Train the cells without interruption, and from each of their checkpoints in other processes.
+class Worlds:
+    """Trains cells without interruption, and from each of their checkpoints in other processes.
 
-    Returns:
-        For each rank and cell, what was not the same bit for bit: with and without the plugin, and after each resume.
+    Args:
+        ranks: Starts processes.
+        directory: For the checkpoints.
+        world_size: Number of ranks.
+        cells: Those that are going to be asked for.
     """
-    found = []
-    for mode in ("run", "resume"):
-        names: dict[str, Any] = {"root": str(ROOT), "directory": str(directory), "mode": mode, "cells": cells}
-        results = ranks.run(BODY, world_size, timeout=600, **names)
+
+    def __init__(self, ranks: Ranks, directory: Path, world_size: int, cells: list[str]) -> None:
+        self.world_size = world_size
+        self._ranks, self._directory = ranks, directory
+        self._groups = [cells[begin : begin + AT_A_TIME] for begin in range(0, len(cells), AT_A_TIME)]
+        self._found: dict[str, tuple[Found, Found]] = {}
+
+    def __getitem__(self, cell: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
+        """Return for each rank what was not the same bit for bit: with and without the plugin, and after each resume."""
+        if cell not in self._found:
+            (group,) = (group for group in self._groups if cell in group)
+            whole, resumed = (self._run(mode, group) for mode in ("run", "resume"))
+            self._found.update(dict.fromkeys(group, (whole, resumed)))
+        whole, resumed = self._found[cell]
+        return [rank[cell] for rank in whole], [rank[cell] for rank in resumed]
+
+    def _run(self, mode: str, cells: list[str]) -> Found:
+        names: dict[str, Any] = {"root": str(ROOT), "directory": str(self._directory), "mode": mode, "cells": cells}
+        results = self._ranks.run(BODY, self.world_size, timeout=600, **names)
         assert all(result.ended and result.error is None for result in results), results
-        found.append([result.told["found"] for result in results])
-    return found[0], found[1]
+        return [result.told["found"] for result in results]
 
 
 def selected_cells(request: pytest.FixtureRequest) -> list[str]:
@@ -42,3 +61,22 @@ def selected_cells(request: pytest.FixtureRequest) -> list[str]:
         if isinstance(item, pytest.Function) and item.module is request.module:
             found[item.callspec.params["cell"]] = None
     return list(found)
+
+
+def check_resumes(resumed: list[dict[str, str]], *, draws_while_reading: bool) -> None:
+    """Check that each resume of a cell was exact, on each rank, and said so."""
+    for rank in resumed:
+        warned = {point: cause for point, cause in rank.items() if point.startswith("warned")}
+        assert {point: what for point, what in rank.items() if what and point not in warned} == {}
+        assert len(rank) - len(warned) >= 3, "nothing was resumed"
+        if draws_while_reading:
+            assert all("draws random numbers" in cause for cause in warned.values())
+        else:
+            assert warned == {}
+
+
+def check_attaching(whole: list[dict[str, str]], cell: str) -> None:
+    """Check that training with the plugin gave the same bits as without."""
+    if "stateful" in cell and ("workers" in cell or "persistent" in cell):
+        pytest.skip("a stateful loader seeds its first workers when it is prepared, before it is followed")
+    assert whole == [{"first": ""}] * len(whole)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.accelerate_ckpt.exact_worlds import Found, run_and_resume
+from tests.accelerate_ckpt.exact_worlds import Worlds, check_attaching, check_resumes, selected_cells
 from tests.support.accelerate_ranks import Ranks
 
 CELLS = [
@@ -27,24 +27,16 @@ DRAW_WHILE_READING = {"dispatched_stream", "stream", "stream_split", "shuffled_s
 
 
 @pytest.fixture(scope="module")
-def found(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Found, Found]:
-    return run_and_resume(ranks, tmp_path_factory.mktemp("cells"), 3, CELLS)
+def worlds(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Worlds:
+    return Worlds(ranks, tmp_path_factory.mktemp("cells"), 3, selected_cells(request))
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_resumed_bit_for_bit(found: tuple[Found, Found], cell: str) -> None:
-    for rank in found[1]:
-        warned = {point: cause for point, cause in rank[cell].items() if point.startswith("warned")}
-        assert {point: what for point, what in rank[cell].items() if what and point not in warned} == {}
-        assert len(rank[cell]) - len(warned) >= 3, "nothing was resumed"
-        if cell in DRAW_WHILE_READING:
-            assert all("draws random numbers" in cause for cause in warned.values())
-        else:
-            assert warned == {}
+def test_resumed_bit_for_bit(worlds: Worlds, cell: str) -> None:
+    _, resumed = worlds[cell]
+    check_resumes(resumed, draws_while_reading=cell in DRAW_WHILE_READING)
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_attaching_changes_nothing(found: tuple[Found, Found], cell: str) -> None:
-    if "stateful" in cell and ("workers" in cell or "persistent" in cell):
-        pytest.skip("a stateful loader seeds its first workers when it is prepared, before it is followed")
-    assert [rank[cell] for rank in found[0]] == [{"first": ""}] * 3
+def test_attaching_changes_nothing(worlds: Worlds, cell: str) -> None:
+    check_attaching(worlds[cell][0], cell)
