@@ -3,16 +3,20 @@
 PYTHON ?= python3
 ARGS ?=
 BIN := .venv/bin
-PACKAGES := ckpt_async ckpt_core lightning_ckpt accelerate_ckpt
 READY := .venv/.ready
 
-.PHONY: help venv demo test lint bench chaos chaos-cut acceptance acceptance-accelerate clean
+.PHONY: help venv demo check test test-all test-wheel coverage lint bench chaos chaos-cut acceptance
+.PHONY: acceptance-accelerate clean
 
 help:
 	@echo "make venv        set up .venv with the pinned versions (the others do it when it is missing or out of date)"
 	@echo "make demo        train, kill and resume a small GPT; the picture and the page go to demo_output/"
-	@echo "make test        run the tests; ARGS='-k name' picks some"
-	@echo "make lint        check format, style, types, and run the examples of README.md and docs/"
+	@echo "make check       format, style, types and the tests that start no process: two minutes"
+	@echo "make test        all tests but the slow ones; ARGS='-k name' picks some"
+	@echo "make test-all    all tests, after installing the servers that they need (root, Debian's packages, npm)"
+	@echo "make test-wheel  build the wheel, install it into an empty environment, and test it there without the sources"
+	@echo "make coverage    make test, and which lines of the packages it ran, also in other processes"
+	@echo "make lint        format, style, types, and the examples of README.md and docs/"
 	@echo "make bench       measure stalls, time to durable and memory"
 	@echo "make chaos       kill trainings with SIGKILL, resume them, and check that nothing is lost; ARGS='--kills 100'"
 	@echo "make chaos-cut   the same for asynchronous training: whole clusters of parameter servers and workers"
@@ -33,16 +37,34 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/python examples/crash_demo/run.py --output demo_output $(ARGS)
 
-# The tests start several processes at a time: one thread each keeps them from fighting over the cores. Much of their time is
-# waiting for processes to start, so two files run at a time, in the order that tests/conftest.py gives them.
-test: export OMP_NUM_THREADS = 1
+# The tests start several processes at a time: one thread each keeps them from fighting over the cores. Much of their
+# time is waiting for processes to start, so two files run at a time, in the order that tests/conftest.py gives them.
+PYTEST := $(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+check test test-all coverage: export OMP_NUM_THREADS = 1
+check: $(READY)
+	$(BIN)/ruff format --check --quiet .
+	$(BIN)/ruff check --quiet .
+	$(BIN)/mypy
+	$(PYTEST) -m 'not process and not server and not slow and not training' $(ARGS)
+
 test: $(READY)
-	$(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations=25 $(ARGS)
+	$(PYTEST) --durations=25 -m 'not slow' $(ARGS)
+
+test-all: $(READY)
+	.ci/install_servers || echo "some servers could not be installed: their tests are skipped"
+	$(PYTEST) --durations=25 $(ARGS)
+
+test-wheel: $(READY)
+	$(BIN)/python tools/test_wheel.py $(ARGS)
+
+coverage: $(READY)
+	$(PYTEST) -m 'not slow' --cov --cov-report=term:skip-covered $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/mypy $(PACKAGES)
+	$(BIN)/mypy
 	$(BIN)/python tools/run_docs.py README.md $(sort $(wildcard docs/*.md))
 
 bench: $(READY)
@@ -66,6 +88,6 @@ acceptance-accelerate: $(READY)
 	$(BIN)/python tools/acceptance_accelerate.py "$(ACCELERATE_TESTS)" $(ARGS)
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist *.egg-info .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	rm -rf demo_output benchmark_output lightning_logs .acceptance
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

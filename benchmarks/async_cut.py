@@ -1,8 +1,8 @@
 """What checkpoints cost an asynchronous training: updates per second without any, unaligned, aligned, and stopping the world.
 
-Runs of all ways take turns, in another order each time, so that whatever else changes on the machine meets all of them. How much
-the runs without checkpoints differ among themselves is the noise, and is printed beside the differences. CPU time per update
-is less at the mercy of the machine: it says what checkpoints make the processes do.
+Runs of all ways take turns, in another order each time, so that whatever else changes on the machine meets all of them.
+How much the runs without checkpoints differ among themselves is the noise, and is printed beside the differences. CPU
+time per update is less at the mercy of the machine: it says what checkpoints make the processes do.
 """
 
 from __future__ import annotations

@@ -71,7 +71,8 @@ def _timed(action: Callable[[], Any]) -> float:
     return time.perf_counter() - started
 
 
-# ---- one large state -------------------------------------------------------------------------------------------------------
+# ---- one large state
+# -------------------------------------------------------------------------------------------------------
 
 
 def _large(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -179,7 +180,8 @@ def _load_into(path: Path, state: State) -> None:
             checkpoint.load(name, into=value)
 
 
-# ---- an eighth of a tensor -------------------------------------------------------------------------------------------------
+# ---- an eighth of a tensor
+# -------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -228,7 +230,8 @@ def _check(target: DTensor, whole: torch.Tensor) -> None:
         raise AssertionError("a wrong eighth was loaded")
 
 
-# ---- many small tensors ----------------------------------------------------------------------------------------------------
+# ---- many small tensors
+# ----------------------------------------------------------------------------------------------------
 
 
 def _small(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
@@ -277,7 +280,8 @@ def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-# ---- a thousand ranks ------------------------------------------------------------------------------------------------------
+# ---- a thousand ranks
+# ------------------------------------------------------------------------------------------------------
 
 
 def _commit(ranks: int, directory: Path, count: int = 1000) -> dict[str, float]:

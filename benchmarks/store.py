@@ -1,7 +1,8 @@
 """An object store: ours beside raw parallel clients of the same server and Lightning's own way; and what verification costs.
 
-The server runs on this machine: ``rclone serve s3`` over a directory, or with ``--server ceph`` a real Ceph in memory, which also
-takes the ranged reads of obstore, and in which each request takes some milliseconds. It shares the processors with the clients, so the client's processor time is the sturdier figure.
+The server runs on this machine: ``rclone serve s3`` over a directory, or with ``--server ceph`` a real Ceph in memory,
+which also takes the ranged reads of obstore, and in which each request takes some milliseconds. It shares the
+processors with the clients, so the client's processor time is the sturdier figure.
 """
 
 from __future__ import annotations
@@ -109,7 +110,8 @@ class _Objects:
             filesystem.rm_file(self._replaced.pop())
 
 
-# ---- contenders ------------------------------------------------------------------------------------------------------------
+# ---- contenders
+# ------------------------------------------------------------------------------------------------------------
 
 
 class _RawClient:
@@ -293,7 +295,8 @@ def _unverified(action: Action) -> Action:
     return act
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------------
+# ---- measuring
+# -------------------------------------------------------------------------------------------------------------
 
 
 def _rounds(

@@ -3,8 +3,8 @@
     python diloco.py --output runs/diloco --workers 3
     python diloco.py --output runs/diloco --workers 2    # after a crash or a kill: goes on, with any number of workers
 
-Started again with as many workers, it ends with the same bits as if it had never been interrupted; with another number, from the
-same shared parameters and outer optimizer. A part of the model counts how often each batch was used.
+Started again with as many workers, it ends with the same bits as if it had never been interrupted; with another number,
+from the same shared parameters and outer optimizer. A part of the model counts how often each batch was used.
 """
 
 from __future__ import annotations

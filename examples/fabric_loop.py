@@ -3,8 +3,8 @@
     python fabric_loop.py --output runs/fabric --steps 60
     python fabric_loop.py --output runs/fabric --steps 60    # goes on from the newest checkpoint that verifies
 
-Fabric leaves the state to its user, so exactness is up to the loop: this one saves the random state and draws its batches
-from it.
+Fabric leaves the state to its user, so exactness is up to the loop: this one saves the random state and draws its
+batches from it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Hogwild: several processes change one shared model without locks, and checkpoints are exact all the same.
 
     python hogwild.py --output runs/hogwild --workers 3
-    python hogwild.py --output runs/hogwild --workers 2    # after a crash or a kill: goes on, with any number of workers
+    python hogwild.py --output runs/hogwild --workers 2    # after a crash or a kill: goes on, with any number of
+    workers
 
 The model counts in itself how often each batch was used: the judge of whether any was lost or repeated.
 """

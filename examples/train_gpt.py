@@ -5,8 +5,8 @@ The text is real and needs no download: the source files of Python's own standar
     python train_gpt.py --output runs/gpt --max-steps 200
     python train_gpt.py --output runs/gpt --max-steps 200 --resume    # after a crash, as often as needed
 
-What makes the resume exact are the two objects given to the Trainer in :func:`build_trainer`; the model, the data loader
-and the optimizer are as in any other script.
+What makes the resume exact are the two objects given to the Trainer in :func:`build_trainer`; the model, the data
+loader and the optimizer are as in any other script.
 """
 
 from __future__ import annotations

@@ -70,7 +70,9 @@ LONGEST = (
 
 #: Fixtures that start processes.
 PROCESS_FIXTURES = {"run_script", "fork_script", "ranks"}
-#: Modules that do.
+#: Folders whose tests train with a framework.
+TRAINING_FOLDERS = {"accelerate_ckpt", "lightning_ckpt", "chaos", "examples"}
+#: Modules that start processes.
 PROCESS_MODULES = {"subprocess", "multiprocessing", "torch.multiprocessing"}
 
 
@@ -82,6 +84,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = set(getattr(item, "fixturenames", ()))
         if "servers" in fixtures:
             item.add_marker("server")
+        if item.path.relative_to(ROOT / "tests").parts[0] in TRAINING_FOLDERS:
+            item.add_marker("training")
         if fixtures & PROCESS_FIXTURES or _starts_processes(item.path):
             item.add_marker("process")
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
@@ -208,8 +212,8 @@ def run_script(tmp_path: Path) -> ScriptRunner:
     ``run_script(script, *args, env=None, cwd=None, timeout=120, check=True)``: ``script`` is source text (indentation
     is removed) or a :class:`~pathlib.Path`; ``env`` adds to the environment, and None as a value removes; ``cwd`` is
     the test's ``tmp_path`` unless given; with ``check`` an exit status other than 0 fails the test. The process leads
-    a group of its own. It is killed at the end with all its descendants, also those in sessions of their own, such as the
-    ranks of a launcher.
+    a group of its own. It is killed at the end with all its descendants, also those in sessions of their own, such as
+    the ranks of a launcher.
     """
 
     def run(
@@ -267,9 +271,9 @@ def _fork_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 def fork_script(tmp_path: Path, _fork_servers: Callable[[tuple[str, ...]], ForkServer]) -> ScriptRunner:
     """``run_script`` for code that does not mind being forked from a process that has imported for it, which saves seconds.
 
-    ``fork_script(script, *args, modules=CORE, ranks=None, env=None, cwd=None, timeout=120, check=True)``: ``modules`` is what
-    has been imported; with ``ranks`` so many processes run the script, with the variables that a launcher would set, and the
-    results are those of all. Everything else is as for ``run_script``.
+    ``fork_script(script, *args, modules=CORE, ranks=None, env=None, cwd=None, timeout=120, check=True)``: ``modules``
+    is what has been imported; with ``ranks`` so many processes run the script, with the variables that a launcher would
+    set, and the results are those of all. Everything else is as for ``run_script``.
     """
 
     def run(

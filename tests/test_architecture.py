@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("ckpt_core", "ckpt_async", "lightning_ckpt", "accelerate_ckpt")
 
-# The modules of ckpt_core, top layer first. Those of one layer may import each other; docs/architecture.md explains the order.
+# The modules of ckpt_core, top layer first. Those of one layer may import each other; docs/architecture.md explains the
+# order.
 LAYERS = (
     {"cli"},
     {"interchange"},

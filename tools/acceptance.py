@@ -1,10 +1,10 @@
 """Run Lightning's own checkpoint tests with each of our ``CheckpointIO`` plugins as the default one.
 
-They run with the Lightning that is installed: with Lightning's own plugin in an environment without this project (stock), the
-same where it is installed and not used, with ``SyncCheckpointIO`` and with ``AsyncCheckpointIO``. Whatever passes on stock must
-pass in the other rows; if something does not, the exit status is 1 and it is named. One more run, which only informs, takes
-away the waiting for small states from ``AsyncCheckpointIO``: the models of these tests are all small. Logs and results are kept
-in ``.acceptance/``.
+They run with the Lightning that is installed: with Lightning's own plugin in an environment without this project
+(stock), the same where it is installed and not used, with ``SyncCheckpointIO`` and with ``AsyncCheckpointIO``. Whatever
+passes on stock must pass in the other rows; if something does not, the exit status is 1 and it is named. One more run,
+which only informs, takes away the waiting for small states from ``AsyncCheckpointIO``: the models of these tests are
+all small. Logs and results are kept in ``.acceptance/``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Run Accelerate's own tests with ``save_state`` and ``load_state`` replaced by ours.
 
-They run with the Accelerate that is installed: in an environment without this project (stock), then with each of our strategies installed for every
-Accelerator. Whatever passes on stock must pass with ours; if something does not, the exit status is 1 and it is named. One
-more run, which only informs, takes away the waiting for small states: the models of these tests are all small. Logs and results
-are kept in ``.acceptance/``.
+They run with the Accelerate that is installed: in an environment without this project (stock), then with each of our
+strategies installed for every Accelerator. Whatever passes on stock must pass with ours; if something does not, the
+exit status is 1 and it is named. One more run, which only informs, takes away the waiting for small states: the models
+of these tests are all small. Logs and results are kept in ``.acceptance/``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """PYTEST_DONT_REWRITE. What makes Lightning's own tests use one of our ``CheckpointIO`` plugins by default.
 
-Every Python process of a test run installs the hook below (through ``sitecustomize``, because tests spawn processes): when
-``lightning.pytorch`` has been imported, the class named in ``ACCEPTANCE_IO`` takes the place of ``TorchCheckpointIO``
-everywhere, in the strategies' default as well as in what the tests import. In the pytest process this module is also a
-plugin that appends the outcome of every phase of every test to the file named in ``ACCEPTANCE_RESULTS``.
+Every Python process of a test run installs the hook below (through ``sitecustomize``, because tests spawn processes):
+when ``lightning.pytorch`` has been imported, the class named in ``ACCEPTANCE_IO`` takes the place of
+``TorchCheckpointIO`` everywhere, in the strategies' default as well as in what the tests import. In the pytest process
+this module is also a plugin that appends the outcome of every phase of every test to the file named in
+``ACCEPTANCE_RESULTS``.
 """
 
 from __future__ import annotations

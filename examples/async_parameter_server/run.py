@@ -2,9 +2,10 @@
 
     python examples/async_parameter_server/run.py --output async_demo
 
-Real processes over sockets. While they train, each of them saves for itself by its own clock, and one checkpoint is taken that
-is a consistent cut. All are killed with SIGKILL. Both are judged by the tallies inside the model, and the training goes on from
-the cut to its end. Writes ``picture.png`` and ``page.html``. Exits with 1 unless the cut is right and the naive way is not.
+Real processes over sockets. While they train, each of them saves for itself by its own clock, and one checkpoint is
+taken that is a consistent cut. All are killed with SIGKILL. Both are judged by the tallies inside the model, and the
+training goes on from the cut to its end. Writes ``picture.png`` and ``page.html``. Exits with 1 unless the cut is right
+and the naive way is not.
 """
 
 from __future__ import annotations

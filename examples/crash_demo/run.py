@@ -2,10 +2,11 @@
 
     python run.py --output demo_output
 
-Trains a small GPT on two CPU processes with DDP and asynchronous saves. The run is made three times: uninterrupted; with
-the whole job killed by SIGKILL (the first time while a save is being written, then at a random moment) and resumed after
-each kill; and with synchronous saves, to see the difference. Writes ``timeline.png`` and ``timeline.html`` and exits with
-1 if any bit of the weights, the optimizer or the loss log differs. Arguments after ``--`` go to the training script.
+Trains a small GPT on two CPU processes with DDP and asynchronous saves. The run is made three times: uninterrupted;
+with the whole job killed by SIGKILL (the first time while a save is being written, then at a random moment) and resumed
+after each kill; and with synchronous saves, to see the difference. Writes ``timeline.png`` and ``timeline.html`` and
+exits with 1 if any bit of the weights, the optimizer or the loss log differs. Arguments after ``--`` go to the training
+script.
 """
 
 from __future__ import annotations

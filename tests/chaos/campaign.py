@@ -109,7 +109,8 @@ class Campaign:
 
     Args:
         directory: Where the runs live; runs with a violation stay there.
-        seed: Where chance comes from. The moment of a kill also depends on the machine, so a seed repeats the plan only.
+        seed: Where chance comes from. The moment of a kill also depends on the machine, so a seed repeats the plan
+            only.
         say: Told what happens, line by line.
         store: URL of a bucket and ``storage_options``, for settings on S3.
         kills_per_run: From how many to how many times a run is killed.

@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Sequence
 
 LIGHTNING, ACCELERATE, LAUNCH = "lightning", "accelerate", "launch"
-# Trainings of the last are started by ``accelerate launch``, each rank an interpreter of its own, which takes ten seconds.
+# Trainings of the last are started by ``accelerate launch``, each rank an interpreter of its own, which takes ten
+# seconds.
 FRAMEWORKS = (LIGHTNING, ACCELERATE, LAUNCH)
 STRATEGIES = ("sync", "async", "sharded")
 LOCAL, S3 = "local", "s3"
@@ -29,7 +30,8 @@ class Setting:
         ranks: Number of processes.
         accumulate: Batches for each optimizer step.
         in_parts: Whether the state is so large that it is uploaded in parts.
-        same_name: Whether every save replaces the one before (Accelerate; with Lightning, ``last.ckpt`` is always replaced).
+        same_name: Whether every save replaces the one before (Accelerate; with Lightning, ``last.ckpt`` is always
+            replaced).
     """
 
     framework: str

@@ -1,7 +1,8 @@
 """A small asynchronous training whose model counts its samples, and the judge of its checkpoints.
 
-The model has ledgers: parameters with one number per sample, to which the update itself adds one for each sample of its batch,
-by way of gradient and optimizer like everything else. There are more of them than shards, so every shard holds one at least.
+The model has ledgers: parameters with one number per sample, to which the update itself adds one for each sample of its
+batch, by way of gradient and optimizer like everything else. There are more of them than shards, so every shard holds
+one at least.
 """
 
 from __future__ import annotations
@@ -127,7 +128,8 @@ def make_optimizer(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Op
     return torch.optim.Adam([group for group in groups if group["params"]], lr=1e-3)
 
 
-# ---- the three roles --------------------------------------------------------------------------------------------------------
+# ---- the three roles
+# --------------------------------------------------------------------------------------------------------
 
 
 def coordinate(job: Job, transport: Transport) -> TrainingCoordinator:
@@ -161,7 +163,8 @@ def work(job: Job, transport: Transport, coordinator: str) -> None:
     client.finish()
 
 
-# ---- the judge --------------------------------------------------------------------------------------------------------------
+# ---- the judge
+# --------------------------------------------------------------------------------------------------------------
 
 
 def ledger_of(job: Job, vector: Mapping[int, int]) -> torch.Tensor:

@@ -149,7 +149,8 @@ class Judge:
         return problems
 
     def _step_of(self, save: Save, launched: float) -> int:
-        # A step is written down before the callback that saves it is called, by the rank that is called: the furthest one.
+        # A step is written down before the callback that saves it is called, by the rank that is called: the furthest
+        # one.
         done = [step for step in self._steps() if launched <= step["start"] and step["end"] <= save.started]
         return max((step["step"] for step in done), default=0)
 

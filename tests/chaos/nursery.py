@@ -1,9 +1,9 @@
 """Forks the trainings that the campaign kills.
 
-A process that has imported torch, Lightning and Accelerate and forks starts a training in a fraction of a second instead of ten.
-It reads one order per line of standard input, a JSON object: ``framework``, ``run`` (the directory), ``ranks``, and the
-``arguments`` of the training. It answers with a list of process numbers, one for each rank and all in the process group of the
-first, and when all of them are gone with a list of their exit statuses.
+A process that has imported torch, Lightning and Accelerate and forks starts a training in a fraction of a second
+instead of ten. It reads one order per line of standard input, a JSON object: ``framework``, ``run`` (the directory),
+``ranks``, and the ``arguments`` of the training. It answers with a list of process numbers, one for each rank and all
+in the process group of the first, and when all of them are gone with a list of their exit statuses.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ class Listing:
 
     Attributes:
         committed: By name.
-        unfinished: What belongs to no committed checkpoint and is not in sight of those who look for some, by its path; with
-            the name of the checkpoint that it was made for, or was a part of.
+        unfinished: What belongs to no committed checkpoint and is not in sight of those who look for some, by its path;
+            with the name of the checkpoint that it was made for, or was a part of.
         unexpected: Everything else, but for files that are none of the training's business.
     """
 

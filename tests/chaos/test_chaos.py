@@ -69,7 +69,8 @@ def test_the_plan_covers_every_cell_and_setting() -> None:
         plan(5, ["lightning"])
 
 
-# ---- the judge ----------------------------------------------------------------------------------------------------------
+# ---- the judge
+# ----------------------------------------------------------------------------------------------------------
 
 
 class Scene:
@@ -248,7 +249,8 @@ def test_a_foreign_file_in_a_local_directory_is_noticed(tmp_path: Path) -> None:
     assert "unexpected file step=3.ckpt/half" in scene.judge.look([])
 
 
-# ---- jobs, and what a kill has hit ---------------------------------------------------------------------------------------
+# ---- jobs, and what a kill has hit
+# ---------------------------------------------------------------------------------------
 
 
 def test_a_job_that_ends_just_before_its_kill_was_not_killed(tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """Runs Accelerate on several real processes for a test, and tells what each of them found.
 
-One fresh interpreter imports torch and Accelerate once, and then forks a process per rank for every case; all of them run the
-same piece of code over gloo. A rank says what it found with ``tell(name=value)``; what it raised is told too. Nothing is
-judged by an exit status: gloo now and then aborts a process that has done all its work.
+One fresh interpreter imports torch and Accelerate once, and then forks a process per rank for every case; all of them
+run the same piece of code over gloo. A rank says what it found with ``tell(name=value)``; what it raised is told too.
+Nothing is judged by an exit status: gloo now and then aborts a process that has done all its work.
 """
 
 from __future__ import annotations
@@ -171,7 +171,8 @@ def _run_case(spec: dict[str, Any], directory: str) -> list[dict[str, Any]]:
             _run_rank(spec, rank, port, output)
             if spec["real_exit"]:
                 sys.exit(0)
-            # What an interpreter does at its end but for freeing torch's memory, which takes seconds in a forked process.
+            # What an interpreter does at its end but for freeing torch's memory, which takes seconds in a forked
+            # process.
             threading._shutdown()  # type: ignore[attr-defined]
             atexit._run_exitfuncs()
             sys.stderr.flush()

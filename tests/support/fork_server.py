@@ -1,7 +1,7 @@
 """Runs scripts in processes that are forked from one that has imported what takes seconds to import.
 
-That process does nothing but import, so it has one thread and its children begin as if they had imported it themselves. A
-script whose subject is the beginning or the end of a program wants a fresh interpreter instead.
+That process does nothing but import, so it has one thread and its children begin as if they had imported it themselves.
+A script whose subject is the beginning or the end of a program wants a fresh interpreter instead.
 """
 
 from __future__ import annotations

@@ -1,0 +1,36 @@
+"""Find lines that are too long in Markdown and in Python: tables, code and addresses may be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+COLUMNS = 120
+
+
+def long_lines(path: Path) -> Iterator[int]:
+    """Yield the numbers of the lines of ``path`` that could be shorter."""
+    in_code = False
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        if path.suffix == ".md" and line.lstrip().startswith("```"):
+            in_code = not in_code
+        is_table = path.suffix == ".md" and (in_code or line.lstrip().startswith("|"))
+        if len(line) > COLUMNS and not is_table and " " in line.strip()[:COLUMNS]:
+            yield number
+
+
+def main(names: list[str]) -> int:
+    """Print the places; all tracked files without ``names``."""
+    if not names:
+        done = subprocess.run(["git", "ls-files", "*.md", "*.py"], check=True, capture_output=True, text=True)
+        names = done.stdout.splitlines()
+    places = [f"{name}:{number}" for name in names for number in long_lines(Path(name))]
+    for place in places:
+        print(f"{place}: longer than {COLUMNS} columns")
+    return 1 if places else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
