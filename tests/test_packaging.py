@@ -15,8 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DISTRIBUTION = "ckpt-plugins"
-PACKAGES = ("ckpt_core", "lightning_ckpt", "accelerate_ckpt")
-VERSION = re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1]
+PACKAGES = ("ckpt_core", "ckpt_async", "lightning_ckpt", "accelerate_ckpt")
+VERSION = re.search(r'^__version__ = "(.+)"$', (ROOT / "ckpt_core" / "__init__.py").read_text(), re.MULTILINE)[1]
 
 # What ckpt_core must work without: everything but its five dependencies and what those need themselves.
 NOT_FOR_CORE = (
