@@ -1,6 +1,6 @@
 """Contenders of the save benchmark: ours, Lightning's, and what the machine allows at best.
 
-A contender is a pair of functions: ``save`` returns when training may go on (the stall ends there), ``finish`` returns
+A contender is a pair of functions: ``save`` returns when training may continue (the stall ends there), ``finish`` returns
 when the checkpoint is durable. Each save has a path of its own, and the checkpoint before is deleted untimed: a disk
 may take longer to delete a file than to write one.
 """

@@ -1,7 +1,7 @@
 """A Fabric loop with asynchronous, verified checkpoints.
 
     python fabric_loop.py --output runs/fabric --steps 60
-    python fabric_loop.py --output runs/fabric --steps 60    # goes on from the newest checkpoint that verifies
+    python fabric_loop.py --output runs/fabric --steps 60    # resumes from the newest checkpoint that verifies
 
 Fabric leaves the state to its user, so exactness is up to the loop: this one saves the random state and draws its
 batches from it.

@@ -1,4 +1,4 @@
-"""Train a small character-level GPT with Lightning so that it may be killed at any moment and goes on bit for bit.
+"""Train a small character-level GPT with Lightning so that it may be killed at any moment and resumes bit for bit.
 
 The text is real and needs no download: the source files of Python's own standard library.
 
@@ -239,7 +239,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     run = parser.add_argument_group("run")
     run.add_argument("--output", type=Path, required=True, help="directory for checkpoints, logs and the result")
-    run.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --output")
+    run.add_argument("--resume", action="store_true", help="resume from the newest checkpoint in --output")
     run.add_argument("--devices", type=int, default=2, help="training processes (default: 2)")
     run.add_argument("--cpu", action="store_true", help="train on the CPU even if there is an accelerator")
     run.add_argument("--seed", type=int, default=1)

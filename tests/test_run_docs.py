@@ -31,7 +31,7 @@ import os
 assert os.listdir() == []
 value = 1
 ```
-Text, and a block that goes on:
+Text, and a block that continues:
 
 <!-- continues -->
 ```python

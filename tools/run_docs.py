@@ -2,7 +2,7 @@
 
 Each Python block runs in a fresh process and an empty directory. Comments directly above a block say otherwise::
 
-    <!-- continues -->          the block goes on from the Python block before it: they run as one script
+    <!-- continues -->          the block continues the Python block before it: they run as one script
     <!-- not run: reason -->    the block is only shown
 
 Line numbers in a traceback are those of the page.

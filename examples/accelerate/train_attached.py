@@ -1,4 +1,4 @@
-"""The same training in a script that asks for our checkpoints, and goes on from the newest one by itself.
+"""The same training in a script that asks for our checkpoints, and resumes from the newest one by itself.
 
 accelerate launch train_attached.py --project_dir runs/attached
 accelerate launch train_attached.py --project_dir runs/attached    # after a crash: the same command

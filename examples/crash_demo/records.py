@@ -22,7 +22,7 @@ class Step:
 
 @dataclasses.dataclass
 class Save:
-    """One save: ``freed`` is when the training thread went on; None where a kill came first."""
+    """One save: ``freed`` is when the training thread continued; None where a kill came first."""
 
     path: str
     started: float

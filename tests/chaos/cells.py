@@ -49,7 +49,7 @@ class Setting:
 
     @property
     def arguments(self) -> list[str]:
-        """What the training script is told besides where it saves."""
+        """What the training script is given besides where it saves."""
         width = WIDTH_IN_PARTS if self.in_parts else WIDTH
         steps = STEPS_IN_PARTS if self.in_parts else STEPS
         words = ["--accumulate", str(self.accumulate), "--width", str(width), "--steps", str(steps)]

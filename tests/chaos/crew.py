@@ -71,6 +71,6 @@ def _run(
     _campaigns[0].say = lines.append
     try:
         return _campaigns[0].run(*work), lines
-    except Exception:  # noqa: BLE001 - the other settings go on
+    except Exception:  # noqa: BLE001 - the other settings continue
         failed = Report(seed, violations=[f"{work[0]}: the campaign itself failed"])
         return failed, [*lines, f"{work[0]}: the campaign itself failed:\n{traceback.format_exc()}"]

@@ -115,7 +115,7 @@ class Judge:
         steps = [step for step in self._steps() if step["start"] >= launched]
         first = min((step["step"] for step in steps), default=None)
         if launched and first is not None and first < self.newest:
-            return [f"went on with step {first}, although there was a checkpoint of step {self.newest}"]
+            return [f"continued with step {first}, although there was a checkpoint of step {self.newest}"]
         return []
 
     def _compare_newest(self, saves: list[Save], launched: float) -> list[str]:

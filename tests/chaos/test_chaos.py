@@ -225,7 +225,7 @@ def test_the_judge_notices_a_step_back(scene: Scene) -> None:
 def test_the_judge_notices_a_resume_from_an_older_checkpoint(scene: Scene) -> None:
     with (scene.run / "steps-rank0.jsonl").open("a") as log:
         log.write(json.dumps({"step": 4, "end": 101.0, "start": 100.0}) + "\n")
-    expected = ["went on with step 4, although there was a checkpoint of step 6"]
+    expected = ["continued with step 4, although there was a checkpoint of step 6"]
     assert scene.judge.look([], launched=99.0) == expected
     assert scene.judge.look([], launched=102.0) == []
 

@@ -46,7 +46,7 @@ class Model(L.LightningModule):
 
 
 def train(options: argparse.Namespace) -> None:
-    """Train, or go on training, and write what came out of it to ``result.json``."""
+    """Train, or continue training, and write what came out of it to ``result.json``."""
     # Parts of the usual size would take states so large that a thousand kills would take a day.
     parts.PART_BYTES = SMALLEST_PART_OF_S3
     L.seed_everything(7, verbose=False)

@@ -56,7 +56,7 @@ def common_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that the scripts of both frameworks have."""
     parser.add_argument("--output", type=Path, required=True, help="local directory of the run: logs and result")
     parser.add_argument("--root", required=True, help="directory or URL, below which the checkpoints are")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, if there is one")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint, if there is one")
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--width", type=int, default=270)
     parser.add_argument("--steps", type=int, default=60)

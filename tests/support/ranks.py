@@ -60,7 +60,7 @@ class Ranks:
             result = work(rank, RankGroup.connect(rank, len(to_ranks), broadcast))
         except CheckpointError as error:
             result = {"raised": type(error).__name__, "message": str(error)}
-        except BaseException:  # noqa: BLE001 - must not go on as the parent would
+        except BaseException:  # noqa: BLE001 - must not continue as the parent would
             traceback.print_exc()
             result = {"raised": "?", "message": traceback.format_exc()}
         with open(self._results[rank][1], "w") as pipe:
