@@ -6,15 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ckpt_async.consistent_cut.effects import (
-    CommitCut,
-    Effect,
-    ReserveSnapshot,
-    RollbackNeeded,
-    Send,
-    SnapshotAborted,
-)
-from ckpt_async.consistent_cut.errors import InconsistentCutError, SnapshotAbortedError, StaleGenerationError
+from ckpt_async.consistent_cut.effects import CommitCut, Effect, ReserveSnapshot, RollbackNeeded, Send, SnapshotAborted
 from ckpt_async.consistent_cut.messages import (
     Abort,
     Begin,
@@ -26,8 +18,15 @@ from ckpt_async.consistent_cut.messages import (
     Welcome,
     WorkerAck,
 )
-from ckpt_async.consistent_cut.options import CutOptions
-from ckpt_async.consistent_cut.types import ConsistentCut, MessageTag, VectorClock
+from ckpt_async.consistent_cut.types import (
+    ConsistentCut,
+    CutOptions,
+    InconsistentCutError,
+    MessageTag,
+    SnapshotAbortedError,
+    StaleGenerationError,
+    VectorClock,
+)
 
 __all__ = ["SnapshotCoordinator", "verify_cut"]
 

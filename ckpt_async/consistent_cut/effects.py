@@ -10,9 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_async.consistent_cut.errors import InconsistentCutError, SnapshotAbortedError
 from ckpt_async.consistent_cut.messages import Message, PushHeader
-from ckpt_async.consistent_cut.types import ConsistentCut, UpdateId, VectorClock
+from ckpt_async.consistent_cut.types import (
+    ConsistentCut,
+    InconsistentCutError,
+    SnapshotAbortedError,
+    UpdateId,
+    VectorClock,
+)
 
 __all__ = [
     "COORDINATOR",

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ckpt_async.consistent_cut.effects import COORDINATOR, DiscardCopy, Effect, PersistShard, Send
-from ckpt_async.consistent_cut.errors import StaleGenerationError
 from ckpt_async.consistent_cut.messages import (
     Abort,
     Begin,
@@ -23,8 +22,7 @@ from ckpt_async.consistent_cut.messages import (
     Takeover,
     Welcome,
 )
-from ckpt_async.consistent_cut.options import CutOptions
-from ckpt_async.consistent_cut.types import MessageTag, UpdateId, VectorClock
+from ckpt_async.consistent_cut.types import CutOptions, MessageTag, StaleGenerationError, UpdateId, VectorClock
 
 __all__ = ["CutShard", "ShardState"]
 

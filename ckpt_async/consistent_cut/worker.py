@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ckpt_async.consistent_cut.effects import COORDINATOR, Effect, PersistWorker, Send
-from ckpt_async.consistent_cut.errors import InconsistentCutError
 from ckpt_async.consistent_cut.messages import (
     Abort,
     Begin,
@@ -23,8 +22,7 @@ from ckpt_async.consistent_cut.messages import (
     Welcome,
     WorkerAck,
 )
-from ckpt_async.consistent_cut.options import CutOptions
-from ckpt_async.consistent_cut.types import MessageTag, UpdateId, VectorClock
+from ckpt_async.consistent_cut.types import CutOptions, InconsistentCutError, MessageTag, UpdateId, VectorClock
 
 __all__ = ["CutWorker"]
 

@@ -23,10 +23,9 @@ from typing import Any
 
 import torch
 
-from ckpt_async.local_updates.errors import GateTimeoutError, WorkerLostError
 from ckpt_core.errors import CheckpointError
 
-__all__ = ["GatedWorker", "StepGate"]
+__all__ = ["GateTimeoutError", "GatedWorker", "StepGate", "WorkerLostError"]
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +37,14 @@ _HEAD, _EACH = 2, 3
 _BEGUN, _DONE, _STATUS = 0, 1, 2
 _ABSENT, _RUNNING, _FINISHED = 0, 1, 2
 _SAVER = 0  # byte that who saves has locked; the bytes after it are the workers'
+
+
+class GateTimeoutError(CheckpointError):
+    """Some workers did not come to the end of their step in time. Training goes on, and the last checkpoint stays valid."""
+
+
+class WorkerLostError(CheckpointError):
+    """A worker is gone, and with it what only it knew, so that no checkpoint can be taken any more."""
 
 
 class StepGate:

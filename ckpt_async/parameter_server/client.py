@@ -7,24 +7,13 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ckpt_async.consistent_cut import (
-    COORDINATOR,
-    Committed,
-    CutWorker,
-    Effect,
-    Message,
-    PersistWorker,
-    PullHeader,
-    UpdateId,
-    VectorClock,
-    deal_streams,
-    decode_message,
-    encode_message,
-)
+from ckpt_async.consistent_cut import COORDINATOR, CutWorker, UpdateId, VectorClock, deal_streams
+from ckpt_async.consistent_cut.effects import Effect, PersistWorker
+from ckpt_async.consistent_cut.messages import Committed, Message, PullHeader, decode_message, encode_message
 from ckpt_async.parameter_server.blocks import BlockTable
 from ckpt_async.parameter_server.frames import Frame
 from ckpt_async.parameter_server.model import Model, aliases_of, buffers_of, parameters_of
@@ -33,18 +22,15 @@ from ckpt_async.parameter_server.transport import PeerLostError, Transport
 from ckpt_core.errors import CheckpointError, StateMismatchError
 from ckpt_core.state.rng import RngState
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
 __all__ = ["ParameterClient", "seed_of"]
 
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 0.002  # seconds before asking again
 _IDLE = 0.01  # seconds between two looks at messages, when there is nothing to train
-
-
-class _Stateful(Protocol):
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any) -> Any: ...
 
 
 class ParameterClient(Participant):
@@ -101,7 +87,7 @@ class ParameterClient(Participant):
         self.aliases = aliases_of(parameters)
         self._batches = batches
         self._seed = seed
-        self._objects: dict[str, _Stateful] = {}
+        self._objects: dict[str, Stateful] = {}
         self._saved: dict[str, Any] = {}
         self._pulled_for: UpdateId | None = None
         self.table = BlockTable(self.parameters.items(), max_block_bytes=max_block_bytes)
@@ -298,7 +284,7 @@ class ParameterClient(Participant):
 
     # ---- the worker's own state ----------------------------------------------------------------------------------------
 
-    def register(self, name: str, stateful: _Stateful) -> None:
+    def register(self, name: str, stateful: Stateful) -> None:
         """Make an object part of this worker's state at every cut, and load what the checkpoint has of it.
 
         Args:

@@ -13,21 +13,15 @@ from concurrent.futures import TimeoutError
 from typing import Any
 
 from ckpt_async.consistent_cut import (
-    CommitCut,
     ConsistentCut,
     CutOptions,
-    Effect,
     InconsistentCutError,
-    MessageTag,
-    ReserveSnapshot,
-    RollbackNeeded,
-    Send,
-    SnapshotAborted,
     SnapshotCoordinator,
     StaleGenerationError,
-    decode_message,
-    encode_message,
 )
+from ckpt_async.consistent_cut.effects import CommitCut, Effect, ReserveSnapshot, RollbackNeeded, Send, SnapshotAborted
+from ckpt_async.consistent_cut.messages import decode_message, encode_message
+from ckpt_async.consistent_cut.types import MessageTag
 from ckpt_async.parameter_server.frames import Frame
 from ckpt_async.parameter_server.participant import ALIVE, Training, Watch
 from ckpt_async.parameter_server.store import CutStore

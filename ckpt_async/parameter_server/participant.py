@@ -13,17 +13,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
-from ckpt_async.consistent_cut import (
-    COORDINATOR,
-    CutOptions,
-    Effect,
-    Message,
-    MessageTag,
-    Send,
-    StaleGenerationError,
-    decode_message,
-    encode_message,
-)
+from ckpt_async.consistent_cut import COORDINATOR, CutOptions, StaleGenerationError
+from ckpt_async.consistent_cut.effects import Effect, Send
+from ckpt_async.consistent_cut.messages import Message, decode_message, encode_message
+from ckpt_async.consistent_cut.types import MessageTag
 from ckpt_async.parameter_server.checkpoint import CutCheckpoint
 from ckpt_async.parameter_server.frames import Frame
 from ckpt_async.parameter_server.store import CutStore

@@ -8,18 +8,9 @@ import time
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ckpt_async.consistent_cut import (
-    COORDINATOR,
-    CutShard,
-    DiscardCopy,
-    Effect,
-    Message,
-    PersistShard,
-    PushHeader,
-    ShardState,
-    decode_message,
-    encode_message,
-)
+from ckpt_async.consistent_cut import COORDINATOR, CutShard, ShardState
+from ckpt_async.consistent_cut.effects import DiscardCopy, Effect, PersistShard
+from ckpt_async.consistent_cut.messages import Message, PushHeader, decode_message, encode_message
 from ckpt_async.consistent_cut.types import MessageTag
 from ckpt_async.parameter_server.blocks import BlockTable
 from ckpt_async.parameter_server.frames import Frame

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from ckpt_async.consistent_cut import PushHeader, UpdateId
+from ckpt_async.consistent_cut import UpdateId
+from ckpt_async.consistent_cut.messages import PushHeader
 from ckpt_core.errors import StateMismatchError
 
 __all__ = ["MakeOptimizer", "ServerState", "ShadowState", "pack_recorded"]

@@ -13,20 +13,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_async.consistent_cut import (
-    CutOptions,
-    CutShard,
-    CutWorker,
-    Effect,
-    Marker,
-    MessageTag,
-    PullHeader,
-    PushHeader,
-    Send,
-    ShardAck,
-    SnapshotCoordinator,
-    VectorClock,
-)
+from ckpt_async.consistent_cut import CutOptions, CutShard, CutWorker, SnapshotCoordinator, VectorClock
+from ckpt_async.consistent_cut.effects import Effect, Send
+from ckpt_async.consistent_cut.messages import Marker, PullHeader, PushHeader, ShardAck
+from ckpt_async.consistent_cut.types import MessageTag
 from tests.ckpt_async.consistent_cut.processes import Plan
 from tests.ckpt_async.consistent_cut.simulation import World
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ckpt_async.consistent_cut import MessageTag, PushHeader, UpdateId
+from ckpt_async.consistent_cut import UpdateId
+from ckpt_async.consistent_cut.messages import PushHeader
+from ckpt_async.consistent_cut.types import MessageTag
 from ckpt_async.parameter_server.blocks import BlockTable
 from ckpt_async.parameter_server.state import MakeOptimizer, ServerState, pack_recorded
 from ckpt_core.errors import StateMismatchError

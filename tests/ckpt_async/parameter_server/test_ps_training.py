@@ -13,15 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_async.consistent_cut import (
-    COORDINATOR,
-    CutOptions,
-    InconsistentCutError,
-    MessageTag,
-    PushHeader,
-    UpdateId,
-    encode_message,
-)
+from ckpt_async.consistent_cut import COORDINATOR, CutOptions, InconsistentCutError, UpdateId
+from ckpt_async.consistent_cut.messages import PushHeader, encode_message
+from ckpt_async.consistent_cut.types import MessageTag
 from ckpt_async.parameter_server import (
     CutStore,
     Frame,
