@@ -17,9 +17,8 @@ from ckpt_async.consistent_cut import COORDINATOR, CutOptions, StaleGenerationEr
 from ckpt_async.consistent_cut.effects import Effect, Send
 from ckpt_async.consistent_cut.messages import Message, decode_message, encode_message
 from ckpt_async.consistent_cut.types import MessageTag
-from ckpt_async.parameter_server.checkpoint import CutCheckpoint
 from ckpt_async.parameter_server.frames import Frame
-from ckpt_async.parameter_server.store import CutStore
+from ckpt_async.parameter_server.store import CutCheckpoint, CutStore
 from ckpt_async.parameter_server.transport import Peer, PeerLostError, Transport
 from ckpt_core.errors import CheckpointError
 

@@ -80,7 +80,7 @@ class Transport(Protocol):
 
 
 class SocketTransport:
-    """Frames over TCP: each is its length, 8 bytes little-endian, and a safetensors text. No pickle.
+    """Frames over TCP: each is its length, 8 bytes little-endian, and its bytes. No pickle.
 
     Both sides of a connection must know one secret. Nothing is encrypted: use it where nobody can read or change what others
     send.

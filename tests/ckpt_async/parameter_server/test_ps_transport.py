@@ -92,9 +92,8 @@ def a_frame(content: object, tensors: dict[str, torch.Tensor] | None = None) -> 
 
 
 def a_frame_of_depth(depth: int) -> bytes:
-    about = json.dumps({"content": 0, "dtypes": {}, "shapes": {}, "sparse": {}})
-    about = about.replace('"content": 0', f'"content": {"[" * depth}{"]" * depth}')
-    head = json.dumps({"__metadata__": {"frame": about}}).encode()
+    text = json.dumps({"content": 0, "tensors": [], "sparse": {}})
+    head = text.replace('"content": 0', f'"content": {"[" * depth}{"]" * depth}').encode()
     return framed(struct.pack("<Q", len(head)) + head)
 
 
