@@ -1,8 +1,4 @@
-"""The secret that the processes of a training share, and how two of them show each other that they know it.
-
-The secret itself is never sent. Who listens sends a random number, who connects another one and a digest of both; then who listens
-sends a different digest of both.
-"""
+"""The secret that the processes of a training share: where it comes from, and what shows that somebody knows it."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ from ckpt_core.errors import CheckpointError, StorageError
 __all__ = ["FILE_VARIABLE", "SECRET_VARIABLE", "Secret", "find_secret"]
 
 SECRET_VARIABLE, FILE_VARIABLE = "CKPT_SECRET", "CKPT_SECRET_FILE"
-NONCE_BYTES = PROOF_BYTES = 32
 _SHORTEST = 16  # bytes
 _HOW_TO_SHARE = (
     f"give every process the same secret=, {SECRET_VARIABLE} or {FILE_VARIABLE} (a file that only its owner can read); "
@@ -45,11 +40,11 @@ class Secret:
         self._value = value
 
     def proof(self, role: bytes, listener: bytes, caller: bytes) -> bytes:
-        """What shows that a side knows the secret.
+        """What shows that a side knows the secret: a digest of 32 bytes.
 
         Args:
             role: Which side; each has its own, so that none can be answered with its own words.
-            listener: The random number of who listens, :data:`NONCE_BYTES` long.
+            listener: The random number of who listens.
             caller: That of who connects.
         """
         return hmac.digest(self._value, role + listener + caller, "sha256")

@@ -106,8 +106,8 @@ STRANGERS = {
     "long": struct.pack("<Q", 2**40),
     "frame": a_frame(ENVELOPE),
     "push": a_frame({**ENVELOPE, "body": {"kind": "push", "header": {}}}, {"rows.weight[0:4]": torch.ones(4, 2)}),
-    "hello": b"ckpt-ps1" + bytes(64),
-    "hello and frame": b"ckpt-ps1" + bytes(64) + a_frame(ENVELOPE),
+    "hello": b"ckpt-ps2" + bytes(64),
+    "hello and frame": b"ckpt-ps2" + bytes(64) + a_frame(ENVELOPE),
     "half a hello": b"ckpt",
 }
 
@@ -193,7 +193,7 @@ def test_what_was_overheard_is_of_no_use(start: Callable[..., SocketTransport]) 
     for said in (heard, heard[:40] + heard[40:][::-1]):
         with call(one.address) as connection:
             connection.sendall(said)
-            assert connection.recv(40, socket.MSG_WAITALL).startswith(b"ckpt-ps1")
+            assert connection.recv(40, socket.MSG_WAITALL).startswith(b"ckpt-ps2")
             assert connection.recv(32, socket.MSG_WAITALL) == bytes(32)
             assert is_hung_up(connection)
 
@@ -213,7 +213,7 @@ def test_nothing_is_said_to_an_impostor(start: Callable[..., SocketTransport]) -
         connection, _ = impostor.accept()
         with connection:
             connection.settimeout(LIMIT)
-            connection.sendall(b"ckpt-ps1" + bytes(32))
+            connection.sendall(b"ckpt-ps2" + bytes(32))
             assert len(connection.recv(72, socket.MSG_WAITALL)) == 72
             connection.sendall(b"\1" * 32)
             assert connection.recv(1) == b"", "no frame follows"
