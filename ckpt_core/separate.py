@@ -71,8 +71,8 @@ class SeparateSaves:
             rank: The process's place in the checkpoint, from 0.
             world_size: Number of processes.
             suffix: Comes before the extension of the files' names, so that no two processes ever write the same file.
-            local: Called with key and tensor of each tensor in a sharded part: what this process has of it. Of the tensor
-                itself only type and shape count.
+            local: Called with key and tensor of each tensor in a sharded part: what this process has of it. Of the
+                tensor itself only type and shape count.
 
         Returns:
             The report that :meth:`commit` needs.

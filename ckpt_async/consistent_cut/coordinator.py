@@ -58,7 +58,7 @@ def verify_cut(
                 raise InconsistentCutError(
                     f"shard {shard} holds {does} {what} of stream {stream} where the cut has {should}",
                     key=f"stream {stream}",
-                    remedy="the snapshot was not committed; go on from the previous checkpoint",
+                    remedy="the snapshot was not committed; resume from the previous checkpoint",
                 )
     return vector
 
@@ -204,7 +204,7 @@ class SnapshotCoordinator:
         return effects
 
     def abort(self, reason: str) -> list[Effect]:
-        """Give up the snapshot that is being taken, if there is one. One that is being committed goes on."""
+        """Give up the snapshot that is being taken, if there is one. One that is being committed is not."""
         return self._abort(SnapshotAbortedError(f"snapshot {self.open_snapshot} was aborted: {reason}"))
 
     def committed(self, snapshot_id: int) -> list[Effect]:

@@ -126,7 +126,7 @@ class SnapshotAborted:
 
 @dataclass(frozen=True, slots=True)
 class RollbackNeeded:
-    """A participant is lost and cannot be replaced while the others go on: restart all from the last checkpoint."""
+    """A participant is lost and cannot be replaced while the others continue: restart all from the last checkpoint."""
 
     reason: str
 

@@ -1,7 +1,7 @@
 """Words of asynchronous training: streams, updates, vector clocks, cuts; a user's choices; what can go wrong.
 
-The data is divided into a fixed number of *streams*, each a sequence of batches numbered 1, 2, 3, ... A worker owns some
-streams; an *update* is what it computes from one batch. A *cut* says for each stream how many updates are in.
+The data is divided into a fixed number of *streams*, each a sequence of batches numbered 1, 2, 3, ... A worker owns
+some streams; an *update* is what it computes from one batch. A *cut* says for each stream how many updates are in.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class CutOptions:
         alignment: ``"unaligned"`` copies a shard's state at the first sign of a snapshot and adds the updates that were
             under way as they arrive: nobody waits. ``"aligned"`` copies when all of them have arrived and holds back
             later updates until then, for at most ``aligned_timeout``.
-        aligned_timeout: Seconds after which an aligned snapshot goes on as an unaligned one. It cannot be switched off:
+        aligned_timeout: Seconds after which an aligned snapshot becomes an unaligned one. It cannot be switched off:
             without it, one frozen worker stops all the others.
         snapshot_timeout: Seconds after which a snapshot that is not complete is aborted.
         channel_state: What an unaligned snapshot does with updates that were under way: ``"fold"`` applies them to
-            the copy, ``"record"`` saves them beside it, to be applied after loading. Use ``"record"`` where an update
+            the copy, ``"record"`` saves them with it, to be applied after loading. Use ``"record"`` where an update
             cannot be applied to a copy.
         max_inflight_updates: How many updates of a stream may be under way at a time; None for no limit. A worker
             that rejoins a sparse training without a limit may have to repeat all batches.
@@ -194,7 +194,7 @@ class VectorClock(Mapping[int, int]):
         return {stream: counts for stream, counts in both.items() if counts[0] != counts[1]}
 
     def in_words(self) -> str:
-        """Where each stream goes on after this cut is loaded, for logs."""
+        """Where each stream resumes after this cut is loaded, for logs."""
         return ", ".join(f"stream {stream} resumes at batch {count + 1}" for stream, count in self.items())
 
     def to_pairs(self) -> list[list[int]]:
@@ -250,7 +250,7 @@ class ConsistentCut:
 
 
 def deal_streams(streams: Iterable[int], workers: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Give every stream to one worker, as evenly as possible: how a run goes on with another number of workers.
+    """Give every stream to one worker, as evenly as possible: how a run resumes with another number of workers.
 
     Example:
         >>> deal_streams(range(5), ["w0", "w1"])

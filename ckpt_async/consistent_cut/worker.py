@@ -34,7 +34,7 @@ class CutWorker:
         name: This worker's name, by which others address it.
         positions: The worker's streams, and how many updates of each are in the checkpoint it starts from.
         shards: Names of all shards.
-        capture: Returns an independent copy of what the worker needs to go on from here: random generators, the cursor
+        capture: Returns an independent copy of what the worker needs to resume from here: random generators, the cursor
             of *consumed* batches, residuals, scaler. Called between two updates.
         generation: Number of this start of the whole run.
         snapshot_id: Newest snapshot of earlier generations.
@@ -86,7 +86,7 @@ class CutWorker:
         generation: int = 0,
         options: CutOptions | None = None,
     ) -> CutWorker:
-        """A worker that takes the place of a lost one while all others go on.
+        """A worker that takes the place of a lost one while all others continue.
 
         It asks the shards what they have of the streams, repeats the updates that only some of them have, and takes
         part in snapshots after that. :attr:`can_train` tells when it may begin.

@@ -23,8 +23,8 @@ logger = logging.getLogger(__name__)
 class StreamCursor:
     """Which batch of which stream comes next for a worker.
 
-    Data is a fixed number of streams of batches numbered 1, 2, ...; what a batch is must depend on its stream and number
-    alone. Streams are dealt to the workers, and dealt anew where their number changes, so each batch is used once.
+    Data is a fixed number of streams of batches numbered 1, 2, ...; what a batch is must depend on its stream and
+    number alone. Streams are dealt to the workers, and again where their number changes, so each batch is used once.
 
     Args:
         streams: Number of streams, the same for the whole training; at least as many as there will ever be workers.
@@ -98,7 +98,7 @@ class StreamCursor:
         return {"streams": self.streams, "position": self.position.to_pairs()}
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from what all workers, of this or another number, had used.
+        """Resume from what all workers, of this or another number, had used.
 
         Args:
             states: The :meth:`state_dict` of each.
@@ -111,7 +111,7 @@ class StreamCursor:
             raise StateMismatchError(
                 f"what was used of {len(pairs)} streams is known, and there are {self.streams}",
                 key="position",
-                remedy="give the cursor the number of streams with which the training began, and the states of all workers",
+                remedy="give the cursor as many streams as the training began with, and the states of all workers",
             )
         self._everywhere = dict(VectorClock(pairs))
 
@@ -138,11 +138,11 @@ class WorkerState:
         }
 
     def load_state_dicts(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Go on from what all workers, of this or another number, had.
+        """Resume from what all workers, of this or another number, had.
 
-        As many workers as saved it get back what was theirs, bit for bit. Otherwise the streams are dealt anew, and worker
-        ``i`` begins with the objects that worker ``i % saved`` had; one that was not there gets random generators derived
-        from those of worker 0.
+        As many workers as saved it get back what was theirs, bit for bit. Otherwise the streams are dealt again, and
+        worker ``i`` begins with the objects that worker ``i % saved`` had; one that was not there gets random
+        generators derived from those of worker 0.
 
         Args:
             states: The :meth:`state_dict` of each, in their order.

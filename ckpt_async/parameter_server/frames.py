@@ -33,7 +33,7 @@ class Frame:
 
 
 def encode_frame(frame: Frame) -> bytearray:
-    """The frame as bytes: the length of a JSON text, 8 bytes little-endian; the text; and the tensors, which are copied.
+    """The frame as bytes: length of a JSON text, 8 bytes little-endian; the text; copies of the tensors.
 
     Raises:
         TypeError: The content is not JSON data.

@@ -1,4 +1,4 @@
-"""The secret that the processes of a training share: where it comes from, and what shows that somebody knows it."""
+"""The secret that the processes of a training share: where it comes from, and what proves that a process knows it."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class Secret:
         self._value = value
 
     def proof(self, role: bytes, listener: bytes, caller: bytes) -> bytes:
-        """What shows that a side knows the secret: a digest of 32 bytes.
+        """What proves that a side knows the secret: a digest of 32 bytes.
 
         Args:
             role: Which side; each has its own, so that none can be answered with its own words.
-            listener: The random number of who listens.
-            caller: That of who connects.
+            listener: The random number of the side that listens.
+            caller: That of the side that connects.
         """
         return hmac.digest(self._value, role + listener + caller, "sha256")
 
@@ -54,8 +54,9 @@ def find_secret(given: str | os.PathLike[str] | None, *, address: str, is_loopba
     """The secret to use.
 
     Args:
-        given: The secret, or as a path the file it is in. None: what ``CKPT_SECRET`` or the file ``CKPT_SECRET_FILE`` says;
-            without them, at the loopback interface, a file that all processes of the user share and that is made here.
+        given: The secret, or as a path the file it is in. None: what ``CKPT_SECRET`` or the file ``CKPT_SECRET_FILE``
+            says; without them, at the loopback interface, a file that all processes of the user share and that is made
+            here.
         address: Where the process listens, for messages.
         is_loopback: Whether only processes of this machine can connect.
 

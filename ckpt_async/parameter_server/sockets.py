@@ -1,7 +1,7 @@
 """Sockets between participants: where they are reached, who may connect, and how the bytes of a frame get through.
 
-``multiprocessing.connection`` is not enough here: its listener waits for a stranger that says nothing, and lets nobody else in
-meanwhile; its client has no time limit and no IPv6; and its proof is HMAC-MD5 before Python 3.12.
+``multiprocessing.connection`` is not enough here: its listener waits for a stranger that says nothing, and lets nobody
+else in meanwhile; its client has no time limit and no IPv6; and its proof is HMAC-MD5 before Python 3.12.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _HELLO = b"ckpt-ps2"
 _NONCE_BYTES = _PROOF_BYTES = 32
 _GREETING_BYTES = len(_HELLO) + _NONCE_BYTES
 _ANSWER_BYTES = _GREETING_BYTES + _PROOF_BYTES
-_LISTENER, _CALLER = b"listener", b"caller"  # each side has its own proof, so none can be sent back to who gave it
+_LISTENER, _CALLER = b"listener", b"caller"  # each side has its own proof, so none can be sent back
 _REFUSED = bytes(_PROOF_BYTES)
 _MOST_STRANGERS = 64
-_PATIENCE = 5.0  # seconds that somebody has to show that it knows the secret
+_PATIENCE = 5.0  # seconds in which a caller must show that it knows the secret
 _PAUSE = 0.1  # seconds after a connection could not be taken; and between two looks whether all is over
 _LENGTH = struct.Struct("<Q")
 _LONGEST_FRAME = 2**40  # bytes
@@ -76,7 +76,7 @@ def shut(connection: socket.socket) -> None:
     connection.close()
 
 
-# ---- frames on a connection -----------------------------------------------------------------------------------------------
+# ---- frames on a connection ------------------------------------------------------------------------------------------
 
 
 class Connection:
@@ -149,7 +149,7 @@ class Connection:
         return data
 
 
-# ---- who may connect ------------------------------------------------------------------------------------------------------
+# ---- who may connect -------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -163,9 +163,9 @@ class _Stranger:
 class Listener:
     """Listens, and hands over the connections of those who know the secret.
 
-    The secret itself is never sent. Who listens sends a random number, who connects another one and a digest of both with the
-    secret; then who listens sends a different digest of both. All strangers together cost one thread, a few kilobytes and at
-    most 64 descriptors, and are dropped after 5 seconds.
+    The secret itself is never sent. The listener sends a random number, the caller another one and a digest of both
+    with the secret; then the listener sends a different digest of both. All strangers together cost one thread, a few
+    kilobytes and at most 64 descriptors, and are dropped after 5 seconds.
 
     Args:
         listen: ``host:port``; port 0 takes a free one.
@@ -308,12 +308,12 @@ def dial(address: str, secret: Secret, timeout: float, is_over: threading.Event)
     Args:
         address: Where it listens.
         secret: Shared with it.
-        timeout: Seconds to go on trying.
+        timeout: Seconds to keep trying.
         is_over: Ends the trying.
 
     Raises:
         OSError: Nobody has answered there.
-        NotAcceptedError: Somebody has, who has another secret.
+        NotAcceptedError: Something has that does not know the secret.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -329,7 +329,7 @@ def dial(address: str, secret: Secret, timeout: float, is_over: threading.Event)
             except BaseException:
                 connection.close()
                 raise
-        except OSError:  # also a name that is not known yet, and somebody who is about to end
+        except OSError:  # also a name that is not known yet, and a process that is about to end
             if time.monotonic() > deadline or is_over.wait(0.02):
                 raise
         else:

@@ -1,8 +1,8 @@
 """The checkpoints of an asynchronous training: directory checkpoints, one for each committed cut.
 
 Every participant is a rank of the checkpoint: first the shards, then the workers. The parameters are the sharded part
-``model``, which loads as a plain state dict; the rest of each participant is the per-rank part ``participant``. The vector
-clock is in the manifest's metadata, and the manifest is written last.
+``model``, which loads as a plain state dict; the rest of each participant is the per-rank part ``participant``. The
+vector clock is in the manifest's metadata, and the manifest is written last.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from ckpt_async.consistent_cut import ConsistentCut, InconsistentCutError
-from ckpt_async.parameter_server.blocks import BlockTable
-from ckpt_async.parameter_server.model import mean_of
+from ckpt_async.parameter_server.model import BlockTable, mean_of
 from ckpt_async.parameter_server.state import ServerState
 from ckpt_core.catalog import Catalog
 from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer, Kind, Part
@@ -70,8 +69,8 @@ class CutCheckpoint:
     def model(self) -> dict[str, torch.Tensor]:
         """The model as a plain state dict, for evaluation: whole parameters, and the means of the workers' buffers.
 
-        Buffers, and further names of tied parameters, are there if the workers' clients were given the model itself and not
-        ``model.named_parameters()``. Recorded pieces, if any, are not.
+        Buffers, and further names of tied parameters, are there if the workers' clients were given the model itself and
+        not ``model.named_parameters()``. Recorded pieces, if any, are not.
         """
         state: dict[str, torch.Tensor] = self._checkpoint.load(_MODEL)
         workers = [self.participant(rank) for rank in self._worker_ranks()]
@@ -150,7 +149,7 @@ class CutStore:
         self._catalog = Catalog(self.root, suffix="", storage_options=storage_options)
         self._passed_over: set[str] = set()
 
-    # ---- starting ------------------------------------------------------------------------------------------------------
+    # ---- starting ----------------------------------------------------------------------------------------------------
 
     def claim_generation(self) -> int:
         """A number that no start of this training had before, and none will have again.
@@ -208,7 +207,7 @@ class CutStore:
             raise CheckpointCorruptedError(
                 f"none of the {len(reasons)} checkpoints in {self.root} can be used:{listed}",
                 path=self.root,
-                remedy="restore one of them from a copy; to begin the training anew, move them elsewhere or give another root",
+                remedy="restore one of them from a copy; to begin from nothing, move them away or give another root",
             )
         return self.newest() if found else None
 
@@ -235,7 +234,7 @@ class CutStore:
         """A committed checkpoint."""
         return CutCheckpoint(self._checkpointer.load(path))
 
-    # ---- saving --------------------------------------------------------------------------------------------------------
+    # ---- saving ------------------------------------------------------------------------------------------------------
 
     def path(self, generation: int, snapshot_id: int) -> str:
         """Where a snapshot becomes a checkpoint; its name is in the order of the training's life."""
@@ -262,13 +261,14 @@ class CutStore:
         Args:
             generation: Number of this start of the training.
             snapshot_id: What it belongs to.
-            rank: The participant's place: first the shards and then the workers, in the order of the cut that is committed.
+            rank: The participant's place: first the shards and then the workers, in the order of the cut that is
+                committed.
             world_size: Number of participants.
             incarnation: Life of the participant; it is in the files' names, so that no life writes another's file.
             table: All blocks of the model.
             blocks: The blocks that this participant holds.
-            participant: The rest of its state, plain data and tensors, with its ``name`` and the ``cut`` of its streams as
-                pairs of stream and count.
+            participant: The rest of its state, plain data and tensors, with its ``name`` and the ``cut`` of its streams
+                as pairs of stream and count.
         """
         parts = [
             Part(_MODEL, table.shapes, Kind.SHARDED),
@@ -289,8 +289,8 @@ class CutStore:
         """Write the manifest: from now on it is a checkpoint.
 
         Args:
-            cut: What it is of. Its workers must be in the order of the ranks; a :class:`SnapshotCoordinator` has them in the
-                order in which they said hello, so give ``dataclasses.replace(cut, workers=...)``.
+            cut: What it is of. Its workers must be in the order of the ranks; a :class:`SnapshotCoordinator` has them
+                in the order in which they said hello, so give ``dataclasses.replace(cut, workers=...)``.
             reports: What :meth:`write` returned: of the shards and then of the workers, in the order of the ranks.
 
         Returns:
@@ -353,7 +353,7 @@ def _check_participants(cut: ConsistentCut, names: Sequence[str], cuts: Sequence
         raise InconsistentCutError(
             f"the ranks are {', '.join(names)}, and the cut has {', '.join(expected)}",
             path=path,
-            remedy="give ranks, reports and the cut's shards and workers in one order: dataclasses.replace(cut, workers=...)",
+            remedy="give ranks, reports and the cut's members in one order: dataclasses.replace(cut, workers=...)",
         )
     vector = dict(cut.vector)
     for name, pairs in zip(names, cuts, strict=True):

@@ -83,20 +83,24 @@ class Transport(Protocol):
 class SocketTransport:
     """Frames over TCP, without pickle.
 
-    Both sides of a connection must know one secret. Nothing is encrypted: use it where nobody can read or change what others
-    send.
+    Both sides of a connection must know one secret. Nothing is encrypted: use it where nobody can read or change what
+    others send.
 
     Args:
         name: This participant's name.
         listen: ``host:port`` to listen at, ``[host]:port`` for IPv6; port 0 takes a free one.
-        advertise: Host, or ``host:port``, that others connect to, where it is not that of ``listen``: as with ``0.0.0.0``.
-        secret: What all processes of the training share, of at least 16 characters, or as a :class:`~pathlib.Path` the file
-            it is in. None: the environment variable ``CKPT_SECRET``, or the file that ``CKPT_SECRET_FILE`` names; without
-            them a file of this user's (mode 600), which is enough where all processes are on one machine and listen at its
-            loopback interface.
+        advertise: Host, or ``host:port``, that others connect to, where it is not that of ``listen``: as with
+            ``0.0.0.0``.
+        secret: What all processes of the training share, of at least 16 characters, or as a :class:`~pathlib.Path` the
+            file
+            it is in. None: the environment variable ``CKPT_SECRET``, or the file that ``CKPT_SECRET_FILE`` names;
+                without
+            them a file of this user's (mode 600), which is enough where all processes are on one machine and listen at
+            its loopback interface.
         connect_timeout: Seconds to wait for a participant that does not listen yet.
-        silence_timeout: Seconds, at least 6, after which a process that gives no sign of life while it owes an answer is taken
-            for lost. One that works on a long answer does give signs; one that was stopped, or whose machine is gone, does not.
+        silence_timeout: Seconds, at least 6, after which a process that gives no sign of life while it owes an answer
+            is taken for lost. One that works on a long answer does give signs; one that was stopped, or whose machine
+            is gone, does not.
 
     Attributes:
         address: Where others reach it.
@@ -211,7 +215,7 @@ class SocketTransport:
             except Exception:  # the thread is a connection's
                 logger.exception("%s failed on the loss of %s", self.name, peer.name)
 
-    # ---- connections of others ------------------------------------------------------------------------------------------
+    # ---- connections of others ---------------------------------------------------------------------------------------
 
     def _welcome(self, connection: socket.socket) -> None:
         incoming = _Inbound(connection)

@@ -1,7 +1,7 @@
 """A whole asynchronous training in one thread: workers, shards, a coordinator, a bad network, a slow disk, and crashes.
 
-Everything random comes from one seed. Messages are delayed without any order, duplicated, and lost: pushes and pulls are
-sent again with the header they had, the rest may be lost for good.
+Everything random comes from one seed. Messages are delayed without any order, duplicated, and lost: pushes and pulls
+are sent again with the header they had, the rest may be lost for good.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Each rule is needed: without it, the oracle finds something wrong, and with it, on the same seeds, nothing.
 
-The kinds say who noticed. ``ledger``, ``orphan``, ``durability``: a bad checkpoint was committed. ``liveness``: snapshots
-were aborted for no reason from outside, which is how the commit's checks show when a rule is broken below them.
+The kinds say who noticed. ``ledger``, ``orphan``, ``durability``: a bad checkpoint was committed. ``liveness``:
+snapshots were aborted for no reason from outside, which is how the commit's checks show when a rule is broken below
+them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Places in the data: each batch once, whatever number of workers goes on."""
+"""Places in the data: each batch once, whatever number of workers resumes."""
 
 from __future__ import annotations
 

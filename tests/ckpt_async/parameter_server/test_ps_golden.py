@@ -12,7 +12,7 @@ from ckpt_async.consistent_cut import ConsistentCut, UpdateId, VectorClock
 from ckpt_async.consistent_cut.messages import PushHeader
 from ckpt_async.consistent_cut.types import MessageTag
 from ckpt_async.parameter_server import CutStore
-from ckpt_async.parameter_server.blocks import BlockTable
+from ckpt_async.parameter_server.model import BlockTable
 from ckpt_async.parameter_server.state import ServerState, pack_recorded
 
 GOLDEN = Path(__file__).parent / "golden_cut"

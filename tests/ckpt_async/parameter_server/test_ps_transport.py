@@ -268,7 +268,7 @@ def test_a_file_that_others_can_read_is_not_used(monkeypatch: pytest.MonkeyPatch
         _find(0)
 
 
-# ---- frames ---------------------------------------------------------------------------------------------------------------
+# ---- frames ----------------------------------------------------------------------------------------------------------
 
 
 def test_memory_is_bounded_by_what_was_received(start: Callable[..., SocketTransport]) -> None:
@@ -333,7 +333,7 @@ def test_large_frames_come_through(start: Callable[..., SocketTransport]) -> Non
     assert torch.equal(answer.tensors["large"], tensor)
 
 
-# ---- addresses ------------------------------------------------------------------------------------------------------------
+# ---- addresses -------------------------------------------------------------------------------------------------------
 
 
 def test_what_is_advertised_can_be_reached(start: Callable[..., SocketTransport]) -> None:
@@ -372,7 +372,7 @@ def test_a_name_that_is_not_known_yet_is_waited_for(
     assert asked == ["a-machine-of-the-training"] * 3
 
 
-# ---- what goes wrong on the way -------------------------------------------------------------------------------------------
+# ---- what goes wrong on the way --------------------------------------------------------------------------------------
 
 
 def test_a_moment_without_a_descriptor_is_survived(fork_script: Callable[..., object]) -> None:
