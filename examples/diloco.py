@@ -1,7 +1,7 @@
 """DiLoCo: workers train alone for some steps, then an outer optimizer steps the parameters that they share.
 
     python diloco.py --output runs/diloco --workers 3
-    python diloco.py --output runs/diloco --workers 2    # after a crash or a kill: goes on, with any number of workers
+    python diloco.py --output runs/diloco --workers 2    # after a crash or a kill: resumes, with any number of workers
 
 Started again with as many workers, it ends with the same bits as if it had never been interrupted; with another number,
 from the same shared parameters and outer optimizer. A part of the model counts how often each batch was used.
@@ -74,7 +74,7 @@ def work(rank: int, options: argparse.Namespace, port: int) -> None:
             with checkpointer.load(path) as opened:
                 state.load(opened)
                 number = opened.metadata["number"]
-            print(f"worker {rank} goes on from {path}: {cursor.position.in_words()}\n", end="", flush=True)
+            print(f"worker {rank} resumes from {path}: {cursor.position.in_words()}\n", end="", flush=True)
         outer.param_groups[1]["lr"] = float(workers)  # the sum of what the workers counted, not the mean
         for _ in range(cursor.windows(options.window)):
             for update in cursor.take(options.window):

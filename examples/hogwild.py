@@ -1,7 +1,7 @@
 """Hogwild: several processes change one shared model without locks, and checkpoints are exact all the same.
 
     python hogwild.py --output runs/hogwild --workers 3
-    python hogwild.py --output runs/hogwild --workers 2    # after a crash or a kill: goes on, with any number of
+    python hogwild.py --output runs/hogwild --workers 2    # after a crash or a kill: resumes, with any number of
     workers
 
 The model counts in itself how often each batch was used: the judge of whether any was lost or repeated.
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
             model.load_state_dict(opened.load("model"))
             saved = opened.load("workers")
             number = opened.metadata["number"]
-        print(f"goes on from {newest.path}", flush=True)
+        print(f"resumes from {newest.path}", flush=True)
     context = mp.get_context(options.start_method)
     with StepGate(options.workers) as gate, checkpointer:
         arguments = [(worker, options, gate, model, saved) for worker in range(options.workers)]

@@ -15,8 +15,9 @@ __all__ = ["ParameterServerWorker"]
 class ParameterServerWorker(CallbackBase):
     """Makes each batch's randomness its own, refuses what cannot work, and stays until the whole training is over.
 
-    The rest is done by :class:`~ckpt_async.parameter_server.RemoteOptimizer`, which ``configure_optimizers`` returns. Each worker
-    is a Trainer of its own on one device. Checkpoints are the coordinator's: the Trainer's own hold nothing of the servers.
+    The rest is done by :class:`~ckpt_async.parameter_server.RemoteOptimizer`, which ``configure_optimizers`` returns.
+    Each worker is a Trainer of its own on one device. Checkpoints are the coordinator's: the Trainer's own hold nothing
+    of the servers.
 
     Args:
         client: The worker's connection, made from the parameters of the same module.
@@ -27,7 +28,8 @@ class ParameterServerWorker(CallbackBase):
             client = ParameterClient(transport, coordinator, module, batches=100)
             loader = DataLoader(dataset, batch_sampler=UpdateSampler(client, samples_of))
             module.configure_optimizers = lambda: RemoteOptimizer(client)
-            Trainer(max_epochs=1, callbacks=[ParameterServerWorker(client)], enable_checkpointing=False).fit(module, loader)
+            Trainer(max_epochs=1, callbacks=[ParameterServerWorker(client)], enable_checkpointing=False).fit(module,
+            loader)
     """
 
     def __init__(self, client: ParameterClient) -> None:
@@ -71,8 +73,8 @@ class ParameterServerWorker(CallbackBase):
         if unknown or is_tied:
             what = f"{', '.join(unknown[:5])}{', ...' if unknown[5:] else ''}" or "the further names of tied parameters"
             warnings.warn(
-                f"the checkpoints of this training will not have {what}: give ParameterClient the module itself, and not "
-                "its named_parameters()",
+                f"the checkpoints of this training will not have {what}: give ParameterClient the module itself, "
+                "and not its named_parameters()",
                 stacklevel=2,
             )
 

@@ -6,15 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from ckpt_async.consistent_cut.effects import (
-    CommitCut,
-    Effect,
-    ReserveSnapshot,
-    RollbackNeeded,
-    Send,
-    SnapshotAborted,
-)
-from ckpt_async.consistent_cut.errors import InconsistentCutError, SnapshotAbortedError, StaleGenerationError
+from ckpt_async.consistent_cut.effects import CommitCut, Effect, ReserveSnapshot, RollbackNeeded, Send, SnapshotAborted
 from ckpt_async.consistent_cut.messages import (
     Abort,
     Begin,
@@ -26,8 +18,15 @@ from ckpt_async.consistent_cut.messages import (
     Welcome,
     WorkerAck,
 )
-from ckpt_async.consistent_cut.options import CutOptions
-from ckpt_async.consistent_cut.types import ConsistentCut, MessageTag, VectorClock
+from ckpt_async.consistent_cut.types import (
+    ConsistentCut,
+    CutOptions,
+    InconsistentCutError,
+    MessageTag,
+    SnapshotAbortedError,
+    StaleGenerationError,
+    VectorClock,
+)
 
 __all__ = ["SnapshotCoordinator", "verify_cut"]
 
@@ -59,7 +58,7 @@ def verify_cut(
                 raise InconsistentCutError(
                     f"shard {shard} holds {does} {what} of stream {stream} where the cut has {should}",
                     key=f"stream {stream}",
-                    remedy="the snapshot was not committed; go on from the previous checkpoint",
+                    remedy="the snapshot was not committed; resume from the previous checkpoint",
                 )
     return vector
 
@@ -205,7 +204,7 @@ class SnapshotCoordinator:
         return effects
 
     def abort(self, reason: str) -> list[Effect]:
-        """Give up the snapshot that is being taken, if there is one. One that is being committed goes on."""
+        """Give up the snapshot that is being taken, if there is one. One that is being committed is not."""
         return self._abort(SnapshotAbortedError(f"snapshot {self.open_snapshot} was aborted: {reason}"))
 
     def committed(self, snapshot_id: int) -> list[Effect]:

@@ -10,9 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt_async.consistent_cut.errors import InconsistentCutError, SnapshotAbortedError
 from ckpt_async.consistent_cut.messages import Message, PushHeader
-from ckpt_async.consistent_cut.types import ConsistentCut, UpdateId, VectorClock
+from ckpt_async.consistent_cut.types import (
+    ConsistentCut,
+    InconsistentCutError,
+    SnapshotAbortedError,
+    UpdateId,
+    VectorClock,
+)
 
 __all__ = [
     "COORDINATOR",
@@ -121,7 +126,7 @@ class SnapshotAborted:
 
 @dataclass(frozen=True, slots=True)
 class RollbackNeeded:
-    """A participant is lost and cannot be replaced while the others go on: restart all from the last checkpoint."""
+    """A participant is lost and cannot be replaced while the others continue: restart all from the last checkpoint."""
 
     reason: str
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ckpt_async.consistent_cut.types import MessageTag, UpdateId, VectorClock
 
@@ -198,13 +198,7 @@ Message = (
     | PushHeader
     | PullHeader
 )
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind
-    for kind in (
-        *(Hello, Welcome, Begin, Marker, WorkerAck, ShardAck, PersistFailed, Abort, Committed),
-        *(Takeover, Position, PushHeader, PullHeader),
-    )
-}
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def encode_message(message: Message) -> dict[str, Any]:

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ckpt_async.consistent_cut.errors import InconsistentCutError
-from ckpt_async.consistent_cut.types import UpdateId
+from ckpt_async.consistent_cut.types import InconsistentCutError, UpdateId
 
 __all__ = ["ApplyPiece", "ComputeUpdate", "ReadShard", "replay_schedule"]
 

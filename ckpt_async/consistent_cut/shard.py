@@ -1,4 +1,4 @@
-"""A shard's part in a snapshot: copy before processing anything from after the cut, take in everything from before it."""
+"""A shard's part in a snapshot: copy before anything from after the cut, take in everything from before it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ckpt_async.consistent_cut.effects import COORDINATOR, DiscardCopy, Effect, PersistShard, Send
-from ckpt_async.consistent_cut.errors import StaleGenerationError
 from ckpt_async.consistent_cut.messages import (
     Abort,
     Begin,
@@ -23,8 +22,7 @@ from ckpt_async.consistent_cut.messages import (
     Takeover,
     Welcome,
 )
-from ckpt_async.consistent_cut.options import CutOptions
-from ckpt_async.consistent_cut.types import MessageTag, UpdateId, VectorClock
+from ckpt_async.consistent_cut.types import CutOptions, MessageTag, StaleGenerationError, UpdateId, VectorClock
 
 __all__ = ["CutShard", "ShardState"]
 
@@ -50,7 +48,7 @@ class _Snapshot:
     cut: dict[int, int] = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=dict)
     copy: ShardState | None = None
-    # Pieces of each stream in the copy, or recorded beside it.
+    # Pieces of each stream in the copy, or recorded with it.
     pieces: dict[int, int] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
     recorded: list[Piece] = field(default_factory=list)
@@ -60,7 +58,7 @@ class _Snapshot:
 
 
 class CutShard:
-    """Applies the updates that arrive at a shard, each once and in the order of its stream, and takes part in snapshots.
+    """Applies updates, each once and in the order of its stream, and takes part in snapshots.
 
     Args:
         name: This shard's name, by which others address it.
@@ -189,7 +187,7 @@ class CutShard:
                 raise TypeError(f"a {type(message).__name__} is not for a shard")
 
     def tick(self, now: float) -> list[Effect]:
-        """Let time pass: an aligned snapshot that waits too long goes on as an unaligned one.
+        """Let time pass: an aligned snapshot that waits too long becomes an unaligned one.
 
         Args:
             now: Seconds of a monotonic clock.

@@ -1,18 +1,96 @@
-"""Words of asynchronous training: streams, updates, vector clocks, cuts.
+"""Words of asynchronous training: streams, updates, vector clocks, cuts; a user's choices; what can go wrong.
 
-The data is divided into a fixed number of *streams*, each a sequence of batches numbered 1, 2, 3, ... A worker owns some
-streams; an *update* is what it computes from one batch. A *cut* says for each stream how many updates are in.
+The data is divided into a fixed number of *streams*, each a sequence of batches numbered 1, 2, 3, ... A worker owns
+some streams; an *update* is what it computes from one batch. A *cut* says for each stream how many updates are in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from ckpt_async.consistent_cut.errors import InconsistentCutError, StaleGenerationError
+from ckpt_core.errors import CheckpointError
 
-__all__ = ["ConsistentCut", "MessageTag", "UpdateId", "VectorClock", "deal_streams"]
+__all__ = [
+    "ConsistentCut",
+    "CutOptions",
+    "InconsistentCutError",
+    "MessageTag",
+    "SnapshotAbortedError",
+    "StaleGenerationError",
+    "UpdateId",
+    "VectorClock",
+    "deal_streams",
+]
+
+
+class InconsistentCutError(CheckpointError):
+    """The saved states do not belong to one cut, or a rule that makes them belong together was not kept."""
+
+
+class SnapshotAbortedError(CheckpointError):
+    """A snapshot was given up, or cannot begin. Training is not disturbed and the previous checkpoint stays valid."""
+
+
+class StaleGenerationError(CheckpointError):
+    """A message crossed the border between two lives of the run, or of one worker; it must not be processed.
+
+    Attributes:
+        receiver_is_stale: True if the *receiver* belongs to the earlier life and has to stop; False if the sender does.
+    """
+
+    def __init__(self, message: str, *, receiver_is_stale: bool = False) -> None:
+        remedy = "stop this process: a newer one has taken its place" if receiver_is_stale else None
+        super().__init__(message, remedy=remedy)
+        self.receiver_is_stale = receiver_is_stale
+
+
+@dataclass(frozen=True)
+class CutOptions:
+    """How the snapshots of an asynchronous training are taken.
+
+    Args:
+        alignment: ``"unaligned"`` copies a shard's state at the first sign of a snapshot and adds the updates that were
+            under way as they arrive: nobody waits. ``"aligned"`` copies when all of them have arrived and holds back
+            later updates until then, for at most ``aligned_timeout``.
+        aligned_timeout: Seconds after which an aligned snapshot becomes an unaligned one. It cannot be switched off:
+            without it, one frozen worker stops all the others.
+        snapshot_timeout: Seconds after which a snapshot that is not complete is aborted.
+        channel_state: What an unaligned snapshot does with updates that were under way: ``"fold"`` applies them to
+            the copy, ``"record"`` saves them with it, to be applied after loading. Use ``"record"`` where an update
+            cannot be applied to a copy.
+        max_inflight_updates: How many updates of a stream may be under way at a time; None for no limit. A worker
+            that rejoins a sparse training without a limit may have to repeat all batches.
+        on_worker_failure: ``"rollback"`` restarts everything from the last checkpoint. ``"rejoin"`` starts only the
+            lost worker again; each batch is still applied once on each shard, but the pieces of the updates that were
+            under way may come from two different gradients.
+        record_order: Keep the order of all updates and what each was computed from, so that the run can be replayed
+            bit for bit. Memory and checkpoints grow with each update.
+    """
+
+    alignment: Literal["unaligned", "aligned"] = "unaligned"
+    aligned_timeout: float = 0.1
+    snapshot_timeout: float = 60.0
+    channel_state: Literal["fold", "record"] = "fold"
+    max_inflight_updates: int | None = 2
+    on_worker_failure: Literal["rollback", "rejoin"] = "rollback"
+    record_order: bool = False
+
+    def __post_init__(self) -> None:
+        choices = {
+            "alignment": ("unaligned", "aligned"),
+            "channel_state": ("fold", "record"),
+            "on_worker_failure": ("rollback", "rejoin"),
+        }
+        for option, allowed in choices.items():
+            if getattr(self, option) not in allowed:
+                raise ValueError(f"{option}={getattr(self, option)!r} is not one of {', '.join(allowed)}")
+        for option in ("aligned_timeout", "snapshot_timeout"):
+            if not 0 < getattr(self, option) < float("inf"):
+                raise ValueError(f"{option}={getattr(self, option)!r} must be a positive number of seconds")
+        if self.max_inflight_updates is not None and self.max_inflight_updates < 1:
+            raise ValueError(f"max_inflight_updates={self.max_inflight_updates} must be at least 1, or None")
 
 
 class UpdateId(NamedTuple):
@@ -116,7 +194,7 @@ class VectorClock(Mapping[int, int]):
         return {stream: counts for stream, counts in both.items() if counts[0] != counts[1]}
 
     def in_words(self) -> str:
-        """Where each stream goes on after this cut is loaded, for logs."""
+        """Where each stream resumes after this cut is loaded, for logs."""
         return ", ".join(f"stream {stream} resumes at batch {count + 1}" for stream, count in self.items())
 
     def to_pairs(self) -> list[list[int]]:
@@ -172,7 +250,7 @@ class ConsistentCut:
 
 
 def deal_streams(streams: Iterable[int], workers: Sequence[str]) -> dict[str, tuple[int, ...]]:
-    """Give every stream to one worker, as evenly as possible: how a run goes on with another number of workers.
+    """Give every stream to one worker, as evenly as possible: how a run resumes with another number of workers.
 
     Example:
         >>> deal_streams(range(5), ["w0", "w1"])

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ckpt_async.consistent_cut.effects import COORDINATOR, Effect, PersistWorker, Send
-from ckpt_async.consistent_cut.errors import InconsistentCutError
 from ckpt_async.consistent_cut.messages import (
     Abort,
     Begin,
@@ -23,8 +22,7 @@ from ckpt_async.consistent_cut.messages import (
     Welcome,
     WorkerAck,
 )
-from ckpt_async.consistent_cut.options import CutOptions
-from ckpt_async.consistent_cut.types import MessageTag, UpdateId, VectorClock
+from ckpt_async.consistent_cut.types import CutOptions, InconsistentCutError, MessageTag, UpdateId, VectorClock
 
 __all__ = ["CutWorker"]
 
@@ -36,7 +34,7 @@ class CutWorker:
         name: This worker's name, by which others address it.
         positions: The worker's streams, and how many updates of each are in the checkpoint it starts from.
         shards: Names of all shards.
-        capture: Returns an independent copy of what the worker needs to go on from here: random generators, the cursor
+        capture: Returns an independent copy of what the worker needs to resume from here: random generators, the cursor
             of *consumed* batches, residuals, scaler. Called between two updates.
         generation: Number of this start of the whole run.
         snapshot_id: Newest snapshot of earlier generations.
@@ -88,7 +86,7 @@ class CutWorker:
         generation: int = 0,
         options: CutOptions | None = None,
     ) -> CutWorker:
-        """A worker that takes the place of a lost one while all others go on.
+        """A worker that takes the place of a lost one while all others continue.
 
         It asks the shards what they have of the streams, repeats the updates that only some of them have, and takes
         part in snapshots after that. :attr:`can_train` tells when it may begin.

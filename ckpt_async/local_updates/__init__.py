@@ -1,11 +1,9 @@
 """Training in which each worker steps for itself: Hogwild and DiLoCo (``docs/async_training.md``)."""
 
-from ckpt_async.local_updates.cursor import StreamCursor
 from ckpt_async.local_updates.diloco import DiLoCo, DiLoCoState, OuterLoop
-from ckpt_async.local_updates.errors import GateTimeoutError, WorkerLostError
-from ckpt_async.local_updates.step_gate import GatedWorker, StepGate
+from ckpt_async.local_updates.step_gate import GatedWorker, GateTimeoutError, StepGate, WorkerLostError
 from ckpt_async.local_updates.torchft import TorchftLoop
-from ckpt_async.local_updates.worker_state import WorkerState
+from ckpt_async.local_updates.worker_state import StreamCursor, WorkerState
 
 __all__ = [
     "DiLoCo",

@@ -46,8 +46,9 @@ class OuterLoop(abc.ABC):
 class DiLoCo(OuterLoop):
     """A plain DiLoCo: :meth:`sync` after each window of inner steps.
 
-    The algorithm is that of Douillard et al. (2023): each worker's way from the shared parameters, averaged, is the gradient of
-    the outer optimizer. All workers must call :meth:`sync` the same number of times; a worker without data calls it, too.
+    The algorithm is that of Douillard et al. (2023): each worker's way from the shared parameters, averaged, is the
+    gradient of the outer optimizer. All workers must call :meth:`sync` the same number of times; a worker without data
+    calls it, too.
 
     Args:
         model: This worker's; the same on all workers at the start.
@@ -118,14 +119,14 @@ class DiLoCo(OuterLoop):
 class DiLoCoState:
     """The state of a DiLoCo training, as parts of a directory checkpoint.
 
-    Saved at an outer boundary, where the shared parameters are all that there is of the model, so that another number of
-    workers can go on from it. Each worker calls :meth:`parts` and :meth:`load`.
+    Saved at an outer boundary, where the shared parameters are all that there is of the model, so that another number
+    of workers can resume from it. Each worker calls :meth:`parts` and :meth:`load`.
 
     Args:
         loop: :class:`DiLoCo`, or torchft's in a :class:`~ckpt_async.local_updates.TorchftLoop`.
         own: What this worker has of its own: its inner optimizer, its place in the data.
-        buffers: Returns the model's buffers, of which each worker has its own; ``lambda: dict(model.named_buffers())``. None:
-            those of the state dict of the model that :class:`DiLoCo` was given; torchft's does not know it.
+        buffers: Returns the model's buffers, of which each worker has its own; ``lambda: dict(model.named_buffers())``.
+            None: those of the state dict of the model that :class:`DiLoCo` was given; torchft's does not know it.
 
     Example::
 
@@ -157,7 +158,7 @@ class DiLoCoState:
         ]
 
     def load(self, opened: Any) -> None:
-        """Go on from a checkpoint of this or another number of workers.
+        """Resume from a checkpoint of this or another number of workers.
 
         The shared parameters and the outer optimizer come back bit for bit, and no batch is lost or used again. As many
         workers as saved it get back what was their own, bit for bit; for others see
@@ -167,14 +168,14 @@ class DiLoCoState:
             opened: What :meth:`ckpt_core.DirectoryCheckpointer.load` returns.
 
         Raises:
-            StateMismatchError: It was not saved at the outer boundary of all parameters, by another number of workers; or it
-                is of another model.
+            StateMismatchError: It was not saved at the outer boundary of all parameters, by another number of workers;
+                or it is of another model.
         """
         cursor = self._own.cursor
         workers = [opened.load("worker", rank=rank) for rank in range(opened.world_size)]
         if opened.world_size != cursor.workers and any(worker["parameters"] for worker in workers):
             raise StateMismatchError(
-                f"each of {opened.world_size} workers had parameters of its own, and there are {cursor.workers} workers now",
+                f"{opened.world_size} workers had parameters of their own, and there are {cursor.workers} workers now",
                 key="worker.parameters",
                 remedy=f"resume with {opened.world_size} workers, or save right after sync(), with one fragment",
             )

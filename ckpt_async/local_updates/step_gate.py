@@ -1,8 +1,9 @@
-"""A gate for Hogwild: workers change one shared model without locks, and stand still between two steps while it is saved.
+"""A gate for Hogwild: workers change a shared model without locks, and stand still between two steps while it is saved.
 
-Each worker has a few numbers in a shared file: how many steps it has begun and how many it has finished. Who saves writes the
-number of the snapshot there; each worker that sees it, before its next step, hands over what only it knows and waits. A step
-costs no system call. Who is alive is told by locks of the kernel's, which end with the process that holds them.
+Each worker has a few numbers in a shared file: how many steps it has begun and how many it has finished. The saver
+writes the number of the snapshot there; each worker that sees it, before its next step, hands over what only it knows
+and waits. A step costs no system call. Locks of the kernel, which end with the process that holds them, show
+which workers are alive.
 """
 
 from __future__ import annotations
@@ -23,10 +24,9 @@ from typing import Any
 
 import torch
 
-from ckpt_async.local_updates.errors import GateTimeoutError, WorkerLostError
 from ckpt_core.errors import CheckpointError
 
-__all__ = ["GatedWorker", "StepGate"]
+__all__ = ["GateTimeoutError", "GatedWorker", "StepGate", "WorkerLostError"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +37,22 @@ _ASKED, _OPENED = 0, 1  # newest snapshot asked for, and over
 _HEAD, _EACH = 2, 3
 _BEGUN, _DONE, _STATUS = 0, 1, 2
 _ABSENT, _RUNNING, _FINISHED = 0, 1, 2
-_SAVER = 0  # byte that who saves has locked; the bytes after it are the workers'
+_SAVER = 0  # byte that the saver has locked; the bytes after it are the workers'
+
+
+class GateTimeoutError(CheckpointError):
+    """Some workers did not end their step in time. Training continues, and the last checkpoint stays valid."""
+
+
+class WorkerLostError(CheckpointError):
+    """A worker is gone, and with it what only it knew, so that no checkpoint can be taken any more."""
 
 
 class StepGate:
     """Lets all workers finish the step they are in, and holds the next one back until the snapshot is taken.
 
-    Made once, in the process that starts the workers, and given to them as an argument, by ``fork`` or ``spawn``. The processes
-    must be on one machine, with one gate each.
+    Made once, in the process that starts the workers, and given to them as an argument, by ``fork`` or ``spawn``. The
+    processes must be on one machine, with one gate each.
 
     Args:
         workers: Number of workers.
@@ -57,7 +65,7 @@ class StepGate:
                     with worker.step():
                         train(model, update)
 
-        Who saves, in any process that has the shared model::
+        The saver, in any process that has the shared model::
 
             with gate.closed() as workers:
                 parts = [Part("model", model.state_dict(), Kind.REPLICATED), Part("workers", workers, Kind.REPLICATED)]
@@ -104,8 +112,9 @@ class StepGate:
             What each worker has captured, in their order.
 
         Raises:
-            WorkerLostError: One was killed. The others go on; but start all of them again from the newest checkpoint.
-            GateTimeoutError: Some have not come, because they are in a step, frozen, or not started. All go on.
+            WorkerLostError: One was killed. The others continue; but start all of them again from the newest
+                checkpoint.
+            GateTimeoutError: Some have not come, because they are in a step, frozen, or not started. All continue.
         """
         shared, deadline = self._open(), time.monotonic() + timeout
         while not shared.lock(_SAVER):
@@ -204,7 +213,7 @@ class GatedWorker:
                 self._answer(str(snapshot))
                 self._answered = snapshot
             if not shared.is_locked(_SAVER) and shared[_ASKED] == snapshot != shared[_OPENED]:
-                logger.warning("who was saving is gone: worker %d goes on", self._number)
+                logger.warning("the process that was saving is gone: worker %d continues", self._number)
                 self._abandoned = snapshot
                 return
             time.sleep(_POLL)
@@ -225,7 +234,7 @@ class GatedWorker:
 
 
 class _Shared:
-    """The numbers in the shared file, and the locks of its bytes, which are a process's and not inherited by its children."""
+    """The numbers in the shared file, and the locks of its bytes, which a process does not pass on to its children."""
 
     def __init__(self, path: Path) -> None:
         self.process = os.getpid()

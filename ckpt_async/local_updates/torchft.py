@@ -1,7 +1,7 @@
 """torchft's DiLoCo, in whole or in fragments, for checkpoints.
 
-torchft keeps the parameters that are shared and the outer optimizers under private names, and heals a worker from another; a
-checkpoint from which all can start again it leaves to the user. The names are those of torchft 0.2.
+torchft keeps the parameters that are shared and the outer optimizers under private names, and heals a worker from
+another; a checkpoint from which all can start again it leaves to the user. The names are those of torchft 0.2.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TorchftLoop(OuterLoop):
         if not self.at_boundary:
             raise CheckpointError(
                 f"DiLoCo is at inner step {self._diloco._local_step} of a window",
-                remedy="save when TorchftLoop.at_boundary is true; fragment_sync_delay=0 makes that once in each window",
+                remedy="save when TorchftLoop.at_boundary is true: once in each window with fragment_sync_delay=0",
             )
 
     def _named(self) -> Iterator[tuple[str, Any, str]]:

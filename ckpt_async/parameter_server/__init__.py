@@ -1,13 +1,10 @@
 """Asynchronous training with parameter servers, whose checkpoints are consistent cuts (``docs/async_training.md``)."""
 
-from ckpt_async.parameter_server.checkpoint import CutCheckpoint
-from ckpt_async.parameter_server.client import ParameterClient
+from ckpt_async.parameter_server.client import ParameterClient, RemoteOptimizer, UpdateSampler
 from ckpt_async.parameter_server.coordinator import TrainingCoordinator
 from ckpt_async.parameter_server.frames import Frame
-from ckpt_async.parameter_server.optimizer import RemoteOptimizer
-from ckpt_async.parameter_server.sampler import UpdateSampler
 from ckpt_async.parameter_server.server import ParameterServer
-from ckpt_async.parameter_server.store import CutStore
+from ckpt_async.parameter_server.store import CutCheckpoint, CutStore
 from ckpt_async.parameter_server.transport import Handler, Peer, PeerLostError, SocketTransport, Transport
 
 __all__ = [

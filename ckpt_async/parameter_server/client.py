@@ -1,4 +1,4 @@
-"""A worker's side: pull the parameters, push gradients, and be cut between two updates."""
+"""A worker's side: pull parameters, push gradients, be cut between two updates; its optimizer and sampler."""
 
 from __future__ import annotations
 
@@ -6,34 +6,26 @@ import copy
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.data import Sampler
 
-from ckpt_async.consistent_cut import (
-    COORDINATOR,
-    Committed,
-    CutWorker,
-    Effect,
-    Message,
-    PersistWorker,
-    PullHeader,
-    UpdateId,
-    VectorClock,
-    deal_streams,
-    decode_message,
-    encode_message,
-)
-from ckpt_async.parameter_server.blocks import BlockTable
+from ckpt_async.consistent_cut import COORDINATOR, CutWorker, UpdateId, VectorClock, deal_streams
+from ckpt_async.consistent_cut.effects import Effect, PersistWorker
+from ckpt_async.consistent_cut.messages import Committed, Message, PullHeader, decode_message, encode_message
 from ckpt_async.parameter_server.frames import Frame
-from ckpt_async.parameter_server.model import Model, aliases_of, buffers_of, parameters_of
+from ckpt_async.parameter_server.model import BlockTable, Model, aliases_of, buffers_of, parameters_of
 from ckpt_async.parameter_server.participant import Participant
 from ckpt_async.parameter_server.transport import PeerLostError, Transport
 from ckpt_core.errors import CheckpointError, StateMismatchError
 from ckpt_core.state.rng import RngState
 
-__all__ = ["ParameterClient", "seed_of"]
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.stateful import Stateful
+
+__all__ = ["ParameterClient", "RemoteOptimizer", "UpdateSampler", "seed_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -41,28 +33,24 @@ _PATIENCE = 0.002  # seconds before asking again
 _IDLE = 0.01  # seconds between two looks at messages, when there is nothing to train
 
 
-class _Stateful(Protocol):
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any) -> Any: ...
-
-
 class ParameterClient(Participant):
     """A worker's connection to the training: which batch comes next, :meth:`pull`, :meth:`push`.
 
-    It is cut by :meth:`pull`, between two updates and before the parameters that were pulled are used; so what the batch
-    and its randomness depend on must be a function of ``(stream, number of the batch)``, or be in :meth:`register`.
+    It is cut by :meth:`pull`, between two updates and before the parameters that were pulled are used; so what the
+    batch and its randomness depend on must be a function of ``(stream, number of the batch)``, or be in
+    :meth:`register`.
 
     Args:
         transport: Its name is the worker's; the coordinator knows which names there are.
         coordinator: Address of the coordinator.
-        parameters: The model, or name and tensor of each of its parameters, which :meth:`pull` overwrites. Of a model, its
-            buffers (statistics of BatchNorm) are part of this worker's state, and further names of tied parameters are saved.
+        parameters: The model, or name and tensor of each of its parameters, which :meth:`pull` overwrites. Of a model,
+            its buffers (statistics of BatchNorm) are part of this worker's state, and further names of tied parameters
+            are saved.
         batches: Number of batches in each stream; None for streams without end.
-        seed: Every pull sets torch's default generator from this number and the update's, so that an update's randomness
-            (dropout, augmentation) is the same whenever and wherever it is computed. None: the generators are left alone,
-            and their states are part of the checkpoint, which only a worker of the same name gets back.
-        max_block_bytes: See :class:`~ckpt_async.parameter_server.blocks.BlockTable`; the same in every process.
+        seed: Every pull sets torch's default generator from this number and the update's, so that an update's
+            randomness (dropout, augmentation) is the same whenever and wherever it is computed. None: the generators
+            are left alone, and their states are part of the checkpoint, which only a worker of the same name gets back.
+        max_block_bytes: See :class:`~ckpt_async.parameter_server.model.BlockTable`; the same in every process.
         storage_options: For fsspec, if the checkpoints are in an object store.
 
     Attributes:
@@ -101,7 +89,7 @@ class ParameterClient(Participant):
         self.aliases = aliases_of(parameters)
         self._batches = batches
         self._seed = seed
-        self._objects: dict[str, _Stateful] = {}
+        self._objects: dict[str, Stateful] = {}
         self._saved: dict[str, Any] = {}
         self._pulled_for: UpdateId | None = None
         self.table = BlockTable(self.parameters.items(), max_block_bytes=max_block_bytes)
@@ -124,7 +112,7 @@ class ParameterClient(Participant):
                 positions = checkpoint.cut.vector.restricted_to(streams)
                 self._saved = checkpoint.worker(self.name) or {"buffers": checkpoint.buffers()}
                 self._load_buffers(checkpoint.path)
-            logger.info("%s goes on from %s: %s", self.name, checkpoint.path, VectorClock(positions).in_words())
+            logger.info("%s resumes from %s: %s", self.name, checkpoint.path, VectorClock(positions).in_words())
             if self._seed is None and "rng" in self._saved:
                 RngState.decode(self._saved["rng"]).restore()
         return CutWorker(
@@ -154,7 +142,7 @@ class ParameterClient(Participant):
             self._transport.request(shard, Frame(meeting)).result()
         return worker
 
-    # ---- training ------------------------------------------------------------------------------------------------------
+    # ---- training ----------------------------------------------------------------------------------------------------
 
     @property
     def position(self) -> VectorClock:
@@ -280,7 +268,7 @@ class ParameterClient(Participant):
     def check(self) -> None:
         super().check()
         if self._stopped.is_set():
-            raise CheckpointError(f"{self.name} was told that the training is over")
+            raise CheckpointError(f"{self.name} cannot continue: the training is over")
 
     def _answer(self, shard: str, frame: Frame) -> tuple[PullHeader, Mapping[str, torch.Tensor]]:
         if frame.content.get("kind") == "failed":
@@ -296,9 +284,9 @@ class ParameterClient(Participant):
         for block in self.table.blocks.values():
             block.of(self.parameters[block.parameter].detach()).copy_(values[block.name])
 
-    # ---- the worker's own state ----------------------------------------------------------------------------------------
+    # ---- the worker's own state --------------------------------------------------------------------------------------
 
-    def register(self, name: str, stateful: _Stateful) -> None:
+    def register(self, name: str, stateful: Stateful) -> None:
         """Make an object part of this worker's state at every cut, and load what the checkpoint has of it.
 
         Args:
@@ -337,7 +325,7 @@ class ParameterClient(Participant):
             state["rng"] = RngState.capture().encode()
         return state
 
-    # ---- messages and effects ------------------------------------------------------------------------------------------
+    # ---- messages and effects ----------------------------------------------------------------------------------------
 
     def _on_request(self, frame: Frame) -> Frame | None:
         return None
@@ -358,19 +346,79 @@ class ParameterClient(Participant):
         }
         self._write_later(
             effect.snapshot_id,
-            lambda: self.store.write(
-                self.training.generation,
-                effect.snapshot_id,
-                rank=self.training.rank(self.name),
-                world_size=self.training.world_size,
-                incarnation=self.training.incarnation,
-                table=self.table,
-                blocks={},
-                participant=participant,
-            ),
+            lambda: self._write(effect.snapshot_id, self.table, {}, participant),
             self._worker.persisted,
             self._worker.persist_failed,
         )
+
+
+class RemoteOptimizer(torch.optim.Optimizer):
+    """Makes a worker's training loop look like any other: :meth:`step` pushes the gradients and pulls what comes next.
+
+    The parameters are those of the client. There is no learning rate here: the servers' optimizers have one, and a
+    scheduler that is given this optimizer fails instead of being without effect.
+
+    Args:
+        client: The worker's connection. The first parameters are pulled at once.
+
+    Example:
+        In a worker's process::
+
+            client = ParameterClient(transport, coordinator, model.named_parameters(), batches=100)
+            optimizer = RemoteOptimizer(client)
+            for update in client.updates():
+                optimizer.zero_grad()
+                loss_of(model, batch_of(update.stream, update.seq)).backward()
+                optimizer.step()
+            client.finish()
+    """
+
+    def __init__(self, client: ParameterClient) -> None:
+        super().__init__(list(client.parameters.values()), {})
+        self.client = client
+        self._pull_next()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Push the gradients of this batch, and load the parameters for the next one into the model.
+
+        Args:
+            closure: Computes the gradients first, and returns the loss.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.client.push()
+        self._pull_next()
+        return loss
+
+    def _pull_next(self) -> None:
+        if self.client.upcoming is not None:
+            self.client.pull()
+
+
+class UpdateSampler(Sampler[list[int]]):
+    """Gives a worker's loader the batches of its streams, from where the worker stands.
+
+    Batches that were fetched and not yet pushed do not count, so loaders may prefetch.
+
+    Args:
+        client: The worker's connection.
+        samples_of: Indices of the samples of a batch: a function of its stream and number alone.
+
+    Example:
+        >>> from torch.utils.data import DataLoader
+        >>> def loader_of(client, dataset, samples_of):
+        ...     return DataLoader(dataset, batch_sampler=UpdateSampler(client, samples_of), num_workers=2)
+    """
+
+    def __init__(self, client: ParameterClient, samples_of: Callable[[UpdateId], list[int]]) -> None:
+        self._client = client
+        self._samples_of = samples_of
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (self._samples_of(update) for update in self._client.plan())
 
 
 def _next_of(positions: Mapping[int, int], batches: int | None) -> UpdateId | None:

@@ -13,21 +13,15 @@ from concurrent.futures import TimeoutError
 from typing import Any
 
 from ckpt_async.consistent_cut import (
-    CommitCut,
     ConsistentCut,
     CutOptions,
-    Effect,
     InconsistentCutError,
-    MessageTag,
-    ReserveSnapshot,
-    RollbackNeeded,
-    Send,
-    SnapshotAborted,
     SnapshotCoordinator,
     StaleGenerationError,
-    decode_message,
-    encode_message,
 )
+from ckpt_async.consistent_cut.effects import CommitCut, Effect, ReserveSnapshot, RollbackNeeded, Send, SnapshotAborted
+from ckpt_async.consistent_cut.messages import decode_message, encode_message
+from ckpt_async.consistent_cut.types import MessageTag
 from ckpt_async.parameter_server.frames import Frame
 from ckpt_async.parameter_server.participant import ALIVE, Training, Watch
 from ckpt_async.parameter_server.store import CutStore
@@ -40,7 +34,7 @@ __all__ = ["TrainingCoordinator"]
 logger = logging.getLogger(__name__)
 
 _TICK = 0.005  # seconds
-_GOODBYE = 5.0  # seconds to wait for the answer of somebody who is told to stop
+_GOODBYE = 5.0  # seconds to wait for the answer of a participant that shall stop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,26 +46,28 @@ class _Member:
 class TrainingCoordinator:
     """Starts an asynchronous training from the newest checkpoint that verifies, and takes snapshots of it.
 
-    One for each training, in a process of its own or on a thread beside another participant. If it is lost, everything has
-    to be started again; so has it if a shard is lost, or a worker where ``options.on_worker_failure`` is ``"rollback"``.
+    One for each training, in a process of its own or on a thread of another participant. If it is lost, everything has
+    to be started again; so has it if a shard is lost, or a worker where ``options.on_worker_failure`` is
+    ``"rollback"``.
 
     Args:
         transport: Its name must be :data:`ckpt_async.consistent_cut.COORDINATOR`.
         root: Where the checkpoints are: a directory that all machines share, or a URL.
-        streams: Number of streams of data: fixed for the life of the training, and at least as many as there are ever workers.
+        streams: Number of streams of data: fixed for the life of the training, and at least as many as there are ever
+            workers.
         shards: Names of the shards. Another number than the checkpoint was saved with is allowed.
         workers: Names of the workers; likewise.
         every: Seconds between two snapshots.
         keep: How many checkpoints are kept.
         options: About the snapshots.
-        generation: Number of this start of the training, larger than any before. None claims one below ``root``, which must
-            be on a filesystem then.
+        generation: Number of this start of the training, larger than any before. None claims one below ``root``, which
+            must be on a filesystem then.
         storage_options: For fsspec.
-        listeners: Told what is saved (:mod:`ckpt_core.events`).
+        listeners: Called with what is saved (:mod:`ckpt_core.events`).
 
     Attributes:
         store: Where the checkpoints are.
-        checkpoint: Path of the checkpoint the training goes on from; None at the beginning.
+        checkpoint: Path of the checkpoint that the training resumes from; None at the beginning.
         resumed: The cut it is of.
 
     Raises:
@@ -168,10 +164,10 @@ class TrainingCoordinator:
                 remedy="the number of streams is fixed: resume with the same, and any number of workers up to it",
             )
         logger.info(
-            "generation %d goes on from %s: %s", self._generation, self.checkpoint, self.resumed.vector.in_words()
+            "generation %d resumes from %s: %s", self._generation, self.checkpoint, self.resumed.vector.in_words()
         )
 
-    # ---- life ----------------------------------------------------------------------------------------------------------
+    # ---- life --------------------------------------------------------------------------------------------------------
 
     def run(self) -> ConsistentCut:
         """Coordinate until all workers have finished and the last snapshot is a checkpoint.
@@ -180,7 +176,7 @@ class TrainingCoordinator:
             The cut of that checkpoint.
 
         Raises:
-            CheckpointError: Somebody is lost; start everything again.
+            CheckpointError: A participant is lost; start everything again.
         """
         try:
             while not self._finished and self._failure is None:
@@ -218,7 +214,7 @@ class TrainingCoordinator:
             if not self._finished and reason is None:
                 reason = "the coordinator was interrupted"
             self._finished = True
-        # Workers first: one that is told of the end does not mind that the shards are gone.
+        # Workers first: one that knows of the end does not mind that the shards are gone.
         for names in (self._workers, self._shards):
             self._tell_to_exit([name for name in names if name in self._members.keys() - self._gone], reason)
         for thread in self._threads:
@@ -233,7 +229,7 @@ class TrainingCoordinator:
             try:
                 answer.result(max(0.0, deadline - time.monotonic()))
             except TimeoutError:
-                logger.warning("%s does not answer when it is told to stop", name)
+                logger.warning("%s does not answer the request to stop", name)
             except PeerLostError as error:
                 logger.debug("%s is gone already: %s", name, error)
 
@@ -241,7 +237,7 @@ class TrainingCoordinator:
         if self._failure is None and not self._finished:
             self._failure = CheckpointError(reason, remedy="start the whole training again from the newest checkpoint")
 
-    # ---- messages ------------------------------------------------------------------------------------------------------
+    # ---- messages ----------------------------------------------------------------------------------------------------
 
     def _receive(self, peer: Peer, frame: Frame) -> Frame | None:
         content = frame.content
@@ -324,7 +320,7 @@ class TrainingCoordinator:
             if peer.name in self._shards:
                 self._fail(f"{peer.name} was lost")
 
-    # ---- effects -------------------------------------------------------------------------------------------------------
+    # ---- effects -----------------------------------------------------------------------------------------------------
 
     def _perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -378,7 +374,7 @@ class TrainingCoordinator:
         reports += [effect.worker_reports[name] for name in cut.workers]
         try:
             path, size = self.store.commit(cut, reports)
-        except Exception as error:  # noqa: BLE001 - the snapshot is given up, and the training goes on
+        except Exception as error:  # noqa: BLE001 - the snapshot is given up, and the training continues
             with self._lock:
                 self._perform(self._cuts.commit_failed(cut.snapshot_id, f"{type(error).__name__}: {error}"))
             return

@@ -1,4 +1,4 @@
-"""What servers and workers have in common: joining a training, one lock around the state machine, carrying out its effects."""
+"""What servers and workers have in common: joining, one lock around the state machine, carrying out its effects."""
 
 from __future__ import annotations
 
@@ -13,20 +13,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
-from ckpt_async.consistent_cut import (
-    COORDINATOR,
-    CutOptions,
-    Effect,
-    Message,
-    MessageTag,
-    Send,
-    StaleGenerationError,
-    decode_message,
-    encode_message,
-)
-from ckpt_async.parameter_server.checkpoint import CutCheckpoint
+import torch
+
+from ckpt_async.consistent_cut import COORDINATOR, CutOptions, StaleGenerationError
+from ckpt_async.consistent_cut.effects import Effect, Send
+from ckpt_async.consistent_cut.messages import Message, decode_message, encode_message
+from ckpt_async.consistent_cut.types import MessageTag
 from ckpt_async.parameter_server.frames import Frame
-from ckpt_async.parameter_server.store import CutStore
+from ckpt_async.parameter_server.model import BlockTable
+from ckpt_async.parameter_server.store import CutCheckpoint, CutStore
 from ckpt_async.parameter_server.transport import Peer, PeerLostError, Transport
 from ckpt_core.errors import CheckpointError
 
@@ -44,7 +39,7 @@ ALIVE = Frame({"kind": "alive"})
 
 @dataclass(frozen=True)
 class Training:
-    """What the coordinator tells who joins.
+    """What the coordinator answers to a participant that joins.
 
     Attributes:
         generation: Number of this start of the whole training.
@@ -92,7 +87,7 @@ class Training:
 
 
 class Watch:
-    """Asks others now and then whether they are there; of those that do not answer, the transport says that they are lost.
+    """Asks others now and then whether they are there; the transport reports those that do not answer as lost.
 
     Args:
         transport: Carries the questions.
@@ -116,7 +111,7 @@ class Watch:
 
 
 class Participant(abc.ABC):
-    """A process that takes part in the training beside the coordinator.
+    """A process that takes part in the training: a server or a worker.
 
     Args:
         transport: Carries its messages; its name is the participant's.
@@ -152,7 +147,7 @@ class Participant(abc.ABC):
             self._needed.update(self.training.shards)
         self.store = CutStore(self.training.root, storage_options=storage_options)
 
-    # ---- what a server and a worker do differently ---------------------------------------------------------------------
+    # ---- what a server and a worker do differently -------------------------------------------------------------------
 
     @abc.abstractmethod
     def _on_message(self, message: Message) -> list[Effect]:
@@ -166,14 +161,14 @@ class Participant(abc.ABC):
     def _perform_own(self, effect: Effect) -> None:
         """Carry out an effect other than sending."""
 
-    # ---- life ----------------------------------------------------------------------------------------------------------
+    # ---- life --------------------------------------------------------------------------------------------------------
 
     def _join(self) -> Training:
         content = {"kind": "join", "role": self._role, "address": self._transport.address}
         while True:
             answer = self._transport.request(COORDINATOR, Frame(content)).result().content
             if "kind" not in answer:
-                raise CheckpointError(f"{self.name} comes too late: the training is over")
+                raise CheckpointError(f"{self.name} has joined too late: the training is over")
             if answer["kind"] == "welcome":
                 training = Training.from_content(answer["training"])
                 for shard, address in training.shards.items():
@@ -223,7 +218,7 @@ class Participant(abc.ABC):
             self._transport.send(COORDINATOR, Frame({"kind": "failed", "reason": failure.message}))
         self._stop(failure)
 
-    # ---- messages ------------------------------------------------------------------------------------------------------
+    # ---- messages ----------------------------------------------------------------------------------------------------
 
     def _lost(self, peer: Peer) -> None:
         if peer.name in self._needed:
@@ -233,7 +228,7 @@ class Participant(abc.ABC):
         content = frame.content
         if content.get("kind") == "exit":
             reason = content["reason"]
-            self._stop(None if reason is None else CheckpointError(f"{self.name} was told to stop: {reason}"))
+            self._stop(None if reason is None else CheckpointError(f"{self.name} was asked to stop: {reason}"))
             return None
         if content.get("kind") == ALIVE.content["kind"]:
             return ALIVE
@@ -258,7 +253,7 @@ class Participant(abc.ABC):
     def _last_word(self) -> Frame | None:
         return None if self._failure is None else Frame({"kind": "failed", "reason": self._failure.message})
 
-    # ---- effects -------------------------------------------------------------------------------------------------------
+    # ---- effects -----------------------------------------------------------------------------------------------------
 
     def _perform(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -266,6 +261,22 @@ class Participant(abc.ABC):
                 self._transport.send(effect.to, Frame(encode_message(effect.message)))
             else:
                 self._perform_own(effect)
+
+    def _write(
+        self, snapshot_id: int, table: BlockTable, blocks: Mapping[str, torch.Tensor], participant: Mapping[str, Any]
+    ) -> str:
+        """Write this participant's files of a snapshot; returns the report."""
+        training = self.training
+        return self.store.write(
+            training.generation,
+            snapshot_id,
+            rank=training.rank(self.name),
+            world_size=training.world_size,
+            incarnation=training.incarnation,
+            table=table,
+            blocks=blocks,
+            participant=participant,
+        )
 
     def _write_later(
         self,
@@ -280,7 +291,7 @@ class Participant(abc.ABC):
         def run() -> None:
             try:
                 report, settle = write(), done
-            except Exception as error:  # noqa: BLE001 - told to the coordinator, which gives up the snapshot
+            except Exception as error:  # noqa: BLE001 - the coordinator learns it, and gives up the snapshot
                 report, settle = f"{type(error).__name__}: {error}", failed
                 logger.warning("%s could not write its part of snapshot %d: %s", self.name, snapshot_id, report)
             with self._lock:

@@ -1,8 +1,4 @@
-"""The secret that the processes of a training share, and how two of them show each other that they know it.
-
-The secret itself is never sent. Who listens sends a random number, who connects another one and a digest of both; then who listens
-sends a different digest of both.
-"""
+"""The secret that the processes of a training share: where it comes from, and what proves that a process knows it."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ from ckpt_core.errors import CheckpointError, StorageError
 __all__ = ["FILE_VARIABLE", "SECRET_VARIABLE", "Secret", "find_secret"]
 
 SECRET_VARIABLE, FILE_VARIABLE = "CKPT_SECRET", "CKPT_SECRET_FILE"
-NONCE_BYTES = PROOF_BYTES = 32
 _SHORTEST = 16  # bytes
 _HOW_TO_SHARE = (
     f"give every process the same secret=, {SECRET_VARIABLE} or {FILE_VARIABLE} (a file that only its owner can read); "
@@ -45,12 +40,12 @@ class Secret:
         self._value = value
 
     def proof(self, role: bytes, listener: bytes, caller: bytes) -> bytes:
-        """What shows that a side knows the secret.
+        """What proves that a side knows the secret: a digest of 32 bytes.
 
         Args:
             role: Which side; each has its own, so that none can be answered with its own words.
-            listener: The random number of who listens, :data:`NONCE_BYTES` long.
-            caller: That of who connects.
+            listener: The random number of the side that listens.
+            caller: That of the side that connects.
         """
         return hmac.digest(self._value, role + listener + caller, "sha256")
 
@@ -59,8 +54,9 @@ def find_secret(given: str | os.PathLike[str] | None, *, address: str, is_loopba
     """The secret to use.
 
     Args:
-        given: The secret, or as a path the file it is in. None: what ``CKPT_SECRET`` or the file ``CKPT_SECRET_FILE`` says;
-            without them, at the loopback interface, a file that all processes of the user share and that is made here.
+        given: The secret, or as a path the file it is in. None: what ``CKPT_SECRET`` or the file ``CKPT_SECRET_FILE``
+            says; without them, at the loopback interface, a file that all processes of the user share and that is made
+            here.
         address: Where the process listens, for messages.
         is_loopback: Whether only processes of this machine can connect.
 

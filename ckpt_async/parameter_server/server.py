@@ -8,22 +8,12 @@ import time
 from collections.abc import Mapping
 from typing import Any, cast
 
-from ckpt_async.consistent_cut import (
-    COORDINATOR,
-    CutShard,
-    DiscardCopy,
-    Effect,
-    Message,
-    PersistShard,
-    PushHeader,
-    ShardState,
-    decode_message,
-    encode_message,
-)
+from ckpt_async.consistent_cut import COORDINATOR, CutShard, ShardState
+from ckpt_async.consistent_cut.effects import DiscardCopy, Effect, PersistShard
+from ckpt_async.consistent_cut.messages import Message, PushHeader, decode_message, encode_message
 from ckpt_async.consistent_cut.types import MessageTag
-from ckpt_async.parameter_server.blocks import BlockTable
 from ckpt_async.parameter_server.frames import Frame
-from ckpt_async.parameter_server.model import Model, parameters_of
+from ckpt_async.parameter_server.model import BlockTable, Model, parameters_of
 from ckpt_async.parameter_server.participant import Participant
 from ckpt_async.parameter_server.state import MakeOptimizer, ServerState, ShadowState, pack_recorded
 from ckpt_async.parameter_server.transport import Transport
@@ -44,8 +34,9 @@ class ParameterServer(Participant):
         transport: Its name is the shard's; the coordinator knows which names there are.
         coordinator: Address of the coordinator.
         parameters: The *whole* model, or name and initial value of each of its parameters; the same in every process.
-        make_optimizer: Makes an optimizer for this shard's blocks; see :class:`~ckpt_async.parameter_server.state.ServerState`.
-        max_block_bytes: See :class:`~ckpt_async.parameter_server.blocks.BlockTable`; the same in every process.
+        make_optimizer: Makes an optimizer for this shard's blocks; see
+            :class:`~ckpt_async.parameter_server.state.ServerState`.
+        max_block_bytes: See :class:`~ckpt_async.parameter_server.model.BlockTable`; the same in every process.
         storage_options: For fsspec, if the checkpoints are in an object store.
 
     Raises:
@@ -105,7 +96,7 @@ class ParameterServer(Participant):
         """Serve until the training is over.
 
         Raises:
-            CheckpointError: It cannot go on: restart the whole training from the newest checkpoint.
+            CheckpointError: It cannot continue: restart the whole training from the newest checkpoint.
         """
         try:
             while not self._stopped.wait(_TICK):
@@ -128,7 +119,7 @@ class ParameterServer(Participant):
     def _on_request(self, frame: Frame) -> Frame | None:
         content = frame.content
         if content["kind"] == "meet":
-            # Who takes over from a lost worker is told what is here, so it must be reachable.
+            # A worker that takes over from a lost one asks what is here, so it must be reachable.
             self.training.check(MessageTag(*content["tag"]))
             self._transport.connect(content["name"], content["address"])
         elif content["kind"] == "push":
@@ -154,7 +145,7 @@ class ParameterServer(Participant):
                 assert isinstance(shadow, ShadowState)
                 self._write_later(
                     effect.snapshot_id,
-                    lambda: self._write(effect, shadow),
+                    lambda: self._write_copy(effect, shadow),
                     self._shard.persisted,
                     self._shard.persist_failed,
                     lambda: self.state.release(shadow),
@@ -162,27 +153,19 @@ class ParameterServer(Participant):
             case DiscardCopy():
                 self.state.release(effect.copy)
 
-    def _write(self, effect: PersistShard, shadow: ShadowState) -> str:
+    def _write_copy(self, effect: PersistShard, shadow: ShadowState) -> str:
         more = True
         while more:
             with self._lock:
                 more = shadow.save_next_block()
-        return self.store.write(
-            self.training.generation,
-            effect.snapshot_id,
-            rank=self.training.rank(self.name),
-            world_size=self.training.world_size,
-            incarnation=self.training.incarnation,
-            table=self.table,
-            blocks=shadow.parameters,
-            participant={
-                "name": self.name,
-                "cut": effect.cut.to_pairs(),
-                "blocks": self.table.describe(),
-                "optimizer": shadow.state_dict(),
-                "recorded": pack_recorded(effect.recorded),
-                "order": [list(update) for update in effect.order],
-                "folded": effect.folded,
-                "held": effect.held,
-            },
-        )
+        participant = {
+            "name": self.name,
+            "cut": effect.cut.to_pairs(),
+            "blocks": self.table.describe(),
+            "optimizer": shadow.state_dict(),
+            "recorded": pack_recorded(effect.recorded),
+            "order": [list(update) for update in effect.order],
+            "folded": effect.folded,
+            "held": effect.held,
+        }
+        return self._write(effect.snapshot_id, self.table, shadow.parameters, participant)

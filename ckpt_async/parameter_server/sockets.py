@@ -1,4 +1,8 @@
-"""Sockets between participants: who may connect, where to, and how the bytes of a frame get through."""
+"""Sockets between participants: where they are reached, who may connect, and how the bytes of a frame get through.
+
+``multiprocessing.connection`` is not enough here: its listener waits for a stranger that says nothing, and lets nobody
+else in meanwhile; its client has no time limit and no IPv6; and its proof is HMAC-MD5 before Python 3.12.
+"""
 
 from __future__ import annotations
 
@@ -16,23 +20,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from ckpt_async.parameter_server.secret import NONCE_BYTES, PROOF_BYTES, Secret, find_secret
+from ckpt_async.parameter_server.secret import FILE_VARIABLE, SECRET_VARIABLE, Secret, find_secret
 from ckpt_core.errors import CheckpointError
 
-__all__ = ["BEAT", "Listener", "NotAcceptedError", "dial", "receive", "shut", "split_address", "transmit"]
+__all__ = ["Connection", "Listener", "NotAcceptedError", "dial", "shut", "split_address"]
 
 logger = logging.getLogger(__name__)
 
-BEAT = bytes(8)  # the length of a frame that is none: a sign of life
-
-_HELLO = b"ckpt-ps1"
-_LISTENER, _CALLER = b"listener", b"caller"
-_REFUSED = bytes(PROOF_BYTES)
-_GREETING_BYTES = len(_HELLO) + NONCE_BYTES
-_ANSWER_BYTES = len(_HELLO) + NONCE_BYTES + PROOF_BYTES
+_HELLO = b"ckpt-ps2"
+_NONCE_BYTES = _PROOF_BYTES = 32
+_GREETING_BYTES = len(_HELLO) + _NONCE_BYTES
+_ANSWER_BYTES = _GREETING_BYTES + _PROOF_BYTES
+_LISTENER, _CALLER = b"listener", b"caller"  # each side has its own proof, so none can be sent back
+_REFUSED = bytes(_PROOF_BYTES)
 _MOST_STRANGERS = 64
-_PATIENCE = 5.0  # seconds that somebody has to show that it knows the secret
-_PAUSE = 0.1  # seconds after a connection could not be taken
+_PATIENCE = 5.0  # seconds in which a caller must show that it knows the secret
+_PAUSE = 0.1  # seconds after a connection could not be taken; and between two looks whether all is over
 _LENGTH = struct.Struct("<Q")
 _LONGEST_FRAME = 2**40  # bytes
 _PIECE = 2**20  # bytes
@@ -57,18 +60,112 @@ def split_address(address: str) -> tuple[str, int]:
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
+def _with_port(host: str, port: int) -> str:
+    """``host:port`` of a host that may have a port already."""
+    try:
+        split_address(host)
+    except ValueError:
+        return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    return host
+
+
+def shut(connection: socket.socket) -> None:
+    """Close a connection, and wake the threads that wait for it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+# ---- frames on a connection ------------------------------------------------------------------------------------------
+
+
+class Connection:
+    """Sends and receives frames, each as its length, 8 bytes little-endian, and its bytes; no bytes are a sign of life.
+
+    Args:
+        connection: A socket whose other side knows the secret.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self.socket = connection
+
+    def frame_begins(self) -> None:
+        """Called when a frame begins to arrive."""
+
+    def progressed(self) -> None:
+        """Called when bytes have arrived or left."""
+
+    def nothing_came(self, seconds: float) -> None:
+        """Called when nothing has arrived for so long, where the socket has a time limit."""
+
+    def transmit(self, data: bytearray) -> None:
+        """Send the bytes of a frame."""
+        self.socket.sendall(_LENGTH.pack(len(data)))
+        view = memoryview(data)
+        while view:
+            view = view[self.socket.send(view[:_PIECE]) :]
+            self.progressed()
+
+    def give_sign(self) -> None:
+        """Send a sign of life, unless the other side does not read; never waits."""
+        try:
+            if self.socket.send(_LENGTH.pack(0), socket.MSG_DONTWAIT) != _LENGTH.size:
+                shut(self.socket)
+        except OSError:
+            pass  # its buffer is full, or it is gone, which the thread that reads notices
+
+    def receive(self) -> bytearray | None:
+        """The next frame's bytes; None at the end of the stream.
+
+        Raises:
+            ValueError: The frame is longer than any.
+        """
+        while (head := self.receive_exactly(_LENGTH.size)) is not None:
+            (length,) = _LENGTH.unpack(head)
+            if length > _LONGEST_FRAME:
+                raise ValueError(f"a frame of {length} bytes")
+            if length:
+                self.frame_begins()
+                return self.receive_exactly(length)
+        return None
+
+    def receive_exactly(self, length: int) -> bytearray | None:
+        """So many bytes, in memory that is allocated as they come; None if the stream ends before."""
+        data = bytearray(min(length, _PIECE))
+        done = 0
+        while done < length:
+            if done == len(data):
+                data += bytes(min(length - done, done))
+            with memoryview(data) as view:
+                try:
+                    count = self.socket.recv_into(view[done:])
+                except BlockingIOError:
+                    self.nothing_came(_TICK_SECONDS)
+                    continue
+            if count == 0:
+                return None
+            self.progressed()
+            done += count
+        return data
+
+
+# ---- who may connect -------------------------------------------------------------------------------------------------
+
+
 @dataclass
 class _Stranger:
     where: object
     deadline: float
-    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES))
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(_NONCE_BYTES))
     said: bytes = b""
 
 
 class Listener:
     """Listens, and hands over the connections of those who know the secret.
 
-    All others together cost one thread, a few kilobytes and at most 64 descriptors, and are dropped after 5 seconds.
+    The secret itself is never sent. The listener sends a random number, the caller another one and a digest of both
+    with the secret; then the listener sends a different digest of both. All strangers together cost one thread, a few
+    kilobytes and at most 64 descriptors, and are dropped after 5 seconds.
 
     Args:
         listen: ``host:port``; port 0 takes a free one.
@@ -99,47 +196,40 @@ class Listener:
             self._socket.close()
             raise
         self._socket.setblocking(False)
-        self._waker, self._wakes = socket.socketpair()
-        self._closed = threading.Event()
         self._strangers: dict[socket.socket, _Stranger] = {}
-        self._selector: selectors.BaseSelector | None = None
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
         self._has_complained = False
         self.rejected = 0
 
-    def run(self, welcome: Callable[[socket.socket], None]) -> None:
-        """Take connections until :meth:`close`.
+    def run(self, is_over: threading.Event, welcome: Callable[[socket.socket], None], tick: Callable[[], None]) -> None:
+        """Take connections, and let go of everything in the end.
 
         Args:
+            is_over: Ends it.
             welcome: Given each connection whose other side knows the secret; must not wait.
+            tick: Called several times each second; must not wait.
         """
-        with selectors.DefaultSelector() as self._selector:
-            self._selector.register(self._socket, selectors.EVENT_READ)
-            self._selector.register(self._wakes, selectors.EVENT_READ)
-            while not self._closed.is_set():
-                try:
-                    self._look(welcome)
-                except Exception:  # nothing that a stranger does may end the thread
-                    logger.exception("a connection to %s could not be taken", self.address)
-                    self._closed.wait(_PAUSE)
-            for connection in list(self._strangers):
-                self._forget(connection)
-                connection.close()
-        self._socket.close()
-        self._wakes.close()
+        while not is_over.is_set():
+            try:
+                self._look(welcome)
+                tick()
+            except Exception:  # nothing that a stranger does may end the thread
+                logger.exception("a connection to %s could not be taken", self.address)
+                is_over.wait(_PAUSE)
+        self.close()
 
     def close(self) -> None:
-        """Stop listening; :meth:`run` returns, and lets go of everything."""
-        self._closed.set()
-        self._waker.close()  # which wakes the thread that waits
+        """Let go of everything, where :meth:`run` was not called."""
+        self._selector.close()
+        for connection in (self._socket, *self._strangers):
+            connection.close()
 
     def _look(self, welcome: Callable[[socket.socket], None]) -> None:
-        assert self._selector is not None
-        first = next(iter(self._strangers.values()), None)
-        wait = None if first is None else max(0.0, first.deadline - time.monotonic())
-        for key, _ in self._selector.select(wait):
+        for key, _ in self._selector.select(_PAUSE):
             if key.fileobj is self._socket:
                 self._accept()
-            elif key.fileobj in self._strangers and isinstance(key.fileobj, socket.socket):
+            elif isinstance(key.fileobj, socket.socket) and key.fileobj in self._strangers:
                 self._hear(key.fileobj, welcome)
         now = time.monotonic()
         for connection, stranger in list(self._strangers.items()):
@@ -152,21 +242,18 @@ class Listener:
         except (BlockingIOError, InterruptedError):
             return
         except OSError as error:
-            if self._closed.is_set():
-                return
             if not self._has_complained:
-                logger.warning("%s cannot take connections for now, and goes on trying: %s", self.address, error)
+                logger.warning("%s cannot take connections for now, and continues to try: %s", self.address, error)
             self._has_complained = True
             if self._strangers:  # whose descriptor may be the one that is missing
                 self._reject(next(iter(self._strangers)))
-            self._closed.wait(_PAUSE)
+            time.sleep(_PAUSE)
             return
         self._has_complained = False
         stranger = self._strangers[connection] = _Stranger(where, time.monotonic() + _PATIENCE)
         try:
             connection.setblocking(False)
             connection.send(_HELLO + stranger.nonce)
-            assert self._selector is not None
             self._selector.register(connection, selectors.EVENT_READ)
         except OSError:
             self._reject(connection)
@@ -185,7 +272,7 @@ class Listener:
         if not said or not stranger.said.startswith(_HELLO[: len(stranger.said)]):
             self._reject(connection)
         elif len(stranger.said) == _ANSWER_BYTES:
-            nonce, proof = stranger.said[len(_HELLO) : -PROOF_BYTES], stranger.said[-PROOF_BYTES:]
+            nonce, proof = stranger.said[len(_HELLO) : -_PROOF_BYTES], stranger.said[-_PROOF_BYTES:]
             if not hmac.compare_digest(proof, self.secret.proof(_CALLER, stranger.nonce, nonce)):
                 self._reject(connection, _REFUSED)
                 return
@@ -200,25 +287,19 @@ class Listener:
                 raise
 
     def _reject(self, connection: socket.socket, word: bytes = b"") -> None:
-        stranger = self._strangers[connection]
+        where = self._forget(connection).where
         self.rejected += 1
-        self._forget(connection)
         with contextlib.suppress(OSError):
             connection.send(word)
         connection.close()
         if self.rejected & (self.rejected - 1) == 0:  # each power of two, so that nobody can fill the log
-            logger.warning(
-                "%d connections to %s have not shown that they know the secret; the last one came from %s",
-                self.rejected,
-                self.address,
-                stranger.where,
-            )
+            said = "%d connections to %s have not shown that they know the secret; the last one came from %s"
+            logger.warning(said, self.rejected, self.address, where)
 
-    def _forget(self, connection: socket.socket) -> None:
-        del self._strangers[connection]
+    def _forget(self, connection: socket.socket) -> _Stranger:
         with contextlib.suppress(KeyError):
-            assert self._selector is not None
             self._selector.unregister(connection)
+        return self._strangers.pop(connection)
 
 
 def dial(address: str, secret: Secret, timeout: float, is_over: threading.Event) -> socket.socket:
@@ -227,12 +308,12 @@ def dial(address: str, secret: Secret, timeout: float, is_over: threading.Event)
     Args:
         address: Where it listens.
         secret: Shared with it.
-        timeout: Seconds to go on trying.
+        timeout: Seconds to keep trying.
         is_over: Ends the trying.
 
     Raises:
         OSError: Nobody has answered there.
-        NotAcceptedError: Somebody has, who has another secret.
+        NotAcceptedError: Something has that does not know the secret.
     """
     deadline = time.monotonic() + timeout
     while True:
@@ -248,7 +329,7 @@ def dial(address: str, secret: Secret, timeout: float, is_over: threading.Event)
             except BaseException:
                 connection.close()
                 raise
-        except OSError:  # also a name that is not known yet, and somebody who is about to end
+        except OSError:  # also a name that is not known yet, and a process that is about to end
             if time.monotonic() > deadline or is_over.wait(0.02):
                 raise
         else:
@@ -256,20 +337,21 @@ def dial(address: str, secret: Secret, timeout: float, is_over: threading.Event)
 
 
 def _introduce(connection: socket.socket, address: str, secret: Secret) -> None:
-    greeting = receive_exactly(connection, _GREETING_BYTES)
+    far = Connection(connection)
+    greeting = far.receive_exactly(_GREETING_BYTES)
     if greeting is None:
         raise ConnectionError("it has closed the connection")
     if not greeting.startswith(_HELLO):
-        raise NotAcceptedError(f"what listens at {address} is no participant, or one of another version of ckpt_core")
-    listener, caller = bytes(greeting[len(_HELLO) :]), secrets.token_bytes(NONCE_BYTES)
+        raise NotAcceptedError(f"what listens at {address} is no participant, or one of another version")
+    listener, caller = bytes(greeting[len(_HELLO) :]), secrets.token_bytes(_NONCE_BYTES)
     connection.sendall(_HELLO + caller + secret.proof(_CALLER, listener, caller))
-    proof = receive_exactly(connection, PROOF_BYTES)
+    proof = far.receive_exactly(_PROOF_BYTES)
     if proof is None:
         raise ConnectionError("it has closed the connection")
     if not hmac.compare_digest(proof, secret.proof(_LISTENER, listener, caller)):
         raise NotAcceptedError(
             f"what listens at {address} has another secret than that {secret.origin}",
-            remedy="give all processes of the training the same secret=, CKPT_SECRET or CKPT_SECRET_FILE",
+            remedy=f"give all processes of the training the same secret=, {SECRET_VARIABLE} or {FILE_VARIABLE}",
         )
 
 
@@ -279,90 +361,3 @@ def _tune(connection: socket.socket) -> None:
     for name, value in _KEEPALIVE.items():
         if hasattr(socket, name):
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-
-
-def _with_port(host: str, port: int) -> str:
-    """``host:port`` of a host that may have a port already."""
-    try:
-        split_address(host)
-    except ValueError:
-        return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-    return host
-
-
-def transmit(connection: socket.socket, data: bytearray, progressed: Callable[[], None] = lambda: None) -> None:
-    """Send the bytes of a frame.
-
-    Args:
-        connection: Where to.
-        data: The frame.
-        progressed: Called when some of it has left.
-    """
-    connection.sendall(_LENGTH.pack(len(data)))
-    view = memoryview(data)
-    while view:
-        view = view[connection.send(view[:_PIECE]) :]
-        progressed()
-
-
-def receive(
-    connection: socket.socket,
-    begun: Callable[[], None] = lambda: None,
-    heard: Callable[[], None] = lambda: None,
-    silent: Callable[[float], None] = lambda seconds: None,
-) -> bytearray | None:
-    """The next frame's bytes; None at the end of the stream.
-
-    Memory is allocated as the bytes come, and not as their announced number says.
-
-    Args:
-        connection: From where.
-        begun: Called when a frame has begun to arrive.
-        heard: Called when bytes have arrived.
-        silent: Called with a number of seconds when there were none for so long, where the socket has a limit.
-
-    Raises:
-        ValueError: The frame is longer than any.
-    """
-    while True:
-        head = receive_exactly(connection, _LENGTH.size, heard, silent)
-        if head is None:
-            return None
-        (length,) = _LENGTH.unpack(head)
-        if length > _LONGEST_FRAME:
-            raise ValueError(f"a frame of {length} bytes")
-        if length:
-            begun()
-            return receive_exactly(connection, length, heard, silent)
-
-
-def receive_exactly(
-    connection: socket.socket,
-    length: int,
-    heard: Callable[[], None] = lambda: None,
-    silent: Callable[[float], None] = lambda seconds: None,
-) -> bytearray | None:
-    """So many bytes; None if the stream ends before. The arguments are those of :func:`receive`."""
-    data = bytearray(min(length, _PIECE))
-    done = 0
-    while done < length:
-        if done == len(data):
-            data += bytes(min(length - done, done))
-        with memoryview(data) as view:
-            try:
-                count = connection.recv_into(view[done:])
-            except BlockingIOError:
-                silent(_TICK_SECONDS)
-                continue
-        if count == 0:
-            return None
-        heard()
-        done += count
-    return data
-
-
-def shut(connection: socket.socket) -> None:
-    """Close a connection, and wake the threads that wait for it."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-    connection.close()

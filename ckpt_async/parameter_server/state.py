@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from ckpt_async.consistent_cut import PushHeader, UpdateId
+from ckpt_async.consistent_cut import UpdateId
+from ckpt_async.consistent_cut.messages import PushHeader
 from ckpt_core.errors import StateMismatchError
 
 __all__ = ["MakeOptimizer", "ServerState", "ShadowState", "pack_recorded"]
@@ -23,7 +24,7 @@ class _BlockState:
     def __init__(self, blocks: Mapping[str, torch.Tensor], make_optimizer: MakeOptimizer) -> None:
         self.parameters = {name: Parameter(tensor.detach().clone()) for name, tensor in blocks.items()}
         named = list(self.parameters.items())
-        # torch refuses to make an optimizer of nothing; a shard may have nothing where there are more shards than blocks.
+        # torch refuses to make an optimizer of nothing; where there are more shards than blocks, a shard has nothing.
         self._optimizer = make_optimizer(named) if named else None
 
     @property
@@ -47,7 +48,7 @@ class _BlockState:
             self.parameters[name].grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """What the optimizer knows, as plain data and tensors that are not copied; by block, so that it can be dealt anew."""
+        """What the optimizer knows, as plain data and tensors that are not copied; by block, for any other shard."""
         names = {parameter: name for name, parameter in self.parameters.items()}
         groups = [
             {
@@ -79,8 +80,8 @@ class ServerState(_BlockState):
 
     Args:
         blocks: Name and value of each block; copied.
-        make_optimizer: Makes the optimizer, as ``lambda parameters: torch.optim.Adam(parameters, lr=1e-3)``. It is given
-            names and parameters, and may put them into groups. The step of the optimizer must not need a closure.
+        make_optimizer: Makes the optimizer, as ``lambda parameters: torch.optim.Adam(parameters, lr=1e-3)``. It is
+            given names and parameters, and may put them into groups. The step of the optimizer must not need a closure.
     """
 
     def __init__(self, blocks: Mapping[str, torch.Tensor], make_optimizer: MakeOptimizer) -> None:
@@ -112,7 +113,7 @@ class ServerState(_BlockState):
                 )
 
     def apply_recorded(self, recorded: Sequence[Any]) -> None:
-        """Apply, after loading, what :func:`pack_recorded` kept; pieces of blocks that are elsewhere are left out."""
+        """Apply, after loading, what :func:`pack_recorded` kept; pieces of other shards' blocks are left out."""
         for update, gradients in recorded:
             here = {name: _unpack(gradient) for name, gradient in gradients.items() if name in self.parameters}
             if here:

@@ -1,8 +1,8 @@
-"""Where the checkpoints of an asynchronous training are: directory checkpoints, one for each committed cut.
+"""The checkpoints of an asynchronous training: directory checkpoints, one for each committed cut.
 
 Every participant is a rank of the checkpoint: first the shards, then the workers. The parameters are the sharded part
-``model``, which loads as a plain state dict; the rest of each participant is the per-rank part ``participant``. The vector
-clock is in the manifest's metadata, and the manifest is written last.
+``model``, which loads as a plain state dict; the rest of each participant is the per-rank part ``participant``. The
+vector clock is in the manifest's metadata, and the manifest is written last.
 """
 
 from __future__ import annotations
@@ -12,31 +12,126 @@ import json
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from ckpt_async.consistent_cut import ConsistentCut
-from ckpt_async.parameter_server.blocks import BlockTable
-from ckpt_async.parameter_server.checkpoint import MODEL, PARTICIPANT, CutCheckpoint, check_participants
-from ckpt_core._layouts.sharded import PartContent, RankFiles, build_manifest, encode_plain
-from ckpt_core._pipeline.writer import write_image
-from ckpt_core._plan import Box, LocalTensor, Piece
+from ckpt_async.consistent_cut import ConsistentCut, InconsistentCutError
+from ckpt_async.parameter_server.model import BlockTable, mean_of
+from ckpt_async.parameter_server.state import ServerState
 from ckpt_core.catalog import Catalog
-from ckpt_core.commit_time import Stamp, commit_time
-from ckpt_core.directory import DirectoryCheckpointer
-from ckpt_core.errors import CheckpointCorruptedError, CheckpointError
-from ckpt_core.memory import ScratchBuffers
-from ckpt_core.state.kinds import Kind
-from ckpt_core.storage import is_remote, local_path, storage_for
+from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer, Kind, Part
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, StateMismatchError
+from ckpt_core.separate import LocalTensor, Piece, SeparateSaves
 
-__all__ = ["CutStore"]
+__all__ = ["CutCheckpoint", "CutStore"]
 
 logger = logging.getLogger(__name__)
 
+_MODEL, _PARTICIPANT = "model", "participant"
 _NAME = re.compile(r"cut-(\d{6,})-(\d{8,})")
 _GENERATIONS = ".ckpt-generations"
+
+
+class CutCheckpoint:
+    """A committed checkpoint of an asynchronous training.
+
+    Args:
+        checkpoint: Its directory.
+
+    Attributes:
+        path: Where it is.
+        cut: What it is of.
+        passed_over: Names of checkpoints that were damaged when the training that wrote this one was resumed.
+
+    Raises:
+        InconsistentCutError: It is another kind of checkpoint.
+    """
+
+    def __init__(self, checkpoint: DirectoryCheckpoint) -> None:
+        self._checkpoint = checkpoint
+        self.path = checkpoint.path
+        self.cut = ConsistentCut.from_metadata(checkpoint.metadata.get("cut", {}))
+        self.passed_over: tuple[str, ...] = tuple(checkpoint.metadata.get("passed_over", ()))
+
+    def verify(self) -> None:
+        """Compare every byte with its digest, and what each participant says of itself with the cut.
+
+        Raises:
+            CheckpointCorruptedError: A byte differs or is missing.
+            InconsistentCutError: A participant's state is not of this cut.
+        """
+        self._checkpoint.verify()
+        said = [self.participant(rank) for rank in range(self._checkpoint.world_size)]
+        _check_participants(self.cut, [says["name"] for says in said], [says["cut"] for says in said], self.path)
+
+    def model(self) -> dict[str, torch.Tensor]:
+        """The model as a plain state dict, for evaluation: whole parameters, and the means of the workers' buffers.
+
+        Buffers, and further names of tied parameters, are there if the workers' clients were given the model itself and
+        not ``model.named_parameters()``. Recorded pieces, if any, are not.
+        """
+        state: dict[str, torch.Tensor] = self._checkpoint.load(_MODEL)
+        workers = [self.participant(rank) for rank in self._worker_ranks()]
+        for alias, name in workers[0].get("aliases", {}).items():
+            state[alias] = state[name]
+        return {**state, **mean_of([worker.get("buffers", {}) for worker in workers])}
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The means of the workers' buffers: what a worker begins with that was not there before."""
+        return mean_of([self.participant(rank).get("buffers", {}) for rank in self._worker_ranks()])
+
+    def _worker_ranks(self) -> range:
+        return range(len(self.cut.shards), self._checkpoint.world_size)
+
+    def participant(self, rank: int) -> dict[str, Any]:
+        """The state of one participant but its parameters."""
+        state: dict[str, Any] = self._checkpoint.load(_PARTICIPANT, rank=rank)
+        return state
+
+    def worker(self, name: str) -> dict[str, Any] | None:
+        """The state of the worker of that name, if there was one."""
+        if name not in self.cut.workers:
+            return None
+        return self.participant(len(self.cut.shards) + self.cut.workers.index(name))
+
+    def load_into(self, state: ServerState, table: BlockTable) -> None:
+        """Load the blocks that a shard holds, whichever shards held them when they were saved.
+
+        Of the parameters, only their bytes are read; the optimizers of all shards are.
+
+        Args:
+            state: Receives them.
+            table: All blocks of the model.
+
+        Raises:
+            StateMismatchError: The model is another one, or it is divided in another way.
+        """
+        saved_shards = [self.participant(rank) for rank in range(len(self.cut.shards))]
+        saved = saved_shards[0]["blocks"]
+        here = table.describe()
+        if saved != here:
+            wrong = sorted(name for name in {*saved, *here} if saved.get(name) != here.get(name))[:5]
+            raise StateMismatchError(
+                f"the checkpoint's parameters are divided in other blocks than the model's: {', '.join(wrong)}",
+                path=self.path,
+                remedy="resume with the same model and the same max_block_bytes",
+            )
+        self._checkpoint.load(_MODEL, into=dict(table.shapes), local=_held(table, state.parameters))
+        for saved_shard in saved_shards if state.parameters else ():
+            state.load_optimizer(saved_shard["optimizer"])
+            state.apply_recorded(saved_shard["recorded"])
+
+    def close(self) -> None:
+        """Close the files."""
+        self._checkpoint.close()
+
+    def __enter__(self) -> CutCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 class CutStore:
@@ -48,15 +143,13 @@ class CutStore:
     """
 
     def __init__(self, root: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> None:
-        self.root = local_path(root) if is_remote(root) else os.path.abspath(local_path(root))
-        self.storage_options = storage_options
-        self._storage = storage_for(self.root, storage_options if is_remote(root) else None)
-        self._checkpointer = DirectoryCheckpointer(storage=self._storage)
-        self._catalog = Catalog(self.root, suffix="", storage=self._storage)
-        self._scratch = ScratchBuffers()
+        self._saves = SeparateSaves(root, storage_options=storage_options)
+        self.root = self._saves.root
+        self._checkpointer = DirectoryCheckpointer(storage_options=storage_options)
+        self._catalog = Catalog(self.root, suffix="", storage_options=storage_options)
         self._passed_over: set[str] = set()
 
-    # ---- starting ------------------------------------------------------------------------------------------------------
+    # ---- starting ----------------------------------------------------------------------------------------------------
 
     def claim_generation(self) -> int:
         """A number that no start of this training had before, and none will have again.
@@ -64,7 +157,7 @@ class CutStore:
         Raises:
             CheckpointError: The root is an object store, not all of which can claim a name.
         """
-        if is_remote(self.root):
+        if self._saves.is_remote:
             raise CheckpointError(
                 "a generation can only be claimed on a filesystem",
                 path=self.root,
@@ -73,7 +166,7 @@ class CutStore:
         directory = os.path.join(self.root, _GENERATIONS)
         os.makedirs(directory, exist_ok=True)
         # Of a copy of the checkpoints alone, only their names tell which generations there were.
-        known = {number[0] for path in self._storage.subdirectories(self.root) if (number := _number(path)) is not None}
+        known = {number[0] for path in self._saves.directories() if (number := _number(path)) is not None}
         while True:
             generation = 1 + max(known.union(int(name) for name in os.listdir(directory)), default=0)
             with contextlib.suppress(FileExistsError):
@@ -114,15 +207,15 @@ class CutStore:
             raise CheckpointCorruptedError(
                 f"none of the {len(reasons)} checkpoints in {self.root} can be used:{listed}",
                 path=self.root,
-                remedy="restore one of them from a copy; to begin the training anew, move them elsewhere or give another root",
+                remedy="restore one of them from a copy; to begin from nothing, move them away or give another root",
             )
         return self.newest() if found else None
 
     def _found(self) -> list[str]:
         """Paths of all that was committed, the newest first, also where the manifest is missing now."""
-        if is_remote(self.root):
+        if self._saves.is_remote:
             return self.committed()  # there, a directory without a manifest may be one that was never committed
-        return _newest_first(self._storage.subdirectories(self.root))
+        return _newest_first(self._saves.directories())
 
     def _verified(self, path: str) -> CutCheckpoint:
         checkpoint = self.open(path)
@@ -141,7 +234,7 @@ class CutStore:
         """A committed checkpoint."""
         return CutCheckpoint(self._checkpointer.load(path))
 
-    # ---- saving --------------------------------------------------------------------------------------------------------
+    # ---- saving ------------------------------------------------------------------------------------------------------
 
     def path(self, generation: int, snapshot_id: int) -> str:
         """Where a snapshot becomes a checkpoint; its name is in the order of the training's life."""
@@ -149,7 +242,7 @@ class CutStore:
 
     def reserve(self, generation: int, snapshot_id: int) -> None:
         """Create the directory of a snapshot; until :meth:`commit` or :meth:`discard` it is kept."""
-        self._storage.begin_directory(self.path(generation, snapshot_id), _token(generation, snapshot_id))
+        self._saves.begin(self.path(generation, snapshot_id), _save_id(generation, snapshot_id))
 
     def write(
         self,
@@ -168,33 +261,36 @@ class CutStore:
         Args:
             generation: Number of this start of the training.
             snapshot_id: What it belongs to.
-            rank: The participant's place: first the shards and then the workers, in the order of the cut that is committed.
+            rank: The participant's place: first the shards and then the workers, in the order of the cut that is
+                committed.
             world_size: Number of participants.
             incarnation: Life of the participant; it is in the files' names, so that no life writes another's file.
             table: All blocks of the model.
             blocks: The blocks that this participant holds.
-            participant: The rest of its state, plain data and tensors, with its ``name`` and the ``cut`` of its streams as
-                pairs of stream and count.
+            participant: The rest of its state, plain data and tensors, with its ``name`` and the ``cut`` of its streams
+                as pairs of stream and count.
         """
-        path, token = self.path(generation, snapshot_id), _token(generation, snapshot_id)
-        directory = self._storage.begin_directory(path, token)
-        try:
-            parts = [_model_part(table, blocks), _participant_part(participant)]
-            files = RankFiles(
-                parts, rank=rank, world_size=world_size, save_id=token, suffix=f"-{generation}-{incarnation}"
-            )
-            for name, image in files.live_files():
-                write_image(image, self._storage, f"{directory}/{name}", scratch=self._scratch)
-            return json.dumps([participant["name"], participant["cut"], files.report()])
-        finally:
-            self._storage.leave_directory(path, token)
+        parts = [
+            Part(_MODEL, table.shapes, Kind.SHARDED),
+            Part(_PARTICIPANT, dict(participant), Kind.PER_RANK),
+        ]
+        report = self._saves.write(
+            parts,
+            self.path(generation, snapshot_id),
+            _save_id(generation, snapshot_id),
+            rank=rank,
+            world_size=world_size,
+            suffix=f"-{generation}-{incarnation}",
+            local=_held(table, blocks),
+        )
+        return json.dumps([participant["name"], participant["cut"], report])
 
     def commit(self, cut: ConsistentCut, reports: Sequence[str]) -> tuple[str, int]:
         """Write the manifest: from now on it is a checkpoint.
 
         Args:
-            cut: What it is of. Its workers must be in the order of the ranks; a :class:`SnapshotCoordinator` has them in the
-                order in which they said hello, so give ``dataclasses.replace(cut, workers=...)``.
+            cut: What it is of. Its workers must be in the order of the ranks; a :class:`SnapshotCoordinator` has them
+                in the order in which they said hello, so give ``dataclasses.replace(cut, workers=...)``.
             reports: What :meth:`write` returned: of the shards and then of the workers, in the order of the ranks.
 
         Returns:
@@ -204,23 +300,18 @@ class CutStore:
             InconsistentCutError: The reports are of other participants, in another order, or of another cut.
         """
         path = self.path(cut.generation, cut.snapshot_id)
-        token = _token(cut.generation, cut.snapshot_id)
         names, cuts, files = zip(*map(json.loads, reports), strict=True)
-        check_participants(cut, names, cuts, path)
+        _check_participants(cut, names, cuts, path)
         metadata: dict[str, Any] = {"cut": cut.to_metadata()}
         if self._passed_over:
             metadata["passed_over"] = sorted(self._passed_over)
-        manifest = build_manifest(files, metadata=metadata, path=path, stamp=Stamp(commit_time()))
-        self._storage.publish_directory(path, token, manifest)
-        self._storage.leave_directory(path, token)
+        self._saves.commit(files, path, _save_id(cut.generation, cut.snapshot_id), metadata=metadata)
         with self._checkpointer.load(path) as checkpoint:
             return path, checkpoint.size
 
     def discard(self, generation: int, snapshot_id: int) -> None:
         """Delete what was written for a snapshot that was given up."""
-        path, token = self.path(generation, snapshot_id), _token(generation, snapshot_id)
-        self._storage.leave_directory(path, token)
-        self._storage.discard_directory(path, token)
+        self._saves.discard(self.path(generation, snapshot_id), _save_id(generation, snapshot_id))
 
     def prune(self, keep: int) -> None:
         """Delete all but the newest committed checkpoints.
@@ -238,39 +329,37 @@ class CutStore:
                 self._pass_over(good[0], error)
                 return
         for path in good[keep:]:
-            self._storage.remove_directory(path)
+            self._saves.remove(path)
 
 
-def _model_part(table: BlockTable, blocks: Mapping[str, torch.Tensor]) -> PartContent:
-    skeleton, tensors = encode_plain(table.shapes, key=MODEL)
-    pieces = dict(_pieces(table, blocks, {name: key for (key, _), name in zip(tensors, table.shapes, strict=True)}))
-    described = {key: LocalTensor(tensor.dtype, tuple(tensor.shape), (), ()) for key, tensor in tensors}
-    return PartContent(MODEL, Kind.SHARDED.value, skeleton, described, pieces, spread=True)
+def _held(table: BlockTable, blocks: Mapping[str, torch.Tensor]) -> Callable[[str, torch.Tensor], LocalTensor]:
+    """What a shard that holds these blocks has of each parameter in ``table.shapes``."""
+    pieces: dict[int, list[Piece]] = {id(tensor): [] for tensor in table.shapes.values()}
+    for name, tensor in blocks.items():
+        block = table.blocks[name]
+        pieces[id(table.shapes[block.parameter])].append(Piece(block.box, tensor.detach()))
+
+    def local(_: str, tensor: torch.Tensor) -> LocalTensor:
+        here = tuple(pieces[id(tensor)])
+        return LocalTensor(tensor.dtype, tuple(tensor.shape), here, (0,) if here else ())
+
+    return local
 
 
-def _pieces(
-    table: BlockTable, blocks: Mapping[str, torch.Tensor], keys: Mapping[str, str]
-) -> Iterator[tuple[str, list[Piece]]]:
-    for name in table.shapes:
-        found = [
-            Piece(block.box, blocks[block.name].detach())
-            for block in table.blocks.values()
-            if block.parameter == name and block.name in blocks
-        ]
-        if found:
-            yield keys[name], found
-
-
-def _participant_part(state: Mapping[str, Any]) -> PartContent:
-    skeleton, tensors = encode_plain(dict(state), key=PARTICIPANT)
-    own = {
-        key: LocalTensor(
-            tensor.dtype, tuple(tensor.shape), (Piece(Box.whole(tuple(tensor.shape)), tensor.detach()),), (0,)
+def _check_participants(cut: ConsistentCut, names: Sequence[str], cuts: Sequence[Any], path: str) -> None:
+    """Compare what the participants say of themselves, in the order of their ranks, with the cut."""
+    expected = (*cut.shards, *cut.workers)
+    if tuple(names) != expected:
+        raise InconsistentCutError(
+            f"the ranks are {', '.join(names)}, and the cut has {', '.join(expected)}",
+            path=path,
+            remedy="give ranks, reports and the cut's members in one order: dataclasses.replace(cut, workers=...)",
         )
-        for key, tensor in tensors
-    }
-    pieces = {key: tensor.pieces for key, tensor in own.items()}
-    return PartContent(PARTICIPANT, Kind.PER_RANK.value, skeleton, own, pieces)
+    vector = dict(cut.vector)
+    for name, pairs in zip(names, cuts, strict=True):
+        own = {int(stream): count for stream, count in pairs}
+        if any(vector.get(stream) != count for stream, count in own.items()):
+            raise InconsistentCutError(f"the state of {name} is at {own}, and the cut at {vector}", path=path)
 
 
 def _number(path: str) -> tuple[int, int] | None:
@@ -284,5 +373,5 @@ def _newest_first(paths: Iterable[str]) -> list[str]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def _token(generation: int, snapshot_id: int) -> str:
+def _save_id(generation: int, snapshot_id: int) -> str:
     return f"{generation}-{snapshot_id}"

@@ -9,13 +9,14 @@ import os
 import queue
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 from ckpt_async.parameter_server.frames import Frame, decode_frame, encode_frame
-from ckpt_async.parameter_server.sockets import BEAT, Listener, dial, receive, shut, split_address, transmit
+from ckpt_async.parameter_server.sockets import Connection, Listener, dial, shut, split_address
 from ckpt_core.errors import CheckpointError
 
 __all__ = ["Handler", "Peer", "PeerLostError", "SocketTransport", "Transport"]
@@ -35,7 +36,7 @@ class Peer(NamedTuple):
 
     Attributes:
         name: The participant.
-        instance: Which process of that name.
+        instance: Which process of that name; empty where that is not known.
     """
 
     name: str
@@ -48,7 +49,7 @@ Handler = Callable[[Peer, Frame], "Frame | None"]
 class Transport(Protocol):
     """What participants need of a network. Frames may be reordered, duplicated and delayed.
 
-    What is lost must be told by ``on_lost``.
+    What is lost must be said by ``on_lost``.
 
     Attributes:
         name: This participant's name.
@@ -80,29 +81,33 @@ class Transport(Protocol):
 
 
 class SocketTransport:
-    """Frames over TCP: each is its length, 8 bytes little-endian, and a safetensors text. No pickle.
+    """Frames over TCP, without pickle.
 
-    Both sides of a connection must know one secret. Nothing is encrypted: use it where nobody can read or change what others
-    send.
+    Both sides of a connection must know one secret. Nothing is encrypted: use it where nobody can read or change what
+    others send.
 
     Args:
         name: This participant's name.
         listen: ``host:port`` to listen at, ``[host]:port`` for IPv6; port 0 takes a free one.
-        advertise: Host, or ``host:port``, that others connect to, where it is not that of ``listen``: as with ``0.0.0.0``.
-        secret: What all processes of the training share, of at least 16 characters, or as a :class:`~pathlib.Path` the file it
-            is in. None: the environment variable ``CKPT_SECRET``, or the file that ``CKPT_SECRET_FILE`` names; without them a
-            file of this user's (mode 600), which is enough where all processes are on one machine and listen at its loopback
-            interface.
+        advertise: Host, or ``host:port``, that others connect to, where it is not that of ``listen``: as with
+            ``0.0.0.0``.
+        secret: What all processes of the training share, of at least 16 characters, or as a :class:`~pathlib.Path` the
+            file
+            it is in. None: the environment variable ``CKPT_SECRET``, or the file that ``CKPT_SECRET_FILE`` names;
+                without
+            them a file of this user's (mode 600), which is enough where all processes are on one machine and listen at
+            its loopback interface.
         connect_timeout: Seconds to wait for a participant that does not listen yet.
-        silence_timeout: Seconds after which who gives no sign of life while it owes an answer is taken for lost. A process that
-            works on a long answer does give signs; one that was stopped, or whose machine is gone, does not.
+        silence_timeout: Seconds, at least 6, after which a process that gives no sign of life while it owes an answer
+            is taken for lost. One that works on a long answer does give signs; one that was stopped, or whose machine
+            is gone, does not.
 
     Attributes:
         address: Where others reach it.
 
     Raises:
         CheckpointError: Other machines can connect, and there is no secret.
-        ValueError: An address is not one, or nobody could reach it.
+        ValueError: An address is not one, or nobody could reach it; or ``silence_timeout`` is too short.
     """
 
     def __init__(
@@ -118,26 +123,25 @@ class SocketTransport:
         if silence_timeout < 3 * _BEAT_SECONDS:
             raise ValueError(f"silence_timeout={silence_timeout} must be at least {3 * _BEAT_SECONDS} seconds")
         self.name = name
+        self.connect_timeout = connect_timeout
+        self.silence_timeout = silence_timeout
         self._instance = uuid.uuid4().hex
-        self._connect_timeout = connect_timeout
-        self._silence_timeout = silence_timeout
         self._listener = Listener(listen, advertise, secret)
         self.address = self._listener.address
-        self._handler: Handler = _refuse
-        self._on_lost: Callable[[Peer], None] = _ignore
+        self.secret = self._listener.secret
+        self._handler: Handler | None = None
+        self._on_lost: Callable[[Peer], None] = lambda peer: None
         self._addresses: dict[str, str] = {}
         self._outbound: dict[str, _Outbound] = {}
         self._inbound: set[_Inbound] = set()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self._has_started = False
         self._closed = threading.Event()
+        self._beat_due = 0.0
 
     def start(self, handler: Handler, on_lost: Callable[[Peer], None]) -> None:
         self._handler, self._on_lost = handler, on_lost
-        self._has_started = True
-        self._run(self._listener.run, "ckpt-accept", self._welcome)
-        self._run(self._beat, "ckpt-beat")
+        self._run("ckpt-accept", self._listener.run, self._closed, self._welcome, self._beat)
 
     def connect(self, name: str, address: str) -> None:
         split_address(address)
@@ -168,25 +172,20 @@ class SocketTransport:
             if self._closed.is_set():
                 return
             self._closed.set()
-            outbound = list(self._outbound.values())
-        for connection in outbound:
+        for connection in list(self._outbound.values()):
             connection.finish()
-        self._listener.close()
-        if not self._has_started:
-            self._listener.run(shut)  # which lets go at once
-        with self._lock:
-            inbound = list(self._inbound)
-        for incoming in inbound:
+        for incoming in list(self._inbound):
             shut(incoming.socket)
+        if self._handler is None:
+            self._listener.close()
         for thread in list(self._threads):
             if thread is not threading.current_thread():
                 thread.join()
 
-    def _run(self, target: Callable[..., None], name: str, *arguments: object) -> threading.Thread:
+    def _run(self, name: str, target: Callable[..., None], *arguments: object) -> None:
         thread = threading.Thread(target=target, args=arguments, name=name, daemon=True)
         thread.start()
         self._threads = [*(known for known in self._threads if known.is_alive()), thread]
-        return thread
 
     def _encode(self, frame: Frame, number: int | None) -> bytearray:
         envelope = {"from": self.name, "instance": self._instance, "number": number, "body": frame.content}
@@ -202,13 +201,13 @@ class SocketTransport:
                 raise PeerLostError(f"{self.name} knows no address of {name}")
             made = _Outbound(name, address, self)
             try:
-                self._run(made.write, "ckpt-send")
+                self._run("ckpt-send", made.write)
             except RuntimeError as error:
                 raise PeerLostError(f"{name} at {address} cannot be reached: {error}") from error
             self._outbound[name] = made
             return made
 
-    def tell_lost(self, peer: Peer) -> None:
+    def report_lost(self, peer: Peer) -> None:
         """Say that a process is gone; unless this one is."""
         if not self._closed.is_set():
             try:
@@ -216,25 +215,26 @@ class SocketTransport:
             except Exception:  # the thread is a connection's
                 logger.exception("%s failed on the loss of %s", self.name, peer.name)
 
-    # ---- connections of others ------------------------------------------------------------------------------------------
+    # ---- connections of others ---------------------------------------------------------------------------------------
 
     def _welcome(self, connection: socket.socket) -> None:
-        inbound = _Inbound(connection)
+        incoming = _Inbound(connection)
         with self._lock:
             if self._closed.is_set():
                 shut(connection)
                 return
-            self._inbound.add(inbound)
+            self._inbound.add(incoming)
             try:
-                self._run(self._serve, "ckpt-receive", inbound)
+                self._run("ckpt-receive", self._serve, incoming)
             except RuntimeError:  # no more threads can be started
-                self._inbound.discard(inbound)
+                self._inbound.discard(incoming)
                 raise
 
     def _serve(self, incoming: _Inbound) -> None:
+        assert self._handler is not None
         peer: Peer | None = None
         try:
-            while (data := receive(incoming.socket, incoming.begun)) is not None:
+            while (data := incoming.receive()) is not None:
                 frame = decode_frame(data)
                 peer = Peer(str(frame.content["from"]), str(frame.content["instance"]))
                 answer = self._handler(peer, Frame(frame.content["body"], frame.tensors))
@@ -242,7 +242,7 @@ class SocketTransport:
                 with incoming.lock:
                     incoming.is_busy = False
                     if number is not None:
-                        transmit(incoming.socket, self._encode(answer or Frame({}), number))
+                        incoming.transmit(self._encode(answer or Frame({}), number))
         except OSError as error:
             if not self._closed.is_set():
                 logger.debug("the connection from %s broke: %s", peer, error)
@@ -253,42 +253,38 @@ class SocketTransport:
                 self._inbound.discard(incoming)
             incoming.socket.close()
         if peer is not None:
-            self.tell_lost(peer)
+            self.report_lost(peer)
 
     def _beat(self) -> None:
-        """Give signs of life to those who wait for an answer."""
-        while not self._closed.wait(_BEAT_SECONDS):
-            with self._lock:
-                busy = [incoming for incoming in self._inbound if incoming.is_busy]
-            for incoming in busy:
-                incoming.beat()
+        """Give signs of life to those who wait for an answer, now and then."""
+        if time.monotonic() < self._beat_due:
+            return
+        self._beat_due = time.monotonic() + _BEAT_SECONDS
+        with self._lock:
+            busy = [incoming for incoming in self._inbound if incoming.is_busy]
+        for incoming in busy:
+            if incoming.lock.acquire(blocking=False):  # else the answer itself is being sent
+                try:
+                    if incoming.is_busy:
+                        incoming.give_sign()
+                finally:
+                    incoming.lock.release()
 
 
-class _Inbound:
+class _Inbound(Connection):
     """A connection that another process has made."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
+        super().__init__(connection)
         self.lock = threading.Lock()  # held to send
         self.is_busy = False
 
-    def begun(self) -> None:
+    def frame_begins(self) -> None:
         self.is_busy = True
 
-    def beat(self) -> None:
-        if not self.lock.acquire(blocking=False):
-            return  # the answer itself is a sign of life
-        try:
-            if self.is_busy and self.socket.send(BEAT, socket.MSG_DONTWAIT) != len(BEAT):
-                shut(self.socket)
-        except OSError:
-            pass  # its buffer is full, so it does not read; or it is gone, which the thread that reads notices
-        finally:
-            self.lock.release()
 
-
-class _Outbound:
-    """A connection to one participant: a queue of frames to write, and the answers that come back."""
+class _Outbound(Connection):
+    """Frames to one participant: a queue of those to write, and the answers that come back."""
 
     def __init__(self, name: str, address: str, transport: SocketTransport) -> None:
         self.name = name
@@ -299,8 +295,7 @@ class _Outbound:
         self._numbers = itertools.count()
         self._expected: dict[int, Future[Frame]] = {}
         self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
-        self._reader: threading.Thread | None = None
+        self._is_open = False
         self._dropped = threading.Event()
         self._silent_seconds = 0.0
 
@@ -317,23 +312,22 @@ class _Outbound:
         self._queue.put(data)
 
     def write(self) -> None:
-        """Write frames as they come; runs on a thread of its own."""
-        transport = self._transport
+        """Connect, and write frames as they come; runs on a thread of its own."""
+        reader = threading.Thread(target=self._read, name="ckpt-answers", daemon=True)
         try:
-            self._socket = connection = dial(
-                self._address, transport._listener.secret, transport._connect_timeout, self._dropped
-            )
-            self._reader = threading.Thread(target=self._read, args=(connection,), name="ckpt-answers", daemon=True)
-            self._reader.start()
+            own = self._transport
+            super().__init__(dial(self._address, own.secret, own.connect_timeout, self._dropped))
+            self._is_open = True
+            reader.start()
             while (data := self._queue.get()) is not None:
-                transmit(connection, data, self._heard)
-            connection.shutdown(socket.SHUT_WR)
-        except Exception as error:  # noqa: BLE001 - whoever waits for an answer is told
+                self.transmit(data)
+            self.socket.shutdown(socket.SHUT_WR)
+        except Exception as error:  # noqa: BLE001 - whoever waits for an answer gets it
             self._fail(error)
-        if self._reader is not None:
-            self._reader.join()
-        if self._socket is not None:
-            self._socket.close()
+        if reader.ident is not None:
+            reader.join()
+        if self._is_open:
+            self.socket.close()
 
     def finish(self) -> None:
         """Let go after what is in the queue."""
@@ -345,26 +339,26 @@ class _Outbound:
         self._dropped.set()
         self._fail(ConnectionError("it has moved"))
 
-    def _read(self, connection: socket.socket) -> None:
+    def _read(self) -> None:
         try:
-            while (data := receive(connection, heard=self._heard, silent=self._silent)) is not None:
+            while (data := self.receive()) is not None:
                 frame = decode_frame(data)
                 with self._lock:
                     future = self._expected.pop(frame.content["number"], None)
                 if future is not None:
                     future.set_result(Frame(frame.content["body"], frame.tensors))
             self._fail(ConnectionError("it has closed the connection"))
-        except Exception as error:  # noqa: BLE001 - whoever waits for an answer is told
+        except Exception as error:  # noqa: BLE001 - whoever waits for an answer gets it
             self._fail(error)
 
-    def _heard(self) -> None:
+    def progressed(self) -> None:
         self._silent_seconds = 0.0
 
-    def _silent(self, seconds: float) -> None:
+    def nothing_came(self, seconds: float) -> None:
         # Counted, and not taken from a clock: this process may have been stopped itself.
         is_ending = self._dropped.is_set()
         self._silent_seconds = self._silent_seconds + seconds if self._expected or is_ending else 0.0
-        longest = min(_LINGER, self._transport._silence_timeout) if is_ending else self._transport._silence_timeout
+        longest = min(_LINGER, self._transport.silence_timeout) if is_ending else self._transport.silence_timeout
         if self._silent_seconds >= longest:
             raise TimeoutError(f"nothing was heard from it for {self._silent_seconds:.0f} s")
 
@@ -373,11 +367,10 @@ class _Outbound:
             first, self.lost = not self.lost, True
             expected, self._expected = self._expected, {}
         self._queue.put(None)
-        if self._socket is not None:
+        if self._is_open:
             with contextlib.suppress(OSError):  # the other of the two threads may be waiting for it
-                self._socket.shutdown(socket.SHUT_RDWR)
-        why = cause.message if isinstance(cause, CheckpointError) else str(cause)
-        remedy = cause.remedy if isinstance(cause, CheckpointError) else None
+                self.socket.shutdown(socket.SHUT_RDWR)
+        why, remedy = (cause.message, cause.remedy) if isinstance(cause, CheckpointError) else (str(cause), None)
         for future in expected.values():
             error = PeerLostError(f"{self.name} at {self._address} is gone: {why}", remedy=remedy)
             error.__cause__ = cause
@@ -385,12 +378,4 @@ class _Outbound:
         if first and not self._dropped.is_set():
             log = logger.debug if isinstance(cause, ConnectionError) else logger.warning
             log("%s has lost %s at %s: %s", self._transport.name, self.name, self._address, why)
-            self._transport.tell_lost(Peer(self.name, ""))
-
-
-def _refuse(peer: Peer, frame: Frame) -> Frame | None:
-    raise ValueError(f"{peer.name} has sent {frame.content} before anything was started")
-
-
-def _ignore(peer: Peer) -> None:
-    """Nobody wants to know yet."""
+            self._transport.report_lost(Peer(self.name, ""))

@@ -1,4 +1,4 @@
-"""The page about a run of the example: one file, without anything from elsewhere."""
+"""The page about a run of the example: one file, which loads nothing."""
 
 from __future__ import annotations
 
@@ -21,20 +21,22 @@ def build_page(svg: str, tables: Mapping[str, Sequence[Sequence[object]]], words
     Args:
         svg: The diagram.
         tables: By title: rows, each a name and how often Data-1, Data-2, ... are in at the end.
-        words: Where each stream goes on, in words.
+        words: Where each stream resumes, in words.
     """
     body = "\n".join(f"<h3>{html.escape(title)}</h3>{_table(rows)}" for title, rows in tables.items())
     return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>Which model, and which data?</title><style>{_STYLE}</style></head><body>
-<h1>Which model, and which data?</h1>
+<html lang="en"><head><meta charset="utf-8"><title>Which model, and which
+data?</title><style>{_STYLE}</style></head><body> <h1>Which model, and which data?</h1>
 <p>Two parameter servers, three workers at different iterations, Data-1 to Data-9. Then every process is killed.</p>
 {svg}
-<p>Each process had saved now and then by its own clock (crosses): what they saved does not belong together. The checkpoint is
-the green cut: no arrow from the right of it ends on the left of it, and what crosses it from left to right (orange) was added
+<p>Each process had saved now and then by its own clock (crosses): what they saved does not belong together. The
+checkpoint is
+the green cut: no arrow from the right of it ends on the left of it, and what crosses it from left to right (orange) was
+    added
 to the servers' copies as it arrived.</p>
 <h2>Which data?</h2><p>{html.escape(words)}.</p>
-<h2>Which model?</h2><p>The servers', at the cut. How often each data is in it when the training has gone on to its end:</p>
-{body}
+<h2>Which model?</h2><p>The servers', at the cut. How often each data is in it when the training has gone on to its
+end:</p> {body}
 </body></html>
 """
 

@@ -1,10 +1,10 @@
-"""Two parameter servers, three workers at different iterations, Data-1 to Data-9; then all are killed. What is the checkpoint?
+"""Two parameter servers, three workers at different iterations, Data-1 to Data-9; all are killed. What is the checkpoint?
 
     python examples/async_parameter_server/run.py --output async_demo
 
 Real processes over sockets. While they train, each of them saves for itself by its own clock, and one checkpoint is
 taken that is a consistent cut. All are killed with SIGKILL. Both are judged by the tallies inside the model, and the
-training goes on from the cut to its end. Writes ``picture.png`` and ``page.html``. Exits with 1 unless the cut is right
+training resumes from the cut to its end. Writes ``picture.png`` and ``page.html``. Exits with 1 unless the cut is right
 and the naive way is not.
 """
 
@@ -97,7 +97,7 @@ class Life:
 
 
 def naive_result(directory: Path) -> tuple[list[list[Any]], dict[str, float]]:
-    """What each server would hold at the end if all went on from what they had saved for themselves; and when that was."""
+    """What each server would hold at the end if all resumed from what they had saved for themselves, and when."""
     saved = {name: json.loads((directory / "naive" / f"{name}.json").read_text()) for name in (*SERVERS, *WORKERS)}
     positions = {stream: saved[name]["state"][0] for stream, name in enumerate(WORKERS)}
     again = [
@@ -150,7 +150,7 @@ def main() -> int:
     )
     is_naive_wrong = any(count != 1 for _, *counts in naive for count in counts)
     tables = {
-        "Every process had saved for itself, and goes on from that": naive,
+        "Every process had saved for itself, and resumes from that": naive,
         "The cut, and on from there": at_end,
     }
     (output / "page.html").write_text(build_page(svg, tables, words))

@@ -1,7 +1,7 @@
 """Two parameter servers and three workers train on Data-1 to Data-9; what each of them does.
 
 Worker 1 has Data-1, 4 and 7, worker 2 has Data-2, 5 and 8, worker 3 has Data-3, 6 and 9: a *stream* of three batches
-each. The model carries two tallies beside its weights, one on each server: the update itself adds one for the data it
+each. The model carries two tallies besides its weights, one on each server: the update itself adds one for the data it
 was computed from, as it changes the weights. So the model's state tells which data are in it.
 """
 

@@ -1,4 +1,4 @@
-"""The kill campaign of asynchronous training: whole clusters killed at any instant, every checkpoint judged, and resumed."""
+"""The kill campaign of asynchronous training: clusters killed at any instant, every checkpoint judged, and resumed."""
 
 from __future__ import annotations
 

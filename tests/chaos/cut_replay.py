@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ckpt_async.consistent_cut import ApplyPiece, ComputeUpdate, ReadShard, UpdateId, replay_schedule
+from ckpt_async.consistent_cut import UpdateId, replay_schedule
+from ckpt_async.consistent_cut.replay import ApplyPiece, ComputeUpdate, ReadShard
 from ckpt_async.parameter_server import CutCheckpoint
-from ckpt_async.parameter_server.blocks import BlockTable
 from ckpt_async.parameter_server.client import seed_of
+from ckpt_async.parameter_server.model import BlockTable
 from ckpt_async.parameter_server.state import ServerState
 from tests.chaos.cut_training import CountingModel, Job, compute_gradients, make_optimizer
 

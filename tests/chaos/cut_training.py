@@ -1,8 +1,9 @@
 """A small asynchronous training whose model counts its samples, and the judge of its checkpoints.
 
 The model has ledgers: parameters with one number per sample, to which the update itself adds one for each sample of its
-batch, by way of gradient and optimizer like everything else. There are more of them than shards, so every shard holds
-one at least.
+    batch,
+by way of gradient and optimizer like everything else. There are more of them than shards, so every shard holds one at
+least.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import nn
 
 from ckpt_async.consistent_cut import CutOptions, UpdateId
 from ckpt_async.parameter_server import CutCheckpoint, ParameterClient, ParameterServer, TrainingCoordinator, Transport
-from ckpt_async.parameter_server.blocks import BlockTable
+from ckpt_async.parameter_server.model import BlockTable
 from ckpt_async.parameter_server.state import ServerState
 
 FEATURES, HIDDEN = 16, 40
@@ -128,8 +129,7 @@ def make_optimizer(parameters: list[tuple[str, nn.Parameter]]) -> torch.optim.Op
     return torch.optim.Adam([group for group in groups if group["params"]], lr=1e-3)
 
 
-# ---- the three roles
-# --------------------------------------------------------------------------------------------------------
+# ---- the three roles -------------------------------------------------------------------------------------------------
 
 
 def coordinate(job: Job, transport: Transport) -> TrainingCoordinator:
@@ -163,8 +163,7 @@ def work(job: Job, transport: Transport, coordinator: str) -> None:
     client.finish()
 
 
-# ---- the judge
-# --------------------------------------------------------------------------------------------------------------
+# ---- the judge -------------------------------------------------------------------------------------------------------
 
 
 def ledger_of(job: Job, vector: Mapping[int, int]) -> torch.Tensor:
@@ -177,7 +176,7 @@ def ledger_of(job: Job, vector: Mapping[int, int]) -> torch.Tensor:
 
 
 def violations(job: Job, checkpoint: CutCheckpoint) -> list[str]:
-    """What is wrong with a checkpoint when it is loaded, judged by the model's ledgers and the optimizers' step counts."""
+    """What is wrong with a loaded checkpoint, judged by the model's ledgers and the optimizers' step counts."""
     found = []
     expected = ledger_of(job, checkpoint.cut.vector)
     parameters = dict(CountingModel(job.samples).named_parameters())

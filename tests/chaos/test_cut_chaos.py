@@ -1,4 +1,4 @@
-"""Asynchronous trainings of real processes: killed as a whole, one worker lost or frozen, a file damaged, everything replayed.
+"""Asynchronous trainings of real processes: killed as a whole, one worker lost or frozen, a file damaged, all replayed.
 
 The long form of the kills is ``tools/chaos_cut.py``.
 """

@@ -24,7 +24,7 @@ def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     for _ in range(2):
         kill_after(3, dice, "diloco.py", tmp_path / "killed", *arguments)
     resumed = finish("diloco.py", tmp_path / "killed", *arguments)
-    assert "goes on from" in resumed and "goes on from" not in whole
+    assert "resumes from" in resumed and "resumes from" not in whole
     assert len(ends(whole)) == 3
     assert ends(resumed) == ends(whole)
     assert len(set(ends(whole))) == 3  # workers have states of their own
@@ -38,7 +38,7 @@ def test_another_number_of_workers_uses_every_batch_once(tmp_path: Path) -> None
     for workers in (3, 2):
         kill_after(4, dice, "diloco.py", output, "--workers", workers, "--window", 4, "--batches", 40)
     printed = finish("diloco.py", output, "--workers", 4, "--window", 4, "--batches", 40)
-    assert "worker 3 goes on from" in printed
+    assert "worker 3 resumes from" in printed
     newest = Catalog(output).checkpoints()[0].path
     with DirectoryCheckpointer().load(newest) as opened:
         assert torch.equal(opened.load("model")["used"].round(decimals=3), torch.ones(240))

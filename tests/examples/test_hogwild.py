@@ -23,7 +23,7 @@ def test_every_batch_is_used_once_whoever_goes_on(tmp_path: Path) -> None:
     for workers, method in ((3, "fork"), (3, "spawn"), (2, "fork")):
         kill_after(2, dice, "hogwild.py", output, "--workers", workers, "--every", 0.1, "--start-method", method)
     printed = finish("hogwild.py", output, "--workers", 4, "--every", 0.3, "--start-method", "fork")
-    assert "goes on from" in printed
+    assert "resumes from" in printed
     checkpoints = Catalog(output).checkpoints()
     assert f"{len(checkpoints)} checkpoints, 0 violations" in printed
     with DirectoryCheckpointer().load(checkpoints[0].path) as opened:
@@ -35,7 +35,7 @@ def test_one_worker_goes_on_bit_for_bit(tmp_path: Path) -> None:
     arguments = ("--workers", 1, "--batches", 40, "--every", 0.05, "--start-method", "fork")
     finish("hogwild.py", tmp_path / "whole", *arguments)
     kill_after(2, random.Random(5), "hogwild.py", tmp_path / "killed", *arguments)
-    assert "goes on from" in finish("hogwild.py", tmp_path / "killed", *arguments)
+    assert "resumes from" in finish("hogwild.py", tmp_path / "killed", *arguments)
     ends = []
     for name in ("whole", "killed"):
         with DirectoryCheckpointer().load(Catalog(tmp_path / name).checkpoints()[0].path) as opened:

@@ -8,23 +8,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckpt_async.consistent_cut import (
     COORDINATOR,
-    Abort,
-    CommitCut,
     CutOptions,
     CutShard,
     CutWorker,
-    Effect,
-    PersistShard,
-    PersistWorker,
-    PullHeader,
-    ReserveSnapshot,
-    RollbackNeeded,
-    Send,
-    SnapshotAborted,
     SnapshotCoordinator,
     StaleGenerationError,
     UpdateId,
 )
+from ckpt_async.consistent_cut.effects import (
+    CommitCut,
+    Effect,
+    PersistShard,
+    PersistWorker,
+    ReserveSnapshot,
+    RollbackNeeded,
+    Send,
+    SnapshotAborted,
+)
+from ckpt_async.consistent_cut.messages import Abort, PullHeader
 from tests.ckpt_async.consistent_cut.oracle import Applied, Ledger, Seen, Violation, touched_blocks
 
 if TYPE_CHECKING:

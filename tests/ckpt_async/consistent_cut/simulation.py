@@ -1,7 +1,7 @@
 """A whole asynchronous training in one thread: workers, shards, a coordinator, a bad network, a slow disk, and crashes.
 
-Everything random comes from one seed. Messages are delayed without any order, duplicated, and lost: pushes and pulls are
-sent again with the header they had, the rest may be lost for good.
+Everything random comes from one seed. Messages are delayed without any order, duplicated, and lost: pushes and pulls
+are sent again with the header they had, the rest may be lost for good.
 """
 
 from __future__ import annotations
@@ -12,7 +12,9 @@ import random
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ckpt_async.consistent_cut import COORDINATOR, CommitCut, deal_streams, decode_message, encode_message
+from ckpt_async.consistent_cut import COORDINATOR, deal_streams
+from ckpt_async.consistent_cut.effects import CommitCut
+from ckpt_async.consistent_cut.messages import decode_message, encode_message
 from tests.ckpt_async.consistent_cut.oracle import Ledger, Oracle, Violation
 from tests.ckpt_async.consistent_cut.processes import (
     Blocks,

@@ -8,24 +8,22 @@ from typing import Any
 import pytest
 
 from ckpt_async.consistent_cut import (
-    Abort,
-    Begin,
-    CommitCut,
-    Committed,
     ConsistentCut,
     CutOptions,
-    Hello,
     InconsistentCutError,
-    PersistFailed,
-    ReserveSnapshot,
-    RollbackNeeded,
-    Send,
-    ShardAck,
-    SnapshotAborted,
     SnapshotAbortedError,
     SnapshotCoordinator,
     StaleGenerationError,
     VectorClock,
+)
+from ckpt_async.consistent_cut.effects import CommitCut, ReserveSnapshot, RollbackNeeded, Send, SnapshotAborted
+from ckpt_async.consistent_cut.messages import (
+    Abort,
+    Begin,
+    Committed,
+    Hello,
+    PersistFailed,
+    ShardAck,
     Welcome,
     WorkerAck,
 )

@@ -1,7 +1,8 @@
 """Each rule is needed: without it, the oracle finds something wrong, and with it, on the same seeds, nothing.
 
-The kinds say who noticed. ``ledger``, ``orphan``, ``durability``: a bad checkpoint was committed. ``liveness``: snapshots
-were aborted for no reason from outside, which is how the commit's checks show when a rule is broken below them.
+The kinds say who noticed. ``ledger``, ``orphan``, ``durability``: a bad checkpoint was committed. ``liveness``:
+snapshots were aborted for no reason from outside, which is how the commit's checks show when a rule is broken below
+them.
 """
 
 from __future__ import annotations
@@ -13,20 +14,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_async.consistent_cut import (
-    CutOptions,
-    CutShard,
-    CutWorker,
-    Effect,
-    Marker,
-    MessageTag,
-    PullHeader,
-    PushHeader,
-    Send,
-    ShardAck,
-    SnapshotCoordinator,
-    VectorClock,
-)
+from ckpt_async.consistent_cut import CutOptions, CutShard, CutWorker, SnapshotCoordinator, VectorClock
+from ckpt_async.consistent_cut.effects import Effect, Send
+from ckpt_async.consistent_cut.messages import Marker, PullHeader, PushHeader, ShardAck
+from ckpt_async.consistent_cut.types import MessageTag
 from tests.ckpt_async.consistent_cut.processes import Plan
 from tests.ckpt_async.consistent_cut.simulation import World
 

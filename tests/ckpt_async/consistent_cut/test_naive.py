@@ -6,16 +6,10 @@ from typing import Any
 
 import pytest
 
-from ckpt_async.consistent_cut import (
-    Begin,
-    CutShard,
-    CutWorker,
-    Effect,
-    MessageTag,
-    PersistShard,
-    ShardAck,
-    VectorClock,
-)
+from ckpt_async.consistent_cut import CutShard, CutWorker, VectorClock
+from ckpt_async.consistent_cut.effects import Effect, PersistShard
+from ckpt_async.consistent_cut.messages import Begin, ShardAck
+from ckpt_async.consistent_cut.types import MessageTag
 from tests.ckpt_async.consistent_cut.oracle import Ledger
 from tests.ckpt_async.consistent_cut.processes import Plan, ShardProcess, WorkerProcess
 from tests.ckpt_async.consistent_cut.simulation import World

@@ -10,16 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_async.consistent_cut import (
-    ApplyPiece,
-    CommitCut,
-    ComputeUpdate,
-    CutOptions,
-    InconsistentCutError,
-    ReadShard,
-    UpdateId,
-    replay_schedule,
-)
+from ckpt_async.consistent_cut import CutOptions, InconsistentCutError, UpdateId, replay_schedule
+from ckpt_async.consistent_cut.effects import CommitCut
+from ckpt_async.consistent_cut.replay import ApplyPiece, ComputeUpdate, ReadShard
 from tests.ckpt_async.consistent_cut.processes import Blocks, Payload, Plan, WorkerProcess
 from tests.ckpt_async.consistent_cut.simulation import World
 from tests.ckpt_async.consistent_cut.test_mutations import NoIdOnReplies

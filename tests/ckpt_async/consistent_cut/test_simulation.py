@@ -46,7 +46,7 @@ def plan_of(situation: str, options: str) -> Plan:
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("situation", SITUATIONS)
 def test_every_checkpoint_is_consistent(situation: str, options: str) -> None:
-    """T1, T2, T4 and T5 for each checkpoint and for the end, no aborted one committed, and everything comes to an end."""
+    """T1, T2, T4 and T5 for each checkpoint and for the end; no aborted one is committed, and everything ends."""
     plan = plan_of(situation, options)
     worlds = [World(plan, seed).run() for seed in range(SEEDS)]
     assert {world.seed: world.violations for world in worlds if world.violations} == {}

@@ -8,31 +8,29 @@ import pytest
 
 from ckpt_async.consistent_cut import (
     COORDINATOR,
-    Abort,
-    Begin,
-    Committed,
     CutOptions,
     CutShard,
     CutWorker,
-    DiscardCopy,
-    Effect,
     InconsistentCutError,
+    StaleGenerationError,
+    UpdateId,
+    VectorClock,
+)
+from ckpt_async.consistent_cut.effects import DiscardCopy, Effect, PersistShard, PersistWorker, Send
+from ckpt_async.consistent_cut.messages import (
+    Abort,
+    Begin,
+    Committed,
     Marker,
-    MessageTag,
-    PersistShard,
-    PersistWorker,
     Position,
     PullHeader,
     PushHeader,
-    Send,
     ShardAck,
-    StaleGenerationError,
     Takeover,
-    UpdateId,
-    VectorClock,
     Welcome,
     WorkerAck,
 )
+from ckpt_async.consistent_cut.types import MessageTag
 
 ALIGNED = CutOptions(alignment="aligned", aligned_timeout=5.0)
 

@@ -10,31 +10,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_async.consistent_cut import (
+    ConsistentCut,
+    CutOptions,
+    InconsistentCutError,
+    SnapshotAbortedError,
+    StaleGenerationError,
+    UpdateId,
+    VectorClock,
+    deal_streams,
+)
+from ckpt_async.consistent_cut.messages import (
     Abort,
     Begin,
     Committed,
-    ConsistentCut,
-    CutOptions,
     Hello,
-    InconsistentCutError,
     Marker,
-    MessageTag,
     PersistFailed,
     Position,
     PullHeader,
     PushHeader,
     ShardAck,
-    SnapshotAbortedError,
-    StaleGenerationError,
     Takeover,
-    UpdateId,
-    VectorClock,
     Welcome,
     WorkerAck,
-    deal_streams,
     decode_message,
     encode_message,
 )
+from ckpt_async.consistent_cut.types import MessageTag
 from ckpt_core.errors import CheckpointError
 
 

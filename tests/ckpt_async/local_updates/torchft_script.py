@@ -1,4 +1,4 @@
-"""Trains with torchft's DiLoCo, one process for each replica; saves at every boundary, and goes on from the newest.
+"""Trains with torchft's DiLoCo, one process for each replica; saves at every boundary, and resumes from the newest.
 
 Arguments: directory, replicas, fragments, windows, after which checkpoint all processes are killed (0: never).
 """

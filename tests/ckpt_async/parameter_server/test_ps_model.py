@@ -1,9 +1,9 @@
-"""Buffers and tied parameters of a model that is given as such: saved, restored, and in the state dict for evaluation."""
+"""Buffers and tied parameters of a model that is given as such: saved, restored, and in its plain state dict."""
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def train(root: Path, workers: list[str], batches: int) -> dict[str, Tied]:
     models, begin = {name: Tied() for name in workers}, threading.Barrier(len(workers))
 
     def serve() -> None:
-        adam: Callable[..., torch.optim.Optimizer] = lambda parameters: torch.optim.Adam(parameters, lr=0.1)  # noqa: E731
+        adam = functools.partial(torch.optim.Adam, lr=0.1)
         ParameterServer(SocketTransport("s0"), transport.address, Tied(), adam).run()
 
     def work(name: str) -> None:

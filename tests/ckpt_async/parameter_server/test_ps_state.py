@@ -1,12 +1,14 @@
-"""A shard's state: every optimizer, blocks, and a copy that stays what it was while the live state goes on."""
+"""A shard's state: every optimizer, blocks, and a copy that stays what it was while the live state changes."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from ckpt_async.consistent_cut import MessageTag, PushHeader, UpdateId
-from ckpt_async.parameter_server.blocks import BlockTable
+from ckpt_async.consistent_cut import UpdateId
+from ckpt_async.consistent_cut.messages import PushHeader
+from ckpt_async.consistent_cut.types import MessageTag
+from ckpt_async.parameter_server.model import BlockTable
 from ckpt_async.parameter_server.state import MakeOptimizer, ServerState, pack_recorded
 from ckpt_core.errors import StateMismatchError
 
@@ -156,11 +158,11 @@ def test_recorded_pieces_are_applied_after_loading() -> None:
     expected.apply(UPDATE, gradients(2, "bias"))
     assert_same(contents(saved), contents(expected))
     plain = ServerState({"weight": torch.zeros(4, 3)}, lambda parameters: torch.optim.SGD(parameters, lr=1.0))
-    plain.apply_recorded(pack_recorded([(header, {"weight": sparse, "elsewhere": torch.ones(1)})]))
+    plain.apply_recorded(pack_recorded([(header, {"weight": sparse, "of another shard": torch.ones(1)})]))
     assert plain.parameters["weight"].sum() == -3.0
 
 
-# ---- blocks -----------------------------------------------------------------------------------------------------------------
+# ---- blocks ----------------------------------------------------------------------------------------------------------
 
 
 def table(max_block_bytes: int | None = None) -> BlockTable:

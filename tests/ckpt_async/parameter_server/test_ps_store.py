@@ -1,11 +1,11 @@
-"""The store of cuts: damaged checkpoints are never a reason to begin anew or to delete, and no commit that cannot be loaded."""
+"""The store of cuts: damage is no reason to start over or to delete, and nothing is committed that cannot be loaded."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ import torch
 
 from ckpt_async.consistent_cut import COORDINATOR, ConsistentCut, InconsistentCutError, VectorClock
 from ckpt_async.parameter_server import CutStore, SocketTransport, TrainingCoordinator
-from ckpt_async.parameter_server.blocks import BlockTable
+from ckpt_async.parameter_server.model import BlockTable
 from ckpt_core.errors import CheckpointCorruptedError
 
 PARAMETERS = {"weight": torch.arange(64.0)}
@@ -149,31 +149,33 @@ def test_the_generation_is_newer_than_all_checkpoints_of_a_copy(tmp_path: Path) 
     assert CutStore(tmp_path / "new").claim_generation() == 6
 
 
-def test_a_commit_whose_ranks_are_in_another_order_is_refused(tmp_path: Path) -> None:
+def test_a_commit_whose_ranks_are_in_another_order_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CutStore(tmp_path)
     commit = store.commit
     # As a coordinator has them whose second worker said hello first.
-    store.commit = lambda cut, reports: commit(dataclasses.replace(cut, workers=cut.workers[::-1]), reports)  # type: ignore[method-assign]
+    monkeypatch.setattr(store, "commit", lambda cut, said: commit(replace(cut, workers=cut.workers[::-1]), said))
     with pytest.raises(InconsistentCutError, match="the ranks are s0, w0, w1, and the cut has s0, w1, w0"):
         write(store, 1, 1)
     assert store.committed() == []
 
 
 @pytest.mark.parametrize("workers", [("w0",), ("w0", "w1", "w2"), ("w0", "other")])
-def test_a_commit_of_other_workers_is_refused(tmp_path: Path, workers: tuple[str, ...]) -> None:
+def test_a_commit_of_other_workers_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: tuple[str, ...]
+) -> None:
     store = CutStore(tmp_path)
     commit = store.commit
-    store.commit = lambda cut, reports: commit(dataclasses.replace(cut, workers=workers), reports)  # type: ignore[method-assign]
+    monkeypatch.setattr(store, "commit", lambda cut, said: commit(replace(cut, workers=workers), said))
     with pytest.raises(InconsistentCutError):
         write(store, 1, 1)
     assert store.committed() == []
 
 
-def test_a_commit_of_another_count_is_refused(tmp_path: Path) -> None:
+def test_a_commit_of_another_count_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = CutStore(tmp_path)
     commit = store.commit
     other = VectorClock({0: 1, 1: 2})
-    store.commit = lambda cut, reports: commit(dataclasses.replace(cut, vector=other), reports)  # type: ignore[method-assign]
+    monkeypatch.setattr(store, "commit", lambda cut, said: commit(replace(cut, vector=other), said))
     with pytest.raises(InconsistentCutError, match="the state of s0 is at"):
         write(store, 1, 1)
     assert store.committed() == []

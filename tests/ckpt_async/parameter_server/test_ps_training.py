@@ -1,4 +1,4 @@
-"""Trainings on threads of one process: sparse pushes, a worker's own state, what is refused, and who belongs to another life."""
+"""Trainings on threads of one process: sparse pushes, a worker's own state, refusals, and other lives."""
 
 from __future__ import annotations
 
@@ -13,15 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_async.consistent_cut import (
-    COORDINATOR,
-    CutOptions,
-    InconsistentCutError,
-    MessageTag,
-    PushHeader,
-    UpdateId,
-    encode_message,
-)
+from ckpt_async.consistent_cut import COORDINATOR, CutOptions, InconsistentCutError, UpdateId
+from ckpt_async.consistent_cut.messages import PushHeader, encode_message
+from ckpt_async.consistent_cut.types import MessageTag
 from ckpt_async.parameter_server import (
     CutStore,
     Frame,
@@ -31,7 +25,7 @@ from ckpt_async.parameter_server import (
     SocketTransport,
     TrainingCoordinator,
 )
-from ckpt_async.parameter_server.blocks import BlockTable
+from ckpt_async.parameter_server.model import BlockTable
 from ckpt_async.parameter_server.state import ServerState
 from ckpt_core.errors import CheckpointError, StateMismatchError
 from tests.ckpt_async.parameter_server.training_threads import (
@@ -247,10 +241,10 @@ def test_no_two_starts_have_the_same_generation(tmp_path: Path, monkeypatch: pyt
         CutStore("memory://somewhere").claim_generation()
 
 
-# ---- the transport ----------------------------------------------------------------------------------------------------------
+# ---- the transport ---------------------------------------------------------------------------------------------------
 
 
-def test_requests_are_answered_and_a_lost_peer_is_told() -> None:
+def test_requests_are_answered_and_a_lost_peer_is_reported() -> None:
     lost = threading.Event()
     one, other = SocketTransport("one"), SocketTransport("other")
     one.start(lambda peer, frame: None, lambda peer: lost.set() if peer.name == "other" else None)

@@ -1,4 +1,4 @@
-"""Places in the data: each batch once, whatever number of workers goes on."""
+"""Places in the data: each batch once, whatever number of workers resumes."""
 
 from __future__ import annotations
 
@@ -103,5 +103,5 @@ def test_as_many_workers_get_back_what_was_theirs_and_others_numbers_of_their_ow
 
 def test_other_objects_are_refused() -> None:
     own, _, _ = worker_state(0, 1)
-    with pytest.raises(StateMismatchError, match=r"had \['adam'\] of its own, and this one has \[\]"):
+    with pytest.raises(StateMismatchError, match=r"had the objects \['adam'\], and this one has \[\]"):
         WorkerState(StreamCursor(STREAMS)).load_state_dicts([own.state_dict()])
