@@ -148,8 +148,7 @@ class Contents:
         found, first_digest = [], 0
         for file in self._manifest.ranks[rank].files:
             if file.part == part:
-                version = self._manifest.version
-                found.append(Shard(file, rank=rank, first_digest=first_digest, table=table, version=version))
+                found.append(Shard(file, rank=rank, first_digest=first_digest, table=table))
             first_digest += file.blocks
         return found
 

@@ -38,7 +38,6 @@ __all__ = [
 ]
 
 FORMAT_VERSION = 3
-_READ_VERSIONS = (1, 2, FORMAT_VERSION)
 
 Kind = Literal["replicated", "sharded", "per-rank"]
 KINDS = ("replicated", "sharded", "per-rank")
@@ -127,7 +126,6 @@ class Manifest:
     """A manifest that was checked.
 
     Attributes:
-        version: Of the format.
         save_id: Which save wrote it.
         algorithm: Name of the digest algorithm.
         metadata: What the caller added.
@@ -137,7 +135,6 @@ class Manifest:
         stamp: What it says of its own age.
     """
 
-    version: int
     save_id: str
     algorithm: str
     metadata: dict[str, Any]
@@ -186,7 +183,6 @@ def encode_manifest(
     kinds: Mapping[str, str],
     parts: str,
     ranks: Sequence[str],
-    version: int = FORMAT_VERSION,
     stamp: Stamp = NO_STAMP,
 ) -> bytes:
     """Return the bytes of a manifest.
@@ -197,13 +193,12 @@ def encode_manifest(
         kinds: Kind of each part.
         parts: JSON text of the replicated and sharded parts.
         ranks: JSON text of each rank's record, on one line.
-        version: Of the format: what wrote the files says in which order the tensors are in them.
         stamp: What it says of its own age.
     """
     head = json.dumps(
         {
             "format": _FORMAT,
-            "version": version,
+            "version": FORMAT_VERSION,
             **stamp.fields(),
             "digest": ALGORITHM,
             "save": save_id,
@@ -241,17 +236,23 @@ def _check_bytes(data: bytes, path: str) -> None:
             path=path,
             remedy="check that the path is a checkpoint",
         )
-    if found is not None and int(found[1]) not in _READ_VERSIONS:
-        raise CheckpointFormatError(
-            f"the checkpoint has format version {int(found[1])}; this version of ckpt_core reads versions "
-            f"{_READ_VERSIONS[0]} to {FORMAT_VERSION}",
-            path=path,
-            remedy="upgrade ckpt_core to the version that wrote the checkpoint",
-        )
+    if found is not None and int(found[1]) != FORMAT_VERSION:
+        _refuse_version(int(found[1]), path)
     if found is None or end is None or digest(memoryview(data)[:-_LAST_LINE_SIZE]) != end[1].decode():
         raise CheckpointCorruptedError(
             "the checkpoint's manifest is truncated or differs from what was saved", path=path, remedy=_REMEDY
         )
+
+
+def _refuse_version(version: int, path: str) -> NoReturn:
+    message = f"the checkpoint has format version {version}; this version of ckpt_core reads version {FORMAT_VERSION}"
+    if version < FORMAT_VERSION:
+        raise CheckpointFormatError(
+            f"{message}, and the older ones were written by unreleased versions only",
+            path=path,
+            remedy="load it with the unreleased version of ckpt_core that wrote it, and save it again with this one",
+        )
+    raise CheckpointFormatError(message, path=path, remedy="upgrade ckpt_core to the version that wrote the checkpoint")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -292,11 +293,8 @@ def _manifest(document: dict[str, Any]) -> Manifest:
     if not 0 < len(ranks) <= _MOST_RANKS:
         raise ValueError(f"there cannot be {len(ranks)} ranks")
     records = tuple(_rank(number, record, kinds) for number, record in enumerate(ranks))
-    version = _number(document["version"])
-    if version == 1 and any(file.save_id for record in records for file in record.files):
-        raise ValueError("version 1 knows no files of earlier saves")
     _check_unique(records)
-    return Manifest(version, save_id, ALGORITHM, metadata, kinds, parts, records)
+    return Manifest(save_id, ALGORITHM, metadata, kinds, parts, records)
 
 
 def _rank(number: int, record: Any, kinds: Mapping[str, str]) -> RankRecord:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ckpt_core._layouts.sharded.blocks import IntArray, block_begins
-from ckpt_core._layouts.sharded.manifest import FORMAT_VERSION, ShardFile
+from ckpt_core._layouts.sharded.manifest import ShardFile
 from ckpt_core._layouts.sharded.safetensors_file import TensorInfo, file_order
 from ckpt_core.geometry import Box
 
@@ -62,7 +62,6 @@ class Shard:
         rank: Who wrote it.
         first_digest: Number of the digest of its first block in the rank's file of digests.
         table: The tensors that its chunks are of.
-        version: Of the manifest's format.
 
     Attributes:
         tensors: Number of the tensor that each chunk is of, in file order.
@@ -76,14 +75,13 @@ class Shard:
         ValueError: The manifest's chunks are not inside their tensors, or do not fill the file.
     """
 
-    def __init__(self, file: ShardFile, *, rank: int, first_digest: int, table: TensorTable, version: int) -> None:
+    def __init__(self, file: ShardFile, *, rank: int, first_digest: int, table: TensorTable) -> None:
         self.file = file
         self.rank = rank
         self.first_digest = first_digest
         self.key_of: Callable[[int], str] = str
         if file.chunks is None:
-            order = file_order if version >= FORMAT_VERSION else _file_order_before_3
-            self.tensors = np.array(order(table.infos), dtype=np.int64)
+            self.tensors = np.array(file_order(table.infos), dtype=np.int64)
             self.shapes = table.shapes_of(self.tensors)
             self.offsets = np.zeros_like(self.shapes)
         else:
@@ -126,10 +124,6 @@ class Shard:
         """Return the number of the tensor that the byte at ``offset`` is of; None for the header."""
         index = int(np.searchsorted(self.begins, offset, side="right")) - 1
         return None if index < 0 else int(self.tensors[index])
-
-
-def _file_order_before_3(tensors: Sequence[TensorInfo]) -> list[int]:
-    return sorted(range(len(tensors)), key=lambda index: -tensors[index].dtype.itemsize)
 
 
 def _products(shapes: IntArray, dimensions: IntArray) -> IntArray:
