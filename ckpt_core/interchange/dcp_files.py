@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from ckpt_core._layouts.sharded.dtypes import dtype_name
-from ckpt_core._layouts.sharded.joining import file_pieces
+from ckpt_core._layouts.safetensors import dtype_name
+from ckpt_core._layouts.sharded.files import file_pieces
 from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import (

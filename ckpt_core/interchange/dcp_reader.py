@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._layouts.sharded.matching import tensor_paths
 from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
-from ckpt_core._layouts.sharded.safetensors_file import TensorInfo
 from ckpt_core._plan import Piece
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import StateMismatchError

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._layouts.sharded.plain import encode_plain
-from ckpt_core._layouts.sharded.safetensors_file import TensorInfo
 from ckpt_core._pipeline.snapshot import TornSnapshotGuard
 from ckpt_core._plan import local_tensor
 from ckpt_core.checkpointer import full_path

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from ckpt_core._layouts.sharded.dtypes import dtype_name
-from ckpt_core._layouts.sharded.joining import file_pieces
+from ckpt_core._layouts.safetensors import StoredTensor, TensorInfo, can_store, dtype_name, read_header
+from ckpt_core._layouts.sharded.files import file_pieces
 from ckpt_core._layouts.sharded.matching import key_of, tensor_paths
 from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
-from ckpt_core._layouts.sharded.safetensors_file import SafetensorsImage, TensorInfo, file_layout, file_order
+from ckpt_core._layouts.sharded.safetensors_file import SafetensorsImage, file_layout, file_order
 from ckpt_core._layouts.torch_file import translated_errors
 from ckpt_core._pipeline import reader
 from ckpt_core.checkpointer import full_path
@@ -38,7 +38,6 @@ from ckpt_core.geometry import Box
 from ckpt_core.interchange.dcp_files import save_alone
 from ckpt_core.interchange.dcp_reader import TensorBatches, structure_of
 from ckpt_core.interchange.local_directory import new_directory
-from ckpt_core.interchange.safetensors_header import StoredTensor, can_store, read_header
 from ckpt_core.interchange.saving import write_in_order
 from ckpt_core.interchange.shards import Chunk, LazyTensors, given
 from ckpt_core.interchange.tensor_memory import TensorMemory

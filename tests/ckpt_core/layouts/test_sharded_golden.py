@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ckpt_core._layouts.sharded import RankFiles, build_manifest
-from ckpt_core._layouts.sharded.blocks import DIGEST_BYTES
 from ckpt_core._layouts.sharded.manifest import FORMAT_VERSION, MANIFEST_NAME
+from ckpt_core._layouts.sharded.safetensors_file import DIGEST_BYTES
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core.geometry import Box
 from ckpt_core.memory import ScratchBuffers
