@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
 import re
 import uuid
 import zipfile
@@ -41,11 +40,11 @@ from ckpt_core.interchange.local_directory import new_directory
 from ckpt_core.interchange.saving import write_in_order
 from ckpt_core.interchange.shards import Chunk, LazyTensors, given
 from ckpt_core.interchange.tensor_memory import TensorMemory
+from ckpt_core.paths import StrPath
 from ckpt_core.storage import LocalStorage, Storage, is_remote, storage_for
 
 __all__ = ["DEFAULT_SHARD_SIZE", "export_model", "import_model"]
 
-PathLike = str | os.PathLike[str]
 DEFAULT_SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it
 _NAME = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -60,8 +59,8 @@ class _Tensor:
 
 
 def export_model(
-    source: PathLike,
-    target: PathLike,
+    source: StrPath,
+    target: StrPath,
     *,
     part: str | None = None,
     prefix: str = "",
@@ -183,7 +182,7 @@ def _write_file(tensors: Mapping[str, _Tensor], path: str) -> None:
 
 
 def import_model(
-    source: PathLike, target: PathLike, *, part: str = "model", storage_options: dict[str, Any] | None = None
+    source: StrPath, target: StrPath, *, part: str = "model", storage_options: dict[str, Any] | None = None
 ) -> int:
     """Make a directory checkpoint of a model that is safetensors files, and return its size in bytes.
 
