@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ckpt_core.paths import StrPath
+
 __all__ = [
     "CheckpointLoaded",
     "CheckpointRemoved",
@@ -176,7 +178,7 @@ class EventLog:
         path: The local file; its directory is created.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: StrPath) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
 

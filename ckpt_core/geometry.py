@@ -1,13 +1,17 @@
-"""Boxes: the rectangular parts of a tensor, and where their bytes are."""
+"""Boxes: the rectangular parts of a tensor, where their bytes are, and how they are cut by writers and by meshes."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Box", "byte_runs"]
+__all__ = ["Box", "Sharding", "byte_runs", "cut_dimension", "sharded_boxes", "split_box"]
+
+# Cuts along an earlier dimension leave longer runs of bytes, which is worth a largest part of so many times the mean.
+TOLERATED_UNEVENNESS = 1.125
 
 
 class Box(NamedTuple):
@@ -90,3 +94,126 @@ def byte_runs(shape: Sequence[int], box: Box, itemsize: int) -> Iterator[tuple[i
     outer = [range(0, size * stride, stride) for size, stride in zip(box.shape[:inner], strides, strict=False)]
     for steps in itertools.product(*outer):
         yield first + sum(steps), nbytes
+
+
+def cut_dimension(box: Box, parts: int) -> int:
+    """Return the dimension along which :func:`split_box` cuts a box that has dimensions and elements."""
+    unevenness = [-(-size // parts) * parts / size for size in box.shape]
+    for dimension, value in enumerate(unevenness):
+        if value <= TOLERATED_UNEVENNESS:
+            return dimension
+    return unevenness.index(min(unevenness))
+
+
+def split_box(box: Box, parts: int) -> list[Box]:
+    """Cut a box into at most ``parts`` boxes of about equal size that cover it exactly.
+
+    The cut is along one dimension: the first one that gives parts of nearly equal size, since cuts along rows keep
+    bytes together, or else the one that gives the most equal parts. There are fewer where no dimension is long enough.
+
+    Args:
+        box: What to cut.
+        parts: The number of parts wanted, at least 1.
+
+    Example:
+        >>> [part.offset for part in split_box(Box.whole((6, 4)), 3)]
+        [(0, 0), (2, 0), (4, 0)]
+    """
+    if parts == 1 or box.numel <= 1:
+        return [box]
+    dimension = cut_dimension(box, parts)
+    size = box.shape[dimension]
+    parts = min(parts, size)
+    return [box.along(dimension, size * part // parts, size * (part + 1) // parts) for part in range(parts)]
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How one dimension of a mesh cuts a tensor.
+
+    Args:
+        dimension: The dimension of the tensor that is cut.
+        split_factor: With more than 1, that dimension is first cut into so many sections, and each rank gets its part
+            of every section. So a mesh dimension further right can have cut first: FSDP on top of tensor parallelism.
+    """
+
+    dimension: int
+    split_factor: int = 1
+
+
+Interval = tuple[int, int]
+
+
+def sharded_boxes(
+    shape: Sequence[int], mesh_shape: Sequence[int], coordinate: Sequence[int], shardings: Sequence[Sharding | None]
+) -> list[tuple[Box, Box]]:
+    """Return which elements of a tensor are on the rank at ``coordinate`` of a mesh.
+
+    Args:
+        shape: Shape of the whole tensor.
+        mesh_shape: Shape of the mesh.
+        coordinate: Where in the mesh the rank is.
+        shardings: For each dimension of the mesh, how it cuts the tensor, or None where it replicates it. The cuts are
+            those of ``torch.chunk``: equal parts, a smaller one, then empty ones.
+
+    Returns:
+        Pairs of boxes with elements: in the whole tensor, and in the tensor that the rank holds. Strided cuts can give
+        several pairs; in the order of the elements.
+    """
+    # What the rank holds of each dimension: in order, disjoint.
+    held: list[list[Interval]] = [[(0, size)] if size else [] for size in shape]
+    for mesh_dimension, sharding in _cuts_in_order(mesh_shape, shardings):
+        parts, index = mesh_shape[mesh_dimension], coordinate[mesh_dimension]
+        held[sharding.dimension] = _share(held[sharding.dimension], sharding.split_factor, parts, index)
+    positions = [list(itertools.accumulate((end - begin for begin, end in row), initial=0)) for row in held]
+    boxes = []
+    for choice in itertools.product(*(range(len(row)) for row in held)):
+        intervals = [row[index] for row, index in zip(held, choice, strict=True)]
+        box_shape = tuple(end - begin for begin, end in intervals)
+        local_offset = tuple(row[index] for row, index in zip(positions, choice, strict=True))
+        boxes.append((Box(tuple(begin for begin, _ in intervals), box_shape), Box(local_offset, box_shape)))
+    return boxes
+
+
+def _cuts_in_order(mesh_shape: Sequence[int], shardings: Sequence[Sharding | None]) -> list[tuple[int, Sharding]]:
+    """Return the dimensions of the mesh that cut, and how, in the order in which they do.
+
+    That is from left to right, but a strided cut over all that is cut further right comes after that: it is how
+    ``fully_shard`` cuts. As a strided cut it would give the same parts where sizes divide, and where they do not, other
+    parts than the ranks have.
+    """
+    order: list[tuple[int, Sharding]] = []
+    for number, sharding in reversed(list(enumerate(shardings))):
+        if sharding is not None:
+            parts = [mesh_shape[later] for later, cut in order if cut.dimension == sharding.dimension]
+            if sharding.split_factor == math.prod(parts):
+                order.append((number, Sharding(sharding.dimension)))
+            else:
+                order.insert(0, (number, sharding))
+    return order
+
+
+def _share(intervals: list[Interval], sections: int, parts: int, index: int) -> list[Interval]:
+    total = sum(end - begin for begin, end in intervals)
+    section_size = -(-total // sections)
+    shared: list[Interval] = []
+    for section in range(sections):
+        section_begin = min(section * section_size, total)
+        section_end = min(section_begin + section_size, total)
+        part_size = -(-(section_end - section_begin) // parts)
+        begin = min(section_begin + index * part_size, section_end)
+        for interval in _part(intervals, begin, min(begin + part_size, section_end)):
+            if shared and shared[-1][1] == interval[0]:
+                interval = (shared.pop()[0], interval[1])  # noqa: PLW2901 - joined with its neighbour
+            shared.append(interval)
+    return shared
+
+
+def _part(intervals: list[Interval], begin: int, end: int) -> Iterator[Interval]:
+    """Yield the elements ``begin`` to before ``end`` of the concatenated intervals."""
+    position = 0
+    for first, last in intervals:
+        low, high = max(begin - position, 0), min(end - position, last - first)
+        if low < high:
+            yield first + low, first + high
+        position += last - first

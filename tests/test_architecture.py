@@ -28,7 +28,19 @@ LAYERS = (
     {"state"},
     {"_layouts"},
     {"storage"},
-    {"at_exit", "awaited_paths", "commit_time", "memory", "parallel", "geometry", "tree", "digest", "events", "errors"},
+    {
+        "at_exit",
+        "awaited_paths",
+        "commit_time",
+        "memory",
+        "parallel",
+        "geometry",
+        "tree",
+        "digest",
+        "events",
+        "errors",
+        "paths",
+    },
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}
 

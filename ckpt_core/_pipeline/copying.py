@@ -115,6 +115,5 @@ def _renamed(manifest: bytes, new_names: Mapping[str, str]) -> bytes:
         kinds=document["kinds"],
         parts=compact(document["parts"]),
         ranks=list(map(compact, document["ranks"])),
-        version=document["version"],
         stamp=Stamp.read(manifest),
     )

@@ -1,14 +1,13 @@
 """Geometry: which pieces of which tensors a rank holds, and which of them it writes.
 
-Pure functions of shapes, placements and the rank: no I/O and no communication. ``geometry``: how boxes are cut.
+Pure functions of shapes, placements and the rank: no I/O and no communication.
 ``pieces``: what of a tensor is on this rank. ``slicing``: who writes it. ``grouping``: what goes into files of its own.
 """
 
-from ckpt_core._plan.geometry import split_box
 from ckpt_core._plan.grouping import Grouping
 from ckpt_core._plan.pieces import LocalTensor, Piece, local_tensor
 from ckpt_core._plan.slicing import WritePlanCache, writes_of_rank
-from ckpt_core.geometry import Box, byte_runs
+from ckpt_core.geometry import Box, byte_runs, split_box
 
 __all__ = [
     "Box",

@@ -12,8 +12,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
-from ckpt_core._plan.geometry import Sharding
 from ckpt_core.errors import CheckpointError
+from ckpt_core.geometry import Sharding
 
 try:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor

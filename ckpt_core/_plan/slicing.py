@@ -12,9 +12,8 @@ from collections.abc import Mapping
 
 import torch
 
-from ckpt_core._plan.geometry import cut_dimension
 from ckpt_core._plan.pieces import LocalTensor, Piece
-from ckpt_core.geometry import Box
+from ckpt_core.geometry import Box, cut_dimension
 
 __all__ = ["WritePlanCache", "writes_of_rank"]
 

@@ -1,7 +1,7 @@
 """Other programs' checkpoints: PyTorch's DCP and Hugging Face's safetensors models, read and written.
 
 ``dcp_reader``, ``dcp_writer``: what ``torch.distributed.checkpoint`` needs to load and save our checkpoints. ``dcp_files``,
-``dcp_metadata``: its own format. ``model_files``, ``safetensors_header``: a model as safetensors files. ``naming``, ``shards``,
+``dcp_metadata``: its own format. ``model_files``: a model as safetensors files. ``naming``, ``shards``,
 ``saving``, ``local_directory``: what they have in common.
 """
 

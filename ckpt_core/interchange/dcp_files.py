@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import os
 import uuid
 import warnings
 from collections.abc import Collection, Hashable, Iterable, Iterator
@@ -25,8 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from ckpt_core._layouts.sharded.dtypes import dtype_name
-from ckpt_core._layouts.sharded.joining import file_pieces
+from ckpt_core._layouts.safetensors import dtype_name
+from ckpt_core._layouts.sharded.files import file_pieces
 from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import (
@@ -44,15 +43,15 @@ from ckpt_core.interchange.naming import ROOT, Entry, EntryPath, entries_of, ent
 from ckpt_core.interchange.saving import DirectorySave
 from ckpt_core.interchange.shards import Chunk, Value
 from ckpt_core.interchange.tensor_memory import TensorMemory
+from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, is_remote, storage_for
 
 __all__ = ["check_dcp", "export_dcp", "import_dcp"]
 
-PathLike = str | os.PathLike[str]
 _REMEDY = "copy the checkpoint again, or import another one"
 
 
-def export_dcp(source: PathLike, target: PathLike, *, storage_options: dict[str, Any] | None = None) -> None:
+def export_dcp(source: StrPath, target: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
     """Write a directory checkpoint in DCP's own format, which ``torch.distributed.checkpoint.load`` reads as it is.
 
     It is written by this process alone, one tensor in memory at a time. Names are those of
@@ -165,8 +164,8 @@ def _item(name: str, value: Any) -> WriteItem:
 
 
 def import_dcp(
-    source: PathLike,
-    target: PathLike,
+    source: StrPath,
+    target: StrPath,
     *,
     only: Collection[str] | None = None,
     storage_options: dict[str, Any] | None = None,
@@ -217,7 +216,7 @@ def import_dcp(
     return save_alone(path, chunks, values, kind="sharded", order=order, storage_options=storage_options)
 
 
-def check_dcp(source: PathLike, *, storage_options: dict[str, Any] | None = None) -> None:
+def check_dcp(source: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
     """Make sure that ``torch.distributed.checkpoint.load``, which trusts what it reads, would run no code from a checkpoint.
 
     Its metadata and its objects are read as :func:`import_dcp` reads them. Tensors are not read.

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from ckpt_core._layouts.sharded.dtypes import DTYPES
-from ckpt_core._layouts.sharded.safetensors_file import TensorInfo
+from ckpt_core._layouts.safetensors import DTYPES, TensorInfo
 from ckpt_core.errors import CheckpointFormatError, UnsafeCheckpointError
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.naming import EntryPath

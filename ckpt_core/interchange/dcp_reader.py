@@ -23,15 +23,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._layouts.sharded.matching import tensor_paths
 from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
-from ckpt_core._layouts.sharded.safetensors_file import TensorInfo
 from ckpt_core._plan import Piece
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.naming import ROOT, Entry, EntryPath, entries_of, entry_name, subtree
 from ckpt_core.interchange.tensor_memory import TensorMemory
+from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, is_remote, storage_for
 
 __all__ = ["CkptStorageReader", "TensorBatches", "load_values", "structure_of"]
@@ -72,7 +73,7 @@ class CkptStorageReader(StorageReader):
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | None = None,
+        path: StrPath | None = None,
         *,
         part: str | None = None,
         rank: int | None = None,
@@ -92,7 +93,7 @@ class CkptStorageReader(StorageReader):
         """The path."""
         return self._path
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin a load, of another checkpoint if one is named."""
         if checkpoint_id is not None:
             self._path = full_path(checkpoint_id)
@@ -186,7 +187,7 @@ class CkptStorageReader(StorageReader):
             planner.load_bytes(item, data)
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         """Return whether this could be a path: anything could."""
         return isinstance(checkpoint_id, (str, os.PathLike))
 

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._layouts.sharded.plain import encode_plain
-from ckpt_core._layouts.sharded.safetensors_file import TensorInfo
 from ckpt_core._pipeline.snapshot import TornSnapshotGuard
 from ckpt_core._plan import local_tensor
 from ckpt_core.checkpointer import full_path
@@ -28,6 +28,7 @@ from ckpt_core.geometry import Box
 from ckpt_core.interchange.naming import EntryPath, split_path
 from ckpt_core.interchange.saving import DirectorySave
 from ckpt_core.interchange.shards import Chunk, RankShards, Value, given
+from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, is_remote, storage_for
 
 __all__ = ["CkptStorageWriter", "value_chunks"]
@@ -95,7 +96,7 @@ class CkptStorageWriter(StorageWriter):
 
     def __init__(
         self,
-        path: str | os.PathLike[str] | None = None,
+        path: StrPath | None = None,
         *,
         part: str | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -123,7 +124,7 @@ class CkptStorageWriter(StorageWriter):
         """Return what DCP tells planners about the storage."""
         return StorageMeta(checkpoint_id=self._path)
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: StrPath | None = None) -> None:
         """Begin a save, of another checkpoint if one is named."""
         self._end()
         if checkpoint_id is not None:
@@ -229,7 +230,7 @@ class CkptStorageWriter(StorageWriter):
         self._held = self._cleanup = None
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         """Return whether this could be a path: anything could."""
         return isinstance(checkpoint_id, (str, os.PathLike))
 

@@ -9,13 +9,14 @@ import tempfile
 from collections.abc import Iterator
 
 from ckpt_core.errors import StorageError
+from ckpt_core.paths import StrPath
 from ckpt_core.storage import is_remote, local_path
 
 __all__ = ["new_directory"]
 
 
 @contextlib.contextmanager
-def new_directory(target: str | os.PathLike[str]) -> Iterator[str]:
+def new_directory(target: StrPath) -> Iterator[str]:
     """Give a directory to fill, which becomes ``target`` at the end; if the body raises, nothing is left.
 
     Args:

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import os
 import re
 import uuid
 import zipfile
@@ -19,11 +18,11 @@ from typing import Any
 
 import torch
 
-from ckpt_core._layouts.sharded.dtypes import dtype_name
-from ckpt_core._layouts.sharded.joining import file_pieces
+from ckpt_core._layouts.safetensors import StoredTensor, TensorInfo, can_store, dtype_name, read_header
+from ckpt_core._layouts.sharded.files import file_pieces
 from ckpt_core._layouts.sharded.matching import key_of, tensor_paths
 from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
-from ckpt_core._layouts.sharded.safetensors_file import SafetensorsImage, TensorInfo, file_layout, file_order
+from ckpt_core._layouts.sharded.safetensors_file import SafetensorsImage, file_layout, file_order
 from ckpt_core._layouts.torch_file import translated_errors
 from ckpt_core._pipeline import reader
 from ckpt_core.checkpointer import full_path
@@ -38,15 +37,14 @@ from ckpt_core.geometry import Box
 from ckpt_core.interchange.dcp_files import save_alone
 from ckpt_core.interchange.dcp_reader import TensorBatches, structure_of
 from ckpt_core.interchange.local_directory import new_directory
-from ckpt_core.interchange.safetensors_header import StoredTensor, can_store, read_header
 from ckpt_core.interchange.saving import write_in_order
 from ckpt_core.interchange.shards import Chunk, LazyTensors, given
 from ckpt_core.interchange.tensor_memory import TensorMemory
+from ckpt_core.paths import StrPath
 from ckpt_core.storage import LocalStorage, Storage, is_remote, storage_for
 
 __all__ = ["DEFAULT_SHARD_SIZE", "export_model", "import_model"]
 
-PathLike = str | os.PathLike[str]
 DEFAULT_SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it
 _NAME = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
@@ -61,8 +59,8 @@ class _Tensor:
 
 
 def export_model(
-    source: PathLike,
-    target: PathLike,
+    source: StrPath,
+    target: StrPath,
     *,
     part: str | None = None,
     prefix: str = "",
@@ -184,7 +182,7 @@ def _write_file(tensors: Mapping[str, _Tensor], path: str) -> None:
 
 
 def import_model(
-    source: PathLike, target: PathLike, *, part: str = "model", storage_options: dict[str, Any] | None = None
+    source: StrPath, target: StrPath, *, part: str = "model", storage_options: dict[str, Any] | None = None
 ) -> int:
     """Make a directory checkpoint of a model that is safetensors files, and return its size in bytes.
 

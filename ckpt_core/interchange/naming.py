@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ckpt_core._layouts.sharded.names import check_part_name
+from ckpt_core._layouts.sharded.manifest import check_part_name
 
 __all__ = ["ROOT", "Entry", "EntryPath", "entries_of", "entry_name", "nested", "split_path", "subtree"]
 

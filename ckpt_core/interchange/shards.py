@@ -14,15 +14,21 @@ from typing import Any, overload
 
 import torch
 
+from ckpt_core._layouts.safetensors import TensorInfo, dtype_name
 from ckpt_core._layouts.sharded.contents import Contents
-from ckpt_core._layouts.sharded.dtypes import dtype_name
-from ckpt_core._layouts.sharded.manifest import Manifest, PartRecord, encode_manifest, encode_part
-from ckpt_core._layouts.sharded.names import digests_name, piece_name, shard_name
+from ckpt_core._layouts.sharded.manifest import (
+    Manifest,
+    PartRecord,
+    digests_name,
+    encode_manifest,
+    encode_part,
+    piece_name,
+    shard_name,
+)
 from ckpt_core._layouts.sharded.plain import Json, encode_plain
 from ckpt_core._layouts.sharded.safetensors_file import (
     DigestsImage,
     SafetensorsImage,
-    TensorInfo,
     file_layout,
     file_order,
 )

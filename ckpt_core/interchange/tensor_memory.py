@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ckpt_core._layouts.sharded.safetensors_file import TensorInfo
+from ckpt_core._layouts.safetensors import TensorInfo
 
 __all__ = ["TensorMemory"]
 

@@ -6,7 +6,6 @@ checkpoint with it loads with ``torch.load(weights_only=True)``.
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import random
 import struct
@@ -32,21 +31,14 @@ __all__ = [
 
 _PYTHON_WORDS = 625
 _NUMPY_WORDS = 624
-_MT19937_BYTES = 4 * (_NUMPY_WORDS + 1)  # the words and the position among them
-# What NumPy's generator looked like when its state was read, and the state.
-_numpy_seen: tuple[bytes, tuple[Any, ...]] | None = None
 
 
 def _numpy_state() -> tuple[Any, ...]:
-    """Return ``numpy.random.get_state()``, which takes 60 us, or in 2 us the same again if nothing was drawn since the last call.
-
-    What goes unseen is a script's own ``set_state`` to a state that differs from the present one in nothing but a normal number
-    kept for the next call.
+    """Return ``numpy.random.get_state()``, in some 60 us: NumPy makes a Python number of each of its words.
 
     Raises:
         SerializationError: The generator is of another kind than NumPy's own.
     """
-    global _numpy_seen  # noqa: PLW0603 - NumPy's generator is one, too
     generator = mtrand.get_bit_generator()
     if type(generator) is not np.random.MT19937:
         raise SerializationError(
@@ -54,20 +46,7 @@ def _numpy_state() -> tuple[Any, ...]:
             key="numpy.random",
             remedy="do without numpy.random.set_bit_generator: for other kinds, use a numpy.random.Generator of your own",
         )
-    looks = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-    if _numpy_seen is not None and _numpy_seen[0] == looks:
-        return _numpy_seen[1]
-    state = tuple(np.random.get_state(legacy=True))
-    # A normal number that is kept for the next call is not in that memory, and is used without a change there. When none is
-    # kept, the next one changes the memory.
-    _numpy_seen = None if state[3] else (looks, state)
-    return state
-
-
-def _set_numpy_state(state: tuple[Any, ...]) -> None:
-    global _numpy_seen  # noqa: PLW0603
-    _numpy_seen = None
-    np.random.set_state(state)
+    return tuple(np.random.get_state(legacy=True))
 
 
 def _bytes_to_tensor(data: bytes) -> torch.Tensor:
@@ -111,7 +90,7 @@ class RngState:
         The device that the process uses now goes on with the generator of the one that it used then, whatever their numbers.
         """
         random.setstate(self.python)
-        _set_numpy_state(self.numpy)
+        np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch_cpu)
         if self.torch_cuda and torch.cuda.is_available():
             for device, state in enumerate(self.torch_cuda[: torch.cuda.device_count()]):

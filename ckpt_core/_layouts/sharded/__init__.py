@@ -1,12 +1,12 @@
 """A directory of safetensors files with one manifest, written and read by any number of ranks (``docs/format_sharded.md``)."""
 
-from ckpt_core._layouts.sharded.joining import build_manifest, describe_file
+from ckpt_core._layouts.safetensors import TensorInfo
+from ckpt_core._layouts.sharded.files import describe_file
 from ckpt_core._layouts.sharded.manifest import FORMAT_VERSION, MANIFEST_NAME, ExtraFile
 from ckpt_core._layouts.sharded.matching import LocalPieces, LocalView
 from ckpt_core._layouts.sharded.plain import decode_plain, encode_plain
 from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint, PartInfo
-from ckpt_core._layouts.sharded.safetensors_file import TensorInfo
-from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, TensorPiece
+from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, TensorPiece, build_manifest
 
 __all__ = [
     "FORMAT_VERSION",

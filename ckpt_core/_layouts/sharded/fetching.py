@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from ckpt_core._layouts.sharded.blocks import LARGEST_BLOCK, block_size
-from ckpt_core._layouts.sharded.dtypes import bits_of, is_memory
+from ckpt_core._layouts.safetensors import bits_of, is_memory
+from ckpt_core._layouts.sharded.contents import Placed, Shard
 from ckpt_core._layouts.sharded.files import Files
-from ckpt_core._layouts.sharded.shards import Placed, Shard
+from ckpt_core._layouts.sharded.safetensors_file import LARGEST_BLOCK, block_size
 from ckpt_core.geometry import Box, byte_runs
 from ckpt_core.memory import ScratchBuffers, StagingBuffer
 
@@ -224,7 +224,7 @@ def _cuts(blocks: list[int], read: Read) -> Iterator[tuple[int, int, int, int]]:
         return
     yield first, first, read.begin, blocks[first]
     while first < behind:
-        last = min(behind, bisect.bisect_right(blocks, blocks[first] + _ONE_READ) - 1)
+        last = min(behind, max(first + 1, bisect.bisect_right(blocks, blocks[first] + _ONE_READ) - 1))
         yield first, last, blocks[first], blocks[last]
         first = last
     yield first, first, blocks[first], read.end

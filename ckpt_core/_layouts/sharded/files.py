@@ -1,26 +1,55 @@
-"""The files of a directory checkpoint: found, of the right size and the right save, and their blocks compared."""
+"""The files of a directory checkpoint: found, of the right size and the right save, and their blocks compared.
+
+And what killed saves have left of them on an object store. On a local disk an unfinished directory has a name of its own and a
+lock. On a store, files stand below the final name, and it is the manifest that makes them a checkpoint.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 
-from ckpt_core._layouts.sharded.blocks import DIGEST_BYTES
-from ckpt_core._layouts.sharded.joining import file_pieces
+from ckpt_core._layouts.sharded.contents import Shard
 from ckpt_core._layouts.sharded.manifest import ExtraFile, Manifest
-from ckpt_core._layouts.sharded.shards import Shard
+from ckpt_core._layouts.sharded.safetensors_file import DIGEST_BYTES
 from ckpt_core.digest import digest, digest_of_parts
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ckpt_core.parallel import run_parallel
-from ckpt_core.storage.base import FileReader, Storage
+from ckpt_core.storage.base import MANIFEST_NAME, FileInfo, FileReader, Storage
 
-__all__ = ["Files"]
+__all__ = ["SILENT_SECONDS", "Files", "describe_file", "file_pieces", "remove_leftovers"]
+
+logger = logging.getLogger(__name__)
 
 _REMEDY = "resume from another checkpoint; this one cannot be repaired"
 _MOST_OPEN = 64  # files: the system's limit is for all that a process has open
 _LARGEST_WHOLE = 2**31  # bytes
+_READ = 4 * 2**20  # bytes read at a time for a digest
 _SAVE_IN_HEADER = re.compile(rb'"save":"([^"]*)"')
+
+
+def describe_file(name: str, reader: FileReader) -> ExtraFile:
+    """Return the record of a file that somebody else wrote into the checkpoint.
+
+    Args:
+        name: Its path relative to the checkpoint's directory.
+        reader: The open file.
+    """
+    return ExtraFile(name, reader.size, digest_of_parts(file_pieces(reader)))
+
+
+def file_pieces(reader: FileReader) -> Iterator[memoryview]:
+    """Yield the bytes of a file from begin to end, in memory that is used again for the next ones."""
+    memory = memoryview(bytearray(min(_READ, reader.size)))
+    for begin in range(0, reader.size, _READ):
+        piece = memory[: min(_READ, reader.size - begin)]
+        reader.read_into(begin, piece)
+        yield piece
 
 
 class Files:
@@ -220,3 +249,71 @@ class _CountingReader(FileReader):
 
 def _corrupted(message: str, path: str, key: str | None = None) -> CheckpointCorruptedError:
     return CheckpointCorruptedError(message, path=path, key=key, remedy=_REMEDY)
+
+
+# ---- what killed saves have left on an object store -----------------------------------------------------------------
+
+SILENT_SECONDS = 24 * 3600.0  # longer than any save takes between two files
+_DIGESTS = re.compile(r"rank-\d{5}-of-\d{5}(-[0-9A-Za-z-]+)?\.digests")
+_METADATA = b'{"__metadata__":'  # with which a header of ours begins, behind its length
+_LONGEST_METADATA = 512  # bytes
+_LENGTH_BYTES = 8
+
+
+def remove_leftovers(storage: Storage, directory: str, *, silent_seconds: float = SILENT_SECONDS) -> list[str]:
+    """Delete the files of directory checkpoints that were never committed, or were being removed, and are not written any more.
+
+    Only files that this package has written, by what is in them, in directories without a manifest to which nobody has added for
+    ``silent_seconds``. Everything else stays.
+
+    Args:
+        storage: An object store.
+        directory: The directory that holds the checkpoints.
+        silent_seconds: Since the last change of any file directly in a checkpoint's directory, by the store's dates and our clock.
+
+    Returns:
+        The paths of the directories.
+
+    Raises:
+        StorageError: The store refused.
+    """
+    removed = []
+    for path in storage.subdirectories(directory):
+        files = storage.list(path)
+        if not _is_abandoned(files, silent_seconds):
+            continue
+        ours = [file.path for file in files if _is_ours(storage, file)]
+        # Looked at again, because reading took its time.
+        if ours and not storage.exists(f"{path}/{MANIFEST_NAME}"):
+            for name in ours:
+                storage.remove(name)
+            removed.append(path)
+    return removed
+
+
+def _is_abandoned(files: Sequence[FileInfo], silent_seconds: float) -> bool:
+    if any(os.path.basename(file.path) == MANIFEST_NAME or file.modified == 0.0 for file in files):
+        return False
+    return bool(files) and time.time() - max(file.modified for file in files) >= silent_seconds
+
+
+def _is_ours(storage: Storage, file: FileInfo) -> bool:
+    """Return whether this package has written a file for a checkpoint: models have names like it, also those that we export."""
+    name = os.path.basename(file.path)
+    if _DIGESTS.fullmatch(name):
+        return True
+    if not name.endswith(".safetensors"):
+        return False
+    begin = bytearray(min(file.size, _LENGTH_BYTES + len(_METADATA) + _LONGEST_METADATA))
+    try:
+        with storage.open(file.path) as reader:
+            reader.read_into(0, memoryview(begin))
+        header = bytes(begin[_LENGTH_BYTES:])
+        if not header.startswith(_METADATA):
+            return False
+        text = header[len(_METADATA) :].decode("ascii", "replace")
+        metadata, _ = json.JSONDecoder().raw_decode(text)
+    except (CheckpointError, ValueError, RecursionError) as error:
+        logger.info("%s stays, because it could not be read: %s", file.path, error)
+        return False
+    return isinstance(metadata, dict) and {"save", "rank"} <= metadata.keys()

@@ -1,4 +1,4 @@
-"""``manifest.json``: the commit record of a directory checkpoint.
+"""``manifest.json``: the commit record of a directory checkpoint; and the names of files, and which names are refused.
 
 It is written from the ranks' reports, texts that are joined without being parsed, and read with every number checked: a
 manifest may come from anywhere. Its last line holds the digest of all lines before.
@@ -13,11 +13,9 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
-from ckpt_core._layouts.sharded.blocks import DIGEST_BYTES
-from ckpt_core._layouts.sharded.dtypes import DTYPES, dtype_name
-from ckpt_core._layouts.sharded.names import check_extra_name, check_part_name, check_save_id, check_shard_name
+from ckpt_core._layouts.safetensors import DTYPES, LARGEST_HEADER, TensorInfo, dtype_name
 from ckpt_core._layouts.sharded.plain import Json, decode_plain
-from ckpt_core._layouts.sharded.safetensors_file import ALIGNMENT, TensorInfo
+from ckpt_core._layouts.sharded.safetensors_file import ALIGNMENT, DIGEST_BYTES
 from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.digest import ALGORITHM, digest
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
@@ -32,13 +30,22 @@ __all__ = [
     "PartRecord",
     "RankRecord",
     "ShardFile",
+    "check_extra_name",
+    "check_part_name",
+    "check_save_id",
+    "check_shard_name",
+    "digests_name",
     "encode_manifest",
     "encode_part",
+    "group_name",
+    "group_of",
+    "per_rank_name",
+    "piece_name",
     "read_stamp",
+    "shard_name",
 ]
 
 FORMAT_VERSION = 3
-_READ_VERSIONS = (1, 2, FORMAT_VERSION)
 
 Kind = Literal["replicated", "sharded", "per-rank"]
 KINDS = ("replicated", "sharded", "per-rank")
@@ -48,7 +55,6 @@ _BEGINNING = re.compile(rb'\{"format":"ckpt_core\.sharded","version":(\d{1,9}),'
 _LAST_LINE = re.compile(rb'"check":"([0-9a-f]{16})"\}\n')
 _LAST_LINE_SIZE = len(b'"check":"0123456789abcdef"}\n')
 _LARGEST_NUMBER = 2**63 - 1
-_LARGEST_HEADER = 100_000_000
 _MOST_RANKS = 1_000_000
 _REMEDY = "resume from another checkpoint; this one cannot be repaired"
 
@@ -127,7 +133,6 @@ class Manifest:
     """A manifest that was checked.
 
     Attributes:
-        version: Of the format.
         save_id: Which save wrote it.
         algorithm: Name of the digest algorithm.
         metadata: What the caller added.
@@ -137,7 +142,6 @@ class Manifest:
         stamp: What it says of its own age.
     """
 
-    version: int
     save_id: str
     algorithm: str
     metadata: dict[str, Any]
@@ -186,7 +190,6 @@ def encode_manifest(
     kinds: Mapping[str, str],
     parts: str,
     ranks: Sequence[str],
-    version: int = FORMAT_VERSION,
     stamp: Stamp = NO_STAMP,
 ) -> bytes:
     """Return the bytes of a manifest.
@@ -197,13 +200,12 @@ def encode_manifest(
         kinds: Kind of each part.
         parts: JSON text of the replicated and sharded parts.
         ranks: JSON text of each rank's record, on one line.
-        version: Of the format: what wrote the files says in which order the tensors are in them.
         stamp: What it says of its own age.
     """
     head = json.dumps(
         {
             "format": _FORMAT,
-            "version": version,
+            "version": FORMAT_VERSION,
             **stamp.fields(),
             "digest": ALGORITHM,
             "save": save_id,
@@ -241,17 +243,23 @@ def _check_bytes(data: bytes, path: str) -> None:
             path=path,
             remedy="check that the path is a checkpoint",
         )
-    if found is not None and int(found[1]) not in _READ_VERSIONS:
-        raise CheckpointFormatError(
-            f"the checkpoint has format version {int(found[1])}; this version of ckpt_core reads versions "
-            f"{_READ_VERSIONS[0]} to {FORMAT_VERSION}",
-            path=path,
-            remedy="upgrade ckpt_core to the version that wrote the checkpoint",
-        )
+    if found is not None and int(found[1]) != FORMAT_VERSION:
+        _refuse_version(int(found[1]), path)
     if found is None or end is None or digest(memoryview(data)[:-_LAST_LINE_SIZE]) != end[1].decode():
         raise CheckpointCorruptedError(
             "the checkpoint's manifest is truncated or differs from what was saved", path=path, remedy=_REMEDY
         )
+
+
+def _refuse_version(version: int, path: str) -> NoReturn:
+    message = f"the checkpoint has format version {version}; this version of ckpt_core reads version {FORMAT_VERSION}"
+    if version < FORMAT_VERSION:
+        raise CheckpointFormatError(
+            f"{message}, and the older ones were written by unreleased versions only",
+            path=path,
+            remedy="load it with the unreleased version of ckpt_core that wrote it, and save it again with this one",
+        )
+    raise CheckpointFormatError(message, path=path, remedy="upgrade ckpt_core to the version that wrote the checkpoint")
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -292,11 +300,8 @@ def _manifest(document: dict[str, Any]) -> Manifest:
     if not 0 < len(ranks) <= _MOST_RANKS:
         raise ValueError(f"there cannot be {len(ranks)} ranks")
     records = tuple(_rank(number, record, kinds) for number, record in enumerate(ranks))
-    version = _number(document["version"])
-    if version == 1 and any(file.save_id for record in records for file in record.files):
-        raise ValueError("version 1 knows no files of earlier saves")
     _check_unique(records)
-    return Manifest(version, save_id, ALGORITHM, metadata, kinds, parts, records)
+    return Manifest(save_id, ALGORITHM, metadata, kinds, parts, records)
 
 
 def _rank(number: int, record: Any, kinds: Mapping[str, str]) -> RankRecord:
@@ -349,7 +354,7 @@ def _shard_file(entry: Any) -> ShardFile:
     name, part, header_size, size, blocks, chunks, *linked = entry
     check_shard_name(_text(name))
     header_size, size = _number(header_size), _number(size)
-    if not 0 < header_size <= min(size, _LARGEST_HEADER) or header_size % ALIGNMENT:
+    if not 0 < header_size <= min(size, LARGEST_HEADER) or header_size % ALIGNMENT:
         raise ValueError(f"file {name!r} cannot be of {size} bytes with a header of {header_size}")
     part = None if part is None else _text(part)
     if linked:
@@ -385,3 +390,97 @@ def _mapping(value: Any) -> dict[str, Any]:
     if type(value) is not dict:
         raise TypeError(f"{str(value)[:40]!r} is no object")
     return value
+
+
+# ---- names of files --------------------------------------------------------------------------------------------------
+
+_PART = re.compile(r"[A-Za-z0-9_]{1,100}")
+_SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+_GROUP = re.compile(r"-unchanged-([1-9][0-9]{0,5})[-.]")
+_SAVE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
+_RESERVED = {"rank", "manifest"}
+_LONGEST_COMPONENT = 255
+_MOST_COMPONENTS = 20
+
+
+def shard_name(part: str, suffix: str = "") -> str:
+    """Return the name of the file that holds all of a part."""
+    return f"{part}{suffix}.safetensors"
+
+
+def _numbered(name: str, rank: int, world_size: int) -> str:
+    return f"{name}-{rank + 1:05d}-of-{world_size:05d}"
+
+
+def piece_name(part: str, rank: int, world_size: int, suffix: str = "") -> str:
+    """Return the name of the file that holds a rank's share of a part."""
+    return shard_name(_numbered(part, rank, world_size), suffix)
+
+
+def group_name(part: str, rank: int, world_size: int, group: int, suffix: str = "") -> str:
+    """Return the name of the file that holds one group of the tensors that a rank writes of a part; 0: those that change."""
+    return shard_name(_numbered(part, rank, world_size) + (f"-unchanged-{group}" if group else ""), suffix)
+
+
+def group_of(name: str) -> int:
+    """Return the number of the group that a file holds, by its name."""
+    found = _GROUP.search(name)
+    return 0 if found is None else int(found[1])
+
+
+def per_rank_name(rank: int, world_size: int, suffix: str = "") -> str:
+    """Return the name of the file that holds the tensors of all per-rank parts of a rank."""
+    return shard_name(_numbered("rank", rank, world_size), suffix)
+
+
+def digests_name(rank: int, world_size: int, suffix: str = "") -> str:
+    """Return the name of the file that holds the digests of a rank's files."""
+    return f"{_numbered('rank', rank, world_size)}{suffix}.digests"
+
+
+def check_part_name(name: str) -> None:
+    """Refuse what cannot be the name of a part.
+
+    Raises:
+        ValueError: ``name`` is not made of 1 to 100 letters, digits and underscores, or it is reserved.
+    """
+    if _PART.fullmatch(name) is None or name in _RESERVED:
+        raise ValueError(
+            f"{name!r} cannot be the name of a part: 1 to 100 letters, digits and underscores, but not "
+            + " or ".join(sorted(_RESERVED))
+        )
+
+
+def check_save_id(save_id: str) -> None:
+    """Refuse what cannot be the id of a save.
+
+    Raises:
+        ValueError: It is not made of 1 to 64 letters, digits and dashes.
+    """
+    if _SAVE_ID.fullmatch(save_id) is None:
+        raise ValueError(f"{save_id[:80]!r} cannot be the id of a save: 1 to 64 letters, digits and dashes")
+
+
+def check_shard_name(name: str) -> None:
+    """Refuse what cannot be the name of a file of ours: above all, a path.
+
+    Raises:
+        ValueError: It is no plain file name.
+    """
+    if _SHARD.fullmatch(name) is None:
+        raise ValueError(f"{name[:80]!r} is no name of a file of tensors")
+
+
+def check_extra_name(name: str) -> None:
+    """Refuse a path that is absolute or leads out of the checkpoint's directory.
+
+    Raises:
+        ValueError: It is such a path.
+    """
+    components = name.split("/")
+    plain = all(
+        component not in {"", ".", ".."} and len(component.encode("utf-8", "surrogatepass")) <= _LONGEST_COMPONENT
+        for component in components
+    )
+    if not plain or len(components) > _MOST_COMPONENTS or any(c in "\\:" or ord(c) < 32 for c in name):
+        raise ValueError(f"{name[:80]!r} is no relative path inside the checkpoint")

@@ -8,9 +8,8 @@ from typing import Any, Protocol
 
 import torch
 
-from ckpt_core._layouts.sharded.dtypes import dtype_name
-from ckpt_core._layouts.sharded.safetensors_file import TensorInfo
-from ckpt_core._layouts.sharded.ties import identity_of
+from ckpt_core._layouts.safetensors import TensorInfo, dtype_name
+from ckpt_core._layouts.sharded.plain import identity_of
 from ckpt_core._layouts.sharded.writing import TensorPiece
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.tree import join_key
@@ -29,7 +28,7 @@ __all__ = [
 
 _SHOWN = 5  # keys in a message
 
-Path = tuple[Hashable, ...]
+KeyPath = tuple[Hashable, ...]
 
 
 class LocalPieces(Protocol):
@@ -62,7 +61,7 @@ class Reference:
         is_array: Whether it is the memory of a NumPy array.
     """
 
-    where: Path
+    where: KeyPath
     key: str
     index: int
     is_array: bool
@@ -83,7 +82,7 @@ class Match:
     target: torch.Tensor | None
 
 
-def tensor_paths(tree: Any, kind: type) -> Iterator[tuple[Path, Any]]:
+def tensor_paths(tree: Any, kind: type) -> Iterator[tuple[KeyPath, Any]]:
     """Yield ``(path, leaf)`` for every leaf of a kind in the dictionaries, lists and tuples of ``tree``, in their order."""
     if isinstance(tree, kind):
         yield (), tree
@@ -97,7 +96,7 @@ def tensor_paths(tree: Any, kind: type) -> Iterator[tuple[Path, Any]]:
                 yield (index, *path), leaf
 
 
-def key_of(path: Path) -> str:
+def key_of(path: KeyPath) -> str:
     """Return a path as text: ``"layer.0.weight"``."""
     text = ""
     for key in path:
@@ -146,7 +145,7 @@ def _has_no_memory(tensor: torch.Tensor) -> bool:
     return type(tensor).__name__ != "ShardedTensor" and tensor.is_meta
 
 
-def _refuse_different_keys(wanted: set[Path], targets: Mapping[Path, Any], part: str, path: str) -> None:
+def _refuse_different_keys(wanted: set[KeyPath], targets: Mapping[KeyPath, Any], part: str, path: str) -> None:
     missing = sorted(key_of(where) for where in targets.keys() - wanted)
     unexpected = sorted(key_of(where) for where in wanted - targets.keys())
     if not missing and not unexpected:

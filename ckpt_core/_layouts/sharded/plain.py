@@ -3,6 +3,9 @@
 A tensor is the string ``"$<index>"``; a string that itself begins with ``$`` has another ``$`` before it. What JSON has no
 word for is an object with one key, the tag: ``{"$tuple": [...]}``. A dictionary is a JSON object where its keys are strings
 that do not begin with ``$``, and a ``$dict`` of pairs where they are not.
+
+Tensors are tied if they are the same part of the same memory, so that one copy of the bytes is enough. torch's private
+``UntypedStorage._cdata`` says that: the identity of a storage, which also storages without bytes have.
 """
 
 from __future__ import annotations
@@ -10,17 +13,16 @@ from __future__ import annotations
 import collections
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
 import torch
 
-from ckpt_core._layouts.sharded.ties import identity_of
 from ckpt_core.errors import SerializationError
 from ckpt_core.tree import join_key
 
-__all__ = ["Json", "Unresolved", "decode_plain", "decode_structure", "encode_plain"]
+__all__ = ["Json", "Unresolved", "decode_plain", "decode_structure", "encode_plain", "identity_of"]
 
 Json = Any  # what json.dumps takes and json.loads returns
 
@@ -353,3 +355,41 @@ def _numpy_type(text: Any) -> np.dtype[Any]:
     if found.hasobject or found.names is not None:
         raise ValueError(f"arrays of {text!r} hold more than plain numbers")
     return found
+
+
+# ---- tied tensors ---------------------------------------------------------------------------------------------------
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def identity_of(tensor: torch.Tensor) -> Hashable:
+    """Return a value that two tensors share only if they are tied.
+
+    All ranks come to the same conclusion about tensors of which they hold different pieces, or none: what decides is never
+    an address. Of kinds of tensors that are not known here, only the very same object is tied to itself.
+    """
+    if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested:
+        try:
+            return _memory(tensor)
+        except NotImplementedError:  # of torch.func: it has no memory
+            return id(tensor)
+    placements = getattr(tensor, "placements", None)
+    if placements is None:
+        return id(tensor)
+    with torch.no_grad():
+        local = tensor.to_local()  # type: ignore[attr-defined] # a DTensor: importing the class would cost a second
+    if type(local) is not torch.Tensor or local.layout is not torch.strided:
+        return id(tensor)
+    return (_memory(local), tuple(tensor.shape), placements, tensor.device_mesh)  # type: ignore[attr-defined]
+
+
+def _memory(tensor: torch.Tensor) -> Hashable:
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tuple(tensor.shape),
+        tensor.stride(),
+        tensor.dtype,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )

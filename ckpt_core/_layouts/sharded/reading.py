@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ckpt_core._layouts.sharded.contents import Contents, PartContents
+from ckpt_core._layouts.safetensors import TensorInfo
+from ckpt_core._layouts.sharded.contents import Contents, PartContents, Placed, Shard
 from ckpt_core._layouts.sharded.fetching import Job, Read, all_of, jobs_of, reads_of, run_job
-from ckpt_core._layouts.sharded.files import Files
-from ckpt_core._layouts.sharded.joining import file_pieces
+from ckpt_core._layouts.sharded.files import Files, file_pieces
 from ckpt_core._layouts.sharded.manifest import MANIFEST_NAME, Kind, Manifest
 from ckpt_core._layouts.sharded.matching import (
     LocalPieces,
@@ -24,8 +24,6 @@ from ckpt_core._layouts.sharded.matching import (
     unique_targets,
 )
 from ckpt_core._layouts.sharded.plain import decode_plain
-from ckpt_core._layouts.sharded.safetensors_file import TensorInfo
-from ckpt_core._layouts.sharded.shards import Placed, Shard
 from ckpt_core.errors import CheckpointFormatError, CheckpointNotFoundError, StorageError
 from ckpt_core.geometry import Box
 from ckpt_core.memory import ScratchBuffers

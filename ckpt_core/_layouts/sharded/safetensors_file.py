@@ -1,8 +1,11 @@
-"""A safetensors file in the making: its header, where every tensor goes, and the image that is written.
+"""A safetensors file in the making: where every tensor goes, the blocks that have digests, and the image that is written.
 
-The format: eight bytes with the header's length (little-endian), the header (JSON, padded with spaces), the tensors without
-a hole between them. The padding lets the tensors begin at a multiple of 4096, and those whose size is no multiple of 64 come
-last, so that nearly every tensor begins at one: a copy between addresses that differ below that takes half as long again.
+The header's padding lets the tensors begin at a multiple of 4096, and those whose size is not a multiple of 64 come last, so that
+nearly every tensor begins at one: a copy between addresses that differ below that takes half as long again.
+
+A block is the unit in which bytes are verified, and so read. The header is one block. A tensor is cut, from its own beginning,
+into about 64 blocks, so that reading a part of it costs little more than the part. Neighbouring tensors that are too small for
+that share a block.
 """
 
 from __future__ import annotations
@@ -12,26 +15,38 @@ import dataclasses
 import functools
 import itertools
 import json
-import struct
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from ckpt_core._layouts.image import WINDOW
-from ckpt_core._layouts.sharded.blocks import DIGEST_BYTES, block_begins
-from ckpt_core._layouts.sharded.dtypes import bits_of, bytes_in, is_memory, stored_as
+from ckpt_core._layouts.safetensors import (
+    LARGEST_HEADER,
+    TensorInfo,
+    bits_of,
+    bytes_in,
+    header_size,
+    header_text,
+    is_memory,
+    packed_header,
+)
 from ckpt_core.digest import digest
 from ckpt_core.errors import SerializationError
 from ckpt_core.memory import StagingBuffer
 
 __all__ = [
     "ALIGNMENT",
+    "DIGEST_BYTES",
+    "LARGEST_BLOCK",
+    "SMALLEST_BLOCK",
     "DigestsImage",
     "FileLayout",
+    "IntArray",
     "SafetensorsImage",
-    "TensorInfo",
+    "block_begins",
+    "block_size",
     "byte_pieces",
     "copy_now",
     "file_layout",
@@ -39,35 +54,45 @@ __all__ = [
 ]
 
 ALIGNMENT = 4096  # bytes: windows of the file can be written by direct I/O, and elements are aligned in memory
+SMALLEST_BLOCK = 16 * 2**10  # bytes
+LARGEST_BLOCK = 128 * 2**10  # bytes
+DIGEST_BYTES = 8
 LONGEST_SAVE_ID = 64
-_LARGEST_HEADER = 100_000_000  # bytes: what safetensors reads
+_BLOCKS_OF_A_TENSOR = 64
 _CACHE_LINE = 64  # bytes
 _PLACEHOLDER = "@" * LONGEST_SAVE_ID  # becomes the save's id, without changing the length
 
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
-class TensorInfo(NamedTuple):
-    """What a tensor is, without its values.
 
-    Attributes:
-        dtype: Type of its elements.
-        shape: Its extent.
+def block_size(nbytes: int) -> int:
+    """Return the size of the blocks of a tensor of ``nbytes``: a power of two."""
+    share = max(1, -(-nbytes // _BLOCKS_OF_A_TENSOR))
+    return min(max(1 << (share - 1).bit_length(), SMALLEST_BLOCK), LARGEST_BLOCK)
+
+
+def block_begins(header_size: int, sizes: Iterable[int]) -> IntArray:
+    """Return where the blocks of a file begin, and the file's size as the last number.
+
+    Args:
+        header_size: Where the first tensor begins.
+        sizes: Bytes of each tensor, in file order.
     """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return functools.reduce(int.__mul__, self.shape, self.dtype.itemsize)
-
-    def empty(self, device: str | torch.device | None = None) -> torch.Tensor:
-        """Return such a tensor; its values are undefined."""
-        with torch.inference_mode(False):
-            if self.dtype is not torch.complex32:
-                return torch.empty(self.shape, dtype=self.dtype, device=device)
-            # torch warns of this type whenever it makes one.
-            return torch.empty(self.nbytes, dtype=torch.uint8, device=device).view(self.dtype).view(self.shape)
+    begins = [0]
+    position = header_size
+    room = 0  # bytes that still fit into the block that small tensors share
+    for size in sizes:
+        if size >= SMALLEST_BLOCK:
+            begins.extend(range(position, position + size, block_size(size)))
+            room = 0
+        elif size > 0:
+            if size > room:
+                begins.append(position)
+                room = SMALLEST_BLOCK
+            room -= size
+        position += size
+    begins.append(position)
+    return np.array(begins, dtype=np.int64)
 
 
 def file_order(tensors: Sequence[TensorInfo]) -> list[int]:
@@ -98,7 +123,7 @@ class FileLayout:
 
     begins: tuple[int, ...]
     sizes: tuple[int, ...]
-    blocks: np.ndarray[Any, np.dtype[np.int64]]
+    blocks: IntArray
     header_size: int
     size: int
     _header: bytes
@@ -106,7 +131,7 @@ class FileLayout:
     def header(self, save_id: str) -> bytes:
         """Return the first ``header_size`` bytes of the file."""
         text = self._header.replace(json.dumps(_PLACEHOLDER).encode(), json.dumps(save_id).encode(), 1)
-        return struct.pack("<Q", self.header_size - 8) + text.ljust(self.header_size - 8)
+        return packed_header(text, self.header_size)
 
 
 @functools.lru_cache(maxsize=32)
@@ -121,27 +146,17 @@ def file_layout(tensors: tuple[tuple[str, TensorInfo], ...], metadata: tuple[tup
         SerializationError: The names and shapes need a longer header than safetensors reads.
     """
     # "pt" is what transformers looks for.
-    about = json.dumps({"format": "pt", **dict(metadata), "save": _PLACEHOLDER}, separators=(",", ":"))
-    entries = [f'"__metadata__":{about}']
+    text = header_text(tensors, {"format": "pt", **dict(metadata), "save": _PLACEHOLDER})
     sizes = tuple([info.nbytes for _, info in tensors])
-    position = 0
-    for (name, info), size in zip(tensors, sizes, strict=True):
-        dtype, shape = stored_as(info.dtype, info.shape)
-        extent = ",".join(map(str, shape))
-        place = f"{position},{position + size}"
-        entries.append(f'{json.dumps(name)}:{{"dtype":"{dtype}","shape":[{extent}],"data_offsets":[{place}]}}')
-        position += size
-    header = ("{" + ",".join(entries) + "}").encode()
-    header_size = -(-(8 + len(header)) // ALIGNMENT) * ALIGNMENT
-    if header_size > _LARGEST_HEADER:
+    first = header_size(text, ALIGNMENT)
+    if first > LARGEST_HEADER:
         raise SerializationError(
-            f"{len(tensors)} tensors in one file need a header of {header_size} bytes; safetensors reads at most "
-            f"{_LARGEST_HEADER}",
+            f"{len(tensors)} tensors in one file need a header of {first} bytes; safetensors reads at most "
+            f"{LARGEST_HEADER}",
             remedy="save fewer tensors in one part, or let more ranks share the work",
         )
-    blocks = block_begins(header_size, sizes)
-    begins = tuple((np.cumsum((0, *sizes), dtype=np.int64)[:-1] + header_size).tolist())
-    return FileLayout(begins, sizes, blocks, header_size, header_size + position, header)
+    places = np.cumsum((first, *sizes), dtype=np.int64).tolist()
+    return FileLayout(tuple(places[:-1]), sizes, block_begins(first, sizes), first, places[-1], text)
 
 
 class SafetensorsImage:

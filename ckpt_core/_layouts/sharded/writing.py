@@ -6,50 +6,98 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ckpt_core._layouts.image import Image
+from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._layouts.sharded.manifest import (
+    MANIFEST_NAME,
     ExtraFile,
+    Kind,
     PartRecord,
-    encode_part,
-)
-from ckpt_core._layouts.sharded.names import (
     check_extra_name,
     check_part_name,
     check_save_id,
     check_shard_name,
     digests_name,
+    encode_manifest,
+    encode_part,
     group_name,
     per_rank_name,
     piece_name,
     shard_name,
 )
-from ckpt_core._layouts.sharded.parts import PartContent, TensorPiece, WholeTensor
-from ckpt_core._layouts.sharded.plain import Json
+from ckpt_core._layouts.sharded.plain import Json, encode_plain
 from ckpt_core._layouts.sharded.safetensors_file import (
     ALIGNMENT,
     DigestsImage,
     FileLayout,
     SafetensorsImage,
-    TensorInfo,
     byte_pieces,
     copy_now,
     file_layout,
     file_order,
 )
+from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.digest import digest
-from ckpt_core.errors import SerializationError
+from ckpt_core.errors import CheckpointError, SerializationError
 from ckpt_core.geometry import Box
 from ckpt_core.memory import StagingBuffer
 
-__all__ = ["PartContent", "RankFiles", "TensorPiece", "WholeTensor", "WrittenFile"]
-
+__all__ = ["PartContent", "RankFiles", "TensorPiece", "WholeTensor", "WrittenFile", "build_manifest"]
 
 _SMALL = 16 * 2**10  # bytes: handing them to another thread takes longer than copying them
+_REMEDY = "save the same state on all ranks: the same keys, shapes and types, in the same order"
+
+
+class TensorPiece(Protocol):
+    """The elements of one box of a tensor."""
+
+    @property
+    def box(self) -> Box:
+        """Where they are in the whole tensor."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """They themselves, in the shape of the box: live, maybe not contiguous."""
+
+
+class WholeTensor(Protocol):
+    """What a tensor is, over all ranks."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of its elements."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Extent of the whole tensor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class PartContent:
+    """A part of the state, ready to be written.
+
+    Attributes:
+        name: Letters, digits and underscores; beginning of the file's name.
+        kind: Who holds it.
+        skeleton: Its structure, from :func:`~ckpt_core._layouts.sharded.plain.encode_plain`.
+        tensors: All of its tensors, in the order of ``encode_plain``, the same on all ranks (but for a per-rank part).
+        pieces: What this rank writes of each; tensors of which it writes nothing may be missing.
+        spread: Whether several ranks write it. If not, rank 0 writes it whole.
+        groups: Tensors with another number than 0 go into files of their own, one for each number.
+    """
+
+    name: str
+    kind: Kind
+    skeleton: Json
+    tensors: Mapping[str, WholeTensor]
+    pieces: Mapping[str, Sequence[TensorPiece]]
+    spread: bool = False
+    groups: Mapping[str, int] = dataclasses.field(default_factory=dict)
 
 
 class _Chunk(NamedTuple):
@@ -361,3 +409,89 @@ def _total(part: PartContent) -> int:
 
 def _text(document: Json) -> str:
     return json.dumps(document, separators=(",", ":"), allow_nan=False)
+
+
+# ---- the manifest of all ranks --------------------------------------------------------------------------------------
+
+
+def build_manifest(
+    reports: Sequence[str | None], *, metadata: Mapping[str, Any], path: str = "", stamp: Stamp = NO_STAMP
+) -> bytes:
+    """Return the manifest's bytes: the checkpoint is committed when they are in place under ``MANIFEST_NAME``.
+
+    Args:
+        reports: What :meth:`RankFiles.report` returned on each rank, in rank order; None for a rank that has written nothing.
+        metadata: Plain data to keep with the checkpoint.
+        path: The checkpoint, for messages.
+        stamp: What it says of its own age.
+
+    Raises:
+        SerializationError: ``metadata`` are no plain data, or the ranks do not hold parts of one state.
+        CheckpointError: A report is missing or of another save.
+    """
+    encoded, tensors = encode_plain(dict(metadata), key="metadata")
+    if tensors:
+        raise SerializationError(
+            "the metadata hold a tensor", path=path or None, key=f"metadata.{tensors[0][0]}", remedy="save it in a part"
+        )
+    first = json.loads(str(reports[0]).partition("\n")[0])
+    complete = [_nothing(rank, first) if report is None else report for rank, report in enumerate(reports)]
+    summaries, records, commons = zip(*(report.split("\n") for report in complete), strict=True)
+    found = [json.loads(summary) for summary in summaries]
+    _check_reports(found, path or None)
+    return encode_manifest(
+        save_id=found[0]["save"],
+        metadata=encoded,
+        kinds=found[0]["kinds"],
+        parts=commons[0],
+        ranks=records,
+        stamp=stamp,
+    )
+
+
+def _nothing(rank: int, first: dict[str, Any]) -> str:
+    """Return the report of a rank that has written nothing, in the save that rank 0's summary is of."""
+    summary = {**first, "rank": rank, "names": [], "written": dict.fromkeys(first["written"], 0)}
+    record = {"rank": rank, "files": [], "digests": None, "parts": {}, "extra": []}
+    return "\n".join([json.dumps(summary), json.dumps(record), "{}"])
+
+
+def _check_reports(summaries: Sequence[dict[str, Any]], path: str | None) -> None:
+    first = summaries[0]
+    names: dict[str, int] = {MANIFEST_NAME: 0}
+    for rank, summary in enumerate(summaries):
+        if (summary["rank"], summary["world_size"], summary["save"]) != (rank, len(summaries), first["save"]):
+            raise CheckpointError(
+                f"the report of rank {rank} is of another save: rank {summary['rank']} of {summary['world_size']}, save "
+                f"{summary['save']} and not {first['save']}",
+                path=path,
+                remedy="save on all ranks, the same number of times",
+            )
+        if summary["kinds"] != first["kinds"]:
+            raise SerializationError(f"rank {rank} saves other parts than rank 0", path=path, remedy=_REMEDY)
+        for name, table in summary["tables"].items():
+            if table != first["tables"][name]:
+                raise SerializationError(
+                    f"rank {rank} has other tensors in the part {name!r} than rank 0",
+                    path=path,
+                    key=name,
+                    remedy=_REMEDY,
+                )
+        for name in summary["names"]:
+            if name in names:
+                raise SerializationError(
+                    f"ranks {names[name]} and {rank} have both written a file {name!r}",
+                    path=path,
+                    key=name,
+                    remedy="give every rank's file its own name, or write it on one rank only",
+                )
+            names[name] = rank
+    for name, total in first["totals"].items():
+        written = sum(summary["written"][name] for summary in summaries)
+        if written != total:
+            raise SerializationError(
+                f"the ranks have written {written} bytes of the part {name!r}, which has {total}",
+                path=path,
+                key=name,
+                remedy=_REMEDY,
+            )

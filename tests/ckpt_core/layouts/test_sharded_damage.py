@@ -11,7 +11,7 @@ import torch
 
 from ckpt_core import CheckpointCorruptedError, CheckpointError, CheckpointFormatError
 from ckpt_core._layouts.sharded import MANIFEST_NAME
-from ckpt_core._layouts.sharded.blocks import LARGEST_BLOCK
+from ckpt_core._layouts.sharded.safetensors_file import LARGEST_BLOCK
 from tests.support.sharded import open_directory, rewrite, save_directory
 
 STATE = {"w": torch.arange(12.0).reshape(4, 3), "tied": torch.ones(2), "n": [1, "a"], "empty": torch.empty(0, 2)}
@@ -171,14 +171,13 @@ def test_nothing_is_changed_when_a_file_is_wrong(tmp_path: Path, kind: str) -> N
         (b'"older"', b'"../up"', "cannot be the id"),
         (b'"older"', b'"older","x"', "makes no sense"),
         (b'"older"', b"7", "is no text"),
-        (b'"version":2,', b'"version":1,', "knows no files of earlier saves"),
     ],
 )
 def test_a_file_of_an_earlier_save_is_held_to_what_the_manifest_says(
     old: bytes, new: bytes, says: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "c"
-    shutil.copytree(Path(__file__).parents[2] / "golden" / "sharded_v2", path)
+    shutil.copytree(Path(__file__).parents[2] / "golden" / "sharded_v3_linked", path)
     with open_directory(path) as checkpoint:
         checkpoint.verify()
     rewrite(path, old, new)
@@ -193,8 +192,19 @@ def test_a_newer_version_is_refused_by_number(tmp_path: Path) -> None:
     error = problem_of(path)
     assert isinstance(error, CheckpointFormatError)
     assert "version 12" in str(error)
-    assert "reads versions 1 to 3" in str(error)
+    assert "reads version 3" in str(error)
     assert "upgrade" in str(error.remedy)
+
+
+@pytest.mark.parametrize("version", [0, 1, 2])
+def test_versions_that_were_never_released_are_refused_by_number(tmp_path: Path, version: int) -> None:
+    path = save(tmp_path / "c")
+    rewrite(path, b'"version":3,', f'"version":{version},'.encode())
+    error = problem_of(path)
+    assert isinstance(error, CheckpointFormatError)
+    assert f"format version {version};" in str(error)
+    assert "unreleased" in str(error)
+    assert "upgrade" not in str(error.remedy)
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"hello", b"\0" * 5000, b'{"weight_map": {}}\n'])

@@ -26,10 +26,10 @@ from ckpt_core import (
     SerializationError,
     StateMismatchError,
 )
+from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._layouts.sharded import MANIFEST_NAME, DirectoryCheckpoint, build_manifest, describe_file, fetching
 from ckpt_core._layouts.sharded.contents import Contents
 from ckpt_core._layouts.sharded.manifest import Manifest, PartRecord, encode_part
-from ckpt_core._layouts.sharded.safetensors_file import TensorInfo
 from ckpt_core._layouts.sharded.writing import PartContent, RankFiles
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core.geometry import Box

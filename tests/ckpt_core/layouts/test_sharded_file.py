@@ -16,9 +16,16 @@ from safetensors import safe_open
 
 from ckpt_core import SerializationError
 from ckpt_core._layouts.image import WINDOW
-from ckpt_core._layouts.sharded.blocks import LARGEST_BLOCK, SMALLEST_BLOCK, block_begins, block_size
-from ckpt_core._layouts.sharded.dtypes import DTYPES
-from ckpt_core._layouts.sharded.safetensors_file import ALIGNMENT, TensorInfo, file_layout, file_order
+from ckpt_core._layouts.safetensors import DTYPES, TensorInfo
+from ckpt_core._layouts.sharded.safetensors_file import (
+    ALIGNMENT,
+    LARGEST_BLOCK,
+    SMALLEST_BLOCK,
+    block_begins,
+    block_size,
+    file_layout,
+    file_order,
+)
 from ckpt_core._layouts.sharded.writing import RankFiles
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core.geometry import Box

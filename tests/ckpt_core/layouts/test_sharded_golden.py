@@ -1,26 +1,23 @@
-"""Directory checkpoints of every released format version stay readable, and today's writer still writes the current one."""
+"""Directory checkpoints stay readable, and today's writer still writes the same bytes."""
 
 from __future__ import annotations
 
 import dataclasses
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ckpt_core import DirectoryCheckpointer, Kind, Part
 from ckpt_core._layouts.sharded import RankFiles, build_manifest
-from ckpt_core._layouts.sharded.blocks import DIGEST_BYTES
 from ckpt_core._layouts.sharded.manifest import FORMAT_VERSION, MANIFEST_NAME
-from ckpt_core._layouts.sharded.safetensors_file import TensorInfo
+from ckpt_core._layouts.sharded.safetensors_file import DIGEST_BYTES
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core.geometry import Box
 from ckpt_core.memory import ScratchBuffers
 from ckpt_core.storage import LocalStorage
-from tests.support.sharded import Local, Piece, cut, open_directory, part_of, rewrite, save_directory
+from tests.support.sharded import Local, Piece, cut, open_directory, part_of, save_directory
 from tests.support.states import assert_same_state
 
 GOLDEN = Path(__file__).parents[2] / "golden"
@@ -32,7 +29,7 @@ CUTS = {
 }
 
 
-def golden_state(rank: int, version: int = FORMAT_VERSION) -> dict[str, tuple[str, Any]]:
+def golden_state(rank: int) -> dict[str, tuple[str, Any]]:
     weight = torch.arange(15, dtype=torch.float32).reshape(3, 5)
     model = {
         "layers": [{"weight": weight, "tied": weight}],
@@ -41,9 +38,8 @@ def golden_state(rank: int, version: int = FORMAT_VERSION) -> dict[str, tuple[st
         "step": torch.tensor(3),
         "half": torch.arange(4, dtype=torch.uint8).view(torch.float8_e4m3fnuz),
         7: {"lr": 0.1, "name": "$x", "betas": (0.9, 0.999), "nothing": None, "many": 2**70},
+        "line": torch.arange(32, dtype=torch.int16),  # fills a cache line, so it comes first in its file
     }
-    if version >= 3:
-        model["line"] = torch.arange(32, dtype=torch.int16)  # fills a cache line: from version 3 on, it comes first
     own = {"seed": torch.tensor([rank, 5]), "position": {"epoch": rank, "limit": float("inf")}}
     return {"model": ("sharded", model), "data": ("per-rank", own)}
 
@@ -82,50 +78,22 @@ def write_linked(path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["sharded_v1", "sharded_v2", "sharded_v3", "sharded_v3_linked"])
+@pytest.mark.parametrize("name", ["sharded_v3", "sharded_v3_linked"])
 def test_every_released_version_is_readable(name: str) -> None:
-    version = int(name.split("_")[1].removeprefix("v"))
     with open_directory(GOLDEN / name) as checkpoint:
         checkpoint.verify()
         assert checkpoint.metadata == {"step": 3, "tags": ["a"]}
         assert (checkpoint.world_size, checkpoint.save_id) == (2, "golden")
         loaded = checkpoint.load("model")
-        assert_same_state(loaded, golden_state(0, version)["model"][1])
+        assert_same_state(loaded, golden_state(0)["model"][1])
         assert loaded["layers"][0]["weight"] is loaded["layers"][0]["tied"]
         for rank in range(RANKS):
-            assert_same_state(checkpoint.load("data", rank=rank), golden_state(rank, version)["data"][1])
+            assert_same_state(checkpoint.load("data", rank=rank), golden_state(rank)["data"][1])
         target = {key: Local(value.dtype, value.shape, ()) for key, value in checkpoint.parts["model"].tensors.items()}
         piece = Piece(Box((1, 1), (2, 3)), torch.zeros(2, 3))
         target["layers.0.weight"] = target["layers.0.tied"] = Local(torch.float32, (3, 5), (piece,))
         checkpoint.load("model", into=loaded, local=lambda key, _: target[key])
         assert torch.equal(piece.tensor, cut(golden_state(0)["model"][1]["layers"][0]["weight"], piece.box))
-
-
-def test_before_version_3_tensors_are_in_another_order_and_a_copy_keeps_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    state = {"model": {"small": torch.arange(3.0), "line": torch.arange(16.0), "long": torch.arange(2)}}
-
-    def order_of_then(infos: Sequence[TensorInfo]) -> list[int]:
-        return sorted(range(len(infos)), key=lambda index: -infos[index].dtype.itemsize)
-
-    assert order_of_then([TensorInfo(t.dtype, tuple(t.shape)) for t in state["model"].values()]) == [2, 0, 1]
-    with monkeypatch.context() as then:
-        then.setattr("ckpt_core._layouts.sharded.writing.file_order", order_of_then)
-        save_directory(tmp_path / "c", [{"model": ("replicated", state["model"])}])
-    rewrite(tmp_path / "c", b'"version":3,', b'"version":2,')
-    with open_directory(tmp_path / "c") as checkpoint:
-        checkpoint.verify()
-        assert_same_state(checkpoint.load("model"), state["model"])
-    with DirectoryCheckpointer(strategy="sync") as checkpointer:
-        target = "memory://golden/c"
-        checkpointer.save([Part("model", state["model"], Kind.REPLICATED)], target)
-        storage = checkpointer._storage_for(target)
-        for file in (tmp_path / "c").iterdir():
-            storage.put_file(str(shutil.copy(file, tmp_path / "sent")), f"memory://golden/d/{file.name}")
-        checkpointer.copy("memory://golden/d", target)  # under other names, because there is one
-        with checkpointer.load(target) as copied:
-            assert_same_state(copied.load("model"), state["model"])
 
 
 @pytest.mark.parametrize(("kind", "write"), [("", write), ("_linked", write_linked)])

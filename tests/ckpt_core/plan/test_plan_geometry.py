@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt_core._plan import Box, byte_runs, split_box
-from ckpt_core._plan.geometry import Sharding, sharded_boxes
+from ckpt_core.geometry import Sharding, sharded_boxes
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
 FULL_SHAPES = st.lists(st.integers(1, 7), max_size=4).map(tuple)

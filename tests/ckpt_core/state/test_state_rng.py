@@ -89,7 +89,7 @@ NUMPY_STEPS: dict[str, Callable[[list[RngState]], Any]] = {
 
 @given(st.lists(st.sampled_from(sorted(NUMPY_STEPS)), max_size=20))
 @example(["normal", "normal", "restore the one before"])
-def test_what_is_remembered_of_numpy_is_what_it_is(steps: list[str]) -> None:
+def test_what_is_captured_of_numpy_is_its_state(steps: list[str]) -> None:
     bit_generator, before = mtrand.get_bit_generator(), np.random.get_state()
     try:
         captured = [RngState.capture()]

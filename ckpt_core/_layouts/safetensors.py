@@ -1,0 +1,294 @@
+"""The safetensors format: element types, tensors as a header describes them, and headers written and read.
+
+A file is eight bytes with the length of the header (little-endian), the header (JSON, padded with spaces), and the tensors without
+a hole between them. Everything in a header that another program wrote is checked before it is believed.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
+from ckpt_core.storage.base import FileReader
+
+__all__ = [
+    "DTYPES",
+    "LARGEST_HEADER",
+    "StoredTensor",
+    "TensorInfo",
+    "bits_of",
+    "bytes_in",
+    "can_store",
+    "dtype_name",
+    "header_length",
+    "header_size",
+    "header_text",
+    "is_memory",
+    "packed_header",
+    "parse_header",
+    "read_header",
+    "stored_as",
+]
+
+LARGEST_HEADER = 100_000_000  # bytes: what safetensors reads
+_LENGTH = struct.Struct("<Q")
+_REMEDY = "download the model again: this file is damaged, or it is not a safetensors file"
+
+# ---- element types ---------------------------------------------------------------------------------------------------
+
+# Quantised types are missing on purpose: such a tensor is more than its elements.
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith(("torch.qint", "torch.quint"))
+}
+
+# What safetensors 0.4 reads already: a program with an unknown name in the header could not open the file at all.
+_SAFETENSORS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_PARTS_OF_COMPLEX = {torch.complex32: "F16", torch.complex64: "F32", torch.complex128: "F64"}
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return torch's name without the prefix: ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def stored_as(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+    """Return the type and the shape under which a tensor stands in a safetensors header.
+
+    Complex numbers are pairs of real ones, and what safetensors has no name for is bytes; both in one more dimension.
+    """
+    name = _SAFETENSORS.get(dtype)
+    if name is not None:
+        return name, shape
+    if dtype in _PARTS_OF_COMPLEX:
+        return _PARTS_OF_COMPLEX[dtype], (*shape, 2)
+    return "U8", shape if dtype.itemsize == 1 else (*shape, dtype.itemsize)
+
+
+def bits_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` without gradient, as elements that every copy can move bit by bit, where it lies.
+
+    torch cannot copy some of its types. A tensor that is the conjugate or the negative of its memory stays what it is: it
+    is the copy that makes it so.
+    """
+    tensor = tensor.detach()
+    if tensor.is_conj() or tensor.is_neg():
+        return tensor
+    return tensor.view(_BITS[tensor.dtype.itemsize])
+
+
+def is_memory(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of a tensor are its memory, in one piece and in their order."""
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def bytes_in(bits: torch.Tensor) -> torch.Tensor | None:
+    """Return the memory of what :func:`bits_of` gave, as flat bytes; None if it does not lie in one piece, in order."""
+    if not is_memory(bits):
+        return None
+    # Not reshape: where a dimension has one element, its stride can be anything, and stays so.
+    return bits.as_strided((bits.numel(),), (1,)).view(torch.uint8)
+
+
+class TensorInfo(NamedTuple):
+    """What a tensor is, without its values.
+
+    Attributes:
+        dtype: Type of its elements.
+        shape: Its extent.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return functools.reduce(int.__mul__, self.shape, self.dtype.itemsize)
+
+    def empty(self, device: str | torch.device | None = None) -> torch.Tensor:
+        """Return such a tensor; its values are undefined."""
+        with torch.inference_mode(False):
+            if self.dtype is not torch.complex32:
+                return torch.empty(self.shape, dtype=self.dtype, device=device)
+            # torch warns of this type whenever it makes one.
+            return torch.empty(self.nbytes, dtype=torch.uint8, device=device).view(self.dtype).view(self.shape)
+
+
+def can_store(info: TensorInfo) -> bool:
+    """Return whether safetensors has a name for the type of a tensor."""
+    name, shape = stored_as(info.dtype, (1,))
+    return shape == (1,) and (name != "U8" or info.dtype is torch.uint8)
+
+
+# Later releases of safetensors know two more, which older ones cannot read.
+_DTYPE_OF_NAME = {
+    **{stored_as(dtype, ())[0]: dtype for dtype in DTYPES.values() if can_store(TensorInfo(dtype, ()))},
+    "C64": torch.complex64,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+
+# ---- headers that are written ----------------------------------------------------------------------------------------
+
+
+def header_text(tensors: Iterable[tuple[str, TensorInfo]], metadata: Mapping[str, str]) -> bytes:
+    """Return the JSON text of a header, without padding.
+
+    Args:
+        tensors: Unique names, types and shapes, in file order.
+        metadata: What the header says about the file.
+    """
+    entries = [f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}']
+    position = 0
+    for name, info in tensors:
+        dtype, shape = stored_as(info.dtype, info.shape)
+        extent = ",".join(map(str, shape))
+        end = position + info.nbytes
+        entries.append(f'{json.dumps(name)}:{{"dtype":"{dtype}","shape":[{extent}],"data_offsets":[{position},{end}]}}')
+        position = end
+    return ("{" + ",".join(entries) + "}").encode()
+
+
+def header_size(text: bytes, alignment: int) -> int:
+    """Return where the first tensor begins, in bytes: after the text, at a multiple of ``alignment``."""
+    return -(-(_LENGTH.size + len(text)) // alignment) * alignment
+
+
+def packed_header(text: bytes, size: int) -> bytes:
+    """Return the first ``size`` bytes of a file: the length, the text, and spaces."""
+    return _LENGTH.pack(size - _LENGTH.size) + text.ljust(size - _LENGTH.size)
+
+
+# ---- headers that are read -------------------------------------------------------------------------------------------
+
+
+class StoredTensor(NamedTuple):
+    """A tensor in a file.
+
+    Attributes:
+        info: Its type and shape.
+        begin: Offset of its bytes in the file.
+    """
+
+    info: TensorInfo
+    begin: int
+
+
+def header_length(prefix: bytes, size: int) -> int:
+    """Return the length in bytes of a header's text.
+
+    Args:
+        prefix: At least the first eight bytes of the file.
+        size: Length of the file in bytes.
+
+    Raises:
+        ValueError: No header of such a file has that length.
+    """
+    length: int = _LENGTH.unpack_from(prefix)[0] if len(prefix) >= _LENGTH.size else 0
+    if not 2 <= length <= min(LARGEST_HEADER, size - _LENGTH.size):
+        raise ValueError(f"it cannot be {length} bytes long in a file of {size}")
+    return length
+
+
+def parse_header(text: bytes) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    """Return the metadata of a header, and its entries by the tensors' names; neither is checked further.
+
+    Raises:
+        ValueError: It is not JSON, or not an object, or has a key twice.
+        RecursionError: It is nested too deep.
+    """
+    header = json.loads(text, object_pairs_hook=_unique)
+    if type(header) is not dict:
+        raise ValueError("it is not an object")
+    return header.pop("__metadata__", {}), header
+
+
+def read_header(reader: FileReader) -> dict[str, StoredTensor]:
+    """Return the tensors in a safetensors file.
+
+    Args:
+        reader: The open file.
+
+    Raises:
+        CheckpointCorruptedError: The file is truncated, or its header makes no sense.
+        CheckpointFormatError: A tensor has a type that is not known here.
+    """
+    try:
+        length = header_length(_read(reader, 0, min(_LENGTH.size, reader.size)), reader.size)
+        _, entries = parse_header(_read(reader, _LENGTH.size, length))
+        begin = _LENGTH.size + length
+        found = {name: _stored_tensor(name, entry, begin, reader.path) for name, entry in entries.items()}
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise CheckpointCorruptedError(
+            f"the header of a safetensors file makes no sense: {error}", path=reader.path, remedy=_REMEDY
+        ) from error
+    end = begin
+    for name, tensor in sorted(found.items(), key=lambda item: (item[1].begin, item[1].info.nbytes)):
+        if tensor.begin != end:
+            raise CheckpointCorruptedError(
+                f"the bytes of {name} do not begin where those before it end",
+                path=reader.path,
+                key=name,
+                remedy=_REMEDY,
+            )
+        end += tensor.info.nbytes
+    if end != reader.size:
+        raise CheckpointCorruptedError(
+            f"a safetensors file has {reader.size} bytes and not {end}", path=reader.path, remedy=_REMEDY
+        )
+    return found
+
+
+def _read(reader: FileReader, begin: int, nbytes: int) -> bytes:
+    data = bytearray(nbytes)
+    reader.read_into(begin, memoryview(data))
+    return bytes(data)
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _stored_tensor(name: str, entry: dict[str, Any], data: int, path: str) -> StoredTensor:
+    shape, (begin, end) = tuple(entry["shape"]), entry["data_offsets"]
+    if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+        raise TypeError(f"{name} has a size that is not a size")
+    if entry["dtype"] not in _DTYPE_OF_NAME:
+        raise CheckpointFormatError(
+            f"{name} has the type {entry['dtype']!r}, which is not known here",
+            path=path,
+            key=name,
+            remedy="convert the model to a type that torch has",
+        )
+    info = TensorInfo(_DTYPE_OF_NAME[entry["dtype"]], shape)
+    if math.prod(shape) * info.dtype.itemsize != end - begin:
+        raise ValueError(f"{name} has {end - begin} bytes, which is not its size")
+    return StoredTensor(info, data + begin)
