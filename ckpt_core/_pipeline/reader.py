@@ -88,7 +88,7 @@ def _peek(storage: Storage, path: str) -> Any:
 
 
 def stamp_of(path: str, *, storage: Storage, is_directory: bool) -> Stamp:
-    """Return what a checkpoint says of its own age; of one that says nothing, because it is older, the step that it holds.
+    """Return what a checkpoint says of its own age; of an older one, which says nothing, the step that it holds.
 
     Args:
         path: The checkpoint.

@@ -15,6 +15,7 @@ __all__ = [
     "per_rank_name",
     "piece_name",
     "shard_name",
+    "with_suffix",
 ]
 
 _PART = re.compile(r"[A-Za-z0-9_]{1,100}")
@@ -59,6 +60,12 @@ def per_rank_name(rank: int, world_size: int, suffix: str = "") -> str:
 def digests_name(rank: int, world_size: int, suffix: str = "") -> str:
     """Return the name of the file that holds the digests of a rank's files."""
     return f"{_numbered('rank', rank, world_size)}{suffix}.digests"
+
+
+def with_suffix(name: str, suffix: str) -> str:
+    """Return the name of a file that has a suffix, by the name of one that has none."""
+    stem, _, ending = name.rpartition(".")
+    return f"{stem}{suffix}.{ending}"
 
 
 def check_part_name(name: str) -> None:
