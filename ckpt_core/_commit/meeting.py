@@ -1,9 +1,9 @@
 """Ranks that are asked to act at different moments, as by signals, act at the same boundary of their training loops.
 
-A signal reaches each rank when it likes, and one that waits for the others inside its handler waits for ever: they are in the
-gradient exchange of a step that it never enters. So a handler only notes what it is asked for. A thread on each rank tells the
-others, without the training thread, which boundary its rank has passed; all of them act at the first boundary that none has
-passed yet. Until that is settled no rank passes another one, so none can be too late.
+A signal reaches each rank when it likes, and one that waits for the others inside its handler waits for ever: they are
+in the gradient exchange of a step that it never enters. So a handler only notes what it is asked for. A thread on each
+rank tells the others, without the training thread, which boundary its rank has passed; all of them act at the first
+boundary that none has passed yet. Until that is settled no rank passes another one, so none can be too late.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Meeting:
         return call
 
     def at_last(self, position: Position) -> Call:
-        """Do as :meth:`at` does, at a boundary that none follows for now: what was asked for on any rank by then is done.
+        """Do as :meth:`at` does, at the last boundary for now: what was asked for on any rank by then is done.
 
         Waits until all ranks are here, or for as long as they have to answer.
         """
@@ -138,7 +138,7 @@ class Meeting:
                 taken.append(request)
         return taken
 
-    # ---- the thread ----------------------------------------------------------------------------------------------------
+    # ---- the thread --------------------------------------------------------------------------------------------------
 
     def _watch(self, line: TimedStore) -> None:
         number = 0

@@ -1,7 +1,7 @@
 """One save of many ranks: each reports that its part is durable, rank 0 commits, and all learn the outcome.
 
-No collective is involved and no training thread waits: ranks put their reports into the store, from the background, and rank 0
-collects them. A rank that is missing is named when the time is over, and the save has then failed for all.
+No collective is involved and no training thread waits: ranks put their reports into the store, from the background, and
+rank 0 collects them. A rank that is missing is named when the time is over, and the save has then failed for all.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _LAST_LOOK = 1.0
 class SaveSeries:
     """Saves that follow each other, numbered alike on all ranks although none asks another.
 
-    Each call of save has a number. A rank on which one was not called catches up when it finds the outcome of a save of a path
-    that it is not about to save.
+    Each call of save has a number. A rank on which one was not called catches up when it finds the outcome of a save of
+    a path that it is not about to save.
 
     Args:
         group: The ranks; they make their series in the same order.
@@ -156,8 +156,8 @@ class JointSave:
 
         Args:
             report: What the committer needs to know of this rank's part, which is durable; or why there is none.
-            commit: Called on rank 0 alone, with the reports of all ranks in their order, if none has failed; None stands for a
-                rank that is absent.
+            commit: Called on rank 0 alone, with the reports of all ranks in their order, if none has failed; None
+                stands for a rank that is absent.
 
         Raises:
             CheckpointError: The save has failed, for the same reason on all ranks.
@@ -172,7 +172,7 @@ class JointSave:
         finally:
             self._series.concluded = self._number
 
-    # ---- rank 0 --------------------------------------------------------------------------------------------------------
+    # ---- rank 0 ------------------------------------------------------------------------------------------------------
 
     def _decide(
         self, line: TimedStore, report: str | CheckpointError, commit: Callable[[Sequence[str | None]], int]
@@ -197,7 +197,7 @@ class JointSave:
         return size
 
     def _collect(self, line: TimedStore) -> tuple[list[int], set[int]]:
-        """Return the other ranks that have reported, and those that are absent, when none is left or the time is over."""
+        """Return the other ranks that have reported, and those that are absent, when none is left or time is up."""
         deadline = time.monotonic() + self._timeout
         wait = self._timeout if self._absent is None else _FIRST_LOOK
         absent: set[int] = set()
@@ -260,7 +260,7 @@ class JointSave:
         if failure is None and not keep:  # what ranks that were left out of it will find
             self._forget(line, "collecting", "collected", "outcome")
 
-    # ---- the other ranks -----------------------------------------------------------------------------------------------
+    # ---- the other ranks ---------------------------------------------------------------------------------------------
 
     def _learn(self, line: TimedStore, report: str | CheckpointError) -> int:
         own_error = report if isinstance(report, CheckpointError) else None
@@ -296,7 +296,7 @@ class JointSave:
         ):
             raise self._too_late([0])
 
-    # ---- both ----------------------------------------------------------------------------------------------------------
+    # ---- both --------------------------------------------------------------------------------------------------------
 
     def _key(self, name: str) -> str:
         return f"{self.token}/{name}"

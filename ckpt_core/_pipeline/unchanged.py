@@ -1,14 +1,16 @@
-"""Tensors that did not change since the checkpoint before are not written again: their file is linked or copied by the storage.
+"""Tensors that have not changed since the last checkpoint are not written again: their file is linked or copied.
 
-What decides is the content: a file is taken over only if every block of it has the digest that the same block has in the file
-of the earlier checkpoint. So a file is taken over whole or not at all, and tensors that stay as they are get files of their own
-(:class:`~ckpt_core._plan.Grouping`). Which those are may be guessed, from what was found at the last save and from the counters
-in which autograd notes changes; a wrong guess costs a file that is written, and never a wrong byte.
+What decides is the content: a file is taken over only if every block of it has the digest that the same block has in
+the file of the earlier checkpoint. So a file is taken over whole or not at all, and tensors that stay as they are get
+files of their own (:class:`~ckpt_core._plan.Grouping`). Which those are may be guessed, from what was found at the last
+save and from the counters in which autograd notes changes; a wrong guess costs a file that is written, and never a
+wrong byte.
 
-Every checkpoint remains whole by itself: what is taken over is a hard link or a copy, never a reference. Links share the
-blocks of a disk, though, so a block that goes bad would be in all checkpoints from then on. Therefore a file is read back and
-compared in full when this process has not written it, and after :data:`LINKS_BETWEEN_READINGS` links; one that is damaged is
-written anew. The file itself is not looked at otherwise, but for its header, which says which save wrote it.
+Every checkpoint remains whole by itself: what is taken over is a hard link or a copy, never a reference. Links share
+the blocks of a disk, though, so a block that goes bad would be in all checkpoints from then on. Therefore a file is
+read back and compared in full when this process has not written it, and after :data:`LINKS_BETWEEN_READINGS` links; one
+that is damaged is written anew. The file itself is not looked at otherwise, but for its header, which says which save
+wrote it.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ class UnchangedFiles:
     Args:
         rank: This process's rank.
         world_size: Number of ranks.
-        divide_replicated: Whether parts that all ranks hold alike may be divided over files. If not, they stay files that other
-            programs read as they are, and are taken over only if all of the part is unchanged.
+        divide_replicated: Whether parts that all ranks hold alike may be divided over files. If not, they stay files
+            that other programs read as they are, and are taken over only if all of the part is unchanged.
         enabled: If not, everything is written each time.
     """
 
@@ -187,7 +189,7 @@ class SaveBeside:
             found = reader.size == file.layout.size and _compare(reader, file, before, whole=whole)
         if not found:
             logger.warning(
-                "the file %s of the checkpoint %s is damaged: its tensors have not changed since, and are written again",
+                "the file %s of the checkpoint %s is damaged: its tensors, which have not changed, are written again",
                 before.name,
                 self._known.path,
             )
