@@ -19,7 +19,6 @@ from ckpt_core._pipeline.jobs import OnError
 from ckpt_core._pipeline.unchanged import UnchangedFiles
 from ckpt_core._plan import LocalTensor, WritePlanCache, local_tensor
 from ckpt_core.checkpointer import CheckpointerBase, Path
-from ckpt_core.commit_time import Stamp
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import Listener
 from ckpt_core.state.kinds import Kind, Part
@@ -42,6 +41,15 @@ class DirectoryCheckpoint:
         storage: Where it is.
         ranks: The ranks.
 
+    Attributes:
+        path: The directory that is read, of whichever tier.
+        metadata: What was saved as such.
+        world_size: Number of ranks that wrote it.
+        save_id: Which save it is.
+        stamp: When it was committed, and of which step it is, as it says of itself.
+        files: Size in bytes of each of its files but the manifest.
+        size: Bytes of all files together.
+
     Raises:
         CheckpointNotFoundError: There is no manifest: no checkpoint was ever committed there.
         CheckpointFormatError: It is another program's, or of a newer version.
@@ -53,12 +61,14 @@ class DirectoryCheckpoint:
         self._ranks = ranks
         self._tiers = storage if isinstance(storage, TieredStorage) else None
         self._identity = None if self._tiers is None else self._tiers.local_identity(path)
-        self._is_local = False
-        self._reader = storage.nearest(path, self._open)
+        storage.nearest(path, self._open)
 
-    def _open(self, storage: Storage, path: str) -> reading.DirectoryCheckpoint:
+    def _open(self, storage: Storage, path: str) -> None:
+        self._reader = reader = reading.DirectoryCheckpoint(path, storage)
         self._is_local = self._tiers is not None and storage is self._tiers.local
-        return reading.DirectoryCheckpoint(path, storage)
+        self.path, self.files, self.size = reader.path, reader.files, reader.size
+        self.metadata, self.world_size = reader.metadata, reader.world_size
+        self.save_id, self.stamp = reader.save_id, reader.stamp
 
     def __enter__(self) -> DirectoryCheckpoint:
         return self
@@ -69,43 +79,6 @@ class DirectoryCheckpoint:
     def close(self) -> None:
         """Close the files."""
         self._reader.close()
-
-    # ---- what it says of itself --------------------------------------------------------------------------------------
-
-    @property
-    def path(self) -> str:
-        """The directory that is read, of whichever tier."""
-        return self._reader.path
-
-    @property
-    def metadata(self) -> Any:
-        """What was saved as such."""
-        return self._reader.metadata
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks that wrote it."""
-        return self._reader.world_size
-
-    @property
-    def save_id(self) -> str:
-        """Which save it is."""
-        return self._reader.save_id
-
-    @property
-    def stamp(self) -> Stamp:
-        """When it was committed, and of which step it is, as it says of itself."""
-        return self._reader.stamp
-
-    @property
-    def files(self) -> Mapping[str, int]:
-        """Size in bytes of each of its files but the manifest."""
-        return self._reader.files
-
-    @property
-    def size(self) -> int:
-        """Bytes of all files together."""
-        return self._reader.size
 
     @property
     def bytes_read(self) -> int:
@@ -191,7 +164,7 @@ class DirectoryCheckpoint:
         if not tiers.can_replace(self._name, self._identity, error):
             return False
         self.close()
-        self._reader = self._open(tiers.remote, tiers.tiers.remote_path(self._name))
+        self._open(tiers.remote, tiers.tiers.remote_path(self._name))
         return self.save_id == save_id  # otherwise parts of two saves would be mixed
 
 
@@ -218,7 +191,7 @@ class DirectoryCheckpointer(CheckpointerBase):
         storage: Keeps all checkpoints, whatever their path. By default the path says what to use. With ``tiers``, the
             local tier's.
         tiers: Commit on a local disk that all ranks see, and upload from there in the background: rank 0 uploads
-            everything, so that its failures are told there (:class:`ckpt_core.tiers.Tiers`).
+            everything, so that upload failures are raised there (:class:`ckpt_core.tiers.Tiers`).
         link_unchanged: Whether files whose tensors have not changed are linked to those of the checkpoint before, or
             copied by the store, instead of being written again (:mod:`ckpt_core._pipeline.unchanged`).
 
@@ -348,7 +321,7 @@ class DirectoryCheckpointer(CheckpointerBase):
                 scratch=self._pipeline.scratch,
                 directories=self._directories,
                 plans=self._plans,
-                beside=self._unchanged.begin(storage, target),
+                incremental=self._unchanged.begin(storage, target),
             )
             return self._pipeline.save(save, started=started, waited=waited)
 

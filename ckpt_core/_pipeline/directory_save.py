@@ -21,7 +21,7 @@ from ckpt_core._layouts.sharded.writing import PartContent, RankFiles
 from ckpt_core._pipeline.directories import NOTHING, Previous, discard, leave, not_alone, previous_at, unchangeable
 from ckpt_core._pipeline.save import SavedDirectories
 from ckpt_core._pipeline.snapshot import Snapshot, given_up
-from ckpt_core._pipeline.unchanged import SaveBeside
+from ckpt_core._pipeline.unchanged import IncrementalSave
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core._plan import LocalTensor, Piece, WritePlanCache, local_tensor
 from ckpt_core.commit_time import Stamp, commit_time, step_in
@@ -67,7 +67,7 @@ class DirectorySave:
         scratch: Lends memory for windows of live tensors.
         directories: Those that are saved into.
         plans: Remembers who writes what.
-        beside: Knows which files need not be written again.
+        incremental: Knows which files need not be written again.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DirectorySave:
         scratch: ScratchBuffers,
         directories: SavedDirectories,
         plans: WritePlanCache,
-        beside: SaveBeside,
+        incremental: IncrementalSave,
     ) -> None:
         self.path = path
         self._state: DirectoryState | None = state
@@ -91,7 +91,7 @@ class DirectorySave:
         self._scratch = scratch
         self._directories = directories
         self._plans = plans
-        self._beside = beside
+        self._incremental = incremental
         self._has_place = True  # no other job writes files of the same names
         self._files: RankFiles | None = None
         self._added: AddedFiles | None = None
@@ -127,7 +127,7 @@ class DirectorySave:
             slice_replicated=self._state.slice_replicated,
             cache=self._plans,
         )
-        self._files = RankFiles(self._beside.divide(planned), rank=rank, world_size=world_size)
+        self._files = RankFiles(self._incremental.divide(planned), rank=rank, world_size=world_size)
         snapshot.take(self._files)
 
     def complete(self, snapshot: Snapshot) -> None:
@@ -165,7 +165,7 @@ class DirectorySave:
             raise unexpected
         if failure is not None:
             raise failure
-        self._beside.committed(self._laid_out)
+        self._incremental.committed(self._laid_out)
         return size
 
     def close(self) -> None:
@@ -208,7 +208,7 @@ class DirectorySave:
         for name, image in images:
             self._created.append(name)
             target = f"{self._directory}/{name}"
-            if self._beside.take_over(files, name, image, target, scratch=self._scratch):
+            if self._incremental.take_over(files, name, image, target, scratch=self._scratch):
                 size = image.approximate_size
             else:
                 size = write_image(image, self._storage, target, scratch=self._scratch)
@@ -367,7 +367,7 @@ class AddedFiles:
         if self._is_temporary:
             self.directory = tempfile.mkdtemp(prefix="ckpt-")
         else:
-            self.directory = storage.begin_directory(path, self._token)  # beside it: moving them costs nothing
+            self.directory = storage.begin_directory(path, self._token)  # on its disk: moving them costs nothing
 
     @classmethod
     def collect(cls, storage: Storage, path: str, write_files: Callable[[str], None]) -> AddedFiles:

@@ -326,18 +326,18 @@ class SavedDirectories:
         self._claims.hold(os.path.dirname(path), storage.claim)
 
     def is_alone(self, path: str) -> bool:
-        """Return whether no other job may be writing files of the same names beside ``path``."""
+        """Return whether no other job may be writing files of the same names next to ``path``."""
         return self._claims.is_alone(os.path.dirname(path))
 
     def remove_orphans(self, storage: Storage, path: str) -> None:
-        """Delete, once, what dead processes have left unfinished beside ``path``; a store is not asked."""
+        """Delete, once, what dead processes have left unfinished next to ``path``; a store is not asked."""
         directory = os.path.dirname(path)
         if directory not in self._cleaned and not is_remote(path):
             self._cleaned.add(directory)
             storage.remove_orphans(directory)
 
     def note_commits(self, storage: Storage, path: str) -> None:
-        """Read, once, how old the checkpoints beside ``path`` are; a store is not asked."""
+        """Read, once, how old the checkpoints next to ``path`` are; a store is not asked."""
         directory = os.path.dirname(path)
         if directory not in self._read and not is_remote(path):
             self._read.add(directory)

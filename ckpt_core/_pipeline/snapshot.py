@@ -392,7 +392,7 @@ class Snapshot:
 
 
 def given_up(error: BaseException, path: str) -> CheckpointError:
-    """Return what other ranks are told of an exception that ended the save of one."""
+    """Return the error that other ranks raise for an exception that ended the save on one."""
     if isinstance(error, CheckpointError):
         return error
     failure = CheckpointError(f"the save failed: {type(error).__name__}: {error}", path=path)

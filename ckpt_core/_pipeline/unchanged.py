@@ -32,7 +32,7 @@ from ckpt_core.memory import ScratchBuffers
 from ckpt_core.parallel import IO_THREADS, run_parallel
 from ckpt_core.storage import FileReader, Storage, is_remote
 
-__all__ = ["LINKS_BETWEEN_READINGS", "SaveBeside", "UnchangedFiles"]
+__all__ = ["LINKS_BETWEEN_READINGS", "IncrementalSave", "UnchangedFiles"]
 
 logger = logging.getLogger(__name__)
 
@@ -66,11 +66,11 @@ class UnchangedFiles:
         self._loaded: tuple[Storage, str] | None = None
 
     def loaded(self, storage: Storage, path: str) -> None:
-        """Note that the run goes on from the checkpoint at ``path``: it is looked at when the first save comes."""
+        """Note that the run resumes from the checkpoint at ``path``, which is read when the first save comes."""
         if self._enabled and self._known is None:
             self._loaded = storage, path
 
-    def begin(self, storage: Storage, path: str) -> SaveBeside:
+    def begin(self, storage: Storage, path: str) -> IncrementalSave:
         """Return what a save at ``path`` needs to know."""
         if self._loaded is not None:
             found, self._loaded = known_at(*self._loaded, rank=self._rank), None
@@ -79,7 +79,7 @@ class UnchangedFiles:
                 for part, groups in found.groups().items():
                     self._grouping(part).restore(groups)
         hints = {key: hint for key, hint in self._hints.items() if key not in self._misled}
-        return SaveBeside(self, storage, path, self._known, hints)
+        return IncrementalSave(self, storage, path, self._known, hints)
 
     def _grouping(self, part: str) -> Grouping:
         return self._groupings.setdefault(part, Grouping())
@@ -106,8 +106,8 @@ class UnchangedFiles:
             self._misled.update(misled)
 
 
-class SaveBeside:
-    """One save, beside the checkpoint that was committed before.
+class IncrementalSave:
+    """One save that does not write again what is in the checkpoint before.
 
     Args:
         memory: What it is a save of.

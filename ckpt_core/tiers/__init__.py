@@ -1,6 +1,6 @@
 """Two tiers: checkpoints are committed on a fast local disk and uploaded from there in the background.
 
-``places``: which path of one tier is which of the other. ``ledger``: what was uploaded, kept beside the uploads.
+``places``: which path of one tier is which of the other. ``ledger``: what was uploaded, kept next to the uploads.
 ``nearest``: both tiers as one storage to read from. ``sending``: one checkpoint from tier to tier. ``uploader``:
 uploads and removals in order.
 """

@@ -1,4 +1,4 @@
-"""What was uploaded: a small file beside the uploads.
+"""What was uploaded: a small file next to the uploads.
 
 It tells which local copy an upload was made of, and when that was committed. Stores only tell when an upload ended,
 which is another order where an older checkpoint was uploaded late.

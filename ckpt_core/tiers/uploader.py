@@ -78,7 +78,7 @@ class Uploader:
                     self._submit(self._upload_of(each))
 
     def resume(self, path: str) -> None:
-        """Upload, once for each directory, what earlier processes have committed beside ``path`` and not uploaded.
+        """Upload, once for each directory, what earlier processes have committed next to ``path`` and not uploaded.
 
         Args:
             path: A checkpoint; what has the same ending, or is a directory too, counts.
