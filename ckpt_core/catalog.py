@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from ckpt_core._layouts.sharded.leftovers import remove_leftovers
+from ckpt_core._layouts.sharded.files import remove_leftovers
 from ckpt_core._pipeline.reader import peek, stamp_of, verify
 from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.errors import (
@@ -45,8 +45,9 @@ class CheckpointInfo:
         size: Length in bytes; of a directory, that of all files directly in it.
         modified: The file system's date, Unix time in seconds; a copy may have any.
         is_directory: Whether it is a directory and not one file.
-        committed: When it was committed, as it says of itself: Unix time in seconds, later than that of all checkpoints which its
-            run had seen before; None if it does not say, because an older version or another program wrote it.
+        committed: When it was committed, as it says of itself: Unix time in seconds, later than that of all checkpoints
+            which its run had seen before; None if it does not say, because an older version or another program wrote
+            it.
         step: Of which step of the training it is, as it says of itself; None if it does not say.
         is_readable: Whether it could be asked; if not, it is damaged.
     """
@@ -68,10 +69,10 @@ class CheckpointInfo:
 def newest_first(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
     """Return checkpoints in order of their age, by what they say of themselves.
 
-    The later commit is the newer one, also where it is of an earlier step: a run that went back to an older checkpoint on purpose
-    has its last there. Checkpoints that do not know their commit are in the order of their steps; others in that of the numbers in
-    names that are alike. Those that know it and those that do not are compared by step. The file system's date decides where nothing
-    else does.
+    The later commit is the newer one, also where it is of an earlier step: a run that went back to an older checkpoint
+    on purpose has its last there. Checkpoints that do not know their commit are in the order of their steps; others in
+    that of the numbers in names that are alike. Those that know it and those that do not are compared by step. The file
+    system's date decides where nothing else does.
     """
     said: list[CheckpointInfo] = []
     stepped: list[CheckpointInfo] = []
@@ -161,7 +162,8 @@ class Catalog:
         storage_options: For fsspec.
         listeners: Told about checkpoints that are passed over.
         storage: Where the directory is; by default, what ``root`` says.
-        tiers: Look in both tiers (:class:`ckpt_core.tiers.Tiers`), if ``root`` lies in one of them; ``storage`` is the local one.
+        tiers: Look in both tiers (:class:`ckpt_core.tiers.Tiers`), if ``root`` lies in one of them; ``storage`` is the
+            local one.
 
     Attributes:
         passed_over: What :meth:`newest_verified` has passed over, and why, by path. Nobody should delete it.
@@ -196,7 +198,7 @@ class Catalog:
         return [info.path for info in self._found()]
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """Return all committed checkpoints, the newest first (:func:`newest_first`). Of each one, its manifest is read, once."""
+        """Return all committed checkpoints, the newest first (:func:`newest_first`); reads each one's manifest."""
         found = self._found()
         run_parallel(self._read_stamp, found, threads=min(_READERS, len(found)))
         self._stamps = {info: self._stamps[info] for info in found}
@@ -248,8 +250,9 @@ class Catalog:
     def newest_verified(self, accept: Callable[[Any], bool] | None = None) -> CheckpointInfo | None:
         """Return the newest checkpoint whose bytes all match their digests, or None if there is none at all.
 
-        Each damaged one is named in a warning, and is in :attr:`passed_over`. A file without digests (another program's) counts if it
-        is whole (:func:`ckpt_core.verify`). Where steps or the file system's dates say that another one is newer, a warning names both.
+        Each damaged one is named in a warning, and is in :attr:`passed_over`. A file without digests (another
+        program's) counts if it is whole (:func:`ckpt_core.verify`). Where steps or the file system's dates say that
+        another one is newer, a warning names both.
 
         Args:
             accept: Called with a checkpoint's state, its tensors without values, or with the metadata of a directory
@@ -330,7 +333,8 @@ class Catalog:
     def prune(self) -> list[str]:
         """Delete what dead processes left unfinished in the directory, files and directories; return the deleted paths.
 
-        On an object store that is what has not changed for an hour (uploads) or a day (directories that were never committed).
+        On an object store that is what has not changed for an hour (uploads) or a day (directories that were never
+        committed).
         """
         removed = list(self._storage.remove_orphans(self.root))
         if is_remote(self.root):

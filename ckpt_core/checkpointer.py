@@ -1,34 +1,21 @@
-"""The façade that both plugins use: save, wait, load, remove."""
+"""Saving and loading checkpoints that are one file, and what is the same for those that are directories."""
 
 from __future__ import annotations
 
 import functools
 import os
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
-from ckpt_core._layouts.torch_file import FileImage, StateLayout
 from ckpt_core._pipeline import reader
-from ckpt_core._pipeline.advice import Advice
-from ckpt_core._pipeline.snapshot import BufferPool, Snapshot, TornSnapshotGuard, wait_for_devices
-from ckpt_core._pipeline.writer import BackgroundWriter, OnError, write_image
-from ckpt_core.errors import CheckpointError, OutOfMemoryError
-from ckpt_core.events import (
-    CheckpointLoaded,
-    CheckpointRemoved,
-    Listener,
-    SaveCommitted,
-    SaveFailed,
-    SaveStarted,
-    SnapshotTaken,
-    notify,
-)
-from ckpt_core.memory import ScratchBuffers
+from ckpt_core._pipeline.file_save import FileSave, RefusedKeys
+from ckpt_core._pipeline.jobs import OnError
+from ckpt_core._pipeline.save import Pipeline, SavedDirectories
+from ckpt_core.errors import CheckpointError
+from ckpt_core.events import CheckpointLoaded, Listener, notify
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
-from ckpt_core.storage.claims import Claims
-from ckpt_core.tiers import Placement, Tiers
+from ckpt_core.tiers import TieredStorage, Tiers, Uploader
 
 __all__ = ["Checkpointer", "CheckpointerBase", "Path", "full_path"]
 
@@ -37,7 +24,7 @@ Base = TypeVar("Base", bound="CheckpointerBase")
 
 
 class CheckpointerBase:
-    """What the checkpointers of all layouts share: settings, a queue of background work, its failures and its memory."""
+    """What is the same for both layouts: settings, tiers, the pipeline, and everything that is asked of it by path."""
 
     def __init__(
         self,
@@ -63,25 +50,20 @@ class CheckpointerBase:
         self._storage_options = storage_options
         self._listeners = list(listeners)
         self._storage = storage
-        self._places = Placement(
-            tiers,
-            storage_for=self._storage_for,
-            local=storage,
-            storage_options=storage_options,
-            on_error=on_error,
-            listeners=listeners,
-            uploads=uploads,
+        self._tiers = tiers
+        self._tiered: TieredStorage | None = None
+        self._uploader: Uploader | None = None  # of this process; other ranks have none
+        if tiers is not None:
+            self._tiered = TieredStorage(tiers, local=storage, storage_options=storage_options)
+        if self._tiered is not None and uploads:
+            self._uploader = Uploader(self._tiered, on_error=on_error, listeners=tuple(listeners))
+            self._listeners.append(self._uploader)
+        self._directories = SavedDirectories()
+        self._refused = RefusedKeys()
+        self._pipeline = Pipeline(
+            strategy=strategy, max_pending=max_pending, on_error=on_error, listeners=self._listeners
         )
-        if self._places.uploader is not None:
-            self._listeners.append(self._places.uploader)
-        self._buffers = BufferPool(max_pending)
-        self._scratch = ScratchBuffers()
-        self._writer = BackgroundWriter(on_error=on_error, listeners=self._listeners)
-        self._clean_directories: set[str] = set()
-        self._known_directories: set[str] = set()
-        self._claims = Claims()
-        self._saving_thread: int | None = None
-        self._advice = Advice()
+        self._queues = [self._pipeline.queue, *([] if self._uploader is None else [self._uploader.queue])]
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, and what a spawned process gets, has the same settings and no saves of its own yet."""
@@ -91,20 +73,67 @@ class CheckpointerBase:
             max_pending=self._max_pending,
             on_error=self._on_error,
             storage_options=self._storage_options,
-            listeners=[listener for listener in self._listeners if listener is not self._places.uploader],
+            listeners=[listener for listener in self._listeners if listener is not self._uploader],
             storage=self._storage,
-            tiers=self._places.tiers,
+            tiers=self._tiers,
         )
         return settings, ()
+
+    # ---- where checkpoints are ---------------------------------------------------------------------------------------
+
+    def known_as(self, path: Path) -> str:
+        """Return the name under which a checkpoint is known: of one in two tiers, its local path."""
+        full = full_path(path)
+        return full if self._tiers is None or not self._tiers.covers(full) else self._tiers.local_path(full)
+
+    def _save_path(self, path: Path) -> str:
+        """Return where a checkpoint is saved, which with two tiers is below their local directory.
+
+        Raises:
+            StorageError: It lies in neither tier.
+        """
+        full = full_path(path)
+        return full if self._tiers is None else self._tiers.local_path(full)
+
+    def _storage_for(self, path: str) -> Storage:
+        return self._storage or storage_for(path, self._storage_options if is_remote(path) else None)
+
+    def _to_read(self, path: str) -> Storage:
+        """Return what a checkpoint is read from, in whichever tier it is."""
+        is_tiered = self._tiered is not None and self._tiered.tiers.covers(path)
+        return self._tiered if self._tiered is not None and is_tiered else self._storage_for(path)
+
+    def _uploader_of(self, path: str) -> Uploader | None:
+        """Return what uploads a checkpoint, or the checkpoints of a directory, if this process does."""
+        return self._uploader if self._uploader is not None and self._uploader.covers(path) else None
+
+    @staticmethod
+    def _committed_by(path: str) -> str:
+        return path  # the file itself
+
+    def exists(self, path: Path) -> bool:
+        """Return whether there is a checkpoint at ``path``, or a save of it is under way."""
+        target = self.known_as(path)
+        return self.is_pending(target) or self._to_read(target).exists(self._committed_by(target))
+
+    def is_taken(self, path: Path) -> bool:
+        """Return whether there is a checkpoint at ``path``; a remote tier is asked once for each directory."""
+        target = self.known_as(path)
+        found = self._storage_for(target).exists(self._committed_by(target))
+        return found or self.is_pending(target) or target in self.uploaded_in(os.path.dirname(target))
+
+    def uploaded_in(self, directory: Path) -> list[str]:
+        """Return the local paths of the checkpoints in ``directory`` of a remote tier, which is asked once."""
+        target = self.known_as(directory)
+        uploader = self._uploader_of(target)
+        return [] if uploader is None else uploader.uploaded_in(target)
+
+    # ---- what is under way -------------------------------------------------------------------------------------------
 
     @property
     def pending(self) -> tuple[str, ...]:
         """Paths whose save is still under way, oldest first."""
-        return self._writer.pending
-
-    def known_as(self, path: Path) -> str:
-        """Return the name under which a checkpoint is known: of one in two tiers, its local path."""
-        return self._places.known_as(full_path(path))
+        return self._pipeline.queue.pending
 
     def is_pending(self, path: Path) -> bool:
         """Return whether a save of ``path`` is under way."""
@@ -113,48 +142,48 @@ class CheckpointerBase:
     @property
     def is_busy(self) -> bool:
         """Whether a save or an upload is under way."""
-        return bool(self.pending) or self._places.is_uploading
+        return any(queue.pending for queue in self._queues)
+
+    def wait(self, path: Path | None = None) -> None:
+        """Block until all saves (or that of ``path``) have ended; raise the failure of one, if there was any."""
+        self._pipeline.queue.wait(None if path is None else self.known_as(path))
+        self.raise_failure()
+
+    def drain(self, *, timeout: float | None = None) -> None:
+        """Block until all saves and removals have ended, whether they failed or not; at most ``timeout`` seconds."""
+        self._pipeline.queue.wait(timeout=timeout)
 
     @property
     def failures(self) -> int:
         """How many background saves, uploads and removals have failed so far."""
-        return self._writer.failures + self._places.failures
+        return sum(queue.failures for queue in self._queues)
 
-    def _remove_orphans_once(self, storage: Storage, path: str) -> None:
-        directory = os.path.dirname(path)
-        if directory not in self._clean_directories and not is_remote(path):
-            self._clean_directories.add(directory)
-            storage.remove_orphans(directory)
+    @property
+    def failure(self) -> CheckpointError | None:
+        """A background failure that was not raised yet, and still will be."""
+        return next((queue.failure for queue in self._queues if queue.failure is not None), None)
 
-    def _note_commits_once(self, storage: Storage, path: str) -> None:
-        """Read how old the checkpoints beside ``path`` are, in the background if there is one; a store is not asked."""
-        directory = os.path.dirname(path)
-        if directory not in self._known_directories and not is_remote(path):
-            self._known_directories.add(directory)
-            reader.note_commits(storage, directory, os.path.splitext(path)[1])
+    def take_failure(self) -> CheckpointError | None:
+        """Return, instead of raising, a background failure that was not raised yet; returns at once."""
+        for queue in self._queues:
+            failure = queue.take_failure()
+            if failure is not None:
+                return failure
+        return None
 
-    def exists(self, path: Path) -> bool:
-        """Return whether there is a checkpoint at ``path``, or a save of it is under way."""
-        target = self.known_as(path)
-        return self.is_pending(target) or self._places.to_read(target).exists(self._committed_by(target))
+    def raise_failure(self) -> None:
+        """Raise a background failure that was not raised yet; returns at once."""
+        failure = self.take_failure()
+        if failure is not None:
+            raise failure
 
-    def is_taken(self, path: Path) -> bool:
-        """Return whether there is a checkpoint at ``path``; a remote tier is asked once for each directory, and not for each save."""
-        target = self.known_as(path)
-        found = self._storage_for(target).exists(self._committed_by(target))
-        return found or self.is_pending(target) or self._places.is_uploaded(target)
-
-    @staticmethod
-    def _committed_by(path: str) -> str:
-        return path  # the file itself
-
-    def uploaded_in(self, directory: Path) -> list[str]:
-        """Return the local paths of the checkpoints in ``directory`` of a remote tier, which is asked once."""
-        return self._places.uploaded_in(self.known_as(directory))
+    # ---- uploads and removals ----------------------------------------------------------------------------------------
 
     def upload(self, path: Path) -> None:
-        """Upload the checkpoint at ``path``, which somebody else has saved in the local tier, if there are two tiers."""
-        self._places.upload(self._save_path(path))
+        """Upload a checkpoint that somebody else has saved in the local tier, if there are two tiers."""
+        target = self._save_path(path)
+        if self._uploader is not None:
+            self._uploader.upload(target)
 
     def remove(self, path: Path) -> None:
         """Delete the checkpoint at ``path`` once all saves asked for so far are durable.
@@ -162,52 +191,37 @@ class CheckpointerBase:
         If the newest of those fails, the checkpoint is kept, and a warning says so.
         """
         target = self.known_as(path)
-        delete = self._places.removal(target, functools.partial(self._delete, self._storage_for(target), target))
-        if self.strategy == "sync":
-            delete()
-            notify(self._listeners, CheckpointRemoved(path=target))
-        else:
-            self._writer.remove(target, delete)
-            if not self.pending:
-                self._writer.wait(target)  # a caller who saved nothing does not expect work in the background
+        delete = functools.partial(self._delete, self._storage_for(target), target)
+        uploader = self._uploader_of(target)
+        if uploader is not None:
+            delete = functools.partial(uploader.remove, target, delete)
+        self._pipeline.remove(target, delete)
 
     def _delete(self, storage: Storage, path: str) -> None:
         storage.remove(path)
 
-    def wait(self, path: Path | None = None) -> None:
-        """Block until all saves (or that of ``path``) have ended; raise the failure of one, if there was any."""
-        self._writer.wait(None if path is None else self.known_as(path))
-        self.raise_failure()
+    def _wait_to_read(self, path: Path) -> str:
+        """Return the name of a checkpoint that is about to be read, when no save of it is under way."""
+        source = self.known_as(path)
+        self._pipeline.queue.wait(source)
+        uploader = self._uploader_of(source)
+        if uploader is not None:
+            uploader.resume(source)
+        return source
 
-    def drain(self, *, timeout: float | None = None) -> None:
-        """Block until all saves and removals have ended, whether they failed or not; at most ``timeout`` seconds."""
-        self._writer.wait(timeout=timeout)
-
-    @property
-    def failure(self) -> CheckpointError | None:
-        """A background failure that was not raised yet, and still will be."""
-        return self._writer.failure or self._places.failure
-
-    def take_failure(self) -> CheckpointError | None:
-        """Return, instead of raising, a background failure that was not raised yet; returns at once."""
-        return self._writer.take_failure() or self._places.take_failure()
-
-    def raise_failure(self) -> None:
-        """Raise a background failure that was not raised yet; returns at once."""
-        self._writer.raise_failure()
-        self._places.raise_failure()
+    # ---- the end -----------------------------------------------------------------------------------------------------
 
     def close(self, *, raises: bool = True) -> None:
-        """Wait for everything, uploads included, free the buffers, and raise what was not raised yet. It may be used again.
+        """Wait for everything, uploads too, free the buffers, and raise what was not raised yet. It may be used again.
 
         Args:
             raises: Whether to; if not, failures, which were logged, are forgotten.
         """
-        self._writer.wait()
-        self._claims.release()
-        self._buffers.close()
-        self._scratch.close()
-        self._places.close()
+        self._pipeline.queue.wait()
+        self._directories.release()
+        self._pipeline.close()
+        if self._uploader is not None:
+            self._uploader.close()
         while (failure := self.take_failure()) is not None:
             if raises:
                 raise failure
@@ -217,13 +231,6 @@ class CheckpointerBase:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _save_path(self, path: Path) -> str:
-        """Return where a checkpoint is saved, which with two tiers is below their local directory."""
-        return self._places.save_path(full_path(path))
-
-    def _storage_for(self, path: str) -> Storage:
-        return self._storage or storage_for(path, self._storage_options if is_remote(path) else None)
 
 
 class Checkpointer(CheckpointerBase):
@@ -238,9 +245,10 @@ class Checkpointer(CheckpointerBase):
         storage_options: Passed to fsspec for paths that are URLs: endpoint, credentials and so on.
         listeners: Called with every event (:mod:`ckpt_core.events`).
         storage: Keeps all checkpoints, whatever their path: your own :class:`~ckpt_core.storage.Storage`, or in tests a
-            :class:`~ckpt_core.storage.FaultyStorage`. By default the path says what to use. With ``tiers``, the local tier's.
-        tiers: Commit on a local disk, which is what :meth:`save` and :meth:`wait` are about, and upload from there in the
-            background; :meth:`load` takes the nearest copy that is whole (:class:`ckpt_core.tiers.Tiers`).
+            :class:`~ckpt_core.storage.FaultyStorage`. By default the path says what to use. With ``tiers``, the local
+            tier's.
+        tiers: Commit on a local disk, which is what :meth:`save` and :meth:`wait` are about, and upload from there in
+            the background; :meth:`load` takes the nearest copy that is whole (:class:`ckpt_core.tiers.Tiers`).
         uploads: Whether this process uploads; with ``tiers``.
 
     Example:
@@ -270,102 +278,21 @@ class Checkpointer(CheckpointerBase):
         """
         target = self._save_path(path)
         self.raise_failure()
-        notify(self._listeners, SaveStarted(path=target))
         started = time.perf_counter()
-        storage = self._storage_for(target)
-        try:
-            self._claims.hold(os.path.dirname(target), storage.claim)
-            self._remove_orphans_once(storage, target)
-            # A signal handler can save while this thread is inside a save and holds the buffer: that one cannot wait.
-            reentered = self._saving_thread == threading.get_ident()
-            if self.strategy == "sync" or reentered:
-                size = self._save_now(state, storage, target, started)
-            else:
-                self._saving_thread = threading.get_ident()
-                try:
-                    size = self._save_later(state, storage, target, started)
-                finally:
-                    self._saving_thread = None
-        except BaseException as error:
-            notify(self._listeners, SaveFailed(path=target, error=str(error)))
-            raise
-        return size
-
-    def _save_now(self, state: Any, storage: Storage, path: str, started: float) -> int:
-        self._note_commits_once(storage, path)
-        layout = StateLayout(state)
-        guard = TornSnapshotGuard(layout.tensors)
-        wait_for_devices(layout.tensors)
-        image = layout.live_image()
-
-        def complete() -> None:
-            layout.pickle_into(image, state)
-            image.seal()
-
-        def check() -> None:
-            guard.check(path=path)
-
-        size = write_image(image, storage, path, scratch=self._scratch, meanwhile=complete, before_commit=check)
-        self._advice.refused_by_default(image, path)
-        stall = time.perf_counter() - started
-        notify(self._listeners, SnapshotTaken(path=path, bytes=size, stall_seconds=stall))
-        notify(self._listeners, SaveCommitted(path=path, bytes=size, background_seconds=0.0))
-        return size
-
-    def _save_later(self, state: Any, storage: Storage, path: str, started: float) -> int:
-        waited = 0.0
-        if self._buffers.exhausted:
-            self._buffers.wait()
-            waited = time.perf_counter() - started
-        try:
-            snapshot = Snapshot(state, path=path, buffers=self._buffers)
-        except OutOfMemoryError as error:
-            self._advice.no_copy(error)
-            self._writer.wait()  # an older save of this path must not end after this one
-            return self._save_now(state, storage, path, started)
-        image = snapshot.image
-        # Writing begins while the state is still being copied; the commit waits for the seal.
-        write = functools.partial(self._write_staged, image, storage, path)
-        running = False
-        try:
-            running = self._writer.save(path, write, staged_at=lambda: image.sealed_at)
-            snapshot.finish()
-            size = image.approximate_size
-            stall = time.perf_counter() - started
-            event = SnapshotTaken(path=path, bytes=size, stall_seconds=stall, waited_seconds=waited)
-            notify(self._listeners, event)
-            image.seal()
-        except BaseException:  # Ctrl-C too: a buffer that never came back would block the next save for ever
-            self._give_up(snapshot, path)
-            raise
-        finally:
-            if not running:
-                self._writer.run_queued()
-        return size
-
-    def _give_up(self, snapshot: Snapshot, path: str) -> None:
-        try:
-            snapshot.wait()
-        finally:
-            snapshot.image.abandon()
-            self._writer.run_queued()
-            self._writer.wait(path)  # until nothing is left of it
-            self._release(snapshot.image)  # in case it was not even queued
-
-    def _write_staged(self, image: FileImage, storage: Storage, path: str) -> int:
-        try:
-            self._note_commits_once(storage, path)
-            size = write_image(image, storage, path, scratch=self._scratch)
-            self._advice.refused_by_default(image, path)
-            return size
-        finally:
-            image.wait_settled()  # until then the training thread may be copying into the buffer
-            self._release(image)
-
-    def _release(self, image: FileImage) -> None:
-        buffer = image.release()
-        if buffer is not None:
-            self._buffers.release(buffer)
+        with self._pipeline.attempt(target):
+            storage = self._storage_for(target)
+            self._directories.claim(storage, target)
+            self._directories.remove_orphans(storage, target)
+            save = FileSave(
+                state,
+                storage,
+                target,
+                scratch=self._pipeline.scratch,
+                directories=self._directories,
+                refused=self._refused,
+            )
+            waited = self._pipeline.wait_for_buffer()
+            return self._pipeline.save(save, started=started, waited=waited)
 
     def copy(self, source: Path, target: Path) -> None:
         """Save the checkpoint ``source``, which exists or whose save is under way, at ``target`` too.
@@ -378,16 +305,9 @@ class Checkpointer(CheckpointerBase):
         original, path = self.known_as(source), self._save_path(target)
         self.raise_failure()
         started = time.perf_counter()
-        notify(self._listeners, SaveStarted(path=path))
-        storage = self._places.to_read(original)
-        if self.strategy == "sync":
-            size = storage.copy(original, path)
-            stall = time.perf_counter() - started
-            notify(self._listeners, SnapshotTaken(path=path, bytes=size, stall_seconds=stall))
-            notify(self._listeners, SaveCommitted(path=path, bytes=size, background_seconds=0.0))
-            return
-        notify(self._listeners, SnapshotTaken(path=path, bytes=0, stall_seconds=time.perf_counter() - started))
-        self._writer.copy(original, path, lambda: storage.copy(original, path))
+        act = functools.partial(self._to_read(original).copy, original, path)
+        with self._pipeline.attempt(path):
+            self._pipeline.copy(original, path, act, started=started)
 
     def load(self, path: Path, *, map_location: Any = None, weights_only: bool | None = None) -> Any:
         """Load a checkpoint, waiting for it if its save is under way, and verify every byte of it.
@@ -397,15 +317,16 @@ class Checkpointer(CheckpointerBase):
             map_location: As for ``torch.load``.
             weights_only: As for ``torch.load``: None means True.
 
+        Returns:
+            The state.
+
         Raises:
             CheckpointError: See the tree in :mod:`ckpt_core.errors`.
         """
-        source = self.known_as(path)
-        self._writer.wait(source)
-        self._places.resume(source)
+        source = self._wait_to_read(path)
         started = time.perf_counter()
         state, verified, size = reader.load(
-            source, map_location=map_location, weights_only=weights_only, storage=self._places.to_read(source)
+            source, map_location=map_location, weights_only=weights_only, storage=self._to_read(source)
         )
         seconds = time.perf_counter() - started
         notify(self._listeners, CheckpointLoaded(path=source, bytes=size, seconds=seconds, verified=verified))

@@ -1,54 +1,100 @@
-"""The façade for checkpoints that are directories, written by one process or by many together."""
+"""Saving and loading checkpoints that are directories, written by one process or by many together."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import os
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from ckpt_core._commit import RankGroup, SaveSeries
-from ckpt_core._layouts.image import ImageAbandonedError
+from ckpt_core._layouts.sharded import reading
 from ckpt_core._layouts.sharded.matching import LocalView
-from ckpt_core._layouts.sharded.writing import PartContent
-from ckpt_core._pipeline.added_files import AddedFiles
-from ckpt_core._pipeline.copying import copy_directory
-from ckpt_core._pipeline.planning import plan_parts
-from ckpt_core._pipeline.previous import names_of_files
-from ckpt_core._pipeline.rank_save import RankSave, given_up
-from ckpt_core._pipeline.sources import LiveState, StagedState
+from ckpt_core._pipeline.directories import copy_directory, names_of_files
+from ckpt_core._pipeline.directory_save import AddedFiles, DirectorySave, DirectoryState, WriteFiles
+from ckpt_core._pipeline.jobs import OnError
 from ckpt_core._pipeline.unchanged import UnchangedFiles
-from ckpt_core._pipeline.writer import OnError
 from ckpt_core._plan import LocalTensor, WritePlanCache, local_tensor
 from ckpt_core.checkpointer import CheckpointerBase, Path
 from ckpt_core.errors import CheckpointError
-from ckpt_core.events import Listener, SaveCommitted, SaveFailed, SaveStarted, SnapshotTaken, notify
+from ckpt_core.events import Listener
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.storage import MANIFEST_NAME, Storage, is_remote
-from ckpt_core.tiers import NearestDirectoryCheckpoint, Tiers
+from ckpt_core.tiers import DAMAGE, TieredStorage, Tiers
 
 __all__ = ["AddedFiles", "DirectoryCheckpoint", "DirectoryCheckpointer", "Kind", "Part"]
 
-WriteFiles = Callable[[str], None]
+Result = TypeVar("Result")
 
 
-class DirectoryCheckpoint(NearestDirectoryCheckpoint):
-    """A committed checkpoint, open for reading on one of the ranks that load it.
+class DirectoryCheckpoint:
+    """A committed checkpoint, open for reading on one of the ranks that load it; in two tiers, whichever copy is whole.
+
+    Damage inside a tensor is found when its bytes arrive. What was asked for is then read once more, all of it, from
+    the other tier, if that has a copy of the same save. Use it as a context manager, or :meth:`close` it.
 
     Args:
         path: The checkpoint's directory or URL.
         storage: Where it is.
         ranks: The ranks.
+
+    Attributes:
+        path: The directory that is read, of whichever tier.
+        metadata: What was saved as such.
+        world_size: Number of ranks that wrote it.
+        save_id: Which save it is.
+        stamp: When it was committed, and of which step it is, as it says of itself.
+        files: Size in bytes of each of its files but the manifest.
+        size: Bytes of all files together.
+
+    Raises:
+        CheckpointNotFoundError: There is no manifest: no checkpoint was ever committed there.
+        CheckpointFormatError: It is another program's, or of a newer version.
+        CheckpointCorruptedError: The manifest is damaged or makes no sense.
     """
 
     def __init__(self, path: str, storage: Storage, ranks: RankGroup) -> None:
-        super().__init__(path, storage)
+        self._name = path
         self._ranks = ranks
+        self._tiers = storage if isinstance(storage, TieredStorage) else None
+        self._identity = None if self._tiers is None else self._tiers.local_identity(path)
+        storage.nearest(path, self._open)
+
+    def _open(self, storage: Storage, path: str) -> None:
+        self._reader = reader = reading.DirectoryCheckpoint(path, storage)
+        self._is_local = self._tiers is not None and storage is self._tiers.local
+        self.path, self.files, self.size = reader.path, reader.files, reader.size
+        self.metadata, self.world_size = reader.metadata, reader.world_size
+        self.save_id, self.stamp = reader.save_id, reader.stamp
+
+    def __enter__(self) -> DirectoryCheckpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._reader.close()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the checkpoint's files that were read so far, all kinds of files together."""
+        return self._reader.bytes_read
+
+    @property
+    def parts(self) -> Mapping[str, reading.PartInfo]:
+        """The parts of the state by name."""
+        return self._reader.parts
+
+    def ranks_with(self, part: str) -> tuple[int, ...]:
+        """Return the ranks that have saved a part of their own under this name."""
+        return self._reader.ranks_with(part)
+
+    # ---- what is in it -----------------------------------------------------------------------------------------------
 
     def load(
         self,
@@ -62,44 +108,92 @@ class DirectoryCheckpoint(NearestDirectoryCheckpoint):
     ) -> Any:
         """Return a part of the state; see :meth:`ckpt_core._layouts.sharded.reading.DirectoryCheckpoint.load`.
 
-        ``into`` may hold distributed tensors, of which this rank's pieces are read; ``rank`` is this process's by default.
+        ``into`` may hold distributed tensors, of which this rank's pieces are read; ``rank`` is this process's by
+        default.
         """
-        return super().load(
-            part,
-            into=into,
-            local=self._local if local is None else local,
-            rank=self._ranks.rank if rank is None else rank,
-            map_location=map_location,
-            strict=strict,
-        )
+
+        def read(reader: reading.DirectoryCheckpoint) -> Any:
+            return reader.load(
+                part,
+                into=into,
+                local=self._local if local is None else local,
+                rank=self._ranks.rank if rank is None else rank,
+                map_location=map_location,
+                strict=strict,
+            )
+
+        return self._from_whole_copy(read)
+
+    def read_file(self, name: str) -> bytes:
+        """Return the bytes of a file that somebody else wrote into the checkpoint, verified.
+
+        Args:
+            name: Its path relative to the checkpoint's directory.
+
+        Raises:
+            CheckpointNotFoundError: The checkpoint has no such file.
+            CheckpointCorruptedError: It is missing, or a byte differs.
+        """
+        return self._from_whole_copy(lambda reader: reader.read_file(name))
+
+    def verify(self) -> None:
+        """Compare every byte with its digest, and check that every element of every tensor is there once.
+
+        Raises:
+            CheckpointCorruptedError: A file is missing, truncated, of another save, or a byte differs; it names the
+                file and, where it can, the tensor.
+        """
+        self._from_whole_copy(lambda reader: reader.verify())
 
     def _local(self, key: str, tensor: torch.Tensor) -> LocalTensor:
         return local_tensor(tensor, key=key, rank=self._ranks.rank, world_size=self._ranks.world_size, replicated=True)
+
+    def _from_whole_copy(self, read: Callable[[reading.DirectoryCheckpoint], Result]) -> Result:
+        try:
+            return read(self._reader)
+        except DAMAGE as error:
+            if not self._change_over(error):
+                raise
+        return read(self._reader)
+
+    def _change_over(self, error: CheckpointError) -> bool:
+        """Open the copy in the other tier, if it is one of the same save; return whether it is."""
+        tiers, save_id = self._tiers, self.save_id
+        if tiers is None or not self._is_local or self._identity is None:
+            return False
+        if not tiers.can_replace(self._name, self._identity, error):
+            return False
+        self.close()
+        self._open(tiers.remote, tiers.tiers.remote_path(self._name))
+        return self.save_id == save_id  # otherwise parts of two saves would be mixed
 
 
 class DirectoryCheckpointer(CheckpointerBase):
     """Saves states as directories of safetensors files, durable and verified, each rank its part.
 
-    :meth:`save` and :meth:`copy` are called on all ranks together. No collective is involved: in the background the ranks
-    report to rank 0, which commits. A failure on one rank is the failure of the save on all of them: the same class is raised
-    by the next :meth:`save`, :meth:`wait` or :meth:`close`, and what was at the path before is untouched.
+    :meth:`save` and :meth:`copy` are called on all ranks together. No collective is involved: in the background the
+    ranks report to rank 0, which commits. A failure on one rank is the failure of the save on all of them: the same
+    class is raised by the next :meth:`save`, :meth:`wait` or :meth:`close`, and what was at the path before is
+    untouched.
 
     Args:
         ranks: Who saves together; by default, this process alone.
-        strategy: ``"sync"`` returns from :meth:`save` when the checkpoint is durable, with 112 MiB of extra memory on each rank;
-            ``"async"`` returns when this rank's part is copied, which needs memory for ``max_pending`` such parts.
-        slice_replicated: Whether all ranks write a slice of what is the same on all of them; otherwise rank 0 writes it, to
-            files that other programs read as they are.
+        strategy: ``"sync"`` returns from :meth:`save` when the checkpoint is durable, with 112 MiB of extra memory on
+            each rank; ``"async"`` returns when this rank's part is copied, which needs memory for ``max_pending`` such
+            parts.
+        slice_replicated: Whether all ranks write a slice of what is the same on all of them; otherwise rank 0 writes
+            it, to files that other programs read as they are.
         max_pending: How many saves may be under way before the next one waits (async only).
         on_error: What a failure in the background does: ``"raise"``, as above; ``"warn"`` logs and counts it.
         commit_timeout: Seconds that a rank whose part is durable waits for the others before the save has failed.
         storage_options: Passed to fsspec for paths that are URLs: endpoint, credentials and so on.
         listeners: Called with every event (:mod:`ckpt_core.events`).
-        storage: Keeps all checkpoints, whatever their path. By default the path says what to use. With ``tiers``, the local tier's.
-        tiers: Commit on a local disk that all ranks see, and upload from there in the background: rank 0 uploads everything, so
-            that its failures are told there (:class:`ckpt_core.tiers.Tiers`).
-        link_unchanged: Whether files whose tensors have not changed are linked to those of the checkpoint before, or copied by
-            the store, instead of being written again (:mod:`ckpt_core._pipeline.unchanged`).
+        storage: Keeps all checkpoints, whatever their path. By default the path says what to use. With ``tiers``, the
+            local tier's.
+        tiers: Commit on a local disk that all ranks see, and upload from there in the background: rank 0 uploads
+            everything, so that upload failures are raised there (:class:`ckpt_core.tiers.Tiers`).
+        link_unchanged: Whether files whose tensors have not changed are linked to those of the checkpoint before, or
+            copied by the store, instead of being written again (:mod:`ckpt_core._pipeline.unchanged`).
 
     Example:
         >>> import os, tempfile, torch
@@ -180,12 +274,13 @@ class DirectoryCheckpointer(CheckpointerBase):
 
         Args:
             parts: The state.
-            path: Local path or URL of the directory. The checkpoint that is there now is replaced when, and only when, the new
-                one is durable; other files in it stay.
+            path: Local path or URL of the directory. The checkpoint that is there now is replaced when, and only when,
+                the new one is durable; other files in it stay.
             metadata: Plain data to keep with the checkpoint; that of rank 0 counts.
             step: Which step the state is of: ranks that name different ones are refused instead of being mixed.
             write_files: Called, on every rank, with an empty local directory: what it writes there becomes files of the
-                checkpoint, under the same relative names. Or what :meth:`begin_files` returned, if they are written already.
+                checkpoint, under the same relative names. Or what :meth:`begin_files` returned, if they are written
+                already.
             number: What :attr:`next_number` was on rank 0, for ranks that may have missed saves before.
             absent: Asked on rank 0, which waits for the others: those that certainly do not come, and are left out.
             slice_replicated: As for the class, in this save alone.
@@ -200,70 +295,42 @@ class DirectoryCheckpointer(CheckpointerBase):
             RankFailedError: Another rank is gone, is stopped, or does not save.
         """
         target = self._save_path(path)
-        in_foreground = self._is_in_foreground(target)
-        started = time.perf_counter()
-        if self._ranks.world_size == 1:  # with several, the others would wait for this one
-            self._places.raise_failure()
-        if not in_foreground:
-            self._writer.wait_for_turn(self._max_pending)
-        waited = time.perf_counter() - started
-        notify(self._listeners, SaveStarted(path=target))
-        storage = self._storage_for(target)
-        self._claim(storage, target)
-        joint = self._series.open(target, timeout=self._commit_timeout, number=number, absent=absent)
-        kept = copy.deepcopy(dict(metadata or {}))
-        is_alone = functools.partial(self._claims.is_alone, os.path.dirname(target))
-        beside = self._unchanged.begin(storage, target)
-        rank_save = RankSave(
-            storage,
-            target,
-            joint,
-            metadata=kept,
-            step=step,
-            scratch=self._scratch,
-            is_alone=is_alone,
-            beside=beside,
-            before_commit=functools.partial(self._note_commits_once, storage, target),
-        )
-
-        def plan() -> Sequence[PartContent]:
-            if self._ranks.rank == 0:
-                self._remove_orphans_once(storage, target)
-            planned = plan_parts(
-                parts,
-                rank=self._ranks.rank,
-                world_size=self._ranks.world_size,
-                slice_replicated=self._slice_replicated if slice_replicated is None else slice_replicated,
-                cache=self._plans,
+        if self._pipeline.is_inside_a_save and self._ranks.world_size > 1:
+            raise CheckpointError(
+                "save was called inside another save, which the other ranks may not be doing",
+                path=target,
+                remedy="let the signal handler only set a flag, and save after the next step",
             )
-            return beside.divide(planned)
-
-        def add_files() -> AddedFiles | None:
-            if write_files is None or isinstance(write_files, AddedFiles):
-                return write_files
-            return AddedFiles.collect(storage, target, write_files)
-
-        outer, self._saving_thread = self._saving_thread, threading.get_ident()
-        try:
-            if in_foreground:
-                live = LiveState(self._ranks, target, plan, add_files)
-                return self._save_now(rank_save, live, target, started)
-            staged = StagedState(self._ranks, self._buffers)
-            size = self._save_later(rank_save, staged, plan, add_files, target)
-            stall = time.perf_counter() - started
-            event = SnapshotTaken(path=target, bytes=size, stall_seconds=stall, waited_seconds=waited)
-            notify(self._listeners, event)
-            return size
-        except BaseException as error:
-            notify(self._listeners, SaveFailed(path=target, error=str(error)))
-            raise
-        finally:
-            self._saving_thread = outer
+        started = time.perf_counter()
+        if (
+            self._ranks.world_size == 1 and self._uploader is not None
+        ):  # with several, the others would wait for this one
+            self._uploader.queue.raise_failure()
+        if not self._pipeline.in_foreground:
+            self._pipeline.queue.wait_for_turn(self._max_pending)
+        waited = time.perf_counter() - started
+        slices = self._slice_replicated if slice_replicated is None else slice_replicated
+        with self._pipeline.attempt(target):
+            storage = self._storage_for(target)
+            self._claim(storage, target)
+            save = DirectorySave(
+                DirectoryState(parts, metadata or {}, step, write_files, slices),
+                storage,
+                target,
+                self._series.open(target, timeout=self._commit_timeout, number=number, absent=absent),
+                scratch=self._pipeline.scratch,
+                directories=self._directories,
+                plans=self._plans,
+                incremental=self._unchanged.begin(storage, target),
+            )
+            return self._pipeline.save(save, started=started, waited=waited)
 
     def wait_when_touched(self, path: Path) -> None:
-        """Let who touches a local ``path`` in this process wait for its save under way (:mod:`ckpt_core.awaited_paths`)."""
-        if not is_remote(self.known_as(path)):
-            self._writer.wait_when_touched(self.known_as(path))
+        """Let who touches a local ``path`` in this process wait for its save (:mod:`ckpt_core.awaited_paths`)."""
+        target = self.known_as(path)
+        saves = [job for job in self._pipeline.queue.jobs(target) if job.is_pending]
+        if saves and not is_remote(target):
+            saves[-1].wait_when_touched()
 
     @property
     def next_number(self) -> int:
@@ -275,62 +342,8 @@ class DirectoryCheckpointer(CheckpointerBase):
         target = self._save_path(path)
         return AddedFiles(self._storage_for(target), target)
 
-    def _is_in_foreground(self, path: str) -> bool:
-        if self._saving_thread == threading.get_ident():
-            # A signal handler saves while this thread is inside a save, whose buffer and turn it cannot wait for.
-            if self._ranks.world_size > 1:
-                raise CheckpointError(
-                    "save was called inside another save, which the other ranks may not be doing",
-                    path=path,
-                    remedy="let the signal handler only set a flag, and save after the next step",
-                )
-            return True
-        return self.strategy == "sync"
-
-    def _save_now(self, rank_save: RankSave, live: LiveState, path: str, started: float) -> int:
-        try:
-            size = rank_save.run(live)
-        finally:
-            live.close()
-        stall = time.perf_counter() - started
-        notify(self._listeners, SnapshotTaken(path=path, bytes=size, stall_seconds=stall))
-        notify(self._listeners, SaveCommitted(path=path, bytes=size, background_seconds=0.0))
-        return size
-
-    def _save_later(
-        self,
-        rank_save: RankSave,
-        staged: StagedState,
-        plan: Callable[[], Sequence[PartContent]],
-        add_files: Callable[[], AddedFiles | None],
-        path: str,
-    ) -> int:
-        running = False
-        try:
-            # Writing begins while the state is still being copied; the report waits for the seal.
-            write = functools.partial(_write_staged, rank_save, staged)
-            running = self._writer.save(path, write, staged_at=lambda: staged.sealed_at)
-            size = staged.take(plan(), path=path)
-            staged.add(add_files())
-            staged.seal()
-        except (
-            BaseException
-        ) as error:  # Ctrl-C too: the others must not wait for this rank, nor the next save for memory
-            staged.give_up(given_up(error, path))
-            if self._ranks.world_size == 1:
-                self._writer.run_queued()
-                self._writer.wait(path)  # until nothing is left of it
-            raise
-        finally:
-            if not running:
-                self._writer.run_queued()
-        if staged.not_copied is not None:
-            self._advice.no_copy(staged.not_copied)
-            self._writer.wait(path)  # until the live tensors are written
-        return size
-
     def copy(self, source: Path, target: Path) -> None:
-        """Save the checkpoint ``source``, which exists or whose save is under way, at ``target`` too; called on all ranks.
+        """Save the checkpoint ``source``, which exists or is being saved, at ``target`` too; called on all ranks.
 
         Costs nothing on a local disk (hard links) and no upload on a store. The two do not depend on each other.
 
@@ -340,30 +353,25 @@ class DirectoryCheckpointer(CheckpointerBase):
         original, path = self.known_as(source), self._save_path(target)
         started = time.perf_counter()
         if self.strategy == "async":
-            self._writer.wait_for_turn(self._max_pending + 1)  # it needs no memory, so it need not wait for the save
-        notify(self._listeners, SaveStarted(path=path))
-        storage = self._storage_for(path)
-        joint = self._series.open(path, timeout=self._commit_timeout)
-        self._claim(storage, path)
-        is_alone = functools.partial(self._claims.is_alone, os.path.dirname(path))
+            # It needs no memory, so it need not wait for the save.
+            self._pipeline.queue.wait_for_turn(self._max_pending + 1)
+        with self._pipeline.attempt(path):
+            storage = self._storage_for(path)
+            joint = self._series.open(path, timeout=self._commit_timeout)
+            self._claim(storage, path)
 
-        def act() -> int:
-            origin, there = self._places.origin_of(original, storage)
-            return copy_directory(storage, there, path, joint, is_alone=is_alone, origin=origin)
+            def act() -> int:
+                origin, there = self._origin_of(original, storage)
+                is_alone = functools.partial(self._directories.is_alone, path)
+                return copy_directory(storage, there, path, joint, is_alone=is_alone, origin=origin)
 
-        if self.strategy == "sync":
-            try:
-                size = act()
-            except BaseException as error:
-                notify(self._listeners, SaveFailed(path=path, error=str(error)))
-                raise
-            stall = time.perf_counter() - started
-            notify(self._listeners, SnapshotTaken(path=path, bytes=size, stall_seconds=stall))
-            notify(self._listeners, SaveCommitted(path=path, bytes=size, background_seconds=0.0))
-            return
-        notify(self._listeners, SnapshotTaken(path=path, bytes=0, stall_seconds=time.perf_counter() - started))
-        if not self._writer.save(path, act):
-            self._writer.run_queued()
+            self._pipeline.copy(original, path, act, started=started, is_shared=True)
+
+    def _origin_of(self, path: str, storage: Storage) -> tuple[Storage | None, str]:
+        """Return the storage to copy a checkpoint from, if it is not ``storage`` itself, and its path there."""
+        if self._tiered is None or not self._tiered.tiers.covers(path) or storage.exists(path):
+            return None, path
+        return self._tiered.remote, self._tiered.tiers.remote_path(path)
 
     def load(self, path: Path) -> DirectoryCheckpoint:
         """Open a checkpoint, waiting for it if its save is under way. Every rank opens it for itself.
@@ -377,15 +385,12 @@ class DirectoryCheckpointer(CheckpointerBase):
         Raises:
             CheckpointError: See the tree in :mod:`ckpt_core.errors`.
         """
-        source = self.known_as(path)
-        self._writer.wait(source)
-        self._places.resume(source)
+        source = self._wait_to_read(path)
         storage = self._storage_for(source)
         if not is_remote(source) and not storage.exists(source):
-            storage.remove_orphans(
-                os.path.dirname(source)
-            )  # which mends what a crash in the middle of a replacement left
-        opened = DirectoryCheckpoint(source, self._places.to_read(source), self._ranks)
+            # This mends what a crash in the middle of a replacement left.
+            storage.remove_orphans(os.path.dirname(source))
+        opened = DirectoryCheckpoint(source, self._to_read(source), self._ranks)
         self._unchanged.loaded(storage, source)
         return opened
 
@@ -401,15 +406,4 @@ class DirectoryCheckpointer(CheckpointerBase):
 
     def _claim(self, storage: Storage, path: str) -> None:
         if self._ranks.rank == 0:  # which commits
-            self._claims.hold(os.path.dirname(path), storage.claim)
-
-
-def _write_staged(rank_save: RankSave, staged: StagedState) -> int:
-    try:
-        return rank_save.run(staged)
-    except CheckpointError as error:
-        if staged.is_given_up:
-            raise ImageAbandonedError("the save was given up") from error
-        raise
-    finally:
-        staged.close()
+            self._directories.claim(storage, path)

@@ -1,8 +1,8 @@
-"""How ranks come to one outcome of a save without a collective: who has done its part, and what has become of the whole.
+"""How ranks come to one outcome of a save without a collective: each reports, one commits.
 
-``rank_group``: the ranks. ``reports``: one save, from the reports of all ranks to the outcome. ``outcome``: the failure of
-a save that one rank makes for all, raised on all at the same step. ``meeting``: what one rank is asked for, done by all
-at the same step. ``store``: what they talk through.
+``rank_group``: the ranks. ``reports``: one save, from the reports of all ranks to the outcome. ``outcome``: the failure
+of a save that one rank makes for all, raised on all at the same step. ``meeting``: what one rank is asked for, done by
+all at the same step. ``store``: what they talk through.
 """
 
 from ckpt_core._commit.errors_as_data import decode_error, encode_error

@@ -1,9 +1,9 @@
 """Ranks that are asked to act at different moments, as by signals, act at the same boundary of their training loops.
 
-A signal reaches each rank when it likes, and one that waits for the others inside its handler waits for ever: they are in the
-gradient exchange of a step that it never enters. So a handler only notes what it is asked for. A thread on each rank tells the
-others, without the training thread, which boundary its rank has passed; all of them act at the first boundary that none has
-passed yet. Until that is settled no rank passes another one, so none can be too late.
+A signal reaches each rank when it likes, and one that waits for the others inside its handler waits for ever: they are
+in the gradient exchange of a step that it never enters. So a handler only notes what it is asked for. A thread on each
+rank tells the others, without the training thread, which boundary its rank has passed; all of them act at the first
+boundary that none has passed yet. Until that is settled no rank passes another one, so none can be too late.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Meeting:
         look_every: float = 0.5,
         answer_within: float = 30.0,
     ) -> None:
-        self._line = TimedStore(store, answer_within=answer_within) if store is not None else None
+        self._store = TimedStore(store, answer_within=answer_within) if store is not None else None
         self._rank, self._world_size = rank, world_size
         self._look_every, self._answer_within = look_every, answer_within
         self._asked: queue.SimpleQueue[str | None] = queue.SimpleQueue()
@@ -80,8 +80,8 @@ class Meeting:
         self._due: tuple[Position, Call] | None = None
         self._closed = False
         self._thread: threading.Thread | None = None
-        if self._line is not None:
-            self._thread = threading.Thread(target=self._watch, args=(self._line,), name="ckpt-meeting", daemon=True)
+        if self._store is not None:
+            self._thread = threading.Thread(target=self._watch, args=(self._store,), name="ckpt-meeting", daemon=True)
             self._thread.start()
 
     def ask(self, request: str) -> None:
@@ -94,7 +94,7 @@ class Meeting:
         Args:
             position: Of the boundary; it grows, and is the same on all ranks for the same boundary.
         """
-        if self._line is None:
+        if self._store is None:
             return Call(frozenset(self._taken()), True)
         with self._changed:
             while self._settling:
@@ -107,11 +107,11 @@ class Meeting:
         return call
 
     def at_last(self, position: Position) -> Call:
-        """Do as :meth:`at` does, at a boundary that none follows for now: what was asked for on any rank by then is done.
+        """Do as :meth:`at` does, at the last boundary for now: what was asked for on any rank by then is done.
 
         Waits until all ranks are here, or for as long as they have to answer.
         """
-        if self._line is None:
+        if self._store is None:
             return self.at(position)
         with self._changed:
             while self._settling:
@@ -138,9 +138,9 @@ class Meeting:
                 taken.append(request)
         return taken
 
-    # ---- the thread ----------------------------------------------------------------------------------------------------
+    # ---- the thread --------------------------------------------------------------------------------------------------
 
-    def _watch(self, line: TimedStore) -> None:
+    def _watch(self, store: TimedStore) -> None:
         number = 0
         done_before: dict[
             str, float
@@ -150,9 +150,9 @@ class Meeting:
             if self._closed:
                 return
             try:
-                if not mine and not self._is_last and not line.has(f"{number}/asked"):
+                if not mine and not self._is_last and not store.has(f"{number}/asked"):
                     continue
-                call, after = self._settle(line, number, mine)
+                call, after = self._settle(store, number, mine)
             except RankFailedError:
                 if not mine:
                     self._give_up()
@@ -182,16 +182,16 @@ class Meeting:
                 found.add(request)
         return found
 
-    def _settle(self, line: TimedStore, number: int, mine: set[str]) -> tuple[Call, Position]:
+    def _settle(self, store: TimedStore, number: int, mine: set[str]) -> tuple[Call, Position]:
         """Find out with the other ranks what to do, and after which boundary."""
         with self._changed:
             self._settling = True
             passed = self._passed
-        line.set(f"{number}/{self._rank}", json.dumps([passed, sorted(mine)]))
-        line.set(f"{number}/asked", "")
+        store.set(f"{number}/{self._rank}", json.dumps([passed, sorted(mine)]))
+        store.set(f"{number}/asked", "")
         ranks = [f"{number}/{rank}" for rank in range(self._world_size)]
-        if not line.wait(ranks, self._answer_within):
+        if not store.wait(ranks, self._answer_within):
             return Call(frozenset(mine), together=False), passed
-        answers = [json.loads(line.get(rank)) for rank in ranks]
+        answers = [json.loads(store.get(rank)) for rank in ranks]
         requests = frozenset(request for _, asked in answers for request in asked)
         return Call(requests, together=True), max((position[0], position[1]) for position, _ in answers)

@@ -1,7 +1,7 @@
 """Ranks agree on the outcome of background saves, without a collective and without waiting for each other.
 
-One rank writes; the others must learn of a failure and raise it at the same step, or the job hangs in the next collective.
-They talk through a ``TCPStore`` of their own, on the training thread, and only while a save is under way.
+One rank writes; the others must learn of a failure and raise it at the same step, or the job hangs in the next
+collective. They talk through a ``TCPStore`` of their own, on the training thread, and only while a save is under way.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class SharedOutcome:
     """Makes every rank raise the failure of a background save at the same step boundary.
 
     The rank that finds a failure at one boundary announces it for the next one. Between the two, all ranks take part in
-    the gradient exchange of a step, so the announcement reaches each of them before it gets to that boundary. Therefore a
-    boundary is the end of a batch in which the optimizers stepped.
+    the gradient exchange of a step, so the announcement reaches each of them before it gets to that boundary. Therefore
+    a boundary is the end of a batch in which the optimizers stepped.
 
     Args:
         store: Shared by all ranks and served by the one that writes; None for a single process.

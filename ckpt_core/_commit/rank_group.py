@@ -66,5 +66,5 @@ class RankGroup:
         return f"{self.session}-{next(self._series)}"
 
     def close(self) -> None:
-        """Let go of the store, which rank 0 then serves no more; called on all ranks together, after their last save."""
+        """Leave the store, which rank 0 serves no more; called on all ranks together, after their last save."""
         self.store = None

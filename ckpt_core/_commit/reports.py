@@ -1,7 +1,7 @@
 """One save of many ranks: each reports that its part is durable, rank 0 commits, and all learn the outcome.
 
-No collective is involved and no training thread waits: ranks put their reports into the store, from the background, and rank 0
-collects them. A rank that is missing is named when the time is over, and the save has then failed for all.
+No collective is involved and no training thread waits: ranks put their reports into the store, from the background, and
+rank 0 collects them. A rank that is missing is named when the time is over, and the save has then failed for all.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _LAST_LOOK = 1.0
 class SaveSeries:
     """Saves that follow each other, numbered alike on all ranks although none asks another.
 
-    Each call of save has a number. A rank on which one was not called catches up when it finds the outcome of a save of a path
-    that it is not about to save.
+    Each call of save has a number. A rank on which one was not called catches up when it finds the outcome of a save of
+    a path that it is not about to save.
 
     Args:
         group: The ranks; they make their series in the same order.
@@ -105,7 +105,7 @@ class JointSave:
         if group.store is None and group.world_size > 1:
             raise ValueError("the ranks' connection is closed: connect them again")
         self._others = [rank for rank in range(group.world_size) if rank != group.rank]
-        self._line = TimedStore(group.store, answer_within=timeout) if group.store is not None else None
+        self._store = TimedStore(group.store, answer_within=timeout) if group.store is not None else None
 
     @property
     def token(self) -> str:
@@ -119,14 +119,14 @@ class JointSave:
             RankFailedError: Rank 0 is gone or does not answer: there is nothing to conclude.
         """
         self._number = self._series.concluded + 1 if self._agreed is None else self._agreed
-        if self._line is None:
+        if self._store is None:
             return
         try:
-            while self._rank != 0 and self._agreed is None and self._line.has(self._key("outcome")):
-                if json.loads(self._line.get(self._key("outcome")))[0] == self._path:
+            while self._rank != 0 and self._agreed is None and self._store.has(self._key("outcome")):
+                if json.loads(self._store.get(self._key("outcome")))[0] == self._path:
                     break  # this very save: the others have given up waiting for this rank
                 self._number += 1
-            self._line.set(self._key(f"begun/{self._rank}"), "")
+            self._store.set(self._key(f"begun/{self._rank}"), "")
         except RankFailedError:
             self._series.concluded = self._number
             self.undecided = True
@@ -138,66 +138,66 @@ class JointSave:
         Raises:
             RankFailedError: Rank 0 is gone or does not answer.
         """
-        if self._line is None:
+        if self._store is None:
             return answer()
         key, outcome = self._key(question), self._key("outcome")
         self._asked.append(question)
         if self._rank == 0:
             found = answer()
-            self._line.set(key, "yes" if found else "")
+            self._store.set(key, "yes" if found else "")
             return found
-        if not self._line.wait_for_any([key, outcome], self._timeout):
-            raise self._too_late([0]) if self._line.has(self._key("begun/0")) else self._not_called([0])
+        if not self._store.wait_for_any([key, outcome], self._timeout):
+            raise self._too_late([0]) if self._store.has(self._key("begun/0")) else self._not_called([0])
         # Without an answer there is an outcome, which is the same whatever is answered.
-        return self._line.has(key) and self._line.get(key) == "yes"
+        return self._store.has(key) and self._store.get(key) == "yes"
 
     def conclude(self, report: str | CheckpointError, commit: Callable[[Sequence[str | None]], int]) -> int:
         """Report what has become of this rank's part, and return the size of the checkpoint once it is committed.
 
         Args:
             report: What the committer needs to know of this rank's part, which is durable; or why there is none.
-            commit: Called on rank 0 alone, with the reports of all ranks in their order, if none has failed; None stands for a
-                rank that is absent.
+            commit: Called on rank 0 alone, with the reports of all ranks in their order, if none has failed; None
+                stands for a rank that is absent.
 
         Raises:
             CheckpointError: The save has failed, for the same reason on all ranks.
             RankFailedError: A rank is gone, is stopped, or has not called save.
         """
         try:
-            if self._line is None:
+            if self._store is None:
                 return commit([_text_of(report)])
             if self._rank == 0:
-                return self._decide(self._line, report, commit)
-            return self._learn(self._line, report)
+                return self._decide(self._store, report, commit)
+            return self._learn(self._store, report)
         finally:
             self._series.concluded = self._number
 
-    # ---- rank 0 --------------------------------------------------------------------------------------------------------
+    # ---- rank 0 ------------------------------------------------------------------------------------------------------
 
     def _decide(
-        self, line: TimedStore, report: str | CheckpointError, commit: Callable[[Sequence[str | None]], int]
+        self, store: TimedStore, report: str | CheckpointError, commit: Callable[[Sequence[str | None]], int]
     ) -> int:
         size, failure = 0, None
         reported: list[int] = []
         absent: set[int] = set()
         try:
-            line.set(self._key("collecting"), "")
-            reported, absent = self._collect(line)
-            line.set(self._key("collected"), "")
-            size = commit(self._texts(line, report, reported, absent))
+            store.set(self._key("collecting"), "")
+            reported, absent = self._collect(store)
+            store.set(self._key("collected"), "")
+            size = commit(self._texts(store, report, reported, absent))
         except CheckpointError as error:
             failure = error
         except BaseException as error:
             failure = CheckpointError(f"rank 0: {type(error).__name__}: {error}", path=self._path)
             raise
         finally:
-            self._announce(line, size, failure, readers=len(reported), keep=bool(absent))
+            self._announce(store, size, failure, readers=len(reported), keep=bool(absent))
         if failure is not None:
             raise failure
         return size
 
-    def _collect(self, line: TimedStore) -> tuple[list[int], set[int]]:
-        """Return the other ranks that have reported, and those that are absent, when none is left or the time is over."""
+    def _collect(self, store: TimedStore) -> tuple[list[int], set[int]]:
+        """Return the other ranks that have reported, and those that are absent, when none is left or time is up."""
         deadline = time.monotonic() + self._timeout
         wait = self._timeout if self._absent is None else _FIRST_LOOK
         absent: set[int] = set()
@@ -205,16 +205,16 @@ class JointSave:
             awaited = [rank for rank in self._others if rank not in absent]
             left = deadline - time.monotonic()
             keys = [self._key(f"report/{rank}") for rank in awaited]
-            if not keys or line.wait(keys, max(0.0, min(wait, left))):
+            if not keys or store.wait(keys, max(0.0, min(wait, left))):
                 return awaited, absent
             if self._absent is None or left <= wait:
-                return [rank for rank in awaited if line.has(self._key(f"report/{rank}"))], absent
+                return [rank for rank in awaited if store.has(self._key(f"report/{rank}"))], absent
             # Whoever has begun takes part, whatever is said of it.
-            absent |= {rank for rank in self._absent() if not line.has(self._key(f"begun/{rank}"))}
+            absent |= {rank for rank in self._absent() if not store.has(self._key(f"begun/{rank}"))}
             wait = min(2 * wait, _LAST_LOOK)
 
     def _texts(
-        self, line: TimedStore, report: str | CheckpointError, reported: Sequence[int], absent: Collection[int]
+        self, store: TimedStore, report: str | CheckpointError, reported: Sequence[int], absent: Collection[int]
     ) -> list[str | None]:
         """Return the reports of all ranks, in their order, if there is nothing wrong with any.
 
@@ -225,7 +225,7 @@ class JointSave:
         texts: list[str | None] = [None] * self.group.world_size
         texts[0] = "" if isinstance(report, CheckpointError) else report
         for rank in reported:
-            head, _, text = line.get(self._key(f"report/{rank}")).partition("\n")
+            head, _, text = store.get(self._key(f"report/{rank}")).partition("\n")
             path, error = json.loads(head)
             if path != self._path:
                 raise RankFailedError(
@@ -238,71 +238,71 @@ class JointSave:
             texts[rank] = text
         missing = [rank for rank in self._others if rank not in {*reported, *absent}]
         if failure is None and missing:
-            failure = self._missing(line, missing)
+            failure = self._missing(store, missing)
         if failure is not None:
             raise failure
         return texts
 
-    def _missing(self, line: TimedStore, ranks: Sequence[int]) -> RankFailedError:
-        begun = [rank for rank in ranks if line.has(self._key(f"begun/{rank}"))]
+    def _missing(self, store: TimedStore, ranks: Sequence[int]) -> RankFailedError:
+        begun = [rank for rank in ranks if store.has(self._key(f"begun/{rank}"))]
         if begun:
             return self._too_late(begun)
         return self._not_called(ranks)
 
     def _announce(
-        self, line: TimedStore, size: int, failure: CheckpointError | None, *, readers: int, keep: bool
+        self, store: TimedStore, size: int, failure: CheckpointError | None, *, readers: int, keep: bool
     ) -> None:
         encoded = None if failure is None else encode_error(failure)
-        line.set(self._key("outcome"), json.dumps([self._path, size, readers, encoded]))
-        if readers and not line.wait([self._key("all-read")], min(_LINGER, self._timeout)):
+        store.set(self._key("outcome"), json.dumps([self._path, size, readers, encoded]))
+        if readers and not store.wait([self._key("all-read")], min(_LINGER, self._timeout)):
             return
-        self._forget(line, "begun/0", "read", "all-read", *self._asked)
+        self._forget(store, "begun/0", "read", "all-read", *self._asked)
         if failure is None and not keep:  # what ranks that were left out of it will find
-            self._forget(line, "collecting", "collected", "outcome")
+            self._forget(store, "collecting", "collected", "outcome")
 
-    # ---- the other ranks -----------------------------------------------------------------------------------------------
+    # ---- the other ranks ---------------------------------------------------------------------------------------------
 
-    def _learn(self, line: TimedStore, report: str | CheckpointError) -> int:
+    def _learn(self, store: TimedStore, report: str | CheckpointError) -> int:
         own_error = report if isinstance(report, CheckpointError) else None
         head = json.dumps([self._path, None if own_error is None else encode_error(own_error)])
         try:
-            line.set(self._key(f"report/{self._rank}"), f"{head}\n{report if own_error is None else ''}")
-            self._wait_for_outcome(line)
-            _, size, readers, error = json.loads(line.get(self._key("outcome")))
+            store.set(self._key(f"report/{self._rank}"), f"{head}\n{report if own_error is None else ''}")
+            self._wait_for_outcome(store)
+            _, size, readers, error = json.loads(store.get(self._key("outcome")))
         except RankFailedError:
             self.undecided = True
             raise
         with contextlib.suppress(RankFailedError):  # rank 0 may be gone by now, as it may
-            self._forget(line, f"begun/{self._rank}", f"report/{self._rank}")
-            if line.add(self._key("read"), 1) == readers:
-                line.set(self._key("all-read"), "")
+            self._forget(store, f"begun/{self._rank}", f"report/{self._rank}")
+            if store.add(self._key("read"), 1) == readers:
+                store.set(self._key("all-read"), "")
         if error is not None:
             raise decode_error(error) from own_error
         return int(size)
 
-    def _wait_for_outcome(self, line: TimedStore) -> None:
+    def _wait_for_outcome(self, store: TimedStore) -> None:
         """Return when there is an outcome; each step on the way to it has its own time.
 
         Raises:
             RankFailedError: Rank 0 does not get there.
         """
-        if not line.wait([self._key("collecting")], self._timeout):
-            if line.has(self._key("begun/0")):
+        if not store.wait([self._key("collecting")], self._timeout):
+            if store.has(self._key("begun/0")):
                 raise self._too_late([0])
             raise self._not_called([0])
         if not (
-            line.wait([self._key("collected")], self._timeout * _GRACE)
-            and line.wait([self._key("outcome")], self._timeout)
+            store.wait([self._key("collected")], self._timeout * _GRACE)
+            and store.wait([self._key("outcome")], self._timeout)
         ):
             raise self._too_late([0])
 
-    # ---- both ----------------------------------------------------------------------------------------------------------
+    # ---- both --------------------------------------------------------------------------------------------------------
 
     def _key(self, name: str) -> str:
         return f"{self.token}/{name}"
 
-    def _forget(self, line: TimedStore, *names: str) -> None:
-        line.delete([self._key(name) for name in names])
+    def _forget(self, store: TimedStore, *names: str) -> None:
+        store.delete([self._key(name) for name in names])
 
     def _not_called(self, ranks: Sequence[int]) -> RankFailedError:
         return RankFailedError(

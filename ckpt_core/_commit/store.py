@@ -1,8 +1,8 @@
 """The store through which the ranks talk: opened for checkpointing alone, and asked with a time limit.
 
-torch's server takes requests from everybody who can reach it. So it listens on the loopback interface where all ranks are
-on one machine; and what ranks tell each other is sealed with a secret that the ranks alone have, so that a stranger may
-make a save fail, and can neither invent a report nor an outcome.
+torch's server takes requests from everybody who can reach it. So it listens on the loopback interface where all ranks
+are on one machine; and what ranks tell each other is sealed with a secret that the ranks alone have, so that a stranger
+may make a save fail, and can neither invent a report nor an outcome.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ def _secret_of(store: Store) -> bytes | None:
 class TimedStore:
     """A store that rank 0 serves, asked with a time limit.
 
-    torch's client waits for ever for the answer of a server whose process is stopped, so each request has a thread of its
-    own, which is left behind if there is no answer.
+    torch's client waits for ever for the answer of a server whose process is stopped, so each request has a thread of
+    its own, which is left behind if there is no answer.
 
     Args:
         store: The store.

@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ckpt_core._layouts.sharded.blocks import DIGEST_BYTES, SMALLEST_BLOCK, IntArray, block_begins
-from ckpt_core._layouts.sharded.manifest import RankRecord
-from ckpt_core._layouts.sharded.names import group_of
-from ckpt_core._layouts.sharded.safetensors_file import FileLayout
+from ckpt_core._layouts.sharded.manifest import RankRecord, group_of
+from ckpt_core._layouts.sharded.safetensors_file import DIGEST_BYTES, SMALLEST_BLOCK, FileLayout, IntArray, block_begins
 from ckpt_core._layouts.sharded.writing import WrittenFile
-from ckpt_core._pipeline.previous import read_manifest
+from ckpt_core._pipeline.directories import read_manifest
 from ckpt_core.digest import digest
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError
 from ckpt_core.storage import Storage
@@ -162,7 +160,7 @@ def _differ(one: KnownFile, other: KnownFile) -> list[bool]:
     return differs
 
 
-# ---- a checkpoint that another process has written -----------------------------------------------------------------------------
+# ---- a checkpoint that another process has written -------------------------------------------------------------------
 
 
 def known_at(storage: Storage, path: str, *, rank: int) -> Known | None:

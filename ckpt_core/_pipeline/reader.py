@@ -88,7 +88,7 @@ def _peek(storage: Storage, path: str) -> Any:
 
 
 def stamp_of(path: str, *, storage: Storage, is_directory: bool) -> Stamp:
-    """Return what a checkpoint says of its own age; of one that says nothing, because it is older, the step that it holds.
+    """Return what a checkpoint says of its own age; of an older one, which says nothing, the step that it holds.
 
     Args:
         path: The checkpoint.
@@ -119,7 +119,7 @@ def stamp_of(path: str, *, storage: Storage, is_directory: bool) -> Stamp:
 
 
 def note_commits(storage: Storage, directory: str, ending: str) -> None:
-    """Note when the checkpoints in a directory were committed, so that what is saved beside them now is the newest one.
+    """Note when the checkpoints in a directory were committed, so that what is saved next to them is newer.
 
     Args:
         storage: Where the directory is.

@@ -9,18 +9,27 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Protocol
 
 import torch
 
 from ckpt_core._layouts.image import ImageAbandonedError
-from ckpt_core._layouts.torch_file.image import StateLayout
-from ckpt_core.errors import OutOfMemoryError, SnapshotTornError
+from ckpt_core.errors import CheckpointError, OutOfMemoryError, SnapshotTornError
 from ckpt_core.memory import StagingBuffer
 from ckpt_core.parallel import wait_through
 
-__all__ = ["COPY_GROUP", "BackgroundCopy", "BufferPool", "Snapshot", "TornSnapshotGuard", "wait_for_devices"]
+__all__ = [
+    "COPY_GROUP",
+    "BackgroundCopy",
+    "BufferPool",
+    "Layout",
+    "Snapshot",
+    "TornSnapshotGuard",
+    "given_up",
+    "wait_for_devices",
+]
 
 COPY_GROUP = 64 * 2**20  # bytes copied by one call: long enough that taking the GIL between two does not count
 
@@ -96,9 +105,9 @@ class BufferPool:
 class BackgroundCopy:
     """Copies tensors into host memory on its own thread, in order, so that others can pickle and write meanwhile.
 
-    Each group of pieces is one call into torch, which holds no GIL and uses torch's threads. CUDA tensors are copied on a
-    side stream of their device, which starts after the work already queued on the current one; the training thread waits in
-    :meth:`wait`.
+    Each group of pieces is one call into torch, which holds no GIL and uses torch's threads. CUDA tensors are copied on
+    a side stream of their device, which starts after the work already queued on the current one; the training thread
+    waits in :meth:`wait`.
 
     Args:
         pieces: ``(end, target, source)``: ``uint8`` tensors of the same size, and the offset that is reached with them.
@@ -177,7 +186,7 @@ class BackgroundCopy:
 
 
 def wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """Return when what this thread has queued for CUDA tensors is done, so that other threads read what it has written."""
+    """Return when what this thread has queued for CUDA tensors is done, so that other threads may read them."""
     for device in _cuda_devices(tensors):
         torch.cuda.current_stream(device).synchronize()
 
@@ -232,45 +241,160 @@ class TornSnapshotGuard:
             )
 
 
+class Layout(Protocol):
+    """Which tensors a state has, and where in a buffer they go."""
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The live tensors that are written."""
+
+    @property
+    def staged_size(self) -> int:
+        """Bytes of the buffer that all of them need; 0 if they need none."""
+
+    def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterable[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Yield what is to be copied into ``buffer`` as ``(end, target, source)``, in order.
+
+        Args:
+            buffer: At least ``staged_size`` bytes.
+            nbytes: Largest size of a piece; ``end`` is the offset in the buffer at which it ends.
+        """
+
+
 class Snapshot:
-    """A copy of a state in a buffer, being made; its image can be written already, but not committed.
+    """The tensors of one save: being copied into a buffer of ours, or live while training waits.
+
+    Two threads share it. The training thread takes the state, and seals it or gives up; the other one writes what is
+    there already, and gives the buffer back, whatever has happened. In the foreground both are one thread.
 
     Args:
-        state: What ``torch.save`` would take.
-        path: Where it will go, for messages.
-        buffers: Lends the memory. It goes back by ``buffers.release(image.release())``.
+        path: The checkpoint, for messages.
+        buffers: Lends the memory; None for live tensors, in the foreground.
 
     Attributes:
-        image: The file's image.
+        is_live: Whether the save is in the foreground.
+        buffer: What the tensors are copied into, if they are.
+        not_copied: Why there is no copy, in the background: there is no memory for it. Training has to wait for the
+            save.
+        sealed_at: ``time.perf_counter()`` of the moment in which it was complete.
     """
 
-    def __init__(self, state: Any, *, path: str, buffers: BufferPool) -> None:
-        self._state = state
+    def __init__(self, path: str, buffers: BufferPool | None = None) -> None:
+        self.is_live = buffers is None
+        self.buffer: StagingBuffer | None = None
+        self.not_copied: OutOfMemoryError | None = None
+        self.sealed_at = 0.0
         self._path = path
-        self._layout = StateLayout(state)
-        self._guard = TornSnapshotGuard(self._layout.tensors)
-        buffer = buffers.acquire(self._layout.region_size)
-        try:
-            self._layout.fill_gaps(buffer)
-            self._copy = BackgroundCopy(self._layout.pieces_in(buffer, COPY_GROUP))
-        except BaseException:
-            buffers.release(buffer)
-            raise
-        self.image = self._layout.staged_image(buffer, self._copy.wait_until)
+        self._buffers = buffers
+        self._guard = TornSnapshotGuard(())
+        self._copy: BackgroundCopy | None = None
+        self._failure: CheckpointError | None = None
+        self._taken = threading.Event()
+        self._sealed = threading.Event()
+
+    # ---- the training thread -----------------------------------------------------------------------------------------
+
+    def take(self, layout: Layout) -> None:
+        """Begin to copy the tensors; those that are not copied may be read by other threads from now on."""
+        self._guard = TornSnapshotGuard(layout.tensors)
+        if self._buffers is not None and layout.staged_size:
+            try:
+                self.buffer = self._buffers.acquire(layout.staged_size)
+            except OutOfMemoryError as error:
+                self.not_copied = error
+        if self.buffer is None:
+            wait_for_devices(layout.tensors)
+        else:
+            self._copy = BackgroundCopy(layout.pieces_in(self.buffer, COPY_GROUP))
+
+    def begin_writing(self) -> None:
+        """Let the other thread write what there is already."""
+        self._taken.set()
 
     def finish(self) -> None:
-        """Return when the copy is complete: the caller may change the state, and seal the image.
+        """Return when the caller may change the state: it is copied, if it is to be.
 
         Raises:
-            SerializationError: An object cannot be pickled; the error names its key.
             SnapshotTornError: A tensor changed while it was being copied.
         """
-        try:
-            self._layout.pickle_into(self.image, self._state)
-        finally:
-            self.wait()
-        self._guard.check(path=self._path)
+        if self._copy is not None:
+            self._copy.wait()
+            self._guard.check(path=self._path)
 
-    def wait(self) -> None:
-        """Return when nothing is copied into the buffer any more; raise what the copy raised."""
-        self._copy.wait()
+    def seal(self) -> None:
+        """Declare that all is there: it may be committed."""
+        self.sealed_at = time.perf_counter()
+        self._sealed.set()
+
+    def give_up(self, error: BaseException) -> None:
+        """Declare that there is nothing to save; returns when nothing is copied any more.
+
+        Args:
+            error: Why.
+        """
+        self._failure = given_up(error, self._path)
+        try:
+            if self._copy is not None:
+                self._copy.settle()
+        finally:
+            self._taken.set()
+            self._sealed.set()
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether there is nothing to save."""
+        return self._failure is not None
+
+    # ---- the thread that writes --------------------------------------------------------------------------------------
+
+    def wait_taken(self) -> None:
+        """Return when it is known what is to be written; raise if that is nothing."""
+        self._taken.wait()
+        self._raise_failure()
+
+    def wait_until(self, offset: int) -> None:
+        """Return when everything up to ``offset`` of the buffer is copied; raise if there is nothing to save."""
+        self._raise_failure()
+        assert self._copy is not None
+        try:
+            self._copy.wait_until(offset)
+        except ImageAbandonedError:
+            self._sealed.wait()  # the training thread is about to say why
+            self._raise_failure()
+            raise
+
+    def wait_sealed(self) -> None:
+        """Return when the whole state was taken; called when all tensors that were not copied have been written.
+
+        Raises:
+            SnapshotTornError: One of them was changed meanwhile.
+            CheckpointError: There is nothing to save.
+        """
+        if not self.is_live:
+            self._sealed.wait()
+        self._raise_failure()
+        if self._copy is None:
+            self._guard.check(path=self._path)
+
+    def release(self) -> None:
+        """Give the buffer back when nothing is copied into it any more."""
+        if not self.is_live:
+            self._sealed.wait()
+        buffer, self.buffer = self.buffer, None
+        if buffer is not None and self._buffers is not None:
+            self._buffers.release(buffer)
+        self._guard = TornSnapshotGuard(())  # lets go of the tensors
+        self._copy = None
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+
+def given_up(error: BaseException, path: str) -> CheckpointError:
+    """Return the error that other ranks raise for an exception that ended the save on one."""
+    if isinstance(error, CheckpointError):
+        return error
+    failure = CheckpointError(f"the save failed: {type(error).__name__}: {error}", path=path)
+    failure.__cause__ = error
+    return failure

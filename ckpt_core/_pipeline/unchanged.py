@@ -1,14 +1,16 @@
-"""Tensors that did not change since the checkpoint before are not written again: their file is linked or copied by the storage.
+"""Tensors that have not changed since the last checkpoint are not written again: their file is linked or copied.
 
-What decides is the content: a file is taken over only if every block of it has the digest that the same block has in the file
-of the earlier checkpoint. So a file is taken over whole or not at all, and tensors that stay as they are get files of their own
-(:class:`~ckpt_core._plan.Grouping`). Which those are may be guessed, from what was found at the last save and from the counters
-in which autograd notes changes; a wrong guess costs a file that is written, and never a wrong byte.
+What decides is the content: a file is taken over only if every block of it has the digest that the same block has in
+the file of the earlier checkpoint. So a file is taken over whole or not at all, and tensors that stay as they are get
+files of their own (:class:`~ckpt_core._plan.Grouping`). Which those are may be guessed, from what was found at the last
+save and from the counters in which autograd notes changes; a wrong guess costs a file that is written, and never a
+wrong byte.
 
-Every checkpoint remains whole by itself: what is taken over is a hard link or a copy, never a reference. Links share the
-blocks of a disk, though, so a block that goes bad would be in all checkpoints from then on. Therefore a file is read back and
-compared in full when this process has not written it, and after :data:`LINKS_BETWEEN_READINGS` links; one that is damaged is
-written anew. The file itself is not looked at otherwise, but for its header, which says which save wrote it.
+Every checkpoint remains whole by itself: what is taken over is a hard link or a copy, never a reference. Links share
+the blocks of a disk, though, so a block that goes bad would be in all checkpoints from then on. Therefore a file is
+read back and compared in full when this process has not written it, and after :data:`LINKS_BETWEEN_READINGS` links; one
+that is damaged is written anew. The file itself is not looked at otherwise, but for its header, which says which save
+wrote it.
 """
 
 from __future__ import annotations
@@ -20,8 +22,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 import numpy as np
 
 from ckpt_core._layouts.image import WINDOW, Image
-from ckpt_core._layouts.sharded.parts import PartContent
-from ckpt_core._layouts.sharded.writing import RankFiles, WrittenFile
+from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, WrittenFile
 from ckpt_core._pipeline.known_files import Known, KnownFile, changes, known_at, known_file
 from ckpt_core._plan import Grouping
 from ckpt_core.digest import digest
@@ -30,7 +31,7 @@ from ckpt_core.memory import ScratchBuffers
 from ckpt_core.parallel import IO_THREADS, run_parallel
 from ckpt_core.storage import FileReader, Storage, is_remote
 
-__all__ = ["LINKS_BETWEEN_READINGS", "SaveBeside", "UnchangedFiles"]
+__all__ = ["LINKS_BETWEEN_READINGS", "IncrementalSave", "UnchangedFiles"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +48,8 @@ class UnchangedFiles:
     Args:
         rank: This process's rank.
         world_size: Number of ranks.
-        divide_replicated: Whether parts that all ranks hold alike may be divided over files. If not, they stay files that other
-            programs read as they are, and are taken over only if all of the part is unchanged.
+        divide_replicated: Whether parts that all ranks hold alike may be divided over files. If not, they stay files
+            that other programs read as they are, and are taken over only if all of the part is unchanged.
         enabled: If not, everything is written each time.
     """
 
@@ -64,11 +65,11 @@ class UnchangedFiles:
         self._loaded: tuple[Storage, str] | None = None
 
     def loaded(self, storage: Storage, path: str) -> None:
-        """Note that the run goes on from the checkpoint at ``path``: it is looked at when the first save comes."""
+        """Note that the run resumes from the checkpoint at ``path``, which is read when the first save comes."""
         if self._enabled and self._known is None:
             self._loaded = storage, path
 
-    def begin(self, storage: Storage, path: str) -> SaveBeside:
+    def begin(self, storage: Storage, path: str) -> IncrementalSave:
         """Return what a save at ``path`` needs to know."""
         if self._loaded is not None:
             found, self._loaded = known_at(*self._loaded, rank=self._rank), None
@@ -77,7 +78,7 @@ class UnchangedFiles:
                 for part, groups in found.groups().items():
                     self._grouping(part).restore(groups)
         hints = {key: hint for key, hint in self._hints.items() if key not in self._misled}
-        return SaveBeside(self, storage, path, self._known, hints)
+        return IncrementalSave(self, storage, path, self._known, hints)
 
     def _grouping(self, part: str) -> Grouping:
         return self._groupings.setdefault(part, Grouping())
@@ -104,8 +105,8 @@ class UnchangedFiles:
             self._misled.update(misled)
 
 
-class SaveBeside:
-    """One save, beside the checkpoint that was committed before.
+class IncrementalSave:
+    """One save that does not write again what is in the checkpoint before.
 
     Args:
         memory: What it is a save of.
@@ -187,7 +188,7 @@ class SaveBeside:
             found = reader.size == file.layout.size and _compare(reader, file, before, whole=whole)
         if not found:
             logger.warning(
-                "the file %s of the checkpoint %s is damaged: its tensors have not changed since, and are written again",
+                "the file %s of the checkpoint %s is damaged: its tensors, which have not changed, are written again",
                 before.name,
                 self._known.path,
             )

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ckpt_core._layouts.image import WINDOW
-from ckpt_core._pipeline.cleaning import discard, leave
-from ckpt_core._pipeline.previous import NOTHING, previous_at
+from ckpt_core._pipeline.directories import NOTHING, discard, leave, previous_at
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core.errors import CheckpointError, StorageError
 from ckpt_core.interchange.naming import EntryPath

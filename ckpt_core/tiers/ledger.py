@@ -1,7 +1,7 @@
-"""What was uploaded: a small file beside the uploads.
+"""What was uploaded: a small file next to the uploads.
 
-It tells which local copy an upload was made of, and when that was committed. Stores only tell when an upload ended, which is
-another order where an older checkpoint was uploaded late.
+It tells which local copy an upload was made of, and when that was committed. Stores only tell when an upload ended,
+which is another order where an older checkpoint was uploaded late.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Mapping
 
-from ckpt_core._pipeline.previous import read_manifest
+from ckpt_core._pipeline.directories import read_manifest
 from ckpt_core._pipeline.reader import stamp_of
 from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
@@ -32,7 +32,8 @@ class Identity:
     """What tells one local copy from any other that was or will be at its path.
 
     Attributes:
-        committed: Unix time of its commit in seconds, as it says of itself; the file system's date of one that does not say.
+        committed: Unix time of its commit in seconds, as it says of itself; the file system's date of one that does not
+            say.
         inode: Of the file, or of a directory's manifest: each save makes a new one.
         size: Of that file in bytes.
         modified_ns: Time of its last change.

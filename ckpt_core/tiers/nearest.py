@@ -1,4 +1,4 @@
-"""Both tiers as one storage to read from: the union of what is there, and of each checkpoint the nearest copy that is whole."""
+"""Both tiers as one storage to read from: of each checkpoint, the nearest copy that is whole."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
-from ckpt_core._pipeline.previous import names_of_files
+from ckpt_core._pipeline.directories import names_of_files
 from ckpt_core.errors import (
     CheckpointCorruptedError,
     CheckpointError,
@@ -57,7 +57,7 @@ class TieredStorage(Storage):
         return self.tiers.storage(self._storage_options)
 
     def nearest(self, path: str, read: Callable[[Storage, str], Result]) -> Result:
-        """Return what ``read`` returns for the local copy of a checkpoint or, if that is not there or damaged, for the other.
+        """Return what ``read`` returns for the local copy of a checkpoint or, if that is missing or damaged, the other.
 
         Args:
             path: The checkpoint, in either tier.
@@ -80,7 +80,7 @@ class TieredStorage(Storage):
         return read(self.remote, self.tiers.remote_path(path))
 
     def local_identity(self, path: str) -> Identity | None:
-        """Return the identity of a checkpoint's local copy; None if there is none that is known to be whole or not known."""
+        """Return the identity of a checkpoint's local copy; None if there is none, or it is known to be damaged."""
         local = self.tiers.local_path(path)
         identity = identity_of(local)
         return None if identity is None or (local, identity) in _DAMAGED else identity
@@ -142,7 +142,7 @@ class TieredStorage(Storage):
         root = directory.rstrip("/")
         return [FileInfo(f"{root}/{name}", file.size, times[name]) for name, file in {**far, **near}.items()]
 
-    # ---- writing: to the local tier, from which the uploader takes it -----------------------------------------------------
+    # ---- writing: to the local tier, from which the uploader takes it ------------------------------------------------
 
     def create(self, path: str, expected_size: int) -> FileWriter:
         return self.local.create(self.tiers.local_path(path), expected_size)

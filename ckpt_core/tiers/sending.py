@@ -8,7 +8,7 @@ import os
 import threading
 
 from ckpt_core._commit import RankGroup, SaveSeries
-from ckpt_core._pipeline.copying import copy_directory
+from ckpt_core._pipeline.directories import copy_directory
 from ckpt_core._pipeline.reader import verify
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_core.storage import MANIFEST_NAME

@@ -28,7 +28,6 @@ from ckpt_core import (
     verify,
 )
 from ckpt_core._pipeline.snapshot import BufferPool
-from ckpt_core._pipeline.writer import BackgroundWriter
 from ckpt_core.events import (
     CheckpointLoaded,
     CheckpointRemoved,
@@ -420,7 +419,7 @@ def test_a_save_that_fails_before_the_background_gives_its_buffer_back(tmp_path:
         with pytest.raises(KeyboardInterrupt):
             checkpointer.save({"a": torch.ones(2)}, tmp_path / "a.ckpt")
     assert names(tmp_path) == []
-    assert not checkpointer._buffers.exhausted
+    assert not checkpointer._pipeline.buffers.exhausted
     checkpointer.close()
 
 
@@ -450,29 +449,6 @@ def test_writer_works_when_no_thread_can_be_started(tmp_path: Path, monkeypatch:
         assert checkpointer.pending == ()
         checkpointer.remove(tmp_path / "b.ckpt")
         assert_same_state(checkpointer.load(tmp_path / "a.ckpt"), {"w": torch.full((9,), 1.0)})
-
-
-def test_background_writer_runs_jobs_one_after_the_other() -> None:
-    running, most, order = 0, 0, []
-    lock = threading.Lock()
-
-    def job(number: int) -> int:
-        nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        order.append(number)
-        with lock:
-            running -= 1
-        return 0
-
-    writer = BackgroundWriter()
-    for number in range(200):
-        writer.save(f"{number}", lambda number=number: job(number))
-    writer.wait()
-    assert order == list(range(200))
-    assert most == 1
-    assert writer.pending == ()
 
 
 # Settings, copies, events

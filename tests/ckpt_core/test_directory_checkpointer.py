@@ -29,7 +29,7 @@ from ckpt_core import (
     StorageError,
     verify,
 )
-from ckpt_core._pipeline import sources
+from ckpt_core._pipeline import snapshot
 from ckpt_core._pipeline.snapshot import BackgroundCopy
 from ckpt_core.events import CheckpointRemoved, Event, SaveCommitted, SaveFailed, SaveStarted, SnapshotTaken
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
@@ -267,7 +267,7 @@ def test_a_tensor_that_changes_while_it_is_taken_fails_the_save(
             change()
 
     if strategy == "async":
-        monkeypatch.setattr(sources, "BackgroundCopy", ChangingCopy)
+        monkeypatch.setattr(snapshot, "BackgroundCopy", ChangingCopy)
     else:  # while the files are written
         monkeypatch.setattr(checkpointer_module, "storage_for", lambda *_: FaultyStorage(LocalStorage(), [during]))
     during = Fault(lambda operation: operation.name == "write_at" and change(operation))
@@ -320,12 +320,12 @@ def test_the_buffer_is_kept_and_given_back(tmp_path: Path) -> None:
     checkpointer = DirectoryCheckpointer()
     checkpointer.save(parts(), tmp_path / "a")
     checkpointer.wait()
-    (buffer,) = checkpointer._buffers._idle
+    (buffer,) = checkpointer._pipeline.buffers._idle
     checkpointer.save(parts(2.0), tmp_path / "b")
     checkpointer.wait()
-    assert checkpointer._buffers._idle == [buffer]
+    assert checkpointer._pipeline.buffers._idle == [buffer]
     checkpointer.close()
-    assert checkpointer._buffers._idle == []
+    assert checkpointer._pipeline.buffers._idle == []
 
 
 def test_a_removal_waits_for_its_successor_and_is_given_up_when_that_fails(

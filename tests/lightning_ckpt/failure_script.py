@@ -40,7 +40,7 @@ class Opens(Callback):
 
 def left_over(plugin: Any) -> list[str]:
     """What should have been freed."""
-    buffers = plugin.checkpointer._buffers
+    buffers = plugin.checkpointer._pipeline.buffers
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("ckpt-")]
     found = [*threads, *plugin.checkpointer.pending]
     if buffers._lent or buffers._idle:

@@ -70,8 +70,8 @@ def assert_tells_of_full_disk(error: StorageError, path: Path) -> None:
 
 def assert_freed(plugin: AsyncCheckpointIO) -> None:
     assert plugin.checkpointer.pending == ()
-    assert plugin.checkpointer._buffers._lent == 0
-    assert plugin.checkpointer._buffers._idle == []
+    assert plugin.checkpointer._pipeline.buffers._lent == 0
+    assert plugin.checkpointer._pipeline.buffers._idle == []
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("ckpt-")]
 
 

@@ -241,7 +241,7 @@ def test_a_store_that_is_down_costs_no_training_unless_told_so(bucket: Bucket, t
     for on_error in ("warn", "raise"):
         plugin: Any = AsyncCheckpointIO(on_error=on_error, **settings)  # type: ignore[arg-type]
         remote = FaultyStorage(LocalStorage(), [Fault("create", number=None, error=OSError(5, "it is down"))])
-        plugin.checkpointer._places.to_read(str(tmp_path)).remote = remote
+        plugin.checkpointer._to_read(str(tmp_path)).remote = remote
         callback = ResumableCheckpoint(tmp_path / on_error, every_n_train_steps=1, save_top_k=-1, filename="{step}")
         trainer = trainer_of(tmp_path, [callback], plugins=[plugin], max_epochs=1)
         if on_error == "raise":

@@ -29,6 +29,7 @@ from ckpt_core._layouts.sharded.manifest import (
     per_rank_name,
     piece_name,
     shard_name,
+    with_suffix,
 )
 from ckpt_core._layouts.sharded.plain import Json, encode_plain
 from ckpt_core._layouts.sharded.safetensors_file import (
@@ -151,7 +152,8 @@ class RankFiles:
         parts: The parts of the state, the same ones on all ranks.
         rank: The rank, from 0.
         world_size: Number of ranks.
-        save_id: 1 to 64 letters, digits and dashes: unique to the save, the same on all ranks. It is in every file.
+        save_id: 1 to 64 letters, digits and dashes: unique to the save, the same on all ranks. It is in every file. Where it is
+            not known yet, :meth:`identify` sets it.
         suffix: Comes before the extension of the files' names, where an older checkpoint has the plain names.
 
     Attributes:
@@ -164,7 +166,7 @@ class RankFiles:
     """
 
     def __init__(
-        self, parts: Sequence[PartContent], *, rank: int, world_size: int, save_id: str, suffix: str = ""
+        self, parts: Sequence[PartContent], *, rank: int, world_size: int, save_id: str = "0", suffix: str = ""
     ) -> None:
         check_save_id(save_id)
         for part in parts:
@@ -223,6 +225,24 @@ class RankFiles:
         ordered = tuple(chunks[index] for index in file_order([chunk.info for chunk in chunks]))
         layout = file_layout(tuple((chunk.name, chunk.info) for chunk in ordered), (("rank", str(self._rank)),))
         return _File(name, part, layout, layout.header(self._save_id), ordered, _is_all(chunks, count))
+
+    def identify(self, save_id: str, suffix: str) -> None:
+        """Give the files the id of their save and the suffix of their names, where they were laid out before both were known.
+
+        Args:
+            save_id: As for the class.
+            suffix: As for the class; that of the class was empty.
+        """
+        check_save_id(save_id)
+        self._save_id = save_id
+        self._files = [
+            dataclasses.replace(file, name=with_suffix(file.name, suffix), header=file.layout.header(save_id))
+            for file in self._files
+        ]
+        self._digests_name = with_suffix(self._digests_name, suffix)
+        self.names = [with_suffix(name, suffix) for name in self.names]
+        for name in self.names:
+            check_shard_name(name)
 
     def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Copy small tensors into ``buffer``, and yield what else is to be copied as ``(end, target, source)``, in order.

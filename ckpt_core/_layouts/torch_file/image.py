@@ -10,15 +10,13 @@ import ctypes
 import dataclasses
 import functools
 import sys
-import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from ckpt_core._layouts.image import WINDOW, ImageAbandonedError
+from ckpt_core._layouts.image import WINDOW
 from ckpt_core._layouts.torch_file.default_reading import refused_by_default
 from ckpt_core._layouts.torch_file.manifest import (
     ARCHIVE,
@@ -74,7 +72,7 @@ def _region(sizes: tuple[int, ...]) -> _Region:
 class FileImage:
     """The bytes of a torch file, either staged in a buffer of ours or still in the live tensors.
 
-    It can be written while it is being made: :meth:`window` waits for its bytes, :meth:`tail` for :meth:`seal`.
+    It can be written while it is being made: :meth:`window` waits for its bytes, and :meth:`tail` comes after :meth:`add_pickle`.
 
     Args:
         region: The layout of the tensors.
@@ -84,7 +82,6 @@ class FileImage:
 
     Attributes:
         region_size: Length in bytes of the first part of the file, which :meth:`window` gives; a multiple of 4096.
-        sealed_at: ``time.perf_counter()`` of the moment in which it was complete.
     """
 
     def __init__(
@@ -95,7 +92,6 @@ class FileImage:
         wait_staged: Callable[[int], None] | None = None,
     ) -> None:
         self.region_size = region.size
-        self.sealed_at = 0.0
         self._region = region
         self._sources = list(sources)
         self._staged = staged
@@ -105,8 +101,6 @@ class FileImage:
         self._late: list[bytes] = []
         self._step: int | None = None
         self._digests: list[dict[int, str]] = [{} for _ in region.records]
-        self._abandoned = False
-        self._settled = threading.Event()
 
     def add_pickle(self, pickled: bytes, references: list[int], late: list[bytes], step: int | None = None) -> None:
         """Add everything but the tensors.
@@ -118,25 +112,6 @@ class FileImage:
             step: Of which step of the training the state is, if it says so.
         """
         self._pickled, self._references, self._late, self._step = pickled, references, late, step
-
-    def seal(self) -> None:
-        """Declare the image complete: it may be committed."""
-        self.sealed_at = time.perf_counter()
-        self._settled.set()
-
-    def abandon(self) -> None:
-        """Declare that the image will never be complete. Does nothing after :meth:`seal`."""
-        if not self._settled.is_set():
-            self._abandoned = True
-            self._settled.set()
-
-    def wait_settled(self) -> None:
-        """Return when nobody writes into the image any more: it is sealed or abandoned."""
-        self._settled.wait()
-
-    def _check(self) -> None:
-        if self._abandoned:
-            raise ImageAbandonedError("the save was given up while the state was being collected")
 
     @property
     def is_staged(self) -> bool:
@@ -156,7 +131,6 @@ class FileImage:
             scratch: Memory of at least ``WINDOW`` bytes to assemble the window in; not needed when staged.
         """
         end = min(begin + WINDOW, self.region_size)
-        self._check()
         if self._wait_staged is not None:
             self._wait_staged(end)
         if self._staged is not None:
@@ -206,8 +180,6 @@ class FileImage:
 
     def tail(self) -> bytes:
         """Return the rest of the file, from ``region_size`` on; every window must have been taken before."""
-        self.wait_settled()
-        self._check()
         region = self._region
         records = [
             RecordDigests(r.name, r.offset, r.size, tuple(found[begin] for begin, _ in pieces(r.offset, r.size)))
@@ -249,17 +221,10 @@ class FileImage:
         return bytes(body) + bytes(covered) + Footer(position, digest(covered)).encode()
 
     def refused_by_default(self) -> dict[str, str]:
-        """Return what the default way of reading will refuse, by key; called when the image is sealed."""
+        """Return what the default way of reading will refuse, by key; called when every window was taken."""
         tail = self.tail()
         segments = [(0, _ARCHIVE_START), (self.region_size, tail)]
         return refused_by_default(segments, self.region_size + len(tail), self._pickled)
-
-    def release(self) -> StagingBuffer | None:
-        """Forget the state; return the staging buffer, if there is one, for its owner to use again."""
-        staged, self._staged = self._staged, None
-        self._sources = []
-        self._wait_staged = None
-        return staged
 
 
 def _put(scratch: StagingBuffer, begin: int, end: int, position: int, data: bytes) -> None:

@@ -236,7 +236,7 @@ def test_rank_0_stays_until_all_have_read_the_outcome(series: Any) -> None:
     def slow_reader() -> int:
         joint = ranks[1].open("/a", timeout=SECONDS)
         joint.join()
-        line = joint._line
+        line = joint._store
         assert line is not None
         get = line.get
 
@@ -256,7 +256,7 @@ def test_rank_0_stays_until_all_have_read_the_outcome(series: Any) -> None:
 @pytest.mark.parametrize("step", ["join", "write", "collect", "commit"])
 def test_a_rank_0_that_stops_is_named(series: Any, step: str) -> None:
     ranks = series(2)
-    line = JointSave(ranks[0], "/a", timeout=SECONDS)._line
+    line = JointSave(ranks[0], "/a", timeout=SECONDS)._store
     assert line is not None
     for name in {"join": [], "write": ["begun/0"], "collect": ["begun/0", "collecting"]}.get(
         step, ["begun/0", "collecting", "collected"]
@@ -313,8 +313,8 @@ def test_a_thousand_ranks_report_in_seconds() -> None:
     for rank in range(1, world):
         joint = ranks[rank].open("/a", timeout=SECONDS)
         joint.join()
-        assert joint._line is not None
-        joint._line.set(joint._key(f"report/{rank}"), f'["/a", null]\n{text}')
+        assert joint._store is not None
+        joint._store.set(joint._key(f"report/{rank}"), f'["/a", null]\n{text}')
     reported = time.monotonic()
     sizes: list[int] = []
     joint = ranks[0].open("/a", timeout=0.1)  # nobody reads the outcome

@@ -121,7 +121,7 @@ def test_the_staging_buffer_is_pinned_and_the_memory_of_other_threads_is_not(tmp
     with Checkpointer(strategy="async") as checkpointer:
         checkpointer.save({"weight": torch.ones(10_000, device=DEVICE)}, tmp_path / "a.ckpt")
         checkpointer.wait()
-        (buffer,) = checkpointer._buffers._idle
+        (buffer,) = checkpointer._pipeline.buffers._idle
         assert buffer.tensor.is_pinned()
     with Checkpointer(strategy="sync") as checkpointer:
         checkpointer.save({"weight": torch.ones(10_000, device=DEVICE)}, tmp_path / "b.ckpt")

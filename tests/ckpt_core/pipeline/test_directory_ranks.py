@@ -358,8 +358,8 @@ def test_tensors_are_whole_again_in_another_world(fork_script: ScriptRunner, tmp
 NOT_SHARED = (
     PREAMBLE
     + """
-from ckpt_core._pipeline import rank_save
-rank_save._LISTING_SECONDS = 0.5
+from ckpt_core._pipeline import directory_save
+directory_save._LISTING_SECONDS = 0.5
 
 class AnotherMachine(LocalStorage):
     # The same paths, on a disk of its own.

@@ -1,0 +1,414 @@
+"""A save that writes a directory: one rank's files, written, reported, and committed on rank 0."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from ckpt_core._commit import JointSave
+from ckpt_core._layouts.sharded.files import describe_file
+from ckpt_core._layouts.sharded.manifest import ExtraFile
+from ckpt_core._layouts.sharded.plain import encode_plain
+from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, build_manifest
+from ckpt_core._pipeline.directories import NOTHING, Previous, discard, leave, not_alone, previous_at, unchangeable
+from ckpt_core._pipeline.save import SavedDirectories
+from ckpt_core._pipeline.snapshot import Snapshot, given_up
+from ckpt_core._pipeline.unchanged import IncrementalSave
+from ckpt_core._pipeline.writer import write_image
+from ckpt_core._plan import LocalTensor, Piece, WritePlanCache, local_tensor
+from ckpt_core.commit_time import Stamp, commit_time, step_in
+from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError, StorageError
+from ckpt_core.memory import ScratchBuffers
+from ckpt_core.state.kinds import Kind, Part
+from ckpt_core.storage import MANIFEST_NAME, LocalStorage, Storage, is_remote
+
+__all__ = ["AddedFiles", "DirectorySave", "DirectoryState", "WriteFiles"]
+
+WriteFiles = Callable[[str], None]
+
+_LISTING_SECONDS = 10.0  # a network filesystem may be that late in showing what another machine has written
+
+
+@dataclasses.dataclass(frozen=True)
+class DirectoryState:
+    """What is to be saved.
+
+    Attributes:
+        parts: The state.
+        metadata: Plain data to keep with the checkpoint; that of rank 0 counts.
+        step: Which step the state is of, if that is known.
+        write_files: Writes files of the caller's own, or has written them.
+        slice_replicated: Whether all ranks write a slice of what is the same on all; otherwise rank 0 writes it.
+    """
+
+    parts: Sequence[Part]
+    metadata: Mapping[str, Any]
+    step: int | None
+    write_files: WriteFiles | AddedFiles | None
+    slice_replicated: bool
+
+
+class DirectorySave:
+    """This rank's share of one save of a directory.
+
+    Args:
+        state: What is to be saved.
+        storage: Where the checkpoint goes.
+        path: The checkpoint.
+        joint: What the ranks have in common.
+        scratch: Lends memory for windows of live tensors.
+        directories: Those that are saved into.
+        plans: Remembers who writes what.
+        incremental: Knows which files need not be written again.
+    """
+
+    def __init__(
+        self,
+        state: DirectoryState,
+        storage: Storage,
+        path: str,
+        joint: JointSave,
+        *,
+        scratch: ScratchBuffers,
+        directories: SavedDirectories,
+        plans: WritePlanCache,
+        incremental: IncrementalSave,
+    ) -> None:
+        self.path = path
+        self._state: DirectoryState | None = state
+        self._metadata = copy.deepcopy(dict(state.metadata))
+        self._step = state.step
+        self._storage = storage
+        self._joint = joint
+        self._scratch = scratch
+        self._directories = directories
+        self._plans = plans
+        self._incremental = incremental
+        self._has_place = True  # no other job writes files of the same names
+        self._files: RankFiles | None = None
+        self._added: AddedFiles | None = None
+        self._directory = ""
+        self._created: list[str] = []
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks save with this one."""
+        return self._joint.group.world_size > 1
+
+    @property
+    def size(self) -> int:
+        """Bytes that this rank writes."""
+        return self._laid_out.staged_size
+
+    @property
+    def _laid_out(self) -> RankFiles:
+        assert self._files is not None  # take() comes first
+        return self._files
+
+    # ---- the training thread -----------------------------------------------------------------------------------------
+
+    def take(self, snapshot: Snapshot) -> None:
+        assert self._state is not None  # until it is closed
+        rank, world_size = self._joint.group.rank, self._joint.group.world_size
+        if rank == 0:
+            self._directories.remove_orphans(self._storage, self.path)
+        planned = plan_parts(
+            self._state.parts,
+            rank=rank,
+            world_size=world_size,
+            slice_replicated=self._state.slice_replicated,
+            cache=self._plans,
+        )
+        self._files = RankFiles(self._incremental.divide(planned), rank=rank, world_size=world_size)
+        snapshot.take(self._files)
+
+    def complete(self, snapshot: Snapshot) -> None:
+        assert self._state is not None  # until it is closed
+        snapshot.finish()
+        write_files = self._state.write_files
+        if write_files is None or isinstance(write_files, AddedFiles):
+            self._added = write_files
+        else:
+            self._added = AddedFiles.collect(self._storage, self.path, write_files)
+
+    # ---- this rank's files -------------------------------------------------------------------------------------------
+
+    def write(self, snapshot: Snapshot) -> int:
+        self._joint.join()
+        unexpected: BaseException | None = None
+        report: str | CheckpointError
+        try:
+            report = self._write_files(snapshot)
+        except CheckpointError as error:
+            report = error
+        except BaseException as error:  # noqa: BLE001 - raised again below, when the other ranks know of it
+            unexpected = error
+            report = given_up(error, self.path)
+        failure: BaseException | None = None
+        size = 0
+        try:
+            size = self._joint.conclude(report, self._commit)
+        except BaseException as error:  # noqa: BLE001 - raised again below, when all is cleaned up
+            failure = error
+        if failure is not None and not self._joint.undecided:
+            discard(self._storage, self.path, self._joint.token, self._created)
+        leave(self._storage, self.path, self._joint.token)
+        if unexpected is not None and not (self.is_shared and isinstance(unexpected, Exception)):
+            raise unexpected
+        if failure is not None:
+            raise failure
+        self._incremental.committed(self._laid_out)
+        return size
+
+    def close(self) -> None:
+        self._state = self._files = None
+        if self._added is not None:
+            self._added.close()
+
+    def _write_files(self, snapshot: Snapshot) -> str:
+        directory = self._directory = self._storage.begin_directory(self.path, self._joint.token)
+        is_final = directory == self.path
+        try:
+            previous = previous_at(self._storage, self.path) if is_final else NOTHING
+            self._has_place = not is_final or self._joint.ask_rank_0("alone", self._is_alone)
+            snapshot.wait_taken()
+            files = self._laid_out
+            files.identify(
+                self._joint.token, "" if self._has_place and not previous.exists else f"-{self._joint.token}"
+            )
+            sizes = self._write_images(files, snapshot)
+            snapshot.wait_sealed()
+            if snapshot.is_live:
+                self.complete(snapshot)
+            extra = [] if self._added is None else self._add(self._added, directory, previous)
+        except CheckpointError as error:
+            if error.path is not None and error.path.startswith(directory):
+                error.path = self.path + error.path[len(directory) :]  # where the user knows it
+            raise
+        head = json.dumps([self._step, sizes, [dataclasses.astuple(file) for file in extra]])
+        return f"{head}\n{files.report()}"
+
+    def _is_alone(self) -> bool:
+        return self._directories.is_alone(self.path)
+
+    def _write_images(self, files: RankFiles, snapshot: Snapshot) -> list[tuple[str, int]]:
+        if snapshot.buffer is None:
+            images = files.live_files()
+        else:
+            images = files.staged_files(snapshot.buffer, snapshot.wait_until)
+        sizes = []
+        for name, image in images:
+            self._created.append(name)
+            target = f"{self._directory}/{name}"
+            if self._incremental.take_over(files, name, image, target, scratch=self._scratch):
+                size = image.approximate_size
+            else:
+                size = write_image(image, self._storage, target, scratch=self._scratch)
+            sizes.append((name, size))
+        return sizes
+
+    def _add(self, added: AddedFiles, directory: str, previous: Previous) -> list[ExtraFile]:
+        files = added.describe()
+        if files and not self._has_place:
+            raise not_alone(files[0].name, self.path)
+        for file in files:
+            if file.name in {*self._created, MANIFEST_NAME}:
+                raise SerializationError(
+                    f"write_files has written {file.name!r}, which is a file of the checkpoint itself",
+                    path=self.path,
+                    key=file.name,
+                    remedy="give it another name",
+                )
+            if previous.extra.get(file.name) == file:
+                continue
+            if file.name in previous.extra:
+                raise unchangeable(file.name, self.path)
+            self._created.append(file.name)
+            self._storage.put_file(added.local_path(file.name), f"{directory}/{file.name}")
+        return files
+
+    # ---- all ranks' files, on rank 0 ---------------------------------------------------------------------------------
+
+    def _commit(self, reports: Sequence[str | None]) -> int:
+        texts: list[str | None] = [None] * len(reports)
+        sizes: dict[str, int] = {}
+        extra: dict[str, ExtraFile] = {}
+        for rank, report in enumerate(reports):
+            if report is None:
+                continue
+            head, texts[rank] = report.split("\n", 1)
+            step, written, added = json.loads(head)
+            if step != self._step:
+                raise RankFailedError(
+                    f"rank 0 saves step {self._step}, and rank {rank} step {step}: that is no checkpoint",
+                    path=self.path,
+                    remedy="call save on all ranks together, the same number of times",
+                )
+            sizes.update(written)
+            for file in (ExtraFile(*fields) for fields in added):
+                if extra.setdefault(file.name, file) != file:
+                    raise SerializationError(
+                        f"rank {rank} has added another {file.name!r} than a rank before it",
+                        path=self.path,
+                        key=file.name,
+                        remedy="in write_files, write it on one rank only, or give every rank's file its own name",
+                    )
+        if None in reports and self._laid_out.is_spread:
+            gone = ", ".join(str(rank) for rank, report in enumerate(reports) if report is None)
+            raise RankFailedError(
+                f"save was called on rank 0 and not on rank {gone}, which holds a part of the state",
+                path=self.path,
+                remedy="call save on all ranks, not under `if accelerator.is_main_process`",
+            )
+        own = self._laid_out.report(list(extra.values()))
+        self._directories.note_commits(self._storage, self.path)
+        stamp = Stamp(commit_time(), step_in(self._metadata) if self._step is None else self._step)
+        manifest = build_manifest([own, *texts[1:]], metadata=self._metadata, path=self.path, stamp=stamp)
+        if len(reports) > 1:
+            self._check_all_there(sizes)
+        previous = previous_at(self._storage, self.path)
+        old = [name for name in (*previous.files, *previous.extra) if name not in sizes and name not in extra]
+        if not self._has_place:
+            old = []  # another job's save may rely on what was there before
+        self._storage.publish_directory(self.path, self._joint.token, manifest, gone=old)
+        return sum(sizes.values()) + sum(file.size for file in extra.values()) + len(manifest)
+
+    def _check_all_there(self, sizes: Mapping[str, int]) -> None:
+        """Raise if a file that another rank has written is not seen here: it is on another machine's disk."""
+        deadline = time.monotonic() + _LISTING_SECONDS
+        while True:
+            found = {os.path.basename(file.path): file.size for file in self._storage.list(self._directory)}
+            missing = sorted(name for name, size in sizes.items() if found.get(name) != size)
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                raise StorageError(
+                    f"rank 0 does not see {len(missing)} files of {len(sizes)} that the ranks have written, "
+                    f"{missing[0]!r} among them",
+                    path=self.path,
+                    remedy="save to a directory that all machines share",
+                )
+            time.sleep(0.1)
+
+
+# ---- who writes what -------------------------------------------------------------------------------------------------
+
+
+def plan_parts(
+    parts: Sequence[Part], *, rank: int, world_size: int, slice_replicated: bool, cache: WritePlanCache
+) -> list[PartContent]:
+    """Return what of each part this rank writes, found without asking the others.
+
+    Args:
+        parts: The state; names and structures are the same on all ranks.
+        rank: This process's rank.
+        world_size: Number of ranks.
+        slice_replicated: Whether all ranks write a slice of what is the same on all; otherwise rank 0 writes it.
+        cache: Remembers the plans.
+
+    Raises:
+        SerializationError: Something is no plain data, or a tensor that cannot be written; the error names its key.
+    """
+    planned = []
+    for part in parts:
+        skeleton, tensors = encode_plain(part.state, key=part.name)
+        same = part.kind is not Kind.PER_RANK
+        found = {
+            name: local_tensor(tensor, key=f"{part.name}.{name}", rank=rank, world_size=world_size, replicated=same)
+            for name, tensor in tensors
+        }
+        spread = part.kind is Kind.SHARDED or (part.kind is Kind.REPLICATED and slice_replicated)
+        if spread and world_size > 1:
+            pieces: Mapping[str, Sequence[Piece]] = cache.writes_of_rank(found, rank)
+        else:
+            _check_whole(part, found)
+            pieces = {name: tensor.pieces for name, tensor in found.items()} if rank == 0 or not same else {}
+        planned.append(PartContent(part.name, part.kind.value, skeleton, found, pieces, spread and world_size > 1))
+    return planned
+
+
+def _check_whole(part: Part, tensors: Mapping[str, LocalTensor]) -> None:
+    for name, tensor in tensors.items():
+        if [piece.box.shape for piece in tensor.pieces] != [tensor.shape]:
+            raise SerializationError(
+                f"the tensor at {part.name}.{name} is sharded, and the part {part.name!r} is {part.kind.value}",
+                key=f"{part.name}.{name}",
+                remedy="give the part the kind Kind.SHARDED, or gather the tensor first",
+            )
+
+
+# ---- files of callers ------------------------------------------------------------------------------------------------
+
+
+class AddedFiles:
+    """Files that a caller adds to a checkpoint, in a local directory until they are moved into it.
+
+    Args:
+        storage: Where the checkpoint goes.
+        path: The checkpoint.
+
+    Attributes:
+        directory: Where the caller writes them.
+    """
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        self._storage = storage
+        self._path = path
+        self._token = f"added-{uuid.uuid4().hex[:12]}"
+        self._is_temporary = is_remote(path)
+        if self._is_temporary:
+            self.directory = tempfile.mkdtemp(prefix="ckpt-")
+        else:
+            self.directory = storage.begin_directory(path, self._token)  # on its disk: moving them costs nothing
+
+    @classmethod
+    def collect(cls, storage: Storage, path: str, write_files: Callable[[str], None]) -> AddedFiles:
+        """Return what ``write_files`` writes into the directory that it is called with."""
+        added = cls(storage, path)
+        try:
+            write_files(added.directory)
+        except BaseException:
+            added.close()
+            raise
+        return added
+
+    def describe(self) -> list[ExtraFile]:
+        """Return the files with their digests; links, of both kinds, are replaced by files of our own."""
+        found = []
+        for name in sorted(self._names()):
+            path = self.local_path(name)
+            if os.path.islink(path) or os.stat(path).st_nlink > 1:
+                self._own(path)
+            with LocalStorage().open(path) as reader:
+                found.append(describe_file(name, reader))
+        return found
+
+    def _own(self, path: str) -> None:
+        """Replace a link: what others write to their file later must not change the checkpoint's."""
+        copied = f"{path}.{self._token}"
+        shutil.copyfile(path, copied)
+        os.replace(copied, path)
+
+    def _names(self) -> Iterator[str]:
+        for folder, _, files in os.walk(self.directory):
+            for name in files:
+                yield os.path.relpath(os.path.join(folder, name), self.directory).replace(os.sep, "/")
+
+    def local_path(self, name: str) -> str:
+        """Return where the file ``name`` is now."""
+        return os.path.join(self.directory, *name.split("/"))
+
+    def close(self) -> None:
+        """Delete what was not moved."""
+        if self._is_temporary:
+            shutil.rmtree(self.directory, ignore_errors=True)
+        else:
+            leave(self._storage, self._path, self._token)

@@ -1,0 +1,149 @@
+"""A save that writes one file: tensors are staged while the rest of the state is pickled."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ckpt_core._layouts.torch_file import FileImage, StateLayout
+from ckpt_core._pipeline.save import SavedDirectories
+from ckpt_core._pipeline.snapshot import Snapshot
+from ckpt_core._pipeline.writer import write_image
+from ckpt_core.memory import ScratchBuffers, StagingBuffer
+from ckpt_core.storage import Storage
+
+__all__ = ["FileSave", "RefusedKeys"]
+
+logger = logging.getLogger(__name__)
+
+_MOST_SHOWN = 5  # keys
+
+
+class FileSave:
+    """One save of a state as one file.
+
+    Args:
+        state: What ``torch.save`` would take.
+        storage: Where the file goes.
+        path: Under which name.
+        scratch: Lends memory for windows of live tensors.
+        directories: Those that are saved into.
+        refused: Warns of what a load will refuse.
+    """
+
+    is_shared = False
+
+    def __init__(
+        self,
+        state: Any,
+        storage: Storage,
+        path: str,
+        *,
+        scratch: ScratchBuffers,
+        directories: SavedDirectories,
+        refused: RefusedKeys,
+    ) -> None:
+        self.path = path
+        self._state = state
+        self._storage = storage
+        self._scratch = scratch
+        self._directories = directories
+        self._refused = refused
+        self._layout: StateLayout | None = None
+        self._image: FileImage | None = None
+
+    @property
+    def size(self) -> int:
+        """The file's size in bytes, or about that."""
+        return self._taken[1].approximate_size
+
+    @property
+    def _taken(self) -> tuple[StateLayout, FileImage]:
+        assert self._layout is not None  # take() comes first
+        assert self._image is not None
+        return self._layout, self._image
+
+    def take(self, snapshot: Snapshot) -> None:
+        self._layout = layout = StateLayout(self._state)
+        snapshot.take(_Staged(layout))
+        if snapshot.buffer is None:
+            self._image = layout.live_image()
+        else:
+            self._image = layout.staged_image(snapshot.buffer, snapshot.wait_until)
+
+    def complete(self, snapshot: Snapshot) -> None:
+        layout, image = self._taken
+        layout.pickle_into(image, self._state)
+        snapshot.finish()
+
+    def write(self, snapshot: Snapshot) -> int:
+        snapshot.wait_taken()
+        self._directories.note_commits(self._storage, self.path)
+        _, image = self._taken
+        size = write_image(
+            image,
+            self._storage,
+            self.path,
+            scratch=self._scratch,
+            meanwhile=functools.partial(self.complete, snapshot) if snapshot.is_live else None,
+            before_tail=snapshot.wait_sealed,
+        )
+        self._refused.warn_of(image, self.path)
+        return size
+
+    def close(self) -> None:
+        self._state = self._layout = self._image = None
+
+
+class _Staged:
+    """A state's tensors in a buffer, as they are in the file."""
+
+    def __init__(self, layout: StateLayout) -> None:
+        self.tensors: Sequence[torch.Tensor] = layout.tensors
+        self.staged_size = max(
+            1, layout.region_size
+        )  # each save has a buffer: how many there are limits how many saves
+        self._layout = layout
+
+    def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        self._layout.fill_gaps(buffer)
+        yield from self._layout.pieces_in(buffer, nbytes)
+
+
+class RefusedKeys:
+    """Warns, of the first checkpoint, of what only a resume would show: that the default way of reading refuses it."""
+
+    def __init__(self) -> None:
+        self._has_looked = False
+
+    def warn_of(self, image: FileImage, path: str) -> None:
+        """Warn of what is in a file.
+
+        Args:
+            image: The file, which is committed.
+            path: The checkpoint.
+        """
+        if self._has_looked:
+            return
+        self._has_looked = True
+        refused: dict[str, str] = {}
+        with contextlib.suppress(MemoryError):  # the checkpoint is committed, whatever becomes of this
+            refused = image.refused_by_default()
+        if not refused:
+            return
+        shown = "; ".join(f"{key or 'somewhere'}: {what}" for key, what in list(refused.items())[:_MOST_SHOWN])
+        more = f"; and {len(refused) - _MOST_SHOWN} more" if len(refused) > _MOST_SHOWN else ""
+        logger.warning(
+            "the checkpoint %s is saved, and a load with the default weights_only=True will refuse it: %s%s. "
+            "Save plain data in their place (numbers, strings, lists, dictionaries, tensors; float(x), x.tolist()), or "
+            "allow the types with torch.serialization.add_safe_globals, or load with weights_only=False, which runs "
+            "code from the file",
+            path,
+            shown,
+            more,
+        )

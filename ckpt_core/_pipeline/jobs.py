@@ -1,0 +1,277 @@
+"""Background work in order, on one thread, so that no failure is lost: saves, removals and uploads."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Literal
+
+from ckpt_core import at_exit, awaited_paths
+from ckpt_core._layouts.image import ImageAbandonedError
+from ckpt_core.errors import CheckpointError
+
+__all__ = ["Job", "JobQueue", "OnError"]
+
+logger = logging.getLogger(__name__)
+
+OnError = Literal["raise", "warn"]
+
+
+class Job:
+    """One step of background work.
+
+    Args:
+        path: The checkpoint that it is about.
+        action: Does it.
+        what: What it is, for messages.
+        is_pending: Whether it makes the checkpoint pending: saves and uploads do, removals do not.
+        raises: Whether its failure may be raised; otherwise it is only logged and counted.
+
+    Attributes:
+        number: How many jobs that make a checkpoint pending were asked for before it, itself included.
+        error: What went wrong; None while it runs, and when all went well.
+        done: Set when it is over.
+        settled: Set when the checkpoint is there, or will not be; listeners may not have been called yet.
+    """
+
+    def __init__(
+        self, path: str, action: Callable[[], None], what: str, *, is_pending: bool = True, raises: bool = True
+    ) -> None:
+        self.path = path
+        self.action = action
+        self.what = what
+        self.is_pending = is_pending
+        self.raises = raises
+        self.number = 0
+        self.error: CheckpointError | None = None
+        self.done = threading.Event()
+        self.settled = threading.Event()
+        self._forget: Callable[[], None] = _nothing
+
+    def wait_when_touched(self) -> None:
+        """Let others in this process who touch the path wait until the job is settled."""
+        if not self.settled.is_set():
+            self._forget = awaited_paths.expect(self.path, self.settled)
+            if self.settled.is_set():
+                self.settle()
+
+    def settle(self) -> None:
+        """Declare that the checkpoint is there, or will not be."""
+        self.settled.set()
+        forget, self._forget = self._forget, _nothing
+        forget()
+
+    def end(self) -> None:
+        """Declare that it is over, and let go of what it holds."""
+        self.settle()
+        self.action = _nothing
+        self.done.set()
+
+
+def _nothing() -> None:
+    """What a job does that has been done."""
+
+
+class JobQueue:
+    """Runs jobs one after the other, in order, on a thread that lives as long as there is work.
+
+    Args:
+        name: Of the thread.
+        on_error: ``"raise"`` keeps the first failure for :meth:`raise_failure`; ``"warn"`` logs and counts it.
+        report: Called on the thread with each job that has failed, when its error is kept and counted, and with the
+            level at which to log it.
+
+    Attributes:
+        failures: How many jobs have failed so far.
+    """
+
+    def __init__(self, name: str, *, on_error: OnError, report: Callable[[Job, CheckpointError, int], None]) -> None:
+        self.failures = 0
+        self._name = name
+        self._on_error = on_error
+        self._report = report
+        self._jobs: collections.deque[Job] = collections.deque()  # the running one, those that follow, those for later
+        self._later: set[Job] = set()
+        self._running: Job | None = None
+        self._lock = threading.RLock()  # a signal handler that saves may interrupt a save on the same thread
+        self._thread: threading.Thread | None = None
+        self._failed: tuple[int, CheckpointError] | None = None
+        self._begun = 0
+
+    # ---- jobs --------------------------------------------------------------------------------------------------------
+
+    @property
+    def pending(self) -> tuple[str, ...]:
+        """Paths whose save or upload has not ended, the next one first."""
+        return tuple(job.path for job in self.jobs() if job.is_pending)
+
+    def jobs(self, path: str | None = None) -> list[Job]:
+        """Return the jobs (about ``path``, if given) that are not over, the next one first."""
+        with self._lock:
+            return [job for job in self._jobs if path is None or job.path == path]
+
+    def waiting(self) -> list[Job]:
+        """Return the jobs that have not begun, but for those that are only done when no other is left."""
+        with self._lock:
+            return [job for job in self._jobs if job is not self._running and job not in self._later]
+
+    def submit(self, job: Job, *, place: Literal["next", "last", "later"] = "last") -> bool:
+        """Run a job in the background.
+
+        Args:
+            job: The job.
+            place: Right after the one that runs, after all others, or only when no other is left.
+
+        Returns:
+            Whether it runs. If no thread can be started, it waits for :meth:`run_queued`.
+        """
+        with self._lock:
+            self._begun += job.is_pending
+            job.number = self._begun
+            if place == "later":
+                self._later.add(job)
+                self._jobs.append(job)
+            else:
+                begin = 0 if self._running is None else 1
+                self._jobs.insert(begin if place == "next" else max(begin, len(self._jobs) - len(self._later)), job)
+            return self._start()
+
+    def cancel(self, path: str | None = None) -> bool:
+        """Drop the saves or uploads of ``path``, or all jobs, but not the one that runs.
+
+        Returns:
+            Whether that is one of them.
+        """
+        with self._lock:
+            found = [job for job in self._jobs if path is None or (job.path == path and job.is_pending)]
+            for job in found:
+                if job is not self._running:
+                    self._jobs.remove(job)
+                    self._later.discard(job)
+                    job.end()
+            return self._running in found
+
+    def wait(self, path: str | None = None, *, timeout: float | None = None) -> bool:
+        """Return when everything asked for so far is over, failed or not.
+
+        Args:
+            path: The checkpoint to wait for; None for all.
+            timeout: Seconds after which to return anyway; None waits for ever.
+
+        Returns:
+            Whether it is over.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        return all(
+            job.done.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            for job in self.jobs(path)
+        )
+
+    def wait_for_turn(self, limit: int) -> None:
+        """Return when fewer than ``limit`` saves are under way.
+
+        Raises:
+            CheckpointError: One of those that had to be over by now has failed. Where several processes save the same
+                ones, all of them raise here, although a later save may have ended in some and not in others.
+        """
+        while len(saves := [job for job in self.jobs() if job.is_pending]) >= limit:
+            saves[0].done.wait()
+        with self._lock:
+            if self._failed is None or self._failed[0] > self._begun + 1 - limit:
+                return
+        self.raise_failure()
+
+    # ---- failures ----------------------------------------------------------------------------------------------------
+
+    @property
+    def failure(self) -> CheckpointError | None:
+        """The oldest failure that was not taken yet; it stays for :meth:`wait_for_turn` to raise."""
+        with self._lock:
+            return None if self._failed is None else self._failed[1]
+
+    def take_failure(self) -> CheckpointError | None:
+        """Return the oldest failure that was not taken yet, once; None if there is none or they are only logged."""
+        with self._lock:
+            failed, self._failed = self._failed, None
+        return None if failed is None else failed[1]
+
+    def raise_failure(self) -> None:
+        """Raise the oldest failure that was not taken yet, once.
+
+        Raises:
+            CheckpointError: A job has failed, and ``on_error`` is ``"raise"``.
+        """
+        failure = self.take_failure()
+        if failure is not None:
+            raise failure
+
+    # ---- the thread --------------------------------------------------------------------------------------------------
+
+    def _start(self) -> bool:
+        if self._thread is not None:
+            return True
+        # While the interpreter shuts down, Python before 3.12 would not wait for a new thread, and later ones refuse
+        # it.
+        if not threading.main_thread().is_alive():
+            return False
+        # Not a daemon: the interpreter waits for the checkpoint before it exits.
+        self._thread = thread = threading.Thread(target=self._run, name=self._name)
+        try:
+            thread.start()
+        except RuntimeError:
+            self._thread = None
+            return False
+        at_exit.wait_for(thread)
+        return True
+
+    def run_queued(self) -> None:
+        """Do on the calling thread what no thread could be started for."""
+        with self._lock:
+            if self._thread is not None or not self._jobs:
+                return
+            self._thread = threading.current_thread()
+        self._run()
+
+    def _run(self) -> None:
+        with awaited_paths.waiting_for_nothing():
+            while True:
+                with self._lock:
+                    if not self._jobs:
+                        self._thread = None
+                        return
+                    job = self._running = self._jobs[0]
+                    self._later.discard(job)
+                try:
+                    self._attempt(job)
+                except BaseException:  # whatever a listener or a log handler does: nobody may wait for ever
+                    logger.exception("could not report the failure of the %s of %s", job.what, job.path)
+                finally:
+                    job.settle()
+                    with self._lock:
+                        self._jobs.popleft()
+                        self._running = None
+                    job.end()
+
+    def _attempt(self, job: Job) -> None:
+        try:
+            job.action()
+        except ImageAbandonedError as error:
+            job.error = error  # was raised where the image was made
+        except CheckpointError as error:
+            self._record(job, error)
+        except BaseException as error:  # noqa: BLE001 - a background failure must reach the training thread
+            wrapped = CheckpointError(f"the {job.what} failed: {type(error).__name__}: {error}", path=job.path)
+            wrapped.__cause__ = error
+            self._record(job, wrapped)
+
+    def _record(self, job: Job, error: CheckpointError) -> None:
+        raises = job.raises and self._on_error == "raise"
+        with self._lock:
+            job.error = error
+            self.failures += 1
+            if raises and self._failed is None:
+                self._failed = job.number, error
+        self._report(job, error, logging.ERROR if raises else logging.WARNING)

@@ -1,0 +1,348 @@
+"""One save pipeline for both layouts: a state is staged, written meanwhile, sealed and committed.
+
+A :class:`Save` says how a layout does its share, and :class:`Pipeline` does them in order: lay out -> stage -> write
+windows as they are staged -> seal -> report -> commit -> release. In the background, the training thread has the first
+half and the seal, and a thread of ours the rest; in the foreground, one thread has both.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal, Protocol
+
+from ckpt_core._layouts.image import ImageAbandonedError
+from ckpt_core._pipeline import reader
+from ckpt_core._pipeline.jobs import Job, JobQueue, OnError
+from ckpt_core._pipeline.snapshot import BufferPool, Snapshot
+from ckpt_core.errors import CheckpointError, OutOfMemoryError
+from ckpt_core.events import (
+    CheckpointRemoved,
+    Listener,
+    SaveCommitted,
+    SaveFailed,
+    SaveStarted,
+    SnapshotTaken,
+    notify,
+)
+from ckpt_core.memory import ScratchBuffers
+from ckpt_core.storage import Storage, is_remote
+from ckpt_core.storage.claims import Claims
+
+__all__ = ["Pipeline", "Save", "SavedDirectories"]
+
+logger = logging.getLogger(__name__)
+
+
+class Save(Protocol):
+    """One save of one layout."""
+
+    @property
+    def path(self) -> str:
+        """The checkpoint."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other ranks save with this one: they have to learn of a failure before anything is written."""
+
+    @property
+    def size(self) -> int:
+        """Bytes that this process writes, or about that; known when the state was taken."""
+
+    def take(self, snapshot: Snapshot) -> None:
+        """Lay the state out and begin to copy it; on the training thread."""
+
+    def complete(self, snapshot: Snapshot) -> None:
+        """Take what else there is, and return when training may change the state; on the training thread.
+
+        In the foreground, :meth:`write` calls it.
+        """
+
+    def write(self, snapshot: Snapshot) -> int:
+        """Write windows as they are staged, wait for the seal, report and commit; return the size in bytes."""
+
+    def close(self) -> None:
+        """Let go of everything, however the save has ended."""
+
+
+class Pipeline:
+    """Runs the saves, copies and removals of one checkpointer.
+
+    Args:
+        strategy: ``"sync"`` for the foreground, ``"async"`` for the background.
+        max_pending: How many staging buffers there may be.
+        on_error: What a failure in the background does.
+        listeners: Called with every event.
+
+    Attributes:
+        buffers: Lends memory for copies of states.
+        scratch: Lends memory for windows of live tensors.
+        queue: The background work.
+    """
+
+    def __init__(
+        self,
+        *,
+        strategy: Literal["sync", "async"],
+        max_pending: int,
+        on_error: OnError,
+        listeners: Sequence[Listener],
+    ) -> None:
+        self.buffers = BufferPool(max_pending)
+        self.scratch = ScratchBuffers()
+        self.queue = JobQueue("ckpt-writer", on_error=on_error, report=self._report)
+        self._strategy = strategy
+        self._listeners = listeners
+        self._last_save: Job | None = None
+        self._saving_thread: int | None = None
+        self._has_warned_of_memory = False
+
+    @property
+    def is_inside_a_save(self) -> bool:
+        """Whether this thread is inside a save, as in a signal handler: it cannot wait for what that one holds."""
+        return self._saving_thread == threading.get_ident()
+
+    @property
+    def in_foreground(self) -> bool:
+        """Whether a save that begins now is made in the foreground."""
+        return self._strategy == "sync" or self.is_inside_a_save
+
+    @contextlib.contextmanager
+    def attempt(self, path: str) -> Iterator[None]:
+        """Report the begin of a save of ``path``, and its failure, if it fails on the calling thread."""
+        notify(self._listeners, SaveStarted(path=path))
+        try:
+            yield
+        except BaseException as error:
+            notify(self._listeners, SaveFailed(path=path, error=str(error)))
+            raise
+
+    def close(self) -> None:
+        """Free the memory that is not lent; it may be used again."""
+        self.buffers.close()
+        self.scratch.close()
+
+    # ---- saves -------------------------------------------------------------------------------------------------------
+
+    def wait_for_buffer(self) -> float:
+        """Wait until a buffer is free for the next save, and return the seconds that this has taken."""
+        started = time.perf_counter()
+        if self.in_foreground or not self.buffers.exhausted:
+            return 0.0
+        self.buffers.wait()
+        return time.perf_counter() - started
+
+    def save(self, save: Save, *, started: float, waited: float = 0.0) -> int:
+        """Save, and return the size in bytes: of the checkpoint, or in the background of what is going to be written.
+
+        Args:
+            save: What, and how.
+            started: ``time.perf_counter()`` of the moment in which the training thread was stopped.
+            waited: Seconds of the time since then that it has waited for an earlier save.
+
+        Raises:
+            CheckpointError: It has failed, or in the background: the state could not be taken.
+        """
+        in_foreground = self.in_foreground
+        outer, self._saving_thread = self._saving_thread, threading.get_ident()
+        try:
+            if in_foreground:
+                return self._save_now(save, started)
+            return self._save_later(save, started, waited)
+        finally:
+            self._saving_thread = outer
+
+    def _save_now(self, save: Save, started: float) -> int:
+        snapshot = Snapshot(save.path)
+        try:
+            try:
+                save.take(snapshot)
+                snapshot.begin_writing()
+            except BaseException as error:
+                snapshot.give_up(error)
+                if save.is_shared:
+                    self._fail_together(save, snapshot, error)
+                raise
+            size = save.write(snapshot)
+        finally:
+            save.close()
+        self._report_taken(save.path, size, started)
+        notify(self._listeners, SaveCommitted(path=save.path, bytes=size, background_seconds=0.0))
+        return size
+
+    def _fail_together(self, save: Save, snapshot: Snapshot, error: BaseException) -> None:
+        """Let the other ranks know, and raise what they raise, unless this process is to end."""
+        try:
+            save.write(snapshot)
+        except CheckpointError as failure:
+            if isinstance(error, Exception):
+                raise failure from error
+
+    def _save_later(self, save: Save, started: float, waited: float) -> int:
+        snapshot = Snapshot(save.path, self.buffers)
+        # Writing begins while the state is still being copied; the commit waits for the seal.
+        action = functools.partial(self._write_in_background, save, snapshot)
+        runs = False
+        try:
+            runs = self._submit(save.path, action, lambda: snapshot.sealed_at)
+            save.take(snapshot)
+            snapshot.begin_writing()
+            save.complete(snapshot)
+            size = save.size
+            if snapshot.not_copied is None:
+                self._report_taken(save.path, size, started, waited)
+            snapshot.seal()
+        except (
+            BaseException
+        ) as error:  # Ctrl-C too: other ranks must not wait for this one, nor the next save for memory
+            snapshot.give_up(error)
+            if not save.is_shared:
+                self.queue.run_queued()
+                self.queue.wait(save.path)  # until nothing is left of it
+            raise
+        finally:
+            if not runs:
+                self.queue.run_queued()
+        if snapshot.not_copied is not None:
+            self._warn_of_memory(snapshot.not_copied)
+            self.queue.wait(save.path)  # until the live tensors are written
+            self._report_taken(save.path, size, started, waited)
+        return size
+
+    def _write_in_background(self, save: Save, snapshot: Snapshot) -> int:
+        try:
+            return save.write(snapshot)
+        except BaseException as error:
+            if snapshot.is_given_up:
+                raise ImageAbandonedError("the save was given up") from error
+            raise
+        finally:
+            snapshot.release()
+            save.close()
+
+    def _submit(self, path: str, write: Callable[[], int], begun_at: Callable[[], float]) -> bool:
+        def action() -> None:
+            size = write()
+            job.settle()  # listeners may have others look at it
+            seconds = time.perf_counter() - begun_at()
+            notify(self._listeners, SaveCommitted(path=path, bytes=size, background_seconds=seconds))
+
+        job = self._last_save = Job(path, action, "background save")
+        return self.queue.submit(job)
+
+    def _report_taken(self, path: str, size: int, started: float, waited: float = 0.0) -> None:
+        stall = time.perf_counter() - started
+        notify(self._listeners, SnapshotTaken(path=path, bytes=size, stall_seconds=stall, waited_seconds=waited))
+
+    def _warn_of_memory(self, error: OutOfMemoryError) -> None:
+        if not self._has_warned_of_memory:
+            self._has_warned_of_memory = True
+            logger.warning(
+                "training waits while the checkpoint is written: a copy of the state does not fit into memory: %s; %s",
+                error.message,
+                error.remedy,
+            )
+
+    # ---- copies and removals -----------------------------------------------------------------------------------------
+
+    def copy(
+        self, source: str, target: str, act: Callable[[], int], *, started: float, is_shared: bool = False
+    ) -> None:
+        """Run ``act``, which makes ``target`` a copy of ``source`` and returns its size, after the save of ``source``.
+
+        Args:
+            source: The checkpoint; where its save fails, there is no copy.
+            target: The other path.
+            act: Copies.
+            started: ``time.perf_counter()`` of the moment in which the training thread was stopped.
+            is_shared: Whether other ranks copy too: then ``act`` fails by itself, on all of them.
+        """
+        if self._strategy == "sync":
+            size = act()
+            self._report_taken(target, size, started)
+            notify(self._listeners, SaveCommitted(path=target, bytes=size, background_seconds=0.0))
+            return
+        last = self._last_save
+        original = last if last is not None and last.path == source and not is_shared else None
+
+        def copy_if_saved() -> int:
+            if original is not None and original.error is not None:
+                raise CheckpointError(f"not copied to {target}: the save of {source} failed", path=target)
+            return act()
+
+        self._report_taken(target, 0, started)
+        begun = time.perf_counter()
+        if not self._submit(target, copy_if_saved, lambda: begun):
+            self.queue.run_queued()
+
+    def remove(self, path: str, delete: Callable[[], None]) -> None:
+        """Run ``delete`` after all saves asked for so far, unless the newest of them fails; log its own failure."""
+        if self._strategy == "sync":
+            delete()
+            notify(self._listeners, CheckpointRemoved(path=path))
+            return
+        successor = self._last_save
+
+        def action() -> None:
+            if successor is not None and successor.path != path and successor.error is not None:
+                logger.warning(
+                    "kept the checkpoint %s although it was to be deleted: the save of its successor %s failed",
+                    path,
+                    successor.path,
+                )
+                return
+            delete()
+            notify(self._listeners, CheckpointRemoved(path=path))
+
+        if not self.queue.submit(Job(path, action, "removal", is_pending=False, raises=False)):
+            self.queue.run_queued()
+        if not self.queue.pending:
+            self.queue.wait(path)  # a caller who saved nothing does not expect work in the background
+
+    def _report(self, job: Job, error: CheckpointError, level: int) -> None:
+        if not job.is_pending:
+            # Nothing is lost by a file too many, and no other rank looks out for this.
+            logger.warning("could not remove the checkpoint %s: %s", job.path, error)
+            return
+        logger.log(level, "could not save the checkpoint %s: %s", job.path, error)
+        notify(self._listeners, SaveFailed(path=job.path, error=str(error)))
+
+
+class SavedDirectories:
+    """The directories that a checkpointer saves into: claims on them, and what is done once in each."""
+
+    def __init__(self) -> None:
+        self._claims = Claims()
+        self._cleaned: set[str] = set()
+        self._read: set[str] = set()
+
+    def claim(self, storage: Storage, path: str) -> None:
+        """Claim the directory of a checkpoint, and warn if another job has it."""
+        self._claims.hold(os.path.dirname(path), storage.claim)
+
+    def is_alone(self, path: str) -> bool:
+        """Return whether no other job may be writing files of the same names next to ``path``."""
+        return self._claims.is_alone(os.path.dirname(path))
+
+    def remove_orphans(self, storage: Storage, path: str) -> None:
+        """Delete, once, what dead processes have left unfinished next to ``path``; a store is not asked."""
+        directory = os.path.dirname(path)
+        if directory not in self._cleaned and not is_remote(path):
+            self._cleaned.add(directory)
+            storage.remove_orphans(directory)
+
+    def note_commits(self, storage: Storage, path: str) -> None:
+        """Read, once, how old the checkpoints next to ``path`` are; a store is not asked."""
+        directory = os.path.dirname(path)
+        if directory not in self._read and not is_remote(path):
+            self._read.add(directory)
+            reader.note_commits(storage, directory, os.path.splitext(path)[1])
+
+    def release(self) -> None:
+        """End the claims."""
+        self._claims.release()

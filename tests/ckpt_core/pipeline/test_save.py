@@ -1,0 +1,151 @@
+"""Whatever happens in a save, its buffer comes back, its state is let go of, and the next save works."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_core import Kind, Part, RankGroup, SnapshotTornError, StorageError
+from ckpt_core._commit import SaveSeries
+from ckpt_core._pipeline.directory_save import DirectorySave, DirectoryState
+from ckpt_core._pipeline.file_save import FileSave, RefusedKeys
+from ckpt_core._pipeline.save import Pipeline, Save, SavedDirectories
+from ckpt_core._pipeline.snapshot import Snapshot
+from ckpt_core._pipeline.unchanged import UnchangedFiles
+from ckpt_core._plan import WritePlanCache
+from ckpt_core.errors import OutOfMemoryError
+from ckpt_core.events import Event, SaveCommitted, SaveFailed, SaveStarted, SnapshotTaken
+from ckpt_core.storage import Fault, FaultyStorage, LocalStorage, Storage
+
+LAYOUTS = ["file", "directory"]
+STRATEGIES = ["sync", "async"]
+NUMBERS = 5_000_000  # floats: more than one window
+
+
+def save_of(layout: str, pipeline: Pipeline, tensor: torch.Tensor, storage: Storage, path: Path) -> Save:
+    directories = SavedDirectories()
+    if layout == "file":
+        return FileSave(
+            {"w": tensor},
+            storage,
+            str(path),
+            scratch=pipeline.scratch,
+            directories=directories,
+            refused=RefusedKeys(),
+        )
+    unchanged = UnchangedFiles(rank=0, world_size=1, divide_replicated=False)
+    return DirectorySave(
+        DirectoryState([Part("model", {"w": tensor}, Kind.REPLICATED)], {}, None, None, False),
+        storage,
+        str(path),
+        SaveSeries(RankGroup.alone()).open(str(path), timeout=60.0),
+        scratch=pipeline.scratch,
+        directories=directories,
+        plans=WritePlanCache(),
+        incremental=unchanged.begin(storage, str(path)),
+    )
+
+
+def save(pipeline: Pipeline, save: Save) -> None:
+    """Save, and raise what has failed, in the background too."""
+    with pipeline.attempt(save.path):
+        pipeline.save(save, started=time.perf_counter())
+    assert pipeline.queue.wait(timeout=60.0)
+    pipeline.queue.raise_failure()
+
+
+def pipeline_of(strategy: Any, events: list[Event]) -> Pipeline:
+    return Pipeline(strategy=strategy, max_pending=1, on_error="raise", listeners=[events.append])
+
+
+def assert_usable(pipeline: Pipeline, layout: str, path: Path) -> None:
+    assert not pipeline.buffers.exhausted
+    assert pipeline.queue.pending == ()
+    save(pipeline, save_of(layout, pipeline, torch.zeros(3), LocalStorage(), path))
+    assert path.exists()
+    pipeline.close()
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyboardInterrupt, StorageError])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("method", ["take", "complete"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_training_thread_fails(
+    layout: str, strategy: Any, method: str, late: bool, kind: type[BaseException], tmp_path: Path
+) -> None:
+    events: list[Event] = []
+    pipeline = pipeline_of(strategy, events)
+    failing = save_of(layout, pipeline, torch.ones(NUMBERS), LocalStorage(), tmp_path / "a")
+    real = getattr(failing, method)
+
+    def fail(snapshot: Snapshot) -> None:
+        if late:
+            real(snapshot)
+        raise kind("a bug")
+
+    setattr(failing, method, fail)
+    with pytest.raises(kind, match="a bug"):
+        save(pipeline, failing)
+    assert pipeline.queue.failures == 0, "it was raised where it happened"
+    assert [type(event) for event in events] == [SaveStarted, SaveFailed]
+    assert list(tmp_path.iterdir()) == []
+    assert_usable(pipeline, layout, tmp_path / "b")
+
+
+@pytest.mark.parametrize("number", [1, 2])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_writing_thread_fails(layout: str, strategy: Any, number: int, tmp_path: Path) -> None:
+    events: list[Event] = []
+    pipeline = pipeline_of(strategy, events)
+    storage = FaultyStorage(LocalStorage(), [Fault("write_at", number=number, error=OSError(28, "No space left"))])
+    with pytest.raises(StorageError, match="No space left"):
+        save(pipeline, save_of(layout, pipeline, torch.ones(NUMBERS), storage, tmp_path / "a"))
+    taken = [SnapshotTaken] if strategy == "async" else []
+    assert sorted(type(event).__name__ for event in events) == sorted(
+        kind.__name__ for kind in [SaveStarted, *taken, SaveFailed]
+    )
+    assert list(tmp_path.iterdir()) == []
+    assert_usable(pipeline, layout, tmp_path / "b")
+
+
+@pytest.mark.parametrize("changes", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_memory_for_a_copy_training_waits_for_the_live_tensors(
+    layout: str, changes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OutOfMemoryError("no memory", remedy="free some")
+
+    events: list[Event] = []
+    pipeline = pipeline_of("async", events)
+    monkeypatch.setattr(pipeline.buffers, "acquire", refuse)
+    tensor = torch.ones(NUMBERS)
+    change = Fault(lambda operation: operation.name == "write_at" and changes and bool(tensor.add_(1).sum() < 0))
+    saving = save_of(layout, pipeline, tensor, FaultyStorage(LocalStorage(), [change]), tmp_path / "a")
+    if changes:
+        with pytest.raises(SnapshotTornError):
+            save(pipeline, saving)
+    else:
+        save(pipeline, saving)
+    assert (tmp_path / "a").exists() is not changes
+    last = SaveFailed if changes else SaveCommitted
+    assert [type(event) for event in events] == [SaveStarted, last, SnapshotTaken], "training was free last"
+    assert "training waits" in caplog.text
+    monkeypatch.undo()
+    assert_usable(pipeline, layout, tmp_path / "b")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_commit_is_told_after_the_snapshot(layout: str, tmp_path: Path) -> None:
+    events: list[Event] = []
+    pipeline = pipeline_of("async", events)
+    for number in range(20):
+        save(pipeline, save_of(layout, pipeline, torch.ones(3), LocalStorage(), tmp_path / str(number)))
+    pipeline.close()
+    assert [type(event) for event in events] == [SaveStarted, SnapshotTaken, SaveCommitted] * 20
