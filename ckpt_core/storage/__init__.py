@@ -56,10 +56,14 @@ def storage_for(path: str | os.PathLike[str], storage_options: dict[str, Any] | 
 
     Args:
         path: A local path or a URL.
-        storage_options: For fsspec; refused for local paths.
+        storage_options: For fsspec's client of the store; and ``"backend"``: ``"fsspec"`` (obstore is not used), ``"obstore"`` (an
+            error where it cannot be used); left out, obstore is used where that is possible. Not for local paths.
+
+    Raises:
+        StorageError: There is no such backend, its package is not installed, or the options do not fit.
     """
     if not is_remote(path):
         return LocalStorage()
-    from ckpt_core.storage.remote import remote_storage
+    from ckpt_core.storage.fsspec_storage import FsspecStorage
 
-    return remote_storage(os.fspath(path), storage_options)
+    return FsspecStorage(os.fspath(path), storage_options)

@@ -31,7 +31,7 @@ def describer(secrets: Secrets, action: str, path: str) -> Describe:
             failure = CheckpointNotFoundError(f"Checkpoint file not found: {shown}", path=shown)
         else:
             failure = StorageError(
-                f"cannot {action} the checkpoint: {type(error).__name__}: {secrets.hide(str(error))}",
+                f"cannot {action} the checkpoint: {type(error).__name__}: {secrets.hide(_text_of(error))}",
                 path=shown,
                 remedy="check the URL, the credentials and the storage_options",
                 errno=getattr(error, "errno", None),
@@ -40,6 +40,10 @@ def describer(secrets: Secrets, action: str, path: str) -> Describe:
         return failure
 
     return describe
+
+
+def _text_of(error: Exception) -> str:
+    return str(error).partition("\n\nDebug source:")[0]  # which obstore adds, in the words of Rust
 
 
 @contextlib.contextmanager

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import datetime
+import logging
+import os
+import threading
+import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
@@ -12,9 +17,8 @@ import fsspec
 import fsspec.asyn
 import numpy as np
 
-from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_core.parallel import run_parallel
-from ckpt_core.storage.azure_parts import AzureUpload, wait_for_copy
 from ckpt_core.storage.base import (
     MANIFEST_NAME,
     REMOTE_REQUEST_BYTES,
@@ -28,15 +32,20 @@ from ckpt_core.storage.claims import Claim
 from ckpt_core.storage.conditional import PROBE_PREFIX, ConditionalStore, create_new
 from ckpt_core.storage.credentials import Secrets
 from ckpt_core.storage.failures import Describe, describer, translated
-from ckpt_core.storage.fsspec_writers import ResumableWriter, WholeObjectWriter
+from ckpt_core.storage.fsspec_writers import S3Writer, StreamWriter, WholeObjectWriter
 from ckpt_core.storage.leases import LEASE_PREFIX, Lease, LeaseStore, has_others, remove_dead_leases
-from ckpt_core.storage.parts import PartsWriter
+from ckpt_core.storage.obstore_client import (
+    OBSTORE_OPTIONS,
+    NotSuitableError,
+    ObstoreClient,
+    ObstoreWriter,
+)
 from ckpt_core.storage.retrying import Retries, http_status
-from ckpt_core.storage.s3_direct import DirectTransfers
-from ckpt_core.storage.s3_parts import S3Upload, abandoned_uploads, s3_defaults
-from ckpt_core.storage.s3_reading import read_range
+from ckpt_core.storage.s3 import abandoned_uploads, s3_defaults
 
 __all__ = ["FsspecStorage"]
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -56,9 +65,11 @@ class _Shared:
     def __init__(self) -> None:
         self.retries = Retries()
         self.honours_conditions: dict[str, bool] = {}
-        self.direct = DirectTransfers()
+        self.obstore: dict[str, ObstoreClient | None] = {}  # by bucket and options; None where it is not used
+        self.lock = threading.Lock()
 
 
+_TOLD: set[tuple[str, str]] = set()  # where obstore is not used, and why
 _SHARED: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()
 
 
@@ -94,29 +105,36 @@ class _FsspecReader(FileReader):
         if self._whole is None and len(target) > _READ_BYTES:
             begins = range(0, len(target), _READ_BYTES)
             run_parallel(
-                lambda begin: self._read(offset + begin, target[begin : begin + _READ_BYTES]),
+                lambda begin: self._read(offset + begin, [target[begin : begin + _READ_BYTES]]),
                 begins,
                 threads=min(_REQUESTS_UNDER_WAY, len(begins)),
             )
         elif target:
-            self._read(offset, target)
+            self._read(offset, [target])
 
     def read_parts(self, offset: int, targets: Sequence[memoryview]) -> None:
-        size = sum(map(len, targets))
-        is_one_request = self._whole is None and 0 < size <= 2 * _READ_BYTES and offset + size <= self.size
-        if not is_one_request or not self._storage.fetch_parts(self.path, offset, targets):
+        if 0 < sum(map(len, targets)) <= 2 * _READ_BYTES:
+            self._read(offset, targets)
+        else:
             super().read_parts(offset, targets)
 
-    def _read(self, offset: int, target: memoryview) -> None:
-        end = offset + len(target)
+    def _read(self, offset: int, targets: Sequence[memoryview]) -> None:
+        end = offset + sum(map(len, targets))
         if end > self.size:
             raise CheckpointCorruptedError("the checkpoint is truncated", path=self.path)
-        if self._whole is None and self._storage.fetch_into(self.path, offset, target):
-            return
-        data = self._fetch(offset, end) if self._whole is None else self._whole[offset:end]
-        if len(data) != len(target):
+        if self._whole is None:
+            failure = self._storage.read_by_obstore(self.path, offset, targets)
+            if failure is None:
+                return
+            data = self._fetch(offset, end)  # which raises what is not the fault of obstore
+            self._storage.avoid_obstore(self.path, failure)
+        else:
+            data = self._whole[offset:end]
+        if len(data) != end - offset:
             raise CheckpointCorruptedError("the checkpoint is truncated", path=self.path)
-        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(data, np.uint8))  # without the GIL
+        for target in targets:
+            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(data[: len(target)], np.uint8))  # without the GIL
+            data = data[len(target) :]
 
     def _fetch(self, begin: int, end: int) -> memoryview:
         data = memoryview(self._storage.fetch(self.path, begin, end))
@@ -148,16 +166,27 @@ class FsspecStorage(Storage, ConditionalStore, LeaseStore):
     abandoned_after_seconds = 3600.0
 
     def __init__(self, url: str, storage_options: dict[str, Any] | None = None) -> None:
-        self._options = dict(storage_options or {})
+        self._options = options = dict(storage_options or {})
         self._url = url
-        self._secrets = Secrets(self._options)
-        self._filesystem = _open_filesystem(url, self._options, self._secrets)
+        self._secrets = Secrets(options)
+        self._backend = options.get("backend")
+        if self._backend not in (None, "fsspec", "obstore"):
+            raise StorageError(
+                f"there is no storage backend {self._backend!r}",
+                path=self._secrets.hide(url),
+                remedy='choose "fsspec" or "obstore" as "backend"',
+            )
+        self._of_obstore = {name: options[name] for name in OBSTORE_OPTIONS if name in options}
+        given = {name: value for name, value in options.items() if name not in ("backend", *OBSTORE_OPTIONS)}
+        self._filesystem = _open_filesystem(url, given, self._secrets)
         shared = _SHARED.setdefault(self._filesystem, _Shared())
         self._retries = shared.retries
-        self._direct = shared.direct
+        self._shared = shared
         self.honours_conditions = shared.honours_conditions
         protocol = self._filesystem.protocol
         self._protocols = {protocol} if isinstance(protocol, str) else set(protocol)
+        if self._backend == "obstore":
+            self._obstore_of(url)  # which raises if it cannot be used
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._url, self._options)
@@ -169,12 +198,13 @@ class FsspecStorage(Storage, ConditionalStore, LeaseStore):
         describe = self._describing("write", path)
         if not self._is_in(*_OBJECT_STORES):
             return WholeObjectWriter(self._filesystem, path, self._retries, describe)
+        client = self._obstore_of(path)
+        if client is not None and (client.has_written or self._probe(client, path)):
+            return ObstoreWriter(client, path, expected_size, describe, lambda path: int(self.info(path)["size"]))
         with translated(describe):
-            if self._is_in(_GCS):
-                return ResumableWriter(self._filesystem, path, describe)
-            arguments = (self._filesystem, path, self._retries, self._describing)
-            parts = S3Upload(*arguments, self._direct) if self._is_in(_S3) else AzureUpload(*arguments)
-            return PartsWriter(parts, self._filesystem.loop, expected_size)
+            if self._is_in(_S3):
+                return S3Writer(self._filesystem, path, expected_size, self._retries, self._describing)
+            return StreamWriter(self._filesystem, path, describe)
 
     def open(self, path: str) -> FileReader:
         return _FsspecReader(self, path)
@@ -192,21 +222,6 @@ class FsspecStorage(Storage, ConditionalStore, LeaseStore):
     def fetch(self, path: str, begin: int, end: int) -> bytes:
         """Return the bytes from ``begin`` up to ``end``, by one request."""
         return self._ask("read", path, lambda: bytes(self._filesystem.cat_file(path, start=begin, end=end)))
-
-    def fetch_parts(self, path: str, begin: int, targets: Sequence[memoryview]) -> bool:
-        """Fill several targets from ``begin`` on, by one request; return whether that was done."""
-        return self._is_in(_S3) and self._direct.read_range(self._filesystem, path, begin, targets)
-
-    def fetch_into(self, path: str, begin: int, target: memoryview) -> bool:
-        """Fill ``target`` from ``begin`` on, by one request; return whether that could be done."""
-        if not self._is_in(_S3):
-            return False
-        if self.fetch_parts(path, begin, [target]):
-            return True
-        filesystem = self._filesystem
-        arguments = (filesystem.loop, read_range, filesystem, path, begin, target)
-        count: int = self._ask("read", path, lambda: fsspec.asyn.sync(*arguments))
-        return count == len(target)
 
     def exists(self, path: str) -> bool:
         try:
@@ -242,7 +257,7 @@ class FsspecStorage(Storage, ConditionalStore, LeaseStore):
         def request() -> None:
             self._filesystem.cp_file(source, target)  # copy() would take names for patterns
             if self._is_in(_AZURE):
-                fsspec.asyn.sync(self._filesystem.loop, wait_for_copy, self._filesystem, target)
+                fsspec.asyn.sync(self._filesystem.loop, _wait_for_copy, self._filesystem, target)
 
         if source != target:  # S3 refuses to copy an object to itself
             self._ask("copy", target, request)
@@ -368,6 +383,92 @@ class FsspecStorage(Storage, ConditionalStore, LeaseStore):
     def delete(self, path: str) -> None:
         self._ask("remove", path, lambda: self._filesystem.rm_file(path))
 
+    # ---- obstore -----------------------------------------------------------------------------------------------------
+
+    def _obstore_of(self, path: str) -> ObstoreClient | None:
+        """Return what moves the bytes of the object; None where the client of fsspec does it."""
+        shared, identity = self._shared, self._identity_of(path)
+        if identity is None:
+            return None
+        with shared.lock:
+            if identity not in shared.obstore:
+                try:
+                    shared.obstore[identity] = self._open_obstore(path)
+                except Exception as error:  # noqa: BLE001 - from packages and services that know how to find credentials
+                    self._give_up_obstore(identity, path, error)
+            client = shared.obstore[identity]
+        return client if client is not None and client.knows(path) else None
+
+    def _identity_of(self, path: str) -> str | None:
+        if self._backend == "fsspec":
+            return None
+        if not self._is_in(*_OBJECT_STORES):
+            if self._backend == "obstore":
+                raise StorageError(
+                    f"obstore does not know {path.partition('://')[0]}://",
+                    path=self._secrets.hide(path),
+                    remedy='leave out storage_options["backend"]',
+                )
+            return None
+        return repr((self._filesystem.split_path(path)[0], self._backend, self._of_obstore))
+
+    def _open_obstore(self, path: str) -> ObstoreClient:
+        protocol = "s3" if self._is_in(_S3) else "az" if self._is_in(_AZURE) else "gs"
+        return ObstoreClient(protocol, self._filesystem, path, self._of_obstore)
+
+    def _give_up_obstore(self, identity: str, path: str, error: Exception) -> None:
+        shown = self._secrets.hide(path.partition("://")[0] + "://" + self._filesystem.split_path(path)[0])
+        why = str(error) if isinstance(error, NotSuitableError) else self._describing("read", path)(error).message
+        if self._backend == "obstore":
+            remedy = 'leave out storage_options["backend"]'
+            raise StorageError(f"obstore cannot be used: {why}", path=shown, remedy=remedy) from None
+        self._shared.obstore[identity] = None
+        if (shown, why) not in _TOLD:
+            _TOLD.add((shown, why))
+            logger.info("fsspec's client moves the bytes of %s, and not obstore, which is faster: %s", shown, why)
+
+    def read_by_obstore(self, path: str, begin: int, targets: Sequence[memoryview]) -> Exception | None:
+        """Fill several targets, one after the other, with the bytes from ``begin`` on; return why that was not done."""
+        client = self._obstore_of(path)
+        if client is None:
+            return NotSuitableError()
+        try:
+            client.read(path, begin, targets)
+        except Exception as error:  # noqa: BLE001 - fsspec's client asks again, and its error is the one to tell
+            return error
+        return None
+
+    def avoid_obstore(self, path: str, failure: Exception) -> None:
+        """Do without obstore from now on, if it has never read what the client of fsspec has read just now."""
+        client, identity = self._obstore_of(path), self._identity_of(path)
+        if client is not None and identity is not None and not client.has_read:
+            self._give_up_obstore(identity, path, failure)
+
+    def _probe(self, client: ObstoreClient, path: str) -> bool:
+        """Return whether the server takes an object from obstore and gives back a range of it; leave nothing behind."""
+        probe = f"{path.rpartition('/')[0]}/{PROBE_PREFIX}{uuid.uuid4().hex}"
+        data, found = os.urandom(64), bytearray(32)
+        failure: Exception | None = None
+        try:
+            client.put(probe, data, once=True)
+            client.read(probe, 16, [memoryview(found)])
+        except Exception as error:  # noqa: BLE001 - told below
+            failure = error
+        if failure is None and found != data[16:48]:
+            failure = OSError("the server has sent another range than it was asked for")
+        try:
+            if failure is not None:
+                self.put(probe, data)
+                self.fetch(probe, 16, 48)
+            self.delete(probe)
+        except CheckpointError:
+            return False  # it is not obstore's fault: whoever writes is told
+        client.has_written = failure is None
+        identity = self._identity_of(path)
+        if failure is not None and identity is not None:
+            self._give_up_obstore(identity, path, failure)
+        return client.has_written
+
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def _is_in(self, *groups: tuple[str, ...]) -> bool:
@@ -390,3 +491,17 @@ def _modified(info: dict[str, Any]) -> float:
         if isinstance(value, str):
             return datetime.datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
     return 0.0
+
+
+async def _wait_for_copy(filesystem: Any, path: str) -> None:
+    """Return when Azure has carried out the copy into ``path`` that it has accepted.
+
+    Raises:
+        OSError: It has failed.
+    """
+    container, blob, _ = filesystem.split_path(path)
+    async with filesystem.service_client.get_blob_client(container, blob) as client:
+        while (copy := (await client.get_blob_properties()).copy).status == "pending":
+            await asyncio.sleep(0.5)
+    if copy.status not in (None, "success"):
+        raise OSError(f"the copy has ended with status {copy.status}: {copy.status_description}")

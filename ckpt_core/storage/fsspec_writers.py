@@ -1,29 +1,147 @@
-"""Uploads to stores that take an object only as one stream or as one piece."""
+"""Uploads through fsspec's own clients, for the stores and processes in which obstore cannot be used.
+
+fsspec publishes a file that is closed or forgotten, whole or not: nothing here does.
+"""
 
 from __future__ import annotations
 
 import io
 import logging
+import uuid
+from collections.abc import Callable
 from typing import Any
 
-from ckpt_core.errors import CheckpointError
+import numpy as np
+
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.storage.base import FileWriter
 from ckpt_core.storage.failures import Describe, translated
-from ckpt_core.storage.parts import PART_BYTES
-from ckpt_core.storage.retrying import Retries
+from ckpt_core.storage.obstore_client import PART_BYTES
+from ckpt_core.storage.retrying import IncompleteAnswerError, Retries, is_transient
 
-__all__ = ["ResumableWriter", "WholeObjectWriter"]
+__all__ = ["S3Writer", "StreamWriter", "WholeObjectWriter"]
 
 logger = logging.getLogger(__name__)
 
+_MARK = "ckpt-upload"  # user metadata: tells whether an object is the one that an upload has made
+_MOST_PARTS = 10_000
 
-class ResumableWriter(FileWriter):
-    """One upload that bytes are added to in order (GCS); the object exists when ``commit`` ends it.
 
-    gcsfs repeats failed requests by itself, and goes on where the server says that it is.
+class S3Writer(FileWriter):
+    """Uploads parts, one after the other, by the requests of s3fs: each is repeated alone, and every answer is looked at.
 
     Args:
-        filesystem: A ``gcsfs.GCSFileSystem``.
+        filesystem: An ``s3fs.S3FileSystem``.
+        path: URL of the object.
+        expected_size: How many bytes will be written, or a few less; decides how large parts must be.
+        retries: Carries out the requests.
+        describe: ``describe(action, path)`` makes errors for the user.
+    """
+
+    def __init__(
+        self,
+        filesystem: Any,
+        path: str,
+        expected_size: int,
+        retries: Retries,
+        describe: Callable[[str, str], Describe],
+    ) -> None:
+        self._filesystem = filesystem
+        bucket, key, _ = filesystem.split_path(path)
+        self._object = {"Bucket": bucket, "Key": key}
+        self._path = path
+        self._retries = retries
+        self._describe = describe
+        self._mark = uuid.uuid4().hex
+        # A tenth more parts than expected are allowed for.
+        self._part_bytes = PART_BYTES * max(1, -(-expected_size * 11 // (10 * PART_BYTES * _MOST_PARTS)))
+        self._part = bytearray()
+        self._filled = 0
+        self._position = 0
+        self._upload: dict[str, str] = {}
+        self._parts: list[dict[str, Any]] = []
+
+    def _call(self, action: str, method: str, *, needs: str = "", **arguments: Any) -> dict[str, Any]:
+        """Return the store's answer, which must have the field ``needs``."""
+
+        def request() -> dict[str, Any]:
+            answer: dict[str, Any] = self._filesystem.call_s3(method, **self._object, **arguments)
+            if needs and not answer.get(needs):
+                raise IncompleteAnswerError(f"the answer to {method} has no {needs}: it is not the store's own")
+            return answer
+
+        return self._retries.call(request, self._describe(action, self._path))
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        assert offset == self._position
+        self._position += len(data)
+        self._part = self._part or bytearray(self._part_bytes)
+        while data:
+            if self._filled == self._part_bytes:
+                self._send()
+            piece = data[: self._part_bytes - self._filled]
+            begin, self._filled = self._filled, self._filled + len(piece)
+            np.copyto(np.frombuffer(self._part, np.uint8)[begin : self._filled], np.frombuffer(piece, np.uint8))
+            data = data[len(piece) :]
+
+    def _send(self) -> None:
+        if not self._upload:
+            answer = self._call("write", "create_multipart_upload", needs="UploadId", Metadata={_MARK: self._mark})
+            self._upload = {"UploadId": answer["UploadId"]}
+        part: dict[str, Any] = {"PartNumber": len(self._parts) + 1}
+        body = self._part if self._filled == self._part_bytes else self._part[: self._filled]
+        tag = self._call("write", "upload_part", needs="ETag", **self._upload, **part, Body=body)["ETag"]
+        self._parts.append({**part, "ETag": tag})
+        self._filled = 0
+
+    def commit(self, size: int) -> None:
+        assert size == self._position
+        if self._upload:
+            self._send()
+            self._complete()
+            self._upload = {}
+        else:
+            self._call("commit", "put_object", needs="ETag", Body=self._part[: self._filled])
+
+    def _complete(self) -> None:
+        arguments: dict[str, Any] = {**self._upload, "MultipartUpload": {"Parts": self._parts}}
+        try:
+            answer = self._call("commit", "complete_multipart_upload", **arguments)
+            if not answer.get("ETag") and not self._is_there():
+                # That was not the store's answer: once more, now with no doubt about it.
+                self._call("commit", "complete_multipart_upload", needs="ETag", **arguments)
+        except CheckpointError as error:
+            # An earlier attempt may have done it, and its answer was lost.
+            if is_transient(error) or not self._is_there():
+                raise
+
+    def _is_there(self) -> bool:
+        try:
+            answer = self._call("commit", "head_object")
+        except CheckpointError:
+            return False
+        return bool(answer.get("Metadata", {}).get(_MARK) == self._mark)
+
+    def abort(self) -> None:
+        upload, self._upload = self._upload, {}
+        if not upload:
+            return
+        try:
+            self._call("abort", "abort_multipart_upload", **upload)
+        except CheckpointNotFoundError:
+            return  # gone already
+        except CheckpointError as error:
+            # The failure that led here is the one to tell; what stays is invisible, and an orphan that is removed later.
+            logger.warning("parts of an abandoned upload could not be deleted: %s", error.message)
+
+
+class StreamWriter(FileWriter):
+    """One file of fsspec's that bytes are added to in order (GCS, Azure); the object exists when ``commit`` closes it.
+
+    The clients repeat failed requests by themselves.
+
+    Args:
+        filesystem: A ``gcsfs.GCSFileSystem`` or an ``adlfs.AzureBlobFileSystem``.
         path: URL of the object.
         describe: Makes errors for the user.
     """
@@ -40,6 +158,7 @@ class ResumableWriter(FileWriter):
         self._position += len(data)
 
     def commit(self, size: int) -> None:
+        assert size == self._position
         with translated(self._describe):
             self._file.close()
 

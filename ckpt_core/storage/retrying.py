@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import stamina
@@ -142,23 +142,6 @@ class Retries:
                 with attempt:
                     try:
                         result = request()
-                    except Exception as error:  # noqa: BLE001 - described and raised below
-                        failure = self._judged(error, describe)
-                    else:
-                        self._has_answered = True
-                        return result
-                    raise failure
-        except _TransientError as last:
-            failure = last.failure
-        raise failure
-
-    async def call_async(self, request: Callable[[], Awaitable[Result]], describe: Describe) -> Result:
-        """Do the same as :meth:`call`, on an event loop."""
-        try:
-            async for attempt in self._attempts():
-                with attempt:
-                    try:
-                        result = await request()
                     except Exception as error:  # noqa: BLE001 - described and raised below
                         failure = self._judged(error, describe)
                     else:

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part
-from ckpt_core.storage import FileInfo, claims, leases, local_claim
-from ckpt_core.storage.remote import remote_storage
+from ckpt_core.storage import FileInfo, claims, leases, local_claim, storage_for
 from tests.conftest import ScriptRunner
 from tests.support.server_fixtures import server_of, servers
 from tests.support.servers import Server
@@ -348,7 +347,7 @@ def test_a_lease_of_another_machine_counts_when_it_is_renewed(
     server = server_of("moto")
     root = f"{server.new_bucket()}/runs"
     options = {**server.options, "backend": backend}
-    storage: Any = remote_storage(root, dict(options))
+    storage: Any = storage_for(root, dict(options))
     theirs = f"{root}/{leases.LEASE_PREFIX}theirs"
     owner = forged({"machine": "another", "host": "node-7", "pid": 17})
     storage.put(theirs, owner)
@@ -391,7 +390,7 @@ def test_a_lease_of_another_machine_counts_when_it_is_renewed(
 def test_leases_of_the_dead_do_not_count(server_of: ServerOf, caplog: pytest.LogCaptureFixture) -> None:
     server = server_of("moto")
     root = f"{server.new_bucket()}/runs"
-    storage: Any = remote_storage(root, dict(server.options))
+    storage: Any = storage_for(root, dict(server.options))
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     storage.put(f"{root}/{leases.LEASE_PREFIX}ended", forged({"pid": ended.pid}))
@@ -412,7 +411,7 @@ def test_leases_of_the_dead_do_not_count(server_of: ServerOf, caplog: pytest.Log
 def test_a_process_that_was_taken_for_dead_asks_again(server_of: ServerOf, monkeypatch: pytest.MonkeyPatch) -> None:
     server = server_of("moto")
     root = f"{server.new_bucket()}/runs"
-    storage: Any = remote_storage(root, dict(server.options))
+    storage: Any = storage_for(root, dict(server.options))
     monkeypatch.setattr(leases, "_keeper", type("Stopped", (), {"add": lambda *_: None, "drop": lambda *_: None})())
     lease = leases.Lease(storage, root)
     lease.beat()
@@ -428,7 +427,7 @@ def test_a_process_that_was_taken_for_dead_asks_again(server_of: ServerOf, monke
 def test_files_of_callers_are_refused_where_another_job_could_overwrite_them(server_of: ServerOf) -> None:
     server = server_of("moto")
     root = f"{server.new_bucket()}/runs"
-    storage: Any = remote_storage(root, dict(server.options))
+    storage: Any = storage_for(root, dict(server.options))
     parent = os.getppid()
     storage.put(f"{root}/{leases.LEASE_PREFIX}theirs", forged({"pid": parent, "started": leases._start_of(parent)}))
     checkpointer = DirectoryCheckpointer(strategy="sync", storage_options=dict(server.options))

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt_core.storage import LocalStorage, Storage
-from ckpt_core.storage.fsspec_storage import FsspecStorage
-from ckpt_core.storage.remote import remote_storage
+from ckpt_core.storage import FileWriter, Storage, storage_for
 
-__all__ = ["Place", "storage_at", "unfinished_uploads"]
+__all__ = ["Place", "read", "storage_at", "unfinished_uploads", "write"]
 
 #: A directory, and the ``storage_options`` to reach it.
 Place = tuple[str, dict[str, Any] | None]
@@ -17,14 +15,33 @@ Place = tuple[str, dict[str, Any] | None]
 def storage_at(place: Place) -> Storage:
     """Return the storage of a place."""
     root, options = place
-    return remote_storage(root, options) if "://" in root else LocalStorage()
+    return storage_for(root, options)
 
 
 def unfinished_uploads(root: str, storage: Storage) -> list[str]:
     """The keys of uploads that S3 knows of; none elsewhere."""
     if not root.startswith("s3://"):
         return []
-    options: dict[str, Any] = storage._options  # type: ignore[attr-defined]
-    filesystem = FsspecStorage(root, options)._filesystem  # obstore cannot be asked
+    filesystem = storage._filesystem  # type: ignore[attr-defined]
     found = filesystem.call_s3("list_multipart_uploads", Bucket=root.split("/")[2]).get("Uploads", [])
     return [upload["Key"] for upload in found]
+
+
+def write(storage: Storage, path: str, content: bytes) -> FileWriter:
+    """Make a file; return what wrote it."""
+    writer = storage.create(path, len(content))
+    try:
+        writer.write_at(0, memoryview(content))
+        writer.commit(len(content))
+    except BaseException:
+        writer.abort()
+        raise
+    return writer
+
+
+def read(storage: Storage, path: str) -> bytes:
+    """Return the content of a file."""
+    with storage.open(path) as reader:
+        target = bytearray(reader.size)
+        reader.read_into(0, memoryview(target))
+    return bytes(target)

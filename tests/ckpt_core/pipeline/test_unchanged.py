@@ -15,8 +15,7 @@ from safetensors import safe_open
 
 from ckpt_core import CheckpointCorruptedError, DirectoryCheckpointer, Kind, Part
 from ckpt_core._pipeline.unchanged import LINKS_BETWEEN_READINGS
-from ckpt_core.storage import FaultyStorage
-from ckpt_core.storage.remote import remote_storage
+from ckpt_core.storage import FaultyStorage, storage_for
 from tests.support.fine_tuning import FineTune, bytes_written, copies, counted, files_with, load_model
 from tests.support.states import assert_same_state
 
@@ -49,7 +48,7 @@ def inodes(path: Path) -> set[int]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_save_writes_what_is_trained_and_little_more(strategy: Any, place: str, tmp_path: Path) -> None:
     root = str(tmp_path) if place == "local" else f"memory://{uuid.uuid4().hex}"
-    storage = counted(None if place == "local" else remote_storage(root, None))
+    storage = counted(None if place == "local" else storage_for(root, None))
     run = FineTune.new(width=600)
     written, models = [], {}
     with DirectoryCheckpointer(strategy=strategy, storage=storage, slice_replicated=True) as checkpointer:
@@ -105,7 +104,7 @@ def test_the_checkpoint_before_may_be_gone_when_the_next_save_comes(tmp_path: Pa
 @pytest.mark.parametrize("place", ["local", "memory"])
 def test_saving_over_the_same_path(place: str, strategy: Any, tmp_path: Path) -> None:
     root = str(tmp_path) if place == "local" else f"memory://{uuid.uuid4().hex}"
-    storage = counted(None if place == "local" else remote_storage(root, None))
+    storage = counted(None if place == "local" else storage_for(root, None))
     run = FineTune.new()
     with DirectoryCheckpointer(strategy=strategy, storage=storage, slice_replicated=True) as checkpointer:
         for _ in range(STEADY + 3):

@@ -20,9 +20,8 @@ import torch
 from ckpt_core import StorageError
 from ckpt_core.memory import StagingBuffer
 from ckpt_core.parallel import run_parallel
-from ckpt_core.storage import Storage
+from ckpt_core.storage import Storage, storage_for
 from ckpt_core.storage.conditional import ConditionalStore
-from ckpt_core.storage.remote import remote_storage
 from tests.ckpt_core.storage.test_storage import StorageContract
 from tests.support.servers import Server
 from tests.support.states import tensor_of
@@ -40,9 +39,10 @@ PLACES = (
     "rclone",
     "azurite",
     "gcs",
-    "moto obstore",
-    "ceph obstore",
-    "azurite obstore",
+    "moto fsspec",
+    "ceph fsspec",
+    "rclone fsspec",
+    "azurite fsspec",
 )
 # The others answer a conditional request as if there were no condition.
 HONOUR_CONDITIONS = ("memory", "moto", "ceph", "azurite")
@@ -62,8 +62,6 @@ def place(place_name: str, server_of: ServerOf, tmp_path: Path) -> Place:
         return f"memory://{uuid.uuid4().hex}", None
     kind, _, backend = place_name.partition(" ")
     server = server_of(kind)
-    if backend:
-        pytest.importorskip("obstore")
     return f"{server.new_bucket()}/runs", {**server.options, **({"backend": backend} if backend else {})}
 
 
@@ -234,7 +232,7 @@ class TestExclusiveCreation:
 
 def test_a_bucket_that_is_not_there(server_of: ServerOf) -> None:
     server = server_of("moto")
-    storage = remote_storage("s3://no-such-bucket", dict(server.options))
+    storage = storage_for("s3://no-such-bucket", dict(server.options))
     writer = storage.create("s3://no-such-bucket/a.ckpt", 3)
     writer.write_at(0, memoryview(b"abc"))
     with pytest.raises(StorageError, match="bucket"):

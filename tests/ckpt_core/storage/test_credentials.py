@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from ckpt_core import Checkpointer, CheckpointError, StorageError
+from ckpt_core.storage import storage_for
 from ckpt_core.storage.credentials import Secrets
 from ckpt_core.storage.failures import describer, translated
-from ckpt_core.storage.remote import remote_storage
 from tests.support.servers import Server, free_port
 
 SECRET = "hX7/kfoo+bar9qZ="
@@ -82,7 +82,7 @@ def test_no_credential_in_errors_logs_or_repr(
     endpoint = server_of("ceph").endpoint
     options = {"endpoint_url": endpoint, "key": KEY_ID, "secret": SECRET, "backend": backend}
     caplog.set_level(logging.INFO)  # botocore's own debug lines show its requests
-    storage = remote_storage("s3://bucket", options)
+    storage = storage_for("s3://bucket", options)
     texts = [repr(storage), str(storage), repr(vars(storage).get("_secrets"))]
     with Checkpointer(strategy="sync", storage=storage) as checkpointer:
         for ask in (
@@ -107,7 +107,7 @@ def test_a_store_that_never_answers_is_given_up_soon(backend: str, caplog: pytes
     options: dict[str, Any] = {"endpoint_url": f"http://127.0.0.1:{free_port()}", "key": KEY_ID, "secret": SECRET}
     if backend == "obstore":
         options |= {"backend": backend, "retry_config": {"max_retries": 1}}
-    storage = remote_storage("s3://bucket", options)
+    storage = storage_for("s3://bucket", options)
     with pytest.raises(StorageError, match="storage_options") as caught:
         storage.open("s3://bucket/a.ckpt")
     assert SECRET not in everything_about(caught.value) + "".join(repr(vars(record)) for record in caplog.records)
@@ -127,9 +127,9 @@ def test_a_missing_package_is_named(
     (tmp_path / f"{module}.py").write_text("raise ImportError('not here')\n")
     script = f"""
         from ckpt_core import StorageError
-        from ckpt_core.storage.remote import remote_storage
+        from ckpt_core.storage import storage_for
         try:
-            remote_storage({url!r}, {{"secret": {SECRET!r}}})
+            storage_for({url!r}, {{"secret": {SECRET!r}}})
         except StorageError as error:
             print(error)
     """
@@ -151,6 +151,6 @@ def test_a_missing_package_is_named(
 )
 def test_settings_that_do_not_fit(url: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(StorageError) as caught:
-        remote_storage(url, options).exists(url)
+        storage_for(url, options).exists(url)
     assert message in str(caught.value)
     assert SECRET not in everything_about(caught.value)

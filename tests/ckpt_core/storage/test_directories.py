@@ -9,17 +9,17 @@ import pytest
 import torch
 
 from ckpt_core import Catalog, CheckpointError, DirectoryCheckpointer, Kind, Part
-from ckpt_core.storage.remote import remote_storage
+from ckpt_core.storage import storage_for
 from tests.support.servers import Server
 
 ServerOf = Callable[[str], Server]
-PLACES = ("moto", "ceph", "rclone", "azurite", "gcs", "moto obstore", "ceph obstore", "azurite obstore")
+PLACES = ("moto", "ceph", "rclone", "azurite", "gcs", "moto fsspec", "ceph fsspec", "azurite fsspec")
 LARGE = 11 * 2**20 // 4  # elements: three parts of the smallest size that S3 takes
 
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("parts", "obstore_storage"):
+    for module in ("obstore_client", "fsspec_writers"):
         monkeypatch.setattr(f"ckpt_core.storage.{module}.PART_BYTES", 5 * 2**20)
 
 
@@ -27,8 +27,6 @@ def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 def place(request: pytest.FixtureRequest, server_of: ServerOf) -> tuple[str, dict[str, Any]]:
     kind, _, backend = str(request.param).partition(" ")
     server = server_of(kind)
-    if backend:
-        pytest.importorskip("obstore")
     return f"{server.new_bucket()}/runs", {**server.options, **({"backend": backend} if backend else {})}
 
 
@@ -52,7 +50,7 @@ def value_at(checkpointer: DirectoryCheckpointer, path: str) -> float:
 @pytest.mark.parametrize("strategy", ["sync", "async"])
 def test_the_life_of_directories(strategy: Any, place: tuple[str, dict[str, Any]]) -> None:
     root, options = place
-    storage: Any = remote_storage(root, dict(options))
+    storage: Any = storage_for(root, dict(options))
     with DirectoryCheckpointer(strategy=strategy, storage_options=options) as checkpointer:
         path = f"{root}/step=1"
         assert not checkpointer.exists(path)

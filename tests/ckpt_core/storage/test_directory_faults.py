@@ -10,8 +10,8 @@ import stamina
 import torch
 
 from ckpt_core import Catalog, CheckpointError, DirectoryCheckpointer, Kind, Part
+from ckpt_core.storage import storage_for
 from ckpt_core.storage.fsspec_storage import FsspecStorage
-from ckpt_core.storage.remote import remote_storage
 from tests.support.fault_proxy import FaultProxy, HttpFault, start_proxy
 from tests.support.servers import Server
 
@@ -28,14 +28,19 @@ class Scene:
         self.path = f"{self.root}/checkpoint"
         self.proxy = proxy
         self.direct = dict(server.options)
-        self.faulty = {**server.through(proxy.endpoint).options, "config_kwargs": {"read_timeout": 2.0}}
+        self.faulty = {
+            **server.through(proxy.endpoint).options,
+            "config_kwargs": {"read_timeout": 2.0},
+            "client_options": {"timeout": "2s"},
+            "retry_config": {"max_retries": 2},
+        }
         self.begin()
         self.value_at(self.faulty)  # it has answered once
 
     def begin(self) -> None:
         """Leave nothing but the old checkpoint."""
         self.proxy.plan(None)
-        remote_storage(self.root, self.direct).remove(self.root)
+        storage_for(self.root, self.direct).remove(self.root)
         self.save(1.0, self.direct)
 
     def save(self, value: float, options: dict[str, Any]) -> None:

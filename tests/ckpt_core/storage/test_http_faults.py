@@ -12,10 +12,8 @@ import stamina
 import torch
 
 from ckpt_core import Checkpointer, CheckpointError, StorageError
-from ckpt_core.storage import Storage
+from ckpt_core.storage import Storage, storage_for
 from ckpt_core.storage.fsspec_storage import FsspecStorage
-from ckpt_core.storage.obstore_storage import ObstoreStorage
-from ckpt_core.storage.remote import remote_storage
 from tests.support.fault_proxy import FAULTS, FaultProxy, HttpFault, start_proxy
 from tests.support.servers import Server
 from tests.support.states import assert_same_state, tensor_of
@@ -29,10 +27,11 @@ NEW = {"w": tensor_of(torch.uint8, 11 * 2**20), "step": 2}  # three parts of the
 # Enough where a client pauses between attempts, whatever we say, and where the server has its own pace.
 KINDS = {
     "moto": FAULTS,
+    "moto fsspec": FAULTS,
     "ceph": ("503", "reset", "lost reply", "cut reply"),
+    "ceph fsspec": ("503", "reset", "lost reply", "cut reply"),
     "azurite": ("500", "503", "reset", "lost reply"),
     "rclone": ("lost reply",),  # unlike the others, it refuses to complete what is completed already
-    "moto obstore": ("503", "lost reply"),
 }
 
 
@@ -43,8 +42,8 @@ class Scene:
         self.root = f"{server.new_bucket()}/runs"
         self.path = f"{self.root}/a.ckpt"
         self.proxy = proxy
-        self.direct = remote_storage(self.root, dict(server.options))
-        self.faulty = remote_storage(self.root, options)
+        self.direct = storage_for(self.root, dict(server.options))
+        self.faulty = storage_for(self.root, options)
         self.save(OLD, self.direct)
         self.load(self.faulty)  # it has answered once
 
@@ -57,17 +56,16 @@ class Scene:
 
 @pytest.fixture(autouse=True)
 def _small_parts_and_no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in ("parts", "obstore_storage"):
+    for module in ("obstore_client", "fsspec_writers"):
         monkeypatch.setattr(f"ckpt_core.storage.{module}.PART_BYTES", 5 * 2**20)
     monkeypatch.setattr(FsspecStorage, "abandoned_after_seconds", -1.0)  # whole seconds
-    for storage in (FsspecStorage, ObstoreStorage):
-        monkeypatch.setattr(storage, "claim", lambda *_: None)  # whose requests come when they come
+    monkeypatch.setattr(FsspecStorage, "claim", lambda *_: None)  # whose requests come when they come
     stamina.set_testing(True, attempts=4, cap=True)
     yield
     stamina.set_testing(False)
 
 
-@pytest.fixture(scope="module", params=["moto", "ceph", "azurite", "rclone", "moto obstore"])
+@pytest.fixture(scope="module", params=list(KINDS))
 def scene_maker(request: pytest.FixtureRequest, server_of: ServerOf) -> Iterator[Callable[[], Scene]]:
     kind, _, backend = str(request.param).partition(" ")
     server = server_of(kind)
@@ -77,12 +75,14 @@ def scene_maker(request: pytest.FixtureRequest, server_of: ServerOf) -> Iterator
 
 
 def proxied_options(server: Server, proxy: FaultProxy, backend: str = "") -> dict[str, Any]:
-    options = {
+    options: dict[str, Any] = {
         name: value.replace(server.endpoint, proxy.endpoint) if isinstance(value, str) else value
         for name, value in server.options.items()
     }
+    # obstore's patience, which the tests do not have
+    options |= {"client_options": {"timeout": "2s"}, "retry_config": {"max_retries": 2}}
     if backend:
-        return {**options, "backend": backend, "client_options": {"timeout": "2s"}}
+        options["backend"] = backend
     return {**options, "config_kwargs": {"read_timeout": 2.0}} if server.protocol == "s3" else options
 
 
@@ -133,9 +133,7 @@ def test_a_load_survives_any_request_failing_once(scene: Scene, request: pytest.
 
 
 @pytest.mark.parametrize("kind", ["503", "reset"])
-def test_a_store_that_goes_away_during_a_save(scene: Scene, kind: str, request: pytest.FixtureRequest) -> None:
-    if request.node.callspec.params["scene_maker"] == "moto obstore":
-        pytest.skip("obstore pauses for minutes in all before it gives up")
+def test_a_store_that_goes_away_during_a_save(scene: Scene, kind: str) -> None:
     count = requests_of(scene, lambda: scene.save(NEW, scene.faulty))
     for number in range(1, count + 1):
         scene.save(OLD, scene.direct)
@@ -214,7 +212,7 @@ def test_a_refusal_is_not_repeated(server_of: ServerOf) -> None:
     with start_proxy(server.endpoint) as proxy:
         options = {**proxied_options(server, proxy), "secret": "not-the-secret-of-this-user"}
         root = server.new_bucket()
-        storage = remote_storage(root, options)
+        storage = storage_for(root, options)
         with pytest.raises(CheckpointError) as caught:
             storage.open(f"{root}/a.ckpt")
         assert isinstance(caught.value, StorageError), "refused is not the same as absent"

@@ -16,8 +16,8 @@ from ckpt_core import Catalog, DirectoryCheckpointer, Kind, Part
 from ckpt_core._layouts.sharded import files as leftovers
 from ckpt_core.cli import main
 from ckpt_core.interchange import export_model
+from ckpt_core.storage import storage_for
 from ckpt_core.storage.base import MANIFEST_NAME, FileInfo
-from ckpt_core.storage.remote import remote_storage
 from tests.support.servers import Server
 
 ServerOf = Callable[[str], Server]
@@ -32,7 +32,7 @@ def scene(server_of: ServerOf) -> tuple[str, Any, dict[str, Any]]:
     with DirectoryCheckpointer(strategy="sync", storage_options=options) as checkpointer:
         for name in ("step=1", "step=2"):
             checkpointer.save([Part("model", STATE, Kind.REPLICATED)], f"{root}/{name}")
-    storage: Any = remote_storage(root, options)
+    storage: Any = storage_for(root, options)
     storage.delete(f"{root}/step=2/{MANIFEST_NAME}")
     return root, storage, options
 

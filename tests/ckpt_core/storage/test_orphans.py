@@ -12,8 +12,8 @@ import stamina
 import torch
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part
+from ckpt_core.storage import storage_for
 from ckpt_core.storage.fsspec_storage import FsspecStorage
-from ckpt_core.storage.remote import remote_storage
 from tests.support.fault_proxy import FaultProxy, start_proxy
 from tests.support.servers import Server
 from tests.support.stores import unfinished_uploads
@@ -37,7 +37,7 @@ def test_only_uploads_that_have_been_silent_are_deleted(kind: str, server_of: Ca
     server = server_of(kind)
     bucket = server.new_bucket()
     root = f"{bucket}/runs"
-    storage: Any = remote_storage(root, dict(server.options))
+    storage: Any = storage_for(root, dict(server.options))
     filesystem = storage._filesystem
     orphans = ["runs/a.ckpt", "runs/checkpoint/model.safetensors"]
     others = ["elsewhere/a.ckpt", "runs/deep/down/a.ckpt", "runs2/a.ckpt"]
@@ -63,7 +63,7 @@ def test_only_uploads_that_have_been_silent_are_deleted(kind: str, server_of: Ca
 
 def leave_upload(server: Server, root: str, name: str, *, parts: bool = True) -> str:
     """Begin an upload as a process does that is then killed; return its key."""
-    storage: Any = remote_storage(root, dict(server.options))
+    storage: Any = storage_for(root, dict(server.options))
     bucket, _, directory = root.removeprefix("s3://").partition("/")
     key = f"{directory}/{name}"
     upload = storage._filesystem.call_s3("create_multipart_upload", Bucket=bucket, Key=key)
@@ -100,7 +100,7 @@ def test_a_process_cleans_a_directory_up_once(
     server = server_of(kind)
     monkeypatch.setattr(FsspecStorage, "abandoned_after_seconds", -1.0)  # the clock of the store shows whole seconds
     root = f"{server.new_bucket()}/runs"
-    direct = remote_storage(root, dict(server.options))
+    direct = storage_for(root, dict(server.options))
     leave_upload(server, root, "a.ckpt")
     leave_upload(server, root, "checkpoint/model.safetensors")
     others = [leave_upload(server, root, "deep/down/a.ckpt"), leave_upload(server, root, "begun.ckpt", parts=False)]

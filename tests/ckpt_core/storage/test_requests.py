@@ -10,7 +10,7 @@ import torch
 
 from ckpt_core import CheckpointCorruptedError, Checkpointer
 from ckpt_core._pipeline.reader import verify
-from ckpt_core.storage.remote import remote_storage
+from ckpt_core.storage import storage_for
 from tests.support.fault_proxy import FaultProxy, start_proxy
 from tests.support.server_fixtures import server_of, servers
 from tests.support.servers import Server
@@ -42,7 +42,7 @@ def state_of(tensors: int, nbytes: int) -> dict[str, Any]:
         (4000, 10, 3 + 2),  # an end that is longer than what is read at first
     ],
 )
-@pytest.mark.parametrize("backend", ["s3fs", "obstore"])
+@pytest.mark.parametrize("backend", ["fsspec", "obstore"])
 def test_a_load(backend: str, tensors: int, nbytes: int, expected: int, server_of: Callable[[str], Server]) -> None:
     server = server_of("moto")
     path = f"{server.new_bucket()}/a.ckpt"
@@ -50,12 +50,7 @@ def test_a_load(backend: str, tensors: int, nbytes: int, expected: int, server_o
     with Checkpointer(strategy="sync", storage_options=dict(server.options)) as checkpointer:
         checkpointer.save(state, path)
     with start_proxy(server.endpoint) as proxy:
-        options: dict[str, Any] = {**server.options, "endpoint_url": proxy.endpoint}
-        if backend == "obstore":
-            pytest.importorskip("obstore")
-            options["backend"] = "obstore"
-            if nbytes > 8 * MIB:
-                expected += 3  # whose requests are of 8 MiB
+        options: dict[str, Any] = {**server.options, "endpoint_url": proxy.endpoint, "backend": backend}
         checkpointer = Checkpointer(strategy="sync", storage_options=options)
         for action in (lambda: checkpointer.load(path), lambda: verify(path, storage_options=options)):
             action()
@@ -78,7 +73,7 @@ def test_damage_in_what_is_read_together(at: str, server_of: Callable[[str], Ser
     state = state_of(30, 100_000)  # one request for all of them
     with Checkpointer(strategy="sync", storage_options=options) as checkpointer:
         checkpointer.save(state, path)
-    storage: Any = remote_storage(path, options)
+    storage: Any = storage_for(path, options)
     data = bytearray(storage.get(path))
     first = data.index(bytes(state["state_dict"]["layer.9.weight"][:64].numpy()))
     header = data.rindex(b"PK\3\4", 0, first)

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from ckpt_core import Checkpointer
-from ckpt_core.storage.s3_parts import s3_defaults
+from ckpt_core.storage.s3 import s3_defaults
 from tests.support.server_fixtures import server_of, servers
 from tests.support.servers import Server, start_rclone
 
@@ -46,11 +46,11 @@ def certificate(path: Path) -> Path:
 
 
 def hashes_sent(server: Server, options: dict[str, Any]) -> set[str]:
-    """Save a checkpoint of two parts, read it back, and return what the uploads told of their bytes."""
+    """Save a checkpoint of two parts by s3fs, read it back, and return what the uploads told of their bytes."""
     sent: list[tuple[str, str]] = []
     path = f"{server.new_bucket()}/a.ckpt"
     state = {"w": torch.randn(6 * 2**20)}
-    with Checkpointer(strategy="sync", storage_options=options) as checkpointer:
+    with Checkpointer(strategy="sync", storage_options={**options, "backend": "fsspec"}) as checkpointer:
         filesystem = checkpointer._storage_for(path)._filesystem  # type: ignore[attr-defined]
 
         def note(request: Any, **_: Any) -> None:

@@ -1,0 +1,392 @@
+"""The bytes of objects on S3, Azure and GCS through ``obstore``: outside of Python, without its lock, with little processor time.
+
+The client of fsspec for the same store finds the credentials and the endpoint, and makes the small requests; obstore moves what is
+in the objects. Where it cannot, :class:`NotSuitableError` says why, and the client of fsspec does that too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+import fsspec.asyn
+import numpy as np
+
+from ckpt_core.errors import StorageError
+from ckpt_core.storage.base import FileWriter
+from ckpt_core.storage.failures import Describe, translated
+
+__all__ = ["OBSTORE_OPTIONS", "PART_BYTES", "NotSuitableError", "ObstoreClient", "ObstoreWriter", "refuse_fork"]
+
+logger = logging.getLogger(__name__)
+
+PART_BYTES = 16 * 2**20
+OBSTORE_OPTIONS = (
+    "client_options",
+    "retry_config",
+)  # in storage_options, by obstore's own names; fsspec's clients know neither
+_PARTS_UNDER_WAY = 6
+_MOST_PARTS = 10_000  # that S3 takes
+_CREDENTIALS_LAST = datetime.timedelta(minutes=9)  # botocore replaces its own 10 minutes before they end
+_AZURE_SCOPE = "https://storage.azure.com/.default"
+# A read that fails is made again by fsspec's client; nobody can make a part of an upload again but obstore.
+_READING = {"max_retries": 1, "retry_timeout": datetime.timedelta(minutes=1)}
+_WRITING = {
+    "max_retries": 9,
+    "retry_timeout": datetime.timedelta(minutes=5),
+    "backoff": {
+        "init_backoff": datetime.timedelta(seconds=0.2),
+        "max_backoff": datetime.timedelta(seconds=30),
+        "base": 2,
+    },
+}
+
+# The settings of s3fs that are followed here, or that say nothing about how objects are read and written.
+_S3_SETTINGS = {
+    "config_kwargs": {
+        "connect_timeout",
+        "max_pool_connections",
+        "read_timeout",
+        "region_name",
+        "request_checksum_calculation",
+        "response_checksum_validation",
+        "retries",
+        "s3",
+        "tcp_keepalive",
+        "user_agent_extra",
+    },
+    "client_kwargs": {
+        "aws_access_key_id",
+        "aws_secret_access_key",
+        "aws_session_token",
+        "endpoint_url",
+        "region_name",
+        "use_ssl",
+        "verify",
+    },
+}
+
+# The process whose threads obstore's are: they do not survive a fork, after which every request would hang.
+_process: int | None = None
+
+
+class NotSuitableError(Exception):
+    """Why obstore cannot be used for a bucket."""
+
+
+class ObstoreClient:
+    """One bucket.
+
+    Attributes:
+        has_read: Whether the server has ever answered a ranged read as obstore demands.
+        has_written: Whether it has taken an object from obstore.
+
+    Args:
+        protocol: ``"s3"``, ``"az"`` or ``"gs"``.
+        filesystem: fsspec's, connected with the user's settings.
+        path: Any URL in the bucket.
+        options: Those of :data:`OBSTORE_OPTIONS`.
+
+    Raises:
+        NotSuitableError: obstore is not installed, does not follow these settings, or this process is a fork of one that has used it.
+    """
+
+    def __init__(self, protocol: str, filesystem: Any, path: str, options: Mapping[str, Any]) -> None:
+        refuse_fork()
+        try:
+            import obstore
+            from obstore.store import AzureStore, GCSStore, S3Store
+        except ImportError as error:
+            raise NotSuitableError("it is not installed") from error
+        settings = {"s3": _s3_settings, "az": _azure_settings, "gs": _gcs_settings}[protocol]
+        self._filesystem = filesystem
+        self._obstore = obstore
+        bucket = filesystem.split_path(path)[0]
+        arguments = settings(filesystem, bucket)
+        config: dict[str, Any] = arguments["config"]
+        client = {"timeout": "120s", "connect_timeout": "10s", **arguments.pop("client_options", {})}
+        client["allow_http"] = str(config.get("endpoint", "")).startswith("http://")
+        client |= options.get("client_options", {})
+        store: Any = {"s3": S3Store, "az": AzureStore, "gs": GCSStore}[protocol]
+
+        def connect(retries: Mapping[str, Any]) -> Any:
+            retries = options.get("retry_config", retries)
+            return store(bucket, client_options=client, retry_config=retries, **arguments)
+
+        self._reading, self._writing = connect(_READING), connect(_WRITING)
+        self.has_read = self.has_written = False
+
+    def knows(self, path: str) -> bool:
+        """Return whether obstore calls the object by this name; it takes out empty parts and dots."""
+        key, version = self._filesystem.split_path(path)[1:]
+        return bool(key) and not version and not {"", ".", ".."}.intersection(key.split("/"))
+
+    def _key(self, path: str) -> str:
+        return str(self._filesystem.split_path(path)[1])
+
+    def read(self, path: str, begin: int, targets: Sequence[memoryview]) -> None:
+        """Fill several targets, one after the other, with the bytes of an object from ``begin`` on, by one request."""
+        refuse_fork()
+        wanted = sum(map(len, targets))
+        data = self._obstore.get_range(self._reading, self._key(path), start=begin, length=wanted)
+        found = np.frombuffer(memoryview(data), np.uint8)
+        if len(found) != wanted:
+            raise OSError(f"the store has sent {len(found)} bytes of {wanted}")
+        for target in targets:
+            np.copyto(np.frombuffer(target, np.uint8), found[: len(target)])  # without the GIL
+            found = found[len(target) :]
+        self.has_read = True
+
+    def put(self, path: str, data: memoryview | bytes, *, once: bool = False) -> None:
+        """Make an object by one request.
+
+        Args:
+            path: URL.
+            data: Its bytes.
+            once: Whether to give up soon.
+        """
+        refuse_fork()
+        store = self._reading if once else self._writing
+        self._obstore.put(store, self._key(path), data, use_multipart=False)
+
+    def open_writer(self, path: str, part_bytes: int) -> Any:
+        """Begin an object of several parts; return obstore's writer."""
+        refuse_fork()
+        return self._obstore.open_writer(
+            self._writing, self._key(path), buffer_size=part_bytes, max_concurrency=_PARTS_UNDER_WAY
+        )
+
+
+class ObstoreWriter(FileWriter):
+    """Uploads parts from a few buffers of its own; takes them in order.
+
+    Args:
+        client: Of the bucket.
+        path: URL of the object.
+        expected_size: How many bytes will be written, or a few less; decides how large parts must be.
+        describe: Makes errors for the user.
+        size_of: Asks the store for the size of the object at a URL.
+    """
+
+    def __init__(
+        self, client: ObstoreClient, path: str, expected_size: int, describe: Describe, size_of: Callable[[str], int]
+    ) -> None:
+        self._client = client
+        self._path = path
+        self._describe = describe
+        self._size_of = size_of
+        # A tenth more parts than expected are allowed for.
+        self._part_bytes = PART_BYTES * max(1, -(-expected_size * 11 // (10 * PART_BYTES * _MOST_PARTS)))
+        self._file: Any = None
+        self._slots: list[tuple[bytearray, memoryview]] = []
+        self._slot = bytearray()
+        self._filled = 0
+        self._position = 0
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        assert offset == self._position
+        self._position += len(data)
+        while data:
+            if self._filled == self._part_bytes:
+                self._send()
+            if not self._slot:
+                self._slot = self._free_slot()
+            piece = data[: self._part_bytes - self._filled]
+            begin, self._filled = self._filled, self._filled + len(piece)
+            np.copyto(np.frombuffer(self._slot, np.uint8)[begin : self._filled], np.frombuffer(piece, np.uint8))
+            data = data[len(piece) :]
+
+    def _free_slot(self) -> bytearray:
+        for index, (slot, view) in enumerate(self._slots):
+            try:
+                view.release()
+            except BufferError:
+                continue  # obstore still reads from it
+            del self._slots[index]
+            return slot
+        return bytearray(self._part_bytes)
+
+    def _send(self) -> None:
+        # obstore continues to read from what it was given after write() has returned: until it has released the view.
+        view = memoryview(self._slot)[: self._filled]
+        self._slots.append((self._slot, view))
+        self._slot, self._filled = bytearray(), 0
+        with translated(self._describe):
+            if self._file is None:
+                self._file = self._client.open_writer(self._path, self._part_bytes)
+            self._file.write(view)
+
+    def commit(self, size: int) -> None:
+        assert size == self._position
+        if self._file is None:
+            with translated(self._describe):
+                self._client.put(self._path, memoryview(self._slot)[: self._filled])
+            return
+        self._send()
+        with translated(self._describe):
+            self._file.close()
+        self._file = None
+        found = self._size_of(self._path)
+        if found != size:
+            raise StorageError(
+                f"the store has {found} bytes of the object, of which {size} were sent",
+                path=self._path,
+                remedy="find out what stands between this machine and the store, and save again",
+            )
+
+    def abort(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            error = RuntimeError("the upload was abandoned")
+            try:
+                file.__exit__(type(error), error, None)
+            except Exception as failure:  # noqa: BLE001 - the one that led here is the one to tell; what stays is an orphan
+                logger.info("an abandoned upload could not be ended: %s", self._describe(failure).message)
+        self._slots.clear()
+        self._slot = bytearray()
+
+
+def refuse_fork() -> None:
+    """Raise :class:`NotSuitableError` in a fork of a process that has used obstore."""
+    global _process  # noqa: PLW0603 - a fact about the process
+    if _process is None:
+        _process = os.getpid()
+    elif _process != os.getpid():
+        raise NotSuitableError("this is a forked process: the threads of obstore stayed behind")
+
+
+# ---- what fsspec's clients have found out, in the words of obstore -----------------------------------------------------------
+
+
+def _s3_settings(filesystem: Any, bucket: str) -> dict[str, Any]:
+    unknown = {
+        f"{group}[{name!r}]"
+        for group, known in _S3_SETTINGS.items()
+        for name in getattr(filesystem, group).keys() - known
+    }
+    unknown |= {
+        name for name in ("requester_pays", "s3_additional_kwargs", "version_aware") if getattr(filesystem, name, None)
+    }
+    s3 = dict(filesystem.config_kwargs.get("s3") or {})
+    is_signed = s3.pop("payload_signing_enabled", None)
+    if s3.pop("addressing_style", "auto") not in ("auto", "path") or s3:
+        unknown.add("config_kwargs['s3']")
+    if unknown:
+        raise NotSuitableError(f"it does not follow {', '.join(sorted(unknown))}")
+    if ":" in bucket:
+        raise NotSuitableError("it does not know access points")
+    filesystem.connect()
+    meta = filesystem.s3.meta
+    endpoint = urlsplit(meta.endpoint_url)
+    config: dict[str, Any] = {"region": meta.region_name or "us-east-1"}
+    client: dict[str, Any] = {"connect_timeout": f"{filesystem.config_kwargs.get('connect_timeout', 10)}s"}
+    if str(endpoint.hostname).endswith((".amazonaws.com", ".amazonaws.com.cn")):
+        # s3fs follows the server to the region of a bucket, obstore does not.
+        with contextlib.suppress(OSError):  # which is not for everybody
+            answer = filesystem.call_s3("head_bucket", Bucket=bucket)["ResponseMetadata"]["HTTPHeaders"]
+            config["region"] = answer.get("x-amz-bucket-region", config["region"])
+    else:
+        config |= {"endpoint": meta.endpoint_url, "virtual_hosted_style_request": False}
+    if endpoint.scheme == "https":
+        verify = filesystem.client_kwargs.get("verify")
+        if verify is None:
+            verify = filesystem.session.get_config_variable("ca_bundle")
+        if verify is False:
+            client["allow_invalid_certificates"] = True
+        elif verify not in (None, True):
+            raise NotSuitableError("it does not know the certificates that are trusted")
+        # TLS guards the bytes already: their SHA-256 takes most of the client's processor time.
+        config["unsigned_payload"] = not is_signed
+    _refuse_proxy(meta.endpoint_url)
+    arguments: dict[str, Any] = {"config": config, "client_options": client}
+    if filesystem.anon:
+        config["skip_signature"] = True
+        return arguments
+    given = filesystem.client_kwargs
+    key = filesystem.key or given.get("aws_access_key_id")
+    if key:
+        config["access_key_id"] = key
+        config["secret_access_key"] = filesystem.secret or given.get("aws_secret_access_key")
+        token = filesystem.token or given.get("aws_session_token")
+        return {**arguments, "config": {**config, "session_token": token} if token else config}
+
+    def credentials() -> dict[str, Any]:
+        found = fsspec.asyn.sync(filesystem.loop, _credentials_of, filesystem.session)
+        if found is None:
+            raise NotSuitableError("there are no credentials")
+        until = datetime.datetime.now(datetime.timezone.utc) + _CREDENTIALS_LAST
+        return {
+            "access_key_id": found.access_key,
+            "secret_access_key": found.secret_key,
+            "token": found.token,
+            "expires_at": until,
+        }
+
+    credentials()
+    return {**arguments, "credential_provider": credentials}
+
+
+async def _credentials_of(session: Any) -> Any:
+    credentials = await session.get_credentials()
+    return None if credentials is None else await credentials.get_frozen_credentials()
+
+
+def _azure_settings(filesystem: Any, _: str) -> dict[str, Any]:
+    for name, usual in (("location_mode", "primary"), ("version_aware", False)):
+        if getattr(filesystem, name, usual) != usual:
+            raise NotSuitableError(f"it does not follow {name}")
+    client = filesystem.service_client
+    url, _, signature = client.url.partition("?")
+    _refuse_proxy(url)
+    config = {"account_name": client.account_name, "endpoint": url.rstrip("/")}
+    key = getattr(client.credential, "account_key", None)
+    identity = getattr(filesystem, "sync_credential", None)
+    if signature:
+        config["sas_key"] = signature
+    elif key:
+        config["account_key"] = key
+    elif identity is not None:
+
+        def credentials() -> dict[str, Any]:
+            found = identity.get_token(_AZURE_SCOPE)
+            until = datetime.datetime.fromtimestamp(found.expires_on, datetime.timezone.utc)
+            return {"token": found.token, "expires_at": until}
+
+        return {"config": config, "credential_provider": credentials}
+    elif client.credential is None:
+        config["skip_signature"] = True
+    else:
+        raise NotSuitableError("it does not know this kind of credential")
+    return {"config": config}
+
+
+def _gcs_settings(filesystem: Any, _: str) -> dict[str, Any]:
+    found = filesystem.credentials
+    if filesystem.requester_pays or filesystem._endpoint or os.environ.get("STORAGE_EMULATOR_HOST"):
+        raise NotSuitableError("it does not follow requester_pays and endpoint_url")
+    if found.credentials is None:
+        raise NotSuitableError("it does not write without credentials")
+    _refuse_proxy("https://storage.googleapis.com")
+
+    def credentials() -> dict[str, Any]:
+        found.maybe_refresh()
+        until = found.credentials.expiry
+        return {
+            "token": found.credentials.token,
+            "expires_at": until and until.replace(tzinfo=datetime.timezone.utc),
+        }
+
+    return {"config": {}, "credential_provider": credentials}
+
+
+def _refuse_proxy(url: str) -> None:
+    import urllib.request
+
+    host = urlsplit(url)
+    if urllib.request.getproxies().get(host.scheme) and not urllib.request.proxy_bypass(host.hostname or ""):
+        raise NotSuitableError("there is a proxy in the environment")

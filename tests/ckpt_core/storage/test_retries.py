@@ -1,0 +1,144 @@
+"""What is worth another attempt, and how many."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import stamina
+
+from ckpt_core.errors import CheckpointError, StorageError
+from ckpt_core.storage.retrying import Retries, http_status, is_transient
+
+
+def client_error(status: int, code: str) -> Exception:
+    botocore = pytest.importorskip("botocore.exceptions")
+    response = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    error: Exception = botocore.ClientError(response, "PutObject")
+    return error
+
+
+def caused(outer: Exception, inner: Exception) -> Exception:
+    outer.__cause__ = inner
+    return outer
+
+
+def aiohttp_payload_error() -> Exception:
+    aiohttp = pytest.importorskip("aiohttp")
+    http_exceptions = pytest.importorskip("aiohttp.http_exceptions")
+    # A reply that was cut off: aiohttp gives its own complaint the code 400
+    inner = http_exceptions.ContentLengthError("Not enough data to satisfy content length header")
+    error: Exception = caused(aiohttp.ClientPayloadError("Response payload is not completed"), inner)
+    return error
+
+
+def azure_error(status: int) -> Exception:
+    exceptions = pytest.importorskip("azure.core.exceptions")
+    error: Exception = exceptions.HttpResponseError("refused")
+    error.status_code = status  # type: ignore[attr-defined]
+    return error
+
+
+def gcs_error(code: int) -> Exception:
+    error: Exception = pytest.importorskip("gcsfs.retry").HttpError({"code": code, "message": "no"})
+    return error
+
+
+@pytest.mark.parametrize(
+    ("make", "transient", "status"),
+    [
+        (lambda: ConnectionResetError(104, "reset"), True, None),
+        (lambda: BrokenPipeError(32, "pipe"), True, None),
+        (TimeoutError, True, None),
+        (asyncio.TimeoutError, True, None),
+        (aiohttp_payload_error, True, None),
+        (lambda: client_error(500, "InternalError"), True, 500),
+        (lambda: client_error(503, "SlowDown"), True, 503),
+        (lambda: client_error(429, "TooManyRequests"), True, 429),
+        (lambda: client_error(400, "RequestTimeout"), True, 400),
+        (lambda: client_error(409, "ConditionalRequestConflict"), True, 409),
+        (lambda: caused(OSError(16, "busy"), client_error(503, "SlowDown")), True, 503),
+        (lambda: azure_error(503), True, 503),
+        (lambda: gcs_error(502), True, 502),
+        (lambda: client_error(400, "EntityTooSmall"), False, 400),
+        (lambda: client_error(403, "AccessDenied"), False, 403),
+        (lambda: client_error(404, "NoSuchUpload"), False, 404),
+        (lambda: client_error(412, "PreconditionFailed"), False, 412),
+        (lambda: caused(PermissionError("no"), client_error(403, "AccessDenied")), False, 403),
+        (lambda: azure_error(403), False, 403),
+        (lambda: gcs_error(401), False, 401),
+        (lambda: FileNotFoundError("a"), False, None),
+        (lambda: PermissionError(13, "no"), False, None),
+        (lambda: ValueError("a bug"), False, None),
+        (lambda: caused(ValueError("a"), ConnectionResetError(104, "reset")), True, None),
+    ],
+)
+def test_what_is_transient(make: Any, transient: bool, status: int | None) -> None:
+    error = make()
+    assert is_transient(error) is transient
+    assert http_status(error) == status
+
+
+def described(error: Exception) -> CheckpointError:
+    failure = StorageError(f"cannot do it: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+class Request:
+    """Fails as often as told."""
+
+    def __init__(self, *errors: Exception) -> None:
+        self.errors = list(errors)
+        self.calls = 0
+
+    def __call__(self) -> str:
+        self.calls += 1
+        if self.errors:
+            raise self.errors.pop(0)
+        return "done"
+
+
+@pytest.fixture
+def _no_pauses() -> Iterator[None]:
+    stamina.set_testing(True, attempts=10, cap=True)
+    yield
+    stamina.set_testing(False)
+
+
+@pytest.mark.usefixtures("_no_pauses")
+class TestRetries:
+    def test_transient_failures_are_repeated(self) -> None:
+        request, retries = Request(*[TimeoutError(str(number)) for number in range(2)]), Retries()
+        assert retries.call(request, described) == "done"
+        assert request.calls == 3
+        again = Request(*[TimeoutError(str(number)) for number in range(9)])
+        assert retries.call(again, described) == "done", "the store has answered once: more patience"
+        assert again.calls == 10
+
+    def test_others_are_not(self) -> None:
+        request = Request(PermissionError(13, "no"))
+        with pytest.raises(StorageError, match="cannot do it") as caught:
+            Retries().call(request, described)
+        assert request.calls == 1
+        assert isinstance(caught.value.__cause__, PermissionError)
+
+    def test_a_store_that_never_answered_gets_less_patience(self) -> None:
+        request = Request(*[ConnectionRefusedError(111, "refused") for _ in range(20)])
+        with pytest.raises(StorageError) as caught:
+            Retries().call(request, described)
+        assert request.calls == 3
+        assert isinstance(caught.value.__cause__, ConnectionRefusedError)
+        busy = Request(*[client_error(503, "SlowDown") for _ in range(20)])
+        with pytest.raises(StorageError):
+            Retries().call(busy, described)
+        assert busy.calls == 10, "a store that is busy has answered"
+
+    def test_interrupts_are_not_failures(self) -> None:
+        request = Request()
+        request.errors.append(KeyboardInterrupt())  # type: ignore[arg-type]
+        with pytest.raises(KeyboardInterrupt):
+            Retries().call(request, described)
+        assert request.calls == 1
