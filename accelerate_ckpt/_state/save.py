@@ -15,7 +15,6 @@ import torch
 from accelerate_ckpt import _termination
 from accelerate_ckpt._private.safetensors_files import wait_when_safetensors_open
 from accelerate_ckpt._state import fsdp
-from accelerate_ckpt._state.agreement import names_of
 from accelerate_ckpt._state.naming import is_url, number_of, target_of
 from accelerate_ckpt._state.outcomes import AgreedSave
 from accelerate_ckpt._state.parts import (
@@ -31,6 +30,7 @@ from accelerate_ckpt._state.parts import (
 from accelerate_ckpt._state.session import Session
 from ckpt_core.directory import AddedFiles, Part
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
+from ckpt_core.ranks import names_of
 from ckpt_core.state.gradients import capture_gradients
 from ckpt_core.state.kinds import Kind
 

@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_ckpt._data.loaders import LoaderPositions
 from accelerate_ckpt._private.data import unregister
-from accelerate_ckpt._state.agreement import Agreement
 from accelerate_ckpt._state.local_sgd import LocalSgdState
 from accelerate_ckpt._state.naming import automatic_root, by_number, numbered, unwanted
 from accelerate_ckpt._state.outcomes import OutcomeWatch
@@ -25,7 +24,7 @@ from accelerate_ckpt._state.retention import Retention
 from accelerate_ckpt.config import CheckpointConfig
 from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.events import EventLog
-from ckpt_core.ranks import RankGroup
+from ckpt_core.ranks import Agreement, RankGroup
 from ckpt_core.tiers import Tiers
 
 __all__ = ["Session", "close_sessions", "live_sessions", "open_session", "session_of"]
@@ -90,7 +89,7 @@ class Session:
         )
         self.agreement = Agreement(ranks.rank, ranks.world_size, store, config.commit_timeout)
         if store is not None:
-            atexit.register(self.agreement.part)  # for scripts that end without end_training
+            atexit.register(self.agreement.leave)  # for scripts that end without end_training
         self.outcomes = OutcomeWatch(self.checkpointer, self.agreement, store)
         self.retention = (
             None if config.retention is None else Retention(config.retention, self.checkpointer, config.storage_options)
@@ -233,7 +232,7 @@ class Session:
             try:
                 self.checkpointer.close()
             finally:
-                self.agreement.part()
+                self.agreement.leave()
 
 
 def open_session(accelerator: Any, config: CheckpointConfig) -> Session:
@@ -260,7 +259,7 @@ def live_sessions() -> list[Session]:
 def close_sessions() -> None:
     """Forget about all Accelerators, which are finished, and about the connection between the ranks."""
     for session in live_sessions():
-        atexit.unregister(session.agreement.part)
+        atexit.unregister(session.agreement.leave)
         if session.accelerator is not None:
             session.data.release()
     _sessions.clear()

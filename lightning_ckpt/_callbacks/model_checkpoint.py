@@ -16,7 +16,7 @@ from ckpt_core.policies import RetentionPolicy
 from ckpt_core.tiers import Tiers
 from lightning_ckpt._bases import ModelCheckpointBase
 from lightning_ckpt._boundaries import watch_boundaries
-from lightning_ckpt._callbacks.outcomes import OutcomeWatch, raise_together
+from lightning_ckpt._callbacks.outcomes import OutcomeWatch, raise_as_rank_0
 from lightning_ckpt._callbacks.remote import is_remote, open_filesystem, tell_of_checkpoint
 from lightning_ckpt._callbacks.requeued import newest_requeued
 from lightning_ckpt._callbacks.retention import Retention
@@ -380,7 +380,7 @@ def _copy(trainer: Any, plugin: TorchFileIO | ShardedCheckpointIO, source: str, 
     if isinstance(plugin, ShardedCheckpointIO):
         raise_on_all_ranks(copy, world_size=trainer.world_size)
     else:
-        raise_together(trainer, copy if trainer.is_global_zero else _nothing)
+        raise_as_rank_0(trainer, copy if trainer.is_global_zero else _nothing)
 
 
 def _nothing() -> None:
