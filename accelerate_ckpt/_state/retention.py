@@ -17,7 +17,7 @@ from ckpt_core.checkpointer import full_path
 from ckpt_core.commit_time import commit_time
 from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError
-from ckpt_core.policies import RetentionPolicy, SavedCheckpoint, to_delete
+from ckpt_core.policies import RetentionHistory, RetentionPolicy, SavedCheckpoint, numbers_in
 
 __all__ = ["Retention"]
 
@@ -45,19 +45,14 @@ class Retention:
     def __init__(
         self, policy: Any, checkpointer: DirectoryCheckpointer, storage_options: dict[str, Any] | None
     ) -> None:
-        self._policy = _built(policy) if isinstance(policy, Mapping) else policy
+        self._history = RetentionHistory(_built(policy) if isinstance(policy, Mapping) else policy)
         self._checkpointer = checkpointer
         self._storage_options = storage_options
-        self._saved: dict[str, SavedCheckpoint | None] = {}  # None: it stays, whatever the policy says
         self._metrics: dict[str, float] = {}
 
     def note_metrics(self, values: Mapping[str, Any]) -> None:
-        """Note what a script logs, so that checkpoints can be chosen by it; what is no number is left out."""
-        for name, value in values.items():
-            try:
-                self._metrics[name] = float(value)
-            except (TypeError, ValueError, RuntimeError):
-                continue
+        """Note what a script logs, so that checkpoints can be chosen by it; what is not a number is left out."""
+        self._metrics |= numbers_in(values)
 
     def describe(self) -> dict[str, Any]:
         """Return what a policy will need to know of a checkpoint that is saved now, as plain data."""
@@ -65,8 +60,7 @@ class Retention:
 
     def record(self, target: str, step: int, about: Mapping[str, Any]) -> None:
         """Note a checkpoint whose save has begun, with what :meth:`describe` returned."""
-        path = self._checkpointer.known_as(target)
-        self._saved[path] = SavedCheckpoint(path, step, about["time"], about["metrics"])
+        self._history.record(self._checkpointer.known_as(target), step, about["metrics"], about["time"])
 
     def surplus(
         self, target: str, pending: Collection[str], protected: Collection[str], ignored: Collection[str] = ()
@@ -88,11 +82,8 @@ class Retention:
         series = _series_of(name)
         paths = {path for path in {*there, *under_way} if os.path.dirname(path) == directory}
         paths = {path for path in paths if _series_of(os.path.basename(path)) == series} - set(ignored)
-        for path in paths - set(self._saved):
-            self._saved[path] = self._read(path)
-        known = [saved for path, saved in self._saved.items() if saved is not None and path in paths]
-        stays = {*under_way, *map(self._checkpointer.known_as, protected)}
-        return [saved.path for saved in to_delete(self._policy, known, protected=stays)]
+        self._history.read_back(paths, self._read)
+        return self._history.surplus({*under_way, *map(self._checkpointer.known_as, protected)}, among=paths)
 
     def _read(self, path: str) -> SavedCheckpoint | None:
         """Return what the checkpoint of an earlier run says of itself, None if it cannot or is not one of ours."""
