@@ -7,7 +7,6 @@ after a resume.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -20,7 +19,7 @@ from accelerate_ckpt._data.opening import Habit, Next, Opening, Uses
 from accelerate_ckpt._data.skipped_loader import SkippedLoader
 from accelerate_ckpt._data.tracker import InnerTracker
 from accelerate_ckpt._private.data import Internals, not_as_known
-from ckpt_core.state.loaders import LoaderMark
+from ckpt_core.state.loaders import FetchHistory, LoaderMark
 from ckpt_core.state.rng import RngState, capture_generators, restore_generators
 
 __all__ = ["LoaderPosition"]
@@ -84,9 +83,10 @@ class LoaderPosition:
         self._fetched = 0
         self._consumed: Consumed = self._division.nothing
         self._ahead: _Moment | None = None
-        self._moments: collections.deque[tuple[int, _Moment]] = collections.deque(maxlen=2)
+        self._history: FetchHistory[_Moment] = FetchHistory(2)
         self._begun_generators: dict[str, Any] = {}
         self._first_rng: RngState | None = None
+        self._begun_step: RngState | None = None
         self._resume: Mapping[str, Any] | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._left: Mapping[str, Any] | None = None
@@ -94,7 +94,6 @@ class LoaderPosition:
         self._opening: Opening | None = None
         self._leave_out = 0
         self._rng_after: RngState | None = None
-        self._draws_while_reading = False
 
     def release(self) -> None:
         """Give the loader back as it was."""
@@ -158,7 +157,7 @@ class LoaderPosition:
         self._resumed, self._resume, self._left, self._offered = self._resume, None, None, None
         leave_out, self._leave_out = self._leave_out, 0
         self._fetched, self._consumed, self._ahead, self._rng_after = 0, self._division.nothing, None, None
-        self._moments.clear()
+        self._history.clear()
         self._begun_generators, self._first_rng = self._dataset_generators(), None
         first_rows = None
         if self._resumed is None:
@@ -168,10 +167,10 @@ class LoaderPosition:
             if self._opening is not None:
                 self._opening.rng = self._rng_after
             if self._fits(self._resumed):
-                iterator = self._go_on(self._resumed)
+                iterator = self._continue_exact(self._resumed)
                 first_rows = self._resumed["first_rows"]
             else:
-                iterator = self._go_on_elsewhere(self._resumed)
+                iterator = self._continue_elastic(self._resumed)
         self._internals.follow_first_rows(first_rows)
         if self._internals.fetches == 0:
             self._caught_up()
@@ -204,9 +203,9 @@ class LoaderPosition:
         except StopIteration:
             self._caught_up()
             raise
-        before = self._moments[-1][1].rng
-        if self._fetched < 2 and before is not None and self._tracker.may_read_again:
-            self._draws_while_reading |= not before.same_as(RngState.capture())
+        before = self._begun_step
+        if before is not None and self._tracker.may_read_again:
+            self._history.was_read(self._fetched, before)
         self._fetched += 1
         if self._fetched % fetches == 0:
             self._caught_up()
@@ -217,7 +216,8 @@ class LoaderPosition:
         if ahead is not None and ahead.rng is not None:
             ahead.rng.restore()
         moment = self._moment()
-        self._moments.append((self._fetched, moment))
+        self._history.add(self._fetched, moment)
+        self._begun_step = moment.rng
         if self._fetched == 0:
             self._first_rng = moment.rng
 
@@ -280,7 +280,7 @@ class LoaderPosition:
             "consumed_after": self._division.consumed(self._consumed, self._steps) if inside else 0,
             "between": self._tracker.capture_between_passes() if phase != INSIDE else None,
             "first_rows": self._internals.first_rows if inside else None,
-            "draws_while_reading": inside and self._draws_while_reading,
+            "draws_while_reading": inside and self._history.draws_while_reading,
             "habit": self.habit.longest,
             "finished": 0 if inside else self._steps,
             **(self._capture_inside() if inside else {"pass": None, "ahead": None, "begun": None}),
@@ -288,7 +288,7 @@ class LoaderPosition:
 
     def _capture_inside(self) -> dict[str, Any]:
         fetched = self._steps * self._internals.fetches
-        moment = next((moment for fetch, moment in self._moments if fetch == fetched), None)
+        moment = self._history.before(fetched)
         if moment is None:
             # nothing is fetched ahead: by this rank (a dispatcher), or because the iteration was left at its end
             moment = _Moment(None, LoaderMark(0, self._tracker.sampler.current, None), {})
@@ -359,7 +359,7 @@ class LoaderPosition:
             stateful = bool(self.loader.use_stateful_dataloader)
             self._resume, self._left = (state, None) if stateful else (None, state)
 
-    def _go_on(self, state: Mapping[str, Any]) -> Iterator[Any]:
+    def _continue_exact(self, state: Mapping[str, Any]) -> Iterator[Any]:
         self.loader.set_epoch(int(state["iteration"]))
         self._internals.forget_iterator()
         self._consumed = state["consumed"]
@@ -385,7 +385,7 @@ class LoaderPosition:
         self._set_remainder()
         return iterator
 
-    def _go_on_elsewhere(self, state: Mapping[str, Any]) -> Iterator[Any]:
+    def _continue_elastic(self, state: Mapping[str, Any]) -> Iterator[Any]:
         self.loader.set_epoch(int(state["iteration"]))
         self._internals.forget_iterator()
         self._consumed = state["consumed_after"]

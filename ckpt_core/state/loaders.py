@@ -6,11 +6,12 @@ as consumed in the current pass, and gives a state made of tensors and plain dat
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -20,11 +21,14 @@ from ckpt_core.state.samplers import RecordingSampler, SamplerMoment, SamplerPas
 from ckpt_core.state.stateful import is_stateful
 from ckpt_core.state.workers import RecordingCollate, RngIterableDataset, RngMapDataset, WorkerInit, WorkerRngLog
 
-__all__ = ["LoaderMark", "LoaderTracker", "has_no_dataset_state"]
+__all__ = ["FetchHistory", "LoaderMark", "LoaderTracker", "has_no_dataset_state"]
 
 log = logging.getLogger(__name__)
 
 Method = Literal["skip", "load", "replay"]
+Moment = TypeVar("Moment")
+
+_FETCHES_THAT_SHOW_DRAWS = 2
 
 # settings of a loader that decide what its batches are
 _COMPARED = {
@@ -49,6 +53,39 @@ class LoaderMark:
     started: int
     sampler_pass: SamplerPass | None
     state: Mapping[str, Any] | None
+
+
+class FetchHistory(Generic[Moment]):
+    """The moments before the last fetches of a pass: loops fetch ahead, and what they did is fetched again after a resume.
+
+    Args:
+        length: How many are remembered.
+
+    Attributes:
+        draws_while_reading: Whether reading has drawn from the generators of this process, as far as the first two fetches of
+            a pass have shown: reading again then draws at another moment than the first time.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._moments: collections.deque[tuple[int, Moment]] = collections.deque(maxlen=length)
+        self.draws_while_reading = False
+
+    def clear(self) -> None:
+        """Forget the fetches; a pass begins."""
+        self._moments.clear()
+
+    def add(self, fetch: int, moment: Moment) -> None:
+        """Remember the moment before a fetch, counted from the start of the epoch."""
+        self._moments.append((fetch, moment))
+
+    def before(self, fetch: int) -> Moment | None:
+        """Return the moment before a fetch, None if it is not remembered."""
+        return next((moment for number, moment in self._moments if number == fetch), None)
+
+    def was_read(self, fetch: int, before: RngState) -> None:
+        """Note that a batch was read that a resume would read again; ``before`` are the generators from before it."""
+        if fetch < _FETCHES_THAT_SHOW_DRAWS:
+            self.draws_while_reading |= not before.same_as(RngState.capture())
 
 
 def has_no_dataset_state(state: Any) -> bool:

@@ -1,4 +1,4 @@
-"""An epoch that one number of ranks began and another goes on with: each sample that was left is used once.
+"""An epoch that one number of ranks began and another continues: each sample that was left is used once.
 
 The ranks divide one global order among themselves, batch by batch, so what they have consumed together is the beginning of
 it. Which order it is takes a few numbers to say, however long it is: the seed and the epoch of a ``DistributedSampler``, or the
@@ -7,79 +7,16 @@ random generators from which a ``RandomSampler`` drew it. New ranks make the sam
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
-from ckpt_core.state.elastic import RemainingBatches, carry_order
+from ckpt_core.state.elastic import EpochShare, RemainingBatches, describe_order
 from ckpt_core.state.loaders import LoaderMark, LoaderTracker
-from ckpt_core.state.samplers import RecordingSampler, SamplerMoment, SamplerPass, restore_counters
+from ckpt_core.state.samplers import RecordingSampler, SamplerPass, restore_counters
 
-__all__ = ["Division", "TrainingLoader"]
-
-
-@dataclasses.dataclass(frozen=True)
-class Division:
-    """How the rest of an epoch is divided.
-
-    Attributes:
-        order: Says which order it is, as plain data and tensors.
-        length: Number of samples in it.
-        consumed: Number of samples that were consumed before.
-        batch_size: Samples in a batch of one rank.
-        drop_last: Whether an incomplete batch at the end is left out.
-        replicas: Number of ranks that divide the rest.
-        rank: This one of them.
-        even: Whether samples that do not make a whole row of ranks are left out, rather than made up by repeating some.
-    """
-
-    order: Mapping[str, Any]
-    length: int
-    consumed: int
-    batch_size: int
-    drop_last: bool
-    replicas: int
-    rank: int
-    even: bool
-
-    @property
-    def batches(self) -> int:
-        """Number of batches that each rank gets."""
-        left = max(0, self.length - self.consumed)
-        samples = left // self.replicas if self.even else -(-left // self.replicas)
-        return samples // self.batch_size if self.drop_last else -(-samples // self.batch_size)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(BatchSampler(self._indices(), self.batch_size, self.drop_last))
-
-    def _indices(self) -> Iterator[int]:
-        left = itertools.islice(_in_order(self.order, self.length), self.consumed, None)
-        first: list[int] = []
-        while row := list(itertools.islice(left, self.replicas)):
-            first = first or row
-            missing = self.replicas - len(row)
-            if missing and self.even:
-                return
-            yield [*row, *itertools.islice(itertools.cycle(first), missing)][self.rank]
-
-
-def _in_order(order: Mapping[str, Any], length: int) -> Iterable[int]:
-    if order["kind"] == "distributed":
-        data: Any = range(length)
-        whole: DistributedSampler[int] = DistributedSampler(data, 1, 0, shuffle=order["shuffle"], seed=order["seed"])
-        whole.set_epoch(order["epoch"])
-        return whole
-    if order["kind"] == "sequential":
-        return range(length)
-    sampler = RandomSampler(range(length), generator=torch.Generator())
-    # named as in the loader from which the moment is: there is a batch sampler around it
-    moment = carry_order(BatchSampler(sampler, 1, False), SamplerMoment.decode(order["moment"]))
-    sampler.generator.set_state(moment.generators["sampler.sampler.generator"])
-    return sampler
+__all__ = ["TrainingLoader"]
 
 
 class _DivisibleSampler(RecordingSampler):
@@ -90,7 +27,7 @@ class _DivisibleSampler(RecordingSampler):
     """
 
     def __init__(self, inner: Any, loader: object) -> None:
-        self.division: Division | None = None
+        self.division: EpochShare | None = None
         super().__init__(inner, loader)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -126,12 +63,12 @@ class TrainingLoader(LoaderTracker):
             self._set("batch_sampler" if self.loader.batch_sampler is not None else "sampler", self.sampler)
 
     @property
-    def division(self) -> Division | None:
+    def division(self) -> EpochShare | None:
         """How the present pass is divided, if another number of ranks began the epoch."""
         return getattr(self.sampler, "division", None) if self.sampler is not None else None
 
     @division.setter
-    def division(self, division: Division | None) -> None:
+    def division(self, division: EpochShare | None) -> None:
         if isinstance(self.sampler, _DivisibleSampler):
             self.sampler.division = division
 
@@ -159,7 +96,7 @@ class TrainingLoader(LoaderTracker):
         found: dict[str, Any] = {"length": len(self.loader.dataset), "samples": batches.batch_size * replicas}
         if division is not None:
             return {**found, "order": dict(division.order), "consumed": division.consumed, "divided": True}
-        order = _describe_order(batches.sampler, current)
+        order = describe_order(batches.sampler, current)
         return {**found, "order": order, "consumed": 0, "divided": False}
 
     def _problem_with_dividing(self) -> str | None:
@@ -195,7 +132,7 @@ class TrainingLoader(LoaderTracker):
             self.division = self._divide(description, description["consumed"])
         return super().prepare(state)
 
-    def problem_elsewhere(self, state: Mapping[str, Any]) -> str | None:
+    def elastic_problem(self, state: Mapping[str, Any]) -> str | None:
         """Return why what another number of ranks left of an epoch cannot be divided over these, in words, or ``None``."""
         description = state.get("division") or {"problem": "it says nothing of its order"}
         problem = description.get("problem") or self._problem_with_dividing()
@@ -203,7 +140,7 @@ class TrainingLoader(LoaderTracker):
             return f"the data set had {description['length']} samples and has {len(self.loader.dataset)}"
         return None if problem is None else str(problem)
 
-    def rest(self, state: Mapping[str, Any], again: int) -> Division | None:
+    def rest(self, state: Mapping[str, Any], again: int) -> EpochShare | None:
         """Return what another number of ranks left of an epoch, divided over these; ``None`` if that is all of it.
 
         Args:
@@ -216,10 +153,10 @@ class TrainingLoader(LoaderTracker):
         batches = max(0, int(state["position"]) - again)
         return self._divide(description, description["consumed"] + batches * description["samples"])
 
-    def _divide(self, description: Mapping[str, Any], consumed: int) -> Division:
+    def _divide(self, description: Mapping[str, Any], consumed: int) -> EpochShare:
         batches = self._batches
         replicas, rank, even = self._place(batches.sampler)
-        return Division(
+        return EpochShare(
             description["order"],
             description["length"],
             consumed,
@@ -235,13 +172,3 @@ class TrainingLoader(LoaderTracker):
         if self.sampler is not None:
             seeds = {path: n for path, n in state["counters"].items() if path.rpartition(".")[2] in ("seed", "epoch")}
             restore_counters(self.sampler.inner, seeds)
-
-
-def _describe_order(sampler: Any, current: SamplerPass | None) -> dict[str, Any] | None:
-    if isinstance(sampler, DistributedSampler):
-        return {"kind": "distributed", "shuffle": sampler.shuffle, "seed": sampler.seed, "epoch": sampler.epoch}
-    if isinstance(sampler, SequentialSampler):
-        return {"kind": "sequential"}
-    if current is None or current.first is None:
-        return None  # nothing was drawn: whoever goes on draws an order of their own
-    return {"kind": "random", "moment": current.first.encode()}

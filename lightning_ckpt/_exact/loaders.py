@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import logging
 import math
@@ -10,9 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpt_core.errors import StateMismatchError
-from ckpt_core.state.loaders import LoaderMark
+from ckpt_core.state.elastic import EpochShare
+from ckpt_core.state.loaders import FetchHistory, LoaderMark
 from ckpt_core.state.rng import RngState
-from lightning_ckpt._exact.elastic_epoch import Division, TrainingLoader
+from lightning_ckpt._exact.elastic_epoch import TrainingLoader
 from lightning_ckpt._private.loops import Internals
 
 __all__ = ["TrainingData"]
@@ -38,7 +38,7 @@ class _Rest:
     """What is left of an epoch after ``batches`` batches, if it is known how to divide it."""
 
     batches: int
-    division: Division | None
+    division: EpochShare | None
 
 
 class TrainingData:
@@ -61,10 +61,9 @@ class TrainingData:
         self._before_fetch = before_fetch
         self._combined: Any = None
         self._trackers: list[TrainingLoader] = []
-        self._fetches: collections.deque[_Fetch] = collections.deque(maxlen=_FETCHES_REMEMBERED)
+        self._history: FetchHistory[_Fetch] = FetchHistory(_FETCHES_REMEMBERED)
         self._pending: Mapping[str, Any] | None = None
         self._rest: _Rest | None = None
-        self._draws_while_reading = False
         self.begun = 0
         self.attempts = 0
         self.idle = False
@@ -85,12 +84,12 @@ class TrainingData:
                 tracker.release()
         self._combined = None
         self._trackers = []
-        self._fetches.clear()
+        self._history.clear()
 
     # ---- while training ----------------------------------------------------------------------------------------------
 
     def _iterate(self, make_iterators: Callable[[], Any]) -> None:
-        self._fetches.clear()
+        self._history.clear()
         if self.idle:
             # the iterators that Lightning makes before training begins would be of no use to a resumed run
             self._internals.make_idle_iterator(self._combined)
@@ -116,7 +115,7 @@ class TrainingData:
             self.idle = False
             iter(self._combined)
         moment = self._moment()
-        self._fetches.append(moment)
+        self._history.add(moment.index, moment)
         self._before_fetch(moment.rng)
         before = list(self._internals.iterators(self._combined))
         self.attempts += 1
@@ -124,8 +123,8 @@ class TrainingData:
         for number, iterator in enumerate(self._internals.iterators(self._combined)):
             if iterator is not before[number]:
                 self._trackers[number].restarted(moment.index, moment.marks[number])
-        if moment.index < 2 and any(t.method == "replay" and t.workers == 0 for t in self._trackers):
-            self._draws_while_reading |= not moment.rng.same_as(RngState.capture())
+        if any(tracker.method == "replay" and tracker.workers == 0 for tracker in self._trackers):
+            self._history.was_read(moment.index, moment.rng)
         return batch
 
     def _moment(self) -> _Fetch:
@@ -134,12 +133,9 @@ class TrainingData:
 
     # ---- capture -----------------------------------------------------------------------------------------------------
 
-    def _remembered(self, index: int) -> _Fetch | None:
-        return next((fetch for fetch in self._fetches if fetch.index == index), None)
-
     def rng_before(self, index: int) -> RngState | None:
         """The global generators as they were before batch ``index`` was fetched, if that was a moment ago."""
-        fetch = self._remembered(index)
+        fetch = self._history.before(index)
         return None if fetch is None else fetch.rng
 
     def capture(self, batches: int, ahead: int) -> dict[str, Any]:
@@ -149,7 +145,7 @@ class TrainingData:
             batches: Number of batches of this epoch that count as done.
             ahead: Number of batches that Lightning fetches ahead.
         """
-        fetch = self._remembered(batches)
+        fetch = self._history.before(batches)
         moment = fetch or self._moment()
         return {
             "between": False,
@@ -165,15 +161,14 @@ class TrainingData:
 
     def notes(self) -> list[str]:
         """Why going on from here would not be exact, in words."""
-        if self._draws_while_reading and self.attempts:
-            return [
-                (
-                    "an iterable data set without state_dict draws random numbers in the main process while it is read; its "
-                    "order is reproduced only if it does not depend on them (give it state_dict and load_state_dict, or use "
-                    "num_workers=1)"
-                )
-            ]
-        return []
+        if not self._history.draws_while_reading or not self.attempts:
+            return []
+        cause = (
+            "an iterable data set without state_dict draws random numbers in the main process while it is read; its "
+            "order is reproduced only if it does not depend on them (give it state_dict and load_state_dict, or use "
+            "num_workers=1)"
+        )
+        return [cause]
 
     # ---- restore -----------------------------------------------------------------------------------------------------
 
@@ -235,7 +230,7 @@ class TrainingData:
 
     # ---- restore with another number of ranks ------------------------------------------------------------------------
 
-    def problem_elsewhere(self, state: Mapping[str, Any]) -> str | None:
+    def elastic_problem(self, state: Mapping[str, Any]) -> str | None:
         """Return why what other ranks left of an epoch cannot be divided over these, in words, or ``None``."""
         if state["between"]:
             return None
@@ -244,9 +239,9 @@ class TrainingData:
             return f"there were {len(loaders)} training data loaders and are {len(self._trackers)}"
         if len(loaders) > 1:
             return "there are several training data loaders, which end at different times"
-        return self._trackers[0].problem_elsewhere(loaders[0])
+        return self._trackers[0].elastic_problem(loaders[0])
 
-    def go_to_rest(self, state: Mapping[str, Any], again: int, world_size: int) -> int:
+    def continue_epoch(self, state: Mapping[str, Any], again: int, world_size: int) -> int:
         """Let the next iterators go on with what other ranks left of the epoch.
 
         Args:
@@ -260,7 +255,7 @@ class TrainingData:
         done: float
         if state["between"]:
             done = self.batches
-        elif self.problem_elsewhere(state) is None:
+        elif self.elastic_problem(state) is None:
             division = self._trackers[0].rest(state["loaders"][0], again)
             # whatever is left is trained on, so that what is done is the difference
             done = len(self._trackers[0].loader) - division.batches if division is not None else 0

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
+from ckpt_core.state.elastic import EpochShare
 from ckpt_core.state.rng import RngState
 from ckpt_core.state.samplers import SamplerMoment
-from lightning_ckpt._exact.elastic_epoch import Division
 from tests.lightning_ckpt.sharded_runs import Runs
 
 HERE = 64  # samples of an epoch
@@ -28,7 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 
 def divide(order: dict[str, Any], length: int, consumed: int, replicas: int, *, even: bool = False) -> list[list[int]]:
     return [
-        [i for batch in Division(order, length, consumed, 2, False, replicas, rank, even) for i in batch]
+        [i for batch in EpochShare(order, length, consumed, 2, False, replicas, rank, even) for i in batch]
         for rank in range(replicas)
     ]
 
