@@ -9,8 +9,7 @@ from typing import Any, Literal, Union
 
 from ckpt_core import Checkpointer
 from ckpt_core.errors import CheckpointNotFoundError
-from ckpt_core.events import EventLog, Listener
-from ckpt_core.tiers import Tiers
+from ckpt_core.options import CheckpointerOptions, wait_if_small
 from lightning_ckpt._boundaries import watch_boundaries
 from lightning_ckpt._plugin_base import ReliableCheckpointIO, SaveOutcomes
 from lightning_ckpt._private.hooks import before_setup
@@ -22,27 +21,17 @@ _Path = Union[str, "os.PathLike[str]"]
 STATE_KEY = "lightning_ckpt"
 # why a checkpoint holds no exact state although the callback is there, in words
 NO_STATE_KEY = "lightning_ckpt_no_exact_state"
-# A state this small is durable in some milliseconds: waiting for it is cheap, and keeps the directory as those expect it who
-# look there between two saves, such as ModelCheckpoint when it picks a name that is not taken.
-SMALL_STATE_BYTES = 256 * 1024
-_LONGEST_WAIT_FOR_SMALL_SECONDS = 1.0
 _SLURM_REQUEUE_PREFIX = "hpc_ckpt"
 
 
 class TorchFileIO(ReliableCheckpointIO):
     """What the plugins that write one file share: a :class:`ckpt_core.Checkpointer` in Lightning's words."""
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        storage_options: dict[str, Any] | None,
-        tiers: Tiers | None = None,
-        outcomes: SaveOutcomes | None = None,
-    ) -> None:
-        self._checkpointer = checkpointer
-        self.storage_options = storage_options
-        self.tiers = tiers
-        self.outcomes = outcomes or SaveOutcomes()
+    def __init__(self, options: CheckpointerOptions) -> None:
+        self.storage_options = options.storage_options
+        self.tiers = options.tiers
+        self.outcomes = SaveOutcomes()
+        self._checkpointer = Checkpointer(**options.settings(self.outcomes))
         self._told_about_callback = False
         before_setup(_watch)
 
@@ -83,8 +72,8 @@ class TorchFileIO(ReliableCheckpointIO):
         size = self.checkpointer.save(checkpoint, path)
         if not training_goes_on(checkpoint, path):
             self.checkpointer.wait(path)
-        elif size <= SMALL_STATE_BYTES:
-            self.checkpointer.drain(timeout=_LONGEST_WAIT_FOR_SMALL_SECONDS)
+        else:
+            wait_if_small(self.checkpointer, [size])
 
     def load_checkpoint(
         self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None
@@ -147,10 +136,6 @@ def training_goes_on(checkpoint: Any, path: _Path) -> bool:
         return True  # not a Trainer's: Fabric's, or bare weights
 
 
-def _listeners(event_log: str | None) -> list[Listener]:
-    return [EventLog(event_log)] if event_log is not None else []
-
-
 class SyncCheckpointIO(TorchFileIO):
     """Saves before training goes on: when ``save_checkpoint`` returns, the file is durable under its name.
 
@@ -158,12 +143,10 @@ class SyncCheckpointIO(TorchFileIO):
 
     Args:
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
-        local_dir: Directory on a fast local disk, below which checkpoints are committed and training goes on; then they are
-            uploaded from there in the background. Needs ``upload_to``.
-        upload_to: URL or directory that takes the uploads, under the same relative names. Loads and look-ups take the nearest
-            copy that is whole, under the path of either tier.
+        local_dir: Directory on a fast local disk in which checkpoints are committed first; needs ``upload_to``.
+        upload_to: URL or directory to which they are then uploaded in the background.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
-        event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
+        event_log: A local file to which every event is appended as a line of JSON.
 
     Example::
 
@@ -179,13 +162,15 @@ class SyncCheckpointIO(TorchFileIO):
         keep_local: int | None = None,
         event_log: str | None = None,
     ) -> None:
-        tiers = Tiers.of(local_dir, upload_to, keep_local)
         super().__init__(
-            Checkpointer(
-                strategy="sync", storage_options=storage_options, tiers=tiers, listeners=_listeners(event_log)
-            ),
-            storage_options,
-            tiers,
+            CheckpointerOptions(
+                strategy="sync",
+                storage_options=storage_options,
+                local_dir=local_dir,
+                upload_to=upload_to,
+                keep_local=keep_local,
+                event_log=event_log,
+            )
         )
 
 
@@ -202,12 +187,10 @@ class AsyncCheckpointIO(TorchFileIO):
             :class:`~lightning_ckpt.ResumableCheckpoint`, otherwise at the next save or at the end of ``fit``. ``"warn"``
             logs the failure, counts it in ``checkpointer.failures`` and trains on.
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
-        local_dir: Directory on a fast local disk, below which checkpoints are committed and training goes on; then they are
-            uploaded from there in the background. Needs ``upload_to``.
-        upload_to: URL or directory that takes the uploads, under the same relative names. Loads and look-ups take the nearest
-            copy that is whole, under the path of either tier.
+        local_dir: Directory on a fast local disk in which checkpoints are committed first; needs ``upload_to``.
+        upload_to: URL or directory to which they are then uploaded in the background.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
-        event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
+        event_log: A local file to which every event is appended as a line of JSON.
 
     Example::
 
@@ -225,17 +208,14 @@ class AsyncCheckpointIO(TorchFileIO):
         keep_local: int | None = None,
         event_log: str | None = None,
     ) -> None:
-        tiers, outcomes = Tiers.of(local_dir, upload_to, keep_local), SaveOutcomes()
         super().__init__(
-            Checkpointer(
-                strategy="async",
+            CheckpointerOptions(
                 max_pending=max_pending,
                 on_error=on_error,
                 storage_options=storage_options,
-                tiers=tiers,
-                listeners=[outcomes, *_listeners(event_log)],
-            ),
-            storage_options,
-            tiers,
-            outcomes,
+                local_dir=local_dir,
+                upload_to=upload_to,
+                keep_local=keep_local,
+                event_log=event_log,
+            )
         )

@@ -10,9 +10,8 @@ import torch
 
 from ckpt_core import DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError
-from ckpt_core.events import EventLog
+from ckpt_core.options import CheckpointerOptions
 from ckpt_core.ranks import RankGroup
-from ckpt_core.tiers import Tiers
 from lightning_ckpt._plugin_base import SaveOutcomes
 from lightning_ckpt._private.hooks import before_saves_of_fabric, before_setup
 from lightning_ckpt._routing.fabric import route_fabric
@@ -50,12 +49,10 @@ class ShardedCheckpointIO(RankCheckpointIO):
         on_error: ``"raise"`` ends training on every rank when a save failed in the background; ``"warn"`` logs and counts.
         commit_timeout: Seconds that a rank whose part is durable waits for the others before the save has failed.
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
-        local_dir: Directory on a fast local disk that all ranks see, below which checkpoints are committed and training goes
-            on; then rank 0 uploads them from there in the background. Needs ``upload_to``.
-        upload_to: URL or directory that takes the uploads, under the same relative names. Loads and look-ups take the nearest
-            copy that is whole, under the path of either tier.
+        local_dir: Directory on a fast local disk that all ranks see, in which checkpoints are committed first; needs ``upload_to``.
+        upload_to: URL or directory to which they are then uploaded in the background.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
-        event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
+        event_log: A local file to which every event is appended as a line of JSON.
 
     Example::
 
@@ -75,18 +72,20 @@ class ShardedCheckpointIO(RankCheckpointIO):
         keep_local: int | None = None,
         event_log: str | None = None,
     ) -> None:
+        options = CheckpointerOptions(
+            strategy=mode,
+            max_pending=max_pending,
+            on_error=on_error,
+            storage_options=storage_options,
+            local_dir=local_dir,
+            upload_to=upload_to,
+            keep_local=keep_local,
+            event_log=event_log,
+        )
         self.storage_options = storage_options
-        self.tiers = Tiers.of(local_dir, upload_to, keep_local)
+        self.tiers = options.tiers
         self.outcomes = SaveOutcomes()
-        self._settings: dict[str, Any] = {
-            "strategy": mode,
-            "max_pending": max_pending,
-            "on_error": on_error,
-            "commit_timeout": commit_timeout,
-            "storage_options": storage_options,
-            "tiers": self.tiers,
-            "listeners": [self.outcomes, *([EventLog(event_log)] if event_log is not None else [])],
-        }
+        self._settings = {**options.settings(self.outcomes), "commit_timeout": commit_timeout}
         self._checkpointer: DirectoryCheckpointer | None = None
         self._ranks = RankGroup.alone()
         self._buffers: Callable[[], Collection[str]] = tuple

@@ -20,13 +20,13 @@ __all__ = [
     "check_optimizer",
     "check_weights",
     "custom_parts",
-    "fit_into",
     "indexed",
     "load_model",
     "model_parts",
     "optimizer_parts",
     "restore_buffers",
     "scheduler_parts",
+    "tensor_sizes",
 ]
 
 FORMAT = "accelerate_ckpt"  # our entry in a checkpoint's metadata
@@ -59,15 +59,14 @@ def custom_parts(objects: Sequence[Any]) -> list[Part]:
     return [Part(f"custom_{index}", item.state_dict(), Kind.PER_RANK) for index, item in enumerate(objects)]
 
 
-def fit_into(parts: Sequence[Part], nbytes: int) -> bool:
-    """Return whether all tensors of the parts have at most so many bytes, each object counted once."""
-    sizes: dict[int, int] = {}
+def tensor_sizes(parts: Sequence[Part]) -> Iterator[int]:
+    """Return the bytes of the tensors of the parts, each object counted once."""
+    seen: set[int] = set()
     for part in parts:
         for _, tensor in tensors(part.state):
-            sizes[id(tensor)] = tensor.nbytes
-            if tensor.nbytes > nbytes:  # spares the others, in all models that take long to save
-                return False
-    return sum(sizes.values()) <= nbytes
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor.nbytes
 
 
 def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

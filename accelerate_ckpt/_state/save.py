@@ -22,23 +22,20 @@ from accelerate_ckpt._state.parts import (
     RANK,
     capture_buffers,
     custom_parts,
-    fit_into,
     model_parts,
     optimizer_parts,
     scheduler_parts,
+    tensor_sizes,
 )
 from accelerate_ckpt._state.session import Session
 from ckpt_core.directory import AddedFiles, Part
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
+from ckpt_core.options import wait_if_small
 from ckpt_core.ranks import names_of
 from ckpt_core.state.gradients import capture_gradients
 from ckpt_core.state.kinds import Kind
 
 __all__ = ["save_deferred", "save_state"]
-
-# Durable in some milliseconds: waiting for it is cheap, and keeps the directory as those expect it who look there at once.
-SMALL_STATE_BYTES = 256 * 1024
-_LONGEST_WAIT_FOR_SMALL_SECONDS = 1.0
 
 
 def save_state(session: Session, output_dir: str | os.PathLike[str] | None) -> Path | str:
@@ -161,8 +158,8 @@ def _save_now(session: Session, agreed: AgreedSave) -> None:
         parts = _save_parts(session, agreed, weights, files)
         undo.pop_all()  # the files are the save's now
     session.remove_unwanted(target)
-    if not fsdp.is_used(session.accelerator) and fit_into(parts, SMALL_STATE_BYTES):
-        session.checkpointer.drain(timeout=_LONGEST_WAIT_FOR_SMALL_SECONDS)
+    if not fsdp.is_used(session.accelerator):
+        wait_if_small(session.checkpointer, tensor_sizes(parts))
     if session.config.is_async:
         wait_when_safetensors_open()
         session.checkpointer.wait_when_touched(target)  # which stock would have left there, for the script to use

@@ -23,9 +23,8 @@ from accelerate_ckpt._state.outcomes import OutcomeWatch
 from accelerate_ckpt._state.retention import Retention
 from accelerate_ckpt.config import CheckpointConfig
 from ckpt_core.directory import DirectoryCheckpointer
-from ckpt_core.events import EventLog
+from ckpt_core.options import CheckpointerOptions
 from ckpt_core.ranks import Agreement, RankGroup
-from ckpt_core.tiers import Tiers
 
 __all__ = ["Session", "close_sessions", "live_sessions", "open_session", "session_of"]
 
@@ -75,17 +74,22 @@ class Session:
         ranks = _rank_group(accelerator, config.commit_timeout)
         # Several Accelerators of one process share the store, each in a name space of its own.
         store = None if ranks.store is None else PrefixStore(f"accelerator-{next(_serials)}", ranks.store)
-        self.tiers = Tiers.of(config.local_dir, config.upload_to, config.keep_local)
-        self.checkpointer = DirectoryCheckpointer(
-            ranks=ranks,
+        options = CheckpointerOptions(
             strategy="async" if config.is_async else "sync",
-            slice_replicated=config.slices_replicated,
             max_pending=config.max_pending,
             on_error=config.on_error,
-            commit_timeout=config.commit_timeout,
             storage_options=config.storage_options,
-            tiers=self.tiers,
-            listeners=[EventLog(config.event_log)] if config.event_log is not None else [],
+            local_dir=config.local_dir,
+            upload_to=config.upload_to,
+            keep_local=config.keep_local,
+            event_log=config.event_log,
+        )
+        self.tiers = options.tiers
+        self.checkpointer = DirectoryCheckpointer(
+            ranks=ranks,
+            slice_replicated=config.slices_replicated,
+            commit_timeout=config.commit_timeout,
+            **options.settings(),
         )
         self.agreement = Agreement(ranks.rank, ranks.world_size, store, config.commit_timeout)
         if store is not None:
