@@ -14,8 +14,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, get_args
 
-from accelerate_ckpt._retention_option import RULES, check_retention, parse_retention
-
 __all__ = ["CheckpointConfig", "OptionError", "nearest"]
 
 Strategy = Literal["sync", "async", "sharded"]
@@ -116,6 +114,108 @@ def _switch(text: str) -> Any:
     return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(text.lower(), text)
 
 
+# ---- retention, in words: latest=2,every_steps=1000 ---------------------------------------------------------------------
+
+_POLICIES = "ckpt_core.policies."
+
+
+def _whole(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ValueError("a whole number of at least 1")
+    return int(text)
+
+
+def _hours(text: str) -> float:
+    try:
+        hours = float(text)
+    except ValueError:
+        hours = math.nan
+    if not 0 < hours < math.inf:
+        raise ValueError("a number of hours above 0")
+    return hours
+
+
+def _steps(text: str) -> list[int]:
+    try:
+        return [_whole(step) for step in text.split("+")]
+    except ValueError:
+        raise ValueError("steps with + between them") from None
+
+
+def _best(text: str) -> dict[str, Any]:
+    metric, *rest = text.split(":")
+    found: dict[str, Any] = {"metric": metric, "mode": "min", "count": 1}
+    if rest and rest[0] in ("min", "max"):
+        found["mode"] = rest.pop(0)
+    try:
+        if rest:
+            found["count"] = _whole(rest.pop(0))
+    except ValueError:
+        rest = [text]
+    if rest or not metric:
+        raise ValueError("METRIC, METRIC:max, or METRIC:min:3 for three of them")
+    return found
+
+
+def _one(name: str, read: Callable[[str], Any]) -> Callable[[str], dict[str, Any]]:
+    return lambda text: {name: read(text)}
+
+
+_RULES: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
+    "latest": ("KeepLatest", _one("count", _whole)),
+    "best": ("KeepBest", _best),
+    "every_steps": ("KeepEverySteps", _one("steps", _whole)),
+    "every_hours": ("KeepEveryTime", _one("interval", _hours)),
+    "at_steps": ("KeepAtSteps", _one("steps", _steps)),
+}
+
+
+def _parse_retention(text: str) -> Any:
+    """Return the mapping that a text in JSON is; another text is left to :func:`_check_retention`."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return text
+    return found if isinstance(found, Mapping) else text
+
+
+def _check_retention(value: Any) -> Any:
+    """Return a policy or the mapping that names its class; None if nothing is to be deleted.
+
+    Raises:
+        ValueError: The value is neither; the message goes on after the option's name.
+    """
+    if value is None or callable(getattr(value, "kept", None)):
+        return value
+    if isinstance(value, str):
+        return _from_words(value)
+    if isinstance(value, Mapping) and isinstance(value.get("class_path"), str) and set(value) <= _KEYS:
+        return dict(value)
+    raise ValueError(
+        "must be a policy such as ckpt_core.policies.KeepLatest(2), 'latest=2', or a mapping with class_path and init_args, "
+        f"not {value!r}"
+    )
+
+
+_KEYS = {"class_path", "init_args"}
+
+
+def _from_words(text: str) -> dict[str, Any]:
+    policies = []
+    for word in text.split(","):
+        name, _, argument = (part.strip() for part in word.partition("="))
+        if name not in _RULES:
+            raise ValueError(f"has no rule {name!r}: there are {', '.join(_RULES)}, as in 'latest=2,every_steps=1000'")
+        policy, read = _RULES[name]
+        try:
+            policies.append({"class_path": _POLICIES + policy, "init_args": read(argument)})
+        except ValueError as wanted:
+            raise ValueError(f"needs for {name} {wanted}, not {argument!r}") from None
+    if len(policies) == 1:
+        return policies[0]
+    return {"class_path": f"{_POLICIES}AnyOf", "init_args": {"policies": policies}}
+
+
 _COUNT = _Kind(_check_count, _number, "N")
 _COUNT_OR_ALL = _Kind(lambda value: None if value is None else _check_count(value), _number, "N")
 _SECONDS = _Kind(_check_seconds, _number, "SECONDS")
@@ -123,7 +223,7 @@ _SWITCH = _Kind(_check_switch, _switch, "{true,false}")
 _PATH = _Kind(_check_path, str, "PATH")
 _PLACE = _Kind(_check_place, str, "DIRECTORY")
 _MAPPING = _Kind(_check_mapping, _json, "JSON")
-_RETENTION = _Kind(check_retention, parse_retention, "RULES")
+_RETENTION = _Kind(_check_retention, _parse_retention, "RULES")
 
 
 def _about(kind: _Kind, summary: str) -> dict[str, Any]:
@@ -187,7 +287,7 @@ class CheckpointConfig:
     retention: Any = field(
         default=None,
         hash=False,
-        metadata=_about(_RETENTION, f"what to keep: {', '.join(RULES)}, as in latest=2,best=loss"),
+        metadata=_about(_RETENTION, f"what to keep: {', '.join(_RULES)}, as in latest=2,best=loss"),
     )
     local_dir: str | None = field(
         default=None, metadata=_about(_PLACE, "fast local directory to commit below before uploading; needs upload_to")

@@ -14,10 +14,8 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Protocol
 
-from accelerate_ckpt._data.division import Consumed, Division
 from accelerate_ckpt._data.opening import Habit, Next, Opening, Uses
-from accelerate_ckpt._data.skipped_loader import SkippedLoader
-from accelerate_ckpt._data.tracker import InnerTracker
+from accelerate_ckpt._data.tracker import Consumed, Division, InnerTracker
 from accelerate_ckpt._private.data import Internals, not_as_known
 from ckpt_core.state.loaders import FetchHistory, LoaderMark
 from ckpt_core.state.rng import RngState, capture_generators, restore_generators
@@ -416,8 +414,8 @@ class LoaderPosition:
         if waiting is None:
             if self._is_over(batches):
                 self._opening = None
-                return SkippedLoader(self.loader, batches, self._begin_after_an_empty_one())
-            return self.loader if batches <= 0 else SkippedLoader(self.loader, batches, self._begin_later)
+                return _SkippedLoader(self.loader, batches, self._begin_after_an_empty_one())
+            return self.loader if batches <= 0 else _SkippedLoader(self.loader, batches, self._begin_later)
         steps = int(waiting["steps"])
         if batches != steps and self._fits(waiting):
             log.warning(
@@ -539,3 +537,39 @@ class _Fetches:
         if name in ("_position", "_inner"):
             raise AttributeError(name)
         return getattr(self._inner, name)
+
+
+class _SkippedLoader:
+    """What ``skip_first_batches`` returns: a loader without its first batches. The loader itself does the work, so its progress is not lost.
+
+    Args:
+        loader: The prepared loader.
+        batches: How many batches to leave out of each iteration.
+        leave_out: Lets the next iteration of the loader begin so many batches later; False if nothing is left in it.
+    """
+
+    def __init__(self, loader: Any, batches: int, leave_out: Callable[[int], bool]) -> None:
+        self._loader = loader
+        self._batches = batches
+        self._leave_out = leave_out
+
+    # scripts and Accelerate ask isinstance(..., DataLoader)
+    @property
+    def __class__(self) -> Any:
+        return self._loader.__class__
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        raise TypeError(f"the class of this loader cannot be changed to {value.__name__}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_loader", "_batches", "_leave_out"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader) - self._batches
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._leave_out(self._batches):
+            yield from self._loader

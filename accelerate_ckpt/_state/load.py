@@ -12,9 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from accelerate_ckpt._state import fsdp
 from accelerate_ckpt._state.naming import automatic_root, candidates, is_url, next_iteration, number_of, path_text
-from accelerate_ckpt._state.parts import FORMAT, RANK, check_optimizer, indexed, load_model, restore_buffers
+from accelerate_ckpt._state.parts import (
+    FORMAT,
+    RANK,
+    apply_sharded,
+    check_optimizer,
+    indexed,
+    is_sharded,
+    load_model,
+    read_sharded,
+    restore_buffers,
+)
 from accelerate_ckpt._state.session import Session
 from accelerate_ckpt._state.stock import StockCheckpoint, check_custom_objects
 from ckpt_core.catalog import CheckpointInfo, disagreement
@@ -260,7 +269,7 @@ class _Ours:
             self._own = checkpoint.load(RANK, rank=self._rank)
             self._states = {name: checkpoint.load(name, rank=self._rank) for name in _states_to_read(accelerator)}
             self._gradients = self._read_gradients(checkpoint)
-            self._sharded = fsdp.read(accelerator, checkpoint) if fsdp.is_used(accelerator) else None
+            self._sharded = read_sharded(accelerator, checkpoint) if is_sharded(accelerator) else None
         if self._sharded is None:
             for index, optimizer in enumerate(accelerator._optimizers):
                 name = indexed("optimizer", index)
@@ -315,7 +324,7 @@ class _Ours:
             for index, model in enumerate(models):
                 load_model(model, checkpoint, indexed("model", index), rank=self._rank, **self._model_arguments)
         if self._sharded is not None:
-            fsdp.apply(accelerator, self._sharded)
+            apply_sharded(accelerator, self._sharded)
 
 
 @contextlib.contextmanager
@@ -353,7 +362,7 @@ def _metadata(checkpoint: DirectoryCheckpoint, path: str) -> Mapping[str, Any]:
 def _states_to_read(accelerator: Any) -> dict[str, Any]:
     """Return what has a ``load_state_dict`` that takes a part as it is, by the part's name."""
     owners: dict[str, Any] = {}
-    if not fsdp.is_used(accelerator):
+    if not is_sharded(accelerator):
         owners |= {indexed("optimizer", index): owner for index, owner in enumerate(accelerator._optimizers)}
     owners |= {indexed("scheduler", index): owner for index, owner in enumerate(accelerator._schedulers)}
     if accelerator.scaler is not None:

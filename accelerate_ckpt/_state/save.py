@@ -13,8 +13,7 @@ import accelerate
 import torch
 
 from accelerate_ckpt import _termination
-from accelerate_ckpt._private.safetensors_files import wait_when_safetensors_open
-from accelerate_ckpt._state import fsdp
+from accelerate_ckpt._private.files import wait_when_safetensors_open
 from accelerate_ckpt._state.naming import is_url, number_of, target_of
 from accelerate_ckpt._state.outcomes import AgreedSave
 from accelerate_ckpt._state.parts import (
@@ -22,9 +21,11 @@ from accelerate_ckpt._state.parts import (
     RANK,
     capture_buffers,
     custom_parts,
+    is_sharded,
     model_parts,
     optimizer_parts,
     scheduler_parts,
+    sharded_parts,
     tensor_sizes,
 )
 from accelerate_ckpt._state.session import Session
@@ -96,10 +97,10 @@ def _agree(session: Session, target: str) -> AgreedSave:
     # Without a step to compare, a rank that has missed a save would be mixed into the next one: all are waited for. So they are
     # once if rank 0 has not everything, which decides what it writes.
     step = session.step_of_all
-    is_spread = fsdp.is_used(accelerator) or session.config.slices_replicated
+    is_spread = is_sharded(accelerator) or session.config.slices_replicated
     unknown = (is_spread and session.come_all is not True) or (session.come_all is None and not session.config.is_async)
     agreed = session.outcomes.before_save(
-        target, refuse, step=step, waits=step is None or unknown, may_be_absent=not fsdp.is_used(accelerator)
+        target, refuse, step=step, waits=step is None or unknown, may_be_absent=not is_sharded(accelerator)
     )
     if agreed.left_out:
         _tell_of_absent(session, agreed.left_out)
@@ -138,7 +139,7 @@ def _must_wait_for_window(session: Session) -> bool:
             "save_state was called inside a window of gradient accumulation: there are gradients that no optimizer step has used",
             remedy="save where accelerator.sync_gradients is true, or set mid_accumulation to 'grads' or 'defer'",
         )
-    if policy == "grads" and fsdp.is_used(accelerator):
+    if policy == "grads" and is_sharded(accelerator):
         session.tell_once(
             "fsdp-window",
             "FSDP keeps the gradients of an open accumulation window to itself: the save is made when the window is complete. "
@@ -158,7 +159,7 @@ def _save_now(session: Session, agreed: AgreedSave) -> None:
         parts = _save_parts(session, agreed, weights, files)
         undo.pop_all()  # the files are the save's now
     session.remove_unwanted(target)
-    if not fsdp.is_used(session.accelerator):
+    if not is_sharded(session.accelerator):
         wait_if_small(session.checkpointer, tensor_sizes(parts))
     if session.config.is_async:
         wait_when_safetensors_open()
@@ -192,7 +193,7 @@ def _save_parts(session: Session, agreed: AgreedSave, weights: list[Any], files:
 
 def _absent(session: Session, agreed: AgreedSave) -> Collection[int]:
     absent = agreed.absent()
-    if absent and not (fsdp.is_used(session.accelerator) or session.config.slices_replicated):
+    if absent and not (is_sharded(session.accelerator) or session.config.slices_replicated):
         _tell_of_absent(session, absent)
     return absent
 
@@ -209,7 +210,7 @@ def _fail_everywhere(session: Session, agreed: AgreedSave, error: Exception) -> 
 
 def _weights(session: Session) -> list[Any]:
     accelerator = session.accelerator
-    return [] if fsdp.is_used(accelerator) else [model.state_dict() for model in accelerator._models]
+    return [] if is_sharded(accelerator) else [model.state_dict() for model in accelerator._models]
 
 
 def _after_hooks(
@@ -255,8 +256,8 @@ def _files_below(files: AddedFiles | None) -> list[str]:
 def _parts_of(session: Session, weights: list[Any]) -> list[Part]:
     accelerator, local_sgd = session.accelerator, session.local_sgd
     moments = Kind.PER_RANK if local_sgd.moments_differ else Kind.REPLICATED
-    if fsdp.is_used(accelerator):
-        parts = fsdp.parts(accelerator)
+    if is_sharded(accelerator):
+        parts = sharded_parts(accelerator)
     else:
         parts = model_parts(weights, Kind.PER_RANK if local_sgd.weights_differ else Kind.REPLICATED)
         parts += optimizer_parts(accelerator._optimizers, moments)
@@ -298,7 +299,7 @@ def _rank_state(session: Session) -> dict[str, Any]:
     }
     if session.window_is_open:
         state["gradients"] = [capture_gradients(model.named_parameters()) for model in models]
-    if session.world_size > 1 and not fsdp.is_used(accelerator):
+    if session.world_size > 1 and not is_sharded(accelerator):
         state["buffers"] = [capture_buffers(model) for model in models]
     return state
 

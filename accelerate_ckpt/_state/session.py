@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
@@ -17,12 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_ckpt._data.loaders import LoaderPositions
 from accelerate_ckpt._private.data import unregister
-from accelerate_ckpt._state.local_sgd import LocalSgdState
-from accelerate_ckpt._state.naming import automatic_root, by_number, numbered, unwanted
+from accelerate_ckpt._state.naming import Retention, automatic_root, by_number, numbered, unwanted
 from accelerate_ckpt._state.outcomes import OutcomeWatch
-from accelerate_ckpt._state.retention import Retention
 from accelerate_ckpt.config import CheckpointConfig
 from ckpt_core.directory import DirectoryCheckpointer
+from ckpt_core.errors import StateMismatchError
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.ranks import Agreement, RankGroup
 
@@ -33,6 +32,64 @@ log = logging.getLogger(__name__)
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
 _serials = itertools.count()
 _group: list[RankGroup] = []  # one at most, for all Accelerators of the process: they have the same ranks
+
+
+class LocalSgdState:
+    """Follows the ``LocalSGD`` contexts of one Accelerator, in which every rank has weights and moments of its own.
+
+    Attributes:
+        active: The contexts that are open, in the order in which they were entered.
+        moments_differ: Whether the optimizers' states differ between ranks. Averaging is for the weights alone, so this stays
+            so after the context.
+    """
+
+    def __init__(self) -> None:
+        self.active: list[Any] = []
+        self.moments_differ = False
+        self._resumed_steps: list[int] = []
+
+    @property
+    def weights_differ(self) -> bool:
+        """Whether each rank's weights are its own now."""
+        return bool(self.active)
+
+    def entered(self, context: Any) -> None:
+        """Note that training under LocalSGD begins; go on with the count of a resumed context."""
+        self.active.append(context)
+        self.moments_differ = True
+        if self._resumed_steps:
+            context.num_steps = self._resumed_steps.pop(0)
+
+    def left(self, context: Any) -> None:
+        """Note that the weights were averaged for the last time."""
+        self.active = [other for other in self.active if other is not context]
+
+    def capture(self) -> dict[str, Any]:
+        """Return the counts as plain data."""
+        return {"num_steps": [context.num_steps for context in self.active], "moments_differ": self.moments_differ}
+
+    def check(self, state: Mapping[str, Any], saved_world_size: int, world_size: int, path: str) -> None:
+        """Refuse another number of ranks where each has a state of its own.
+
+        Raises:
+            StateMismatchError: As said.
+        """
+        if (state["num_steps"] or state["moments_differ"]) and saved_world_size != world_size:
+            raise StateMismatchError(
+                f"under LocalSGD {saved_world_size} ranks saved weights or moments of their own, and there are {world_size} now",
+                path=path,
+                key="local_sgd",
+                remedy=f"resume with {saved_world_size} processes",
+            )
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue the open contexts; what is left over is for contexts that are entered later."""
+        steps = list(state["num_steps"])
+        self.moments_differ = bool(state["moments_differ"])
+        for context in self.active:
+            if steps:
+                context.num_steps = steps.pop(0)
+        self._resumed_steps = steps
 
 
 class Session:

@@ -26,9 +26,8 @@ from accelerate.utils import (
 from accelerate.utils import load as load_file
 from safetensors import SafetensorError, safe_open
 
-from accelerate_ckpt._private.registered_objects import registered_states
-from accelerate_ckpt._state import fsdp
-from accelerate_ckpt._state.parts import check_optimizer, check_weights, indexed
+from accelerate_ckpt._private.files import registered_states
+from accelerate_ckpt._state.parts import check_optimizer, check_weights, indexed, is_sharded
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, StateMismatchError, UnsafeCheckpointError
 from ckpt_core.interchange import check_dcp
 
@@ -105,7 +104,7 @@ class StockCheckpoint:
         self._allow_pickle = allow_pickle
         self._names = sorted(os.listdir(directory))
         self._check_names()
-        if fsdp.is_used(accelerator):
+        if is_sharded(accelerator):
             for name in [] if allow_pickle else self._names:
                 if os.path.isfile(self._path(name, ".metadata")):
                     check_dcp(self._path(name))
@@ -169,7 +168,7 @@ class StockCheckpoint:
         wanted: list[tuple[str, ...]] = [
             (f"{indexed(SCHEDULER_NAME, i)}.bin",) for i, _ in enumerate(accelerator._schedulers)
         ]
-        if not fsdp.is_used(accelerator):  # which has models and optimizers in files of other kinds
+        if not is_sharded(accelerator):  # which has models and optimizers in files of other kinds
             wanted += [(f"{indexed(OPTIMIZER_NAME, i)}.bin",) for i, _ in enumerate(accelerator._optimizers)]
             wanted += [_model_files(i) for i in self._models()]
         if accelerator.scaler is not None:

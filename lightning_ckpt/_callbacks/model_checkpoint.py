@@ -16,9 +16,8 @@ from ckpt_core.policies import RetentionHistory, RetentionPolicy
 from ckpt_core.tiers import Tiers
 from lightning_ckpt._bases import ModelCheckpointBase
 from lightning_ckpt._boundaries import watch_boundaries
+from lightning_ckpt._callbacks.lookup import is_remote, newest_requeued, open_filesystem, tell_of_checkpoint
 from lightning_ckpt._callbacks.outcomes import OutcomeWatch, raise_as_rank_0
-from lightning_ckpt._callbacks.remote import is_remote, open_filesystem, tell_of_checkpoint
-from lightning_ckpt._callbacks.requeued import newest_requeued
 from lightning_ckpt._private.hooks import before_look_ups
 from lightning_ckpt._private.loops import checkpoint_directory
 from lightning_ckpt._routing.trainer import is_routed, raise_on_all_ranks

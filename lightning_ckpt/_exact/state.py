@@ -29,8 +29,7 @@ from ckpt_core.state.ddp import rebuild_ddp_buckets
 from ckpt_core.state.gradients import capture_gradients, restore_gradients
 from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
 from ckpt_core.state.rng import RngState, capture_generators, restore_generators
-from lightning_ckpt._exact.accumulation import Accumulation
-from lightning_ckpt._exact.counters import Counters, undo_unfinished
+from lightning_ckpt._exact.counters import Accumulation, Counters, undo_unfinished
 from lightning_ckpt._exact.elastic_state import continue_elastic, elastic_causes, state_for_rank
 from lightning_ckpt._exact.loaders import TrainingData
 from lightning_ckpt._exact.metrics import MetricsMoment, restore_metrics, torchmetrics_of
