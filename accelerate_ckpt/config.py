@@ -1,7 +1,7 @@
 """The options: their values, and where they come from.
 
-Nothing heavy is imported here: a training script that is launched by us may set variables before its own imports of torch
-and Accelerate, and those must still count.
+Nothing heavy is imported here: a training script that is launched by us may set variables before its own imports of
+torch and Accelerate, and those must still count.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ FILE_OPTION = "config"
 
 
 class OptionError(ValueError):
-    """An option is unknown or cannot have the value given; the message names the option and where the value came from."""
+    """An option is unknown or cannot have the value given; the message names it and where the value came from."""
 
 
 class _Kind(NamedTuple):
     """What values an option takes.
 
-    ``check`` returns the value, or raises a :class:`ValueError` that goes on after the option's name. ``parse`` makes a value
-    from the text of a flag or a variable; what it cannot read, it returns for ``check`` to refuse.
+    ``check`` returns the value, or raises a :class:`ValueError` that continues after the option's name. ``parse`` makes
+    a value from the text of a flag or a variable; what it cannot read, it returns for ``check`` to refuse.
     """
 
     check: Callable[[Any], Any]
@@ -114,7 +114,7 @@ def _switch(text: str) -> Any:
     return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(text.lower(), text)
 
 
-# ---- retention, in words: latest=2,every_steps=1000 ---------------------------------------------------------------------
+# ---- retention, in words: latest=2,every_steps=1000 ------------------------------------------------------------------
 
 _POLICIES = "ckpt_core.policies."
 
@@ -183,7 +183,7 @@ def _check_retention(value: Any) -> Any:
     """Return a policy or the mapping that names its class; None if nothing is to be deleted.
 
     Raises:
-        ValueError: The value is neither; the message goes on after the option's name.
+        ValueError: The value is neither; the message continues after the option's name.
     """
     if value is None or callable(getattr(value, "kept", None)):
         return value
@@ -192,8 +192,8 @@ def _check_retention(value: Any) -> Any:
     if isinstance(value, Mapping) and isinstance(value.get("class_path"), str) and set(value) <= _KEYS:
         return dict(value)
     raise ValueError(
-        "must be a policy such as ckpt_core.policies.KeepLatest(2), 'latest=2', or a mapping with class_path and init_args, "
-        f"not {value!r}"
+        "must be a policy such as ckpt_core.policies.KeepLatest(2), 'latest=2', or a mapping with class_path and "
+        f"init_args, not {value!r}"
     )
 
 
@@ -235,26 +235,27 @@ class CheckpointConfig:
     """How ``save_state`` saves.
 
     Args:
-        strategy: ``"sync"``: ``save_state`` returns when the checkpoint is durable. ``"async"``: it returns when the state is
-            copied; needs as much host memory as ``max_pending`` states. ``"sharded"``: as ``"async"``, and what all ranks hold
-            alike is written in slices by all of them, instead of whole by rank 0.
+        strategy: ``"sync"``: ``save_state`` returns when the checkpoint is durable. ``"async"``: it returns when the
+            state is copied; needs as much host memory as ``max_pending`` states. ``"sharded"``: as ``"async"``, and
+            what all ranks hold alike is written in slices by all of them, instead of whole by rank 0.
         wait: ``save_state`` returns only when the checkpoint is durable, whatever the strategy.
         max_pending: How many saves may be under way before the next one waits for the oldest.
-        on_error: What a save that fails in the background does: ``"raise"`` on every rank at its next step, ``"warn"`` logs and
-            counts it.
-        mid_accumulation: What a save inside a window of gradient accumulation does: ``"grads"`` saves each rank's gradients so
-            far, so that the window goes on where it was; ``"defer"`` saves when the window is complete; ``"error"`` refuses.
-        retention: Which checkpoints to keep: a policy of :mod:`ckpt_core.policies`, ``"latest=2,every_steps=1000"``, or a mapping
-            with ``class_path`` and ``init_args``. None deletes nothing but what ``total_limit`` says.
+        on_error: What a save that fails in the background does: ``"raise"`` on every rank at its next step, ``"warn"``
+            logs and counts it.
+        mid_accumulation: What a save inside a window of gradient accumulation does: ``"grads"`` saves each rank's
+            gradients so far, so that the window continues where it was; ``"defer"`` saves when the window is complete;
+            ``"error"`` refuses.
+        retention: Which checkpoints to keep: a policy of :mod:`ckpt_core.policies`, ``"latest=2,every_steps=1000"``, or
+            a mapping with ``class_path`` and ``init_args``. None deletes nothing but what ``total_limit`` says.
         commit_timeout: Seconds to wait for the other ranks' parts of a save before it counts as failed.
-        local_dir: Directory on a fast local disk that all ranks see, below which checkpoints are committed and training goes
-            on; then rank 0 uploads them from there in the background. Needs ``upload_to``.
-        upload_to: URL or directory that takes the uploads, under the same relative names. ``load_state`` takes the nearest
-            copy that is whole, under the path of either.
+        local_dir: Directory on a fast local disk that all ranks see, below which checkpoints are committed and training
+            continues; then rank 0 uploads them from there in the background. Needs ``upload_to``.
+        upload_to: URL or directory that takes the uploads, under the same relative names. ``load_state`` takes the
+            nearest copy that is whole, under the path of either.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
-        allow_pickle: Whether ``load_state`` may run code from a checkpoint of stock Accelerate, whose registered objects are
-            pickled. What loads with ``weights_only=True`` is loaded anyway; ours never hold code.
+        allow_pickle: Whether ``load_state`` may run code from a checkpoint of stock Accelerate, whose registered
+            objects are pickled. What loads with ``weights_only=True`` is loaded anyway; ours never hold code.
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
 
     Raises:
@@ -344,15 +345,15 @@ class CheckpointConfig:
         """Collect the options: flags before variables before the file before the defaults.
 
         Args:
-            flags: Values by option, as text or as they are; None counts as not given. ``config`` is the YAML file, a mapping of
-                options to values.
-            variables: The environment, of which ``ACCELERATE_CKPT_<OPTION>`` is read, and ``ACCELERATE_CKPT_CONFIG`` for the
-                file; empty ones count as not set. That of this process, if not given.
+            flags: Values by option, as text or as they are; None counts as not given. ``config`` is the YAML file, a
+                mapping of options to values.
+            variables: The environment, of which ``ACCELERATE_CKPT_<OPTION>`` is read, and ``ACCELERATE_CKPT_CONFIG``
+                for the file; empty ones count as not set. That of this process, if not given.
             flag_name: How a flag is called in errors.
 
         Raises:
-            OptionError: An option is unknown or has a value it cannot have, or the file cannot be read; the message begins
-                with the flag, the variable or the file and key.
+            OptionError: An option is unknown or has a value it cannot have, or the file cannot be read; the message
+                begins with the flag, the variable or the file and key.
 
         Example:
             >>> CheckpointConfig.from_sources({"strategy": "sync"}, variables={"ACCELERATE_CKPT_MAX_PENDING": "2"})

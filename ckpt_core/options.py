@@ -13,8 +13,8 @@ from ckpt_core.tiers import Tiers
 
 __all__ = ["CheckpointerOptions", "wait_if_small"]
 
-# Durable in some milliseconds: waiting for it is cheap, and those who look into the directory between two saves, such as
-# Lightning's ModelCheckpoint when it picks a name that is not taken, find what they expect.
+# Durable in some milliseconds: waiting for it is cheap, and those who look into the directory between two saves, such
+# as Lightning's ModelCheckpoint when it picks a name that is not taken, find what they expect.
 SMALL_STATE_BYTES = 256 * 1024
 LONGEST_WAIT_FOR_SMALL_SECONDS = 1.0
 
@@ -26,22 +26,25 @@ class CheckpointerOptions:
     Args:
         strategy: ``"sync"`` returns from a save when it is durable, ``"async"`` when the state is copied.
         max_pending: How many saves may be under way before the next one waits for the oldest (async only).
-        on_error: What a save that fails in the background does: ``"raise"`` ends the training, ``"warn"`` logs and counts it.
+        on_error: What a save that fails in the background does: ``"raise"`` ends the training, ``"warn"`` logs and
+            counts it.
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
-        local_dir: Directory on a fast local disk, which all ranks see, below which checkpoints are committed and training
-            continues; then rank 0 uploads them from there in the background. Needs ``upload_to``.
+        local_dir: Directory on a fast local disk, which all ranks see, below which checkpoints are committed and
+            training continues; then rank 0 uploads them from there in the background. Needs ``upload_to``.
         upload_to: URL or directory that takes the uploads, under the same relative names. Loads and look-ups take the
             nearest copy that is whole, under the path of either tier.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
 
     Raises:
-        ValueError: One of ``local_dir`` and ``upload_to`` is missing, or they make no sense; the message names the option.
+        ValueError: One of ``local_dir`` and ``upload_to`` is missing, or they make no sense; the message names the
+            option.
 
     Example:
         >>> from ckpt_core.options import CheckpointerOptions
-        >>> CheckpointerOptions(local_dir="/nvme/run-7", upload_to="s3://bucket/run-7").tiers.remote_path("/nvme/run-7/a")
-        's3://bucket/run-7/a'
+        >>> options = CheckpointerOptions(local_dir="/nvme/run-7", upload_to="s3://bucket/run-7")
+        >>> options.tiers.remote_path("/nvme/run-7/step=5.ckpt")
+        's3://bucket/run-7/step=5.ckpt'
     """
 
     strategy: Literal["sync", "async"] = "async"

@@ -112,9 +112,9 @@ class TorchFileIO(ReliableCheckpointIO):
         if STATE_KEY not in checkpoint and NO_STATE_KEY not in checkpoint:
             self._told_about_callback = True
             warnings.warn(
-                f"{type(self).__name__} stores what the Trainer gives it, which is not enough for an exact resume: random "
-                "number generators, data position and open gradients are missing. Add lightning_ckpt.ResumableCheckpoint "
-                "to the Trainer's callbacks to have them saved too.",
+                f"{type(self).__name__} stores what the Trainer gives it, which is not enough for an exact resume: "
+                "random number generators, data position and open gradients are missing. Add "
+                "lightning_ckpt.ResumableCheckpoint to the Trainer's callbacks to have them saved too.",
                 stacklevel=2,
             )
 
@@ -137,7 +137,7 @@ def training_goes_on(checkpoint: Any, path: _Path) -> bool:
 
 
 class SyncCheckpointIO(TorchFileIO):
-    """Saves before training goes on: when ``save_checkpoint`` returns, the file is durable under its name.
+    """Saves before training continues: when ``save_checkpoint`` returns, the file is durable under its name.
 
     Needs at most 128 MiB of extra memory, whatever the size of the state.
 
@@ -175,17 +175,18 @@ class SyncCheckpointIO(TorchFileIO):
 
 
 class AsyncCheckpointIO(TorchFileIO):
-    """Copies the state and lets training go on while the copy is written in the background.
+    """Copies the state and lets training continue while the copy is written in the background.
 
-    The file appears under its name when it is durable. Removals wait for their successor, reads for their own writes, and
-    the end of ``fit`` for everything. A save outside of a running epoch, such as ``trainer.save_checkpoint`` after ``fit``,
-    returns when it is durable, and so does one of at most 256 KiB, unless the storage takes over a second. Needs ``max_pending`` times the state's size of extra host memory.
+    The file appears under its name when it is durable. Removals wait for their successor, reads for their own writes,
+    and the end of ``fit`` for everything. A save outside of a running epoch, such as ``trainer.save_checkpoint`` after
+    ``fit``, returns when it is durable, and so does one of at most 256 KiB, unless the storage takes over a second.
+    Needs ``max_pending`` times the state's size of extra host memory.
 
     Args:
         max_pending: How many saves may be under way before the next one waits for the oldest.
-        on_error: ``"raise"`` ends training when a save failed in the background: on every rank after the next batch with
-            :class:`~lightning_ckpt.ResumableCheckpoint`, otherwise at the next save or at the end of ``fit``. ``"warn"``
-            logs the failure, counts it in ``checkpointer.failures`` and trains on.
+        on_error: ``"raise"`` ends training when a save failed in the background: on every rank after the next batch
+            with :class:`~lightning_ckpt.ResumableCheckpoint`, otherwise at the next save or at the end of ``fit``.
+            ``"warn"`` logs the failure, counts it in ``checkpointer.failures`` and trains on.
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
         local_dir: Directory on a fast local disk in which checkpoints are committed first; needs ``upload_to``.
         upload_to: URL or directory to which they are then uploaded in the background.

@@ -35,21 +35,24 @@ class ShardedCheckpointIO(RankCheckpointIO):
     """Saves a directory to which every rank writes its part; any number of ranks reads it back.
 
     Under FSDP and ``ModelParallelStrategy`` each rank writes its shards; under DDP, where all ranks hold the same, each
-    writes a slice. Saves are asynchronous unless told otherwise, and no rank holds more than its own part. The directory
-    holds safetensors files and appears under its name when all parts are durable.
+    writes a slice. Saves are asynchronous unless told otherwise, and no rank holds more than its own part. The
+    directory holds safetensors files and appears under its name when all parts are durable.
 
-    With Fabric, give it to ``plugins``, or, for FSDP and ``ModelParallelStrategy``, which refuse plugins, to ``callbacks``.
+    With Fabric, give it to ``plugins``, or, for FSDP and ``ModelParallelStrategy``, which refuse plugins, to
+    ``callbacks``.
 
-    Lightning's own strategies call a plugin on rank 0 only, or pass it by. This one replaces the methods that save and load on
-    the strategy of the Trainer or Fabric that it was given to; no callback is needed.
+    Lightning's own strategies call a plugin on rank 0 only, or pass it by. This one replaces the methods that save and
+    load on the strategy of the Trainer or Fabric that it was given to; no callback is needed.
 
     Args:
-        mode: ``"async"`` lets training go on once this rank's part is copied; ``"sync"`` waits until all is durable.
+        mode: ``"async"`` lets training continue once this rank's part is copied; ``"sync"`` waits until all is durable.
         max_pending: How many saves may be under way before the next one waits (async only).
-        on_error: ``"raise"`` ends training on every rank when a save failed in the background; ``"warn"`` logs and counts.
+        on_error: ``"raise"`` ends training on every rank when a save failed in the background; ``"warn"`` logs and
+            counts.
         commit_timeout: Seconds that a rank whose part is durable waits for the others before the save has failed.
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
-        local_dir: Directory on a fast local disk that all ranks see, in which checkpoints are committed first; needs ``upload_to``.
+        local_dir: Directory on a fast local disk that all ranks see, in which checkpoints are committed first; needs
+            ``upload_to``.
         upload_to: URL or directory to which they are then uploaded in the background.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         event_log: A local file to which every event is appended as a line of JSON.
@@ -119,7 +122,8 @@ class ShardedCheckpointIO(RankCheckpointIO):
             is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
             if is_distributed and torch.distributed.get_world_size() > 1:
                 raise CheckpointError(
-                    "ShardedCheckpointIO saves on all ranks together, and was called on one of them outside of a Trainer or Fabric",
+                    "ShardedCheckpointIO saves on all ranks together, and was called on one of them outside of a "
+                    "Trainer or Fabric",
                     remedy="save with trainer.save_checkpoint or fabric.save, on all ranks",
                 )
             self.connect(RankGroup.alone())

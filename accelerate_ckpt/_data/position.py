@@ -1,7 +1,7 @@
 """Where one prepared loader is, batch by batch, and how it gets there again.
 
-A position counts *steps*: batches that the script of this rank was given. Accelerate's loaders fetch one step ahead, so the
-random generators and the loader are remembered before each fetch; the step that was fetched ahead is fetched again
+A position counts *steps*: batches that the script of this rank was given. Accelerate's loaders fetch one step ahead, so
+the random generators and the loader are remembered before each fetch; the step that was fetched ahead is fetched again
 after a resume.
 """
 
@@ -309,23 +309,23 @@ class LoaderPosition:
         return bool(state["layout"] == self._division.describe())
 
     def problem(self, state: Mapping[str, Any]) -> str | None:
-        """Return why going on from a captured position would not be exact, in words, or ``None``."""
+        """Return why continuing from a captured position would not be exact, in words, or ``None``."""
         if self._fits(state):
             if state["draws_while_reading"]:
                 return (
-                    "an iterable data set is read again from its beginning, because it has no state_dict or Accelerate divides "
-                    "it over the ranks, and draws random numbers in the main process while it is read; its order is reproduced "
-                    "only if it does not depend on them (num_workers=1 avoids that)"
+                    "an iterable data set is read again from its beginning, because it has no state_dict or "
+                    "Accelerate divides it over the ranks, and draws random numbers in the main process while it is "
+                    "read; its order is reproduced only if it does not depend on them (num_workers=1 avoids that)"
                 )
             found = [self._tracker.check(part) for part in (state["pass"], state["between"]) if part is not None]
             return next((problem for problem in found if problem is not None), None)
         if state["phase"] != INSIDE:
             return None
         obstacle = self._division.obstacle(state)
-        return self._division.difference(state) if obstacle is None else f"{obstacle}, so the epoch begins anew"
+        return self._division.difference(state) if obstacle is None else f"{obstacle}, so the epoch begins again"
 
     def restore(self, state: Mapping[str, Any], rng: RngState) -> None:
-        """Let the next iteration of the loader go on from a captured position.
+        """Let the next iteration of the loader continue from a captured position.
 
         Args:
             state: What :meth:`capture` returned.
@@ -353,7 +353,7 @@ class LoaderPosition:
         else:
             self._tracker.carry_between_passes(between, rng)
         if state["phase"] == LEFT and understood:
-            # a stateful loader goes on where it was left; with another one the script has to say so, by skipping
+            # a stateful loader continues where it was left; with another one the script has to say so, by skipping
             stateful = bool(self.loader.use_stateful_dataloader)
             self._resume, self._left = (state, None) if stateful else (None, state)
 
@@ -419,7 +419,8 @@ class LoaderPosition:
         steps = int(waiting["steps"])
         if batches != steps and self._fits(waiting):
             log.warning(
-                "skip_first_batches was asked to skip %d batches, but the checkpoint was saved after %d: going on after %d",
+                "skip_first_batches was asked to skip %d batches, but the checkpoint was saved after %d: resuming "
+                "after %d",
                 batches,
                 steps,
                 steps,
@@ -445,7 +446,7 @@ class LoaderPosition:
         """Let the next iteration continue from a captured position only if the script asks to skip what it had then.
 
         For a load in a process that has trained with the loader: it brings back an earlier state of the model, and the
-        data goes on, as it does with Accelerate.
+        data continues, as it does with Accelerate.
         """
         understood = self._fits(state) or self._division.obstacle(state) is None
         self._opening, self._offered = None, None
@@ -540,7 +541,7 @@ class _Fetches:
 
 
 class _SkippedLoader:
-    """What ``skip_first_batches`` returns: a loader without its first batches. The loader itself does the work, so its progress is not lost.
+    """What ``skip_first_batches`` returns. The loader itself leaves its first batches out, so its progress is not lost.
 
     Args:
         loader: The prepared loader.

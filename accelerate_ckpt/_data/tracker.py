@@ -1,4 +1,4 @@
-"""Follows the loader inside a prepared loader: its index sampler knows how Accelerate divides an epoch over the ranks."""
+"""Follows the loader inside a prepared loader, and knows how Accelerate divides its epoch over the ranks."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ class InnerTracker(LoaderTracker):
             self._whole_dataset = None
 
     def made(self, dataset_generators: Mapping[str, Any]) -> None:
-        """Tell that the iterator of a resumed pass is there, before it fetches the batch that had been fetched ahead."""
+        """Note that a resumed pass has its iterator, before it fetches the batch that had been fetched ahead."""
         self.pass_made()
         if self.workers == 0 and self.sampler.live is not None:
             self.sampler.live.fast_forward()
@@ -333,7 +333,7 @@ class Division:
         return -(-batches // self._internals.source_batches)
 
     def remainder(self, consumed: Consumed) -> int | None:
-        """Number of samples in the last step of all ranks after ``consumed``, or None where Accelerate's number is right."""
+        """Samples in the last step of all ranks after ``consumed``; None where Accelerate's number is right."""
         if isinstance(consumed, list) or not consumed or self._internals.loader._drop_last:
             return None
         if not self._counts_samples or self._internals.is_dispatcher or self._batch_size is None:

@@ -1,12 +1,12 @@
 """The only file that touches how Accelerate loads registered objects, and how safetensors opens files.
 
-Accelerate's ``load_state`` reads ``custom_checkpoint_N.pkl`` with ``weights_only=False``, which runs any code in it, and no
-argument changes that. :func:`registered_states` gives the objects what was read safely before. A release that loads them in
-another way is found before it reads anything.
+Accelerate's ``load_state`` reads ``custom_checkpoint_N.pkl`` with ``weights_only=False``, which runs any code in it,
+and no argument changes that. :func:`registered_states` gives the objects what was read safely before. A release that
+loads them in another way is found before it reads anything.
 
 safetensors opens files in compiled code, which Python sees nothing of, so reading ``model.safetensors`` right after
-``save_state`` would not wait for the save. :func:`wait_when_safetensors_open` replaces ``safe_open`` wherever it was imported
-to: all other functions of safetensors that read files call it or :func:`open`.
+``save_state`` would not wait for the save. :func:`wait_when_safetensors_open` replaces ``safe_open`` wherever it was
+imported to: all other functions of safetensors that read files call it or :func:`open`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def registered_states(states: Sequence[Any] | None) -> Iterator[None]:
         original_load_state = original_load_state.__wrapped__
     if not hasattr(accelerator_module, _FUNCTION) or _FUNCTION not in original_load_state.__code__.co_names:
         raise CheckpointError(
-            f"Accelerate {accelerate.__version__} loads registered objects in a way that is not known, and may run code from them",
+            f"Accelerate {accelerate.__version__} loads registered objects in a way that is not known, and may run "
+            "code from them",
             remedy="use Accelerate 1.10 to 1.15, or load with allow_pickle=True if you trust the checkpoint's author",
         )
 

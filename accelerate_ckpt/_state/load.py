@@ -108,7 +108,8 @@ class _Stock:
         session: Of the Accelerator.
         path: The checkpoint.
         original: Accelerate's own ``load_state``.
-        load_kwargs: Of Accelerate's ``load_state``. ``weights_only=False`` in it says that code in the checkpoint may run.
+        load_kwargs: Of Accelerate's ``load_state``. ``weights_only=False`` in it says that code in the checkpoint may
+            run.
         model_arguments: For ``load_state_dict`` of the models.
 
     Raises:
@@ -141,15 +142,15 @@ class _Stock:
         session = self._session
         session.tell_once(
             "stock",
-            f"{self._path} was saved by stock Accelerate: the data order and position, the gradients of an open accumulation "
-            "window and the registered objects of other ranks are not in it, so what follows is not exactly what would have "
-            "followed. The next save_state has it all",
+            f"{self._path} was saved by stock Accelerate: the data order and position, the gradients of an open "
+            "accumulation window and the registered objects of other ranks are not in it, so what follows is not "
+            "exactly what would have followed. The next save_state has it all",
         )
         self._checkpoint.load(self._original, self._load_kwargs)
-        _go_on_counting(session, self._path, None)
+        _continue_counting(session, self._path, None)
 
 
-def _go_on_counting(session: Session, path: str, loaded: int | None) -> None:
+def _continue_counting(session: Session, path: str, loaded: int | None) -> None:
     accelerator = session.accelerator
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming:
@@ -196,7 +197,7 @@ def first_usable(
     found: Sequence[CheckpointInfo],
     problem_of: Callable[[str], CheckpointError | None],
 ) -> str | None:
-    """Return the first checkpoint that can be used, and warn of those before it and of what speaks for another; None if none is there.
+    """Return the first checkpoint that can be used, None if there are none; warn of what was passed over.
 
     Raises:
         CheckpointCorruptedError: There are some, and none can be used: nothing may start from scratch then.
@@ -288,9 +289,9 @@ class _Ours:
         if len(self._saved_by) < self._saved_world_size:
             session.tell_once(
                 "saved-alone",
-                f"{self._path} was saved on rank 0 and not on all of {self._saved_world_size}: the others continue with its "
-                "data position and registered objects, and with random generators derived from its own, so this resume is not "
-                "exact. Call save_state on all ranks, not under `if accelerator.is_main_process`",
+                f"{self._path} was saved on rank 0 and not on all of {self._saved_world_size}: the others continue "
+                "with its data position and registered objects, and with random generators derived from its own, so "
+                "this resume is not exact. Call save_state on all ranks, not under `if accelerator.is_main_process`",
             )
         accelerator = session.accelerator
         self._load_models()
@@ -306,7 +307,7 @@ class _Ours:
                 restore_gradients(model.named_parameters(), found or {})
         session.window_open = any(self._gradients)
         session.local_sgd.restore(self._about["local_sgd"])
-        _go_on_counting(session, self._path, self._about["iteration"])
+        _continue_counting(session, self._path, self._about["iteration"])
         session.step = int(self._about.get("step", 0))  # older checkpoints have none
         # Last, because it sets the random generators, and what comes before may draw from them.
         has_own = self._rank == session.rank

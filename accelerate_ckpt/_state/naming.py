@@ -128,8 +128,9 @@ def next_iteration(
 ) -> int:
     """Return the number of the next automatic name: above the loaded one and above all that exist.
 
-    A new process counts from 0 again, would take a name that exists or, with ``total_limit``, have its checkpoints deleted as
-    the oldest. Whoever goes back to an older checkpoint keeps the newer ones, and the next one is the newest.
+    A new process counts from 0 again, would take a name that exists or, with ``total_limit``, have its checkpoints
+    deleted as the oldest. Whoever goes back to an older checkpoint keeps the newer ones, and the next one is the
+    newest.
     """
     root = automatic_root(accelerator)
     # Also directories that stock Accelerate or a crash left: their names are taken.

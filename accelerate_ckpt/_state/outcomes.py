@@ -96,7 +96,8 @@ class OutcomeWatch:
             path: Where this rank wants to save.
             refuse: Asked on rank 0 for a reason not to save there.
             step: At which step this rank is; only that of rank 0 counts.
-            waits: Whether rank 0 waits for all to come. If not, a rank that does not is found when the save is committed.
+            waits: Whether rank 0 waits for all to come. If not, a rank that does not is found when the save is
+                committed.
             may_be_absent: Whether rank 0 waits no longer for ranks that have certainly gone on without this save.
 
         Raises:

@@ -113,7 +113,8 @@ def check_optimizer(optimizer: Any, state: Mapping[str, Any], *, path: str, key:
     saved = [len(group["params"]) for group in state["param_groups"]]
     if here != saved:
         raise StateMismatchError(
-            f"the checkpoint's optimizer has parameter groups of {saved} parameters, and the one here has groups of {here}",
+            f"the checkpoint's optimizer has parameter groups of {saved} parameters, and the one here has groups of "
+            f"{here}",
             path=path,
             key=key,
             remedy="prepare the same model and optimizer as the run that saved",
@@ -199,7 +200,7 @@ def load_model(
     model.load_state_dict(loaded, strict=strict, **arguments)
 
 
-# ---- FSDP: models and optimizers in pieces, each rank with its own ----------------------------------------------------
+# ---- FSDP: models and optimizers in pieces, each rank with its own ---------------------------------------------------
 
 # Of every tensor only this rank's piece, where it is now.
 _PIECES = StateDictOptions(full_state_dict=False, cpu_offload=False)
@@ -211,7 +212,7 @@ def is_sharded(accelerator: Any) -> bool:
 
 
 def sharded_parts(accelerator: Any) -> list[Part]:
-    """Return the models and optimizers in pieces; each optimizer belongs to the model with its number, as in Accelerate."""
+    """Return models and optimizers in pieces; each optimizer belongs to the model with its number, as in Accelerate."""
     found = [
         Part(indexed("model", index), get_model_state_dict(model, options=_PIECES), Kind.SHARDED)
         for index, model in enumerate(accelerator._models)
@@ -223,7 +224,7 @@ def sharded_parts(accelerator: Any) -> list[Part]:
 
 
 def read_sharded(accelerator: Any, checkpoint: DirectoryCheckpoint) -> list[Any]:
-    """Read this rank's pieces of models and optimizers, whatever the number of ranks that saved; see :func:`apply_sharded`.
+    """Read this rank's pieces of models and optimizers; any number of ranks may have saved. See :func:`apply_sharded`.
 
     Raises:
         StateMismatchError: The checkpoint is of another model. Nothing was changed.

@@ -40,7 +40,7 @@ __all__ = ["save_deferred", "save_state"]
 
 
 def save_state(session: Session, output_dir: str | os.PathLike[str] | None) -> Path | str:
-    """Save everything that an Accelerator's run needs to go on; called on all ranks together.
+    """Save everything that an Accelerator's run needs to continue; called on all ranks together.
 
     Args:
         session: Of the Accelerator.
@@ -94,8 +94,8 @@ def _agree(session: Session, target: str) -> AgreedSave:
             "`self.save_iteration` with what iteration to start with."
         )
 
-    # Without a step to compare, a rank that has missed a save would be mixed into the next one: all are waited for. So they are
-    # once if rank 0 has not everything, which decides what it writes.
+    # Without a step to compare, a rank that has missed a save would be mixed into the next one: all are waited for. So
+    # they are once if rank 0 has not everything, which decides what it writes.
     step = session.step_of_all
     is_spread = is_sharded(accelerator) or session.config.slices_replicated
     unknown = (is_spread and session.come_all is not True) or (session.come_all is None and not session.config.is_async)
@@ -110,8 +110,8 @@ def _agree(session: Session, target: str) -> AgreedSave:
         error = RankFailedError(
             f"rank {session.rank} saves step {step}, and rank 0 step {agreed.step}: that is no checkpoint",
             path=agreed.path,
-            remedy="call save_state on all ranks, not under `if accelerator.is_main_process`; if the ranks are meant to take "
-            "different numbers of steps, make the Accelerator with even_batches=False",
+            remedy="call save_state on all ranks, not under `if accelerator.is_main_process`; if the ranks are meant "
+            "to take different numbers of steps, make the Accelerator with even_batches=False",
         )
         _fail_everywhere(session, agreed, error)
         raise error
@@ -122,9 +122,9 @@ def _tell_of_absent(session: Session, absent: Collection[int]) -> None:
     session.come_all = False
     session.tell_once(
         "absent",
-        f"save_state was called on rank 0 and not on {names_of(absent)}: as with stock Accelerate, the checkpoint has the "
-        "models, optimizers and schedulers, and of rank 0 alone what each rank has for itself (random generators, data "
-        "position, registered objects), so a resume is not exact. Call save_state on all ranks, not under "
+        f"save_state was called on rank 0 and not on {names_of(absent)}: as with stock Accelerate, the checkpoint has "
+        "the models, optimizers and schedulers, and of rank 0 alone what each rank has for itself (random generators, "
+        "data position, registered objects), so a resume is not exact. Call save_state on all ranks, not under "
         "`if accelerator.is_main_process`",
     )
 
@@ -136,14 +136,15 @@ def _must_wait_for_window(session: Session) -> bool:
     accelerator = session.accelerator
     if policy == "error":
         raise CheckpointError(
-            "save_state was called inside a window of gradient accumulation: there are gradients that no optimizer step has used",
+            "save_state was called inside a window of gradient accumulation: there are gradients that no optimizer "
+            "step has used",
             remedy="save where accelerator.sync_gradients is true, or set mid_accumulation to 'grads' or 'defer'",
         )
     if policy == "grads" and is_sharded(accelerator):
         session.tell_once(
             "fsdp-window",
-            "FSDP keeps the gradients of an open accumulation window to itself: the save is made when the window is complete. "
-            "Set mid_accumulation='defer' to say that this is what you want",
+            "FSDP keeps the gradients of an open accumulation window to itself: the save is made when the window is "
+            "complete. Set mid_accumulation='defer' to say that this is what you want",
         )
         return True
     return policy == "defer"
@@ -312,9 +313,10 @@ def _named(error: SerializationError, accelerator: Any) -> SerializationError:
     index = int(name.removeprefix("custom_"))
     kind = type(accelerator._custom_objects[index]).__name__
     return SerializationError(
-        f"the state of the object {index} given to register_for_checkpointing ({kind}) cannot be saved: {error.message}",
+        f"the state of the object {index} given to register_for_checkpointing ({kind}) cannot be saved: "
+        f"{error.message}",
         path=error.path,
         key=error.key,
-        remedy="let its state_dict return tensors, numbers, text, and lists and dictionaries of them: a checkpoint holds "
-        "nothing whose loading would run code",
+        remedy="let its state_dict return tensors, numbers, text, and lists and dictionaries of them: a checkpoint "
+        "holds nothing whose loading would run code",
     )

@@ -39,8 +39,8 @@ class LocalSgdState:
 
     Attributes:
         active: The contexts that are open, in the order in which they were entered.
-        moments_differ: Whether the optimizers' states differ between ranks. Averaging is for the weights alone, so this stays
-            so after the context.
+        moments_differ: Whether the optimizers' states differ between ranks. Averaging is for the weights alone, so this
+            stays so after the context.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class LocalSgdState:
         return bool(self.active)
 
     def entered(self, context: Any) -> None:
-        """Note that training under LocalSGD begins; go on with the count of a resumed context."""
+        """Note that training under LocalSGD begins; continue with the count of a resumed context."""
         self.active.append(context)
         self.moments_differ = True
         if self._resumed_steps:
@@ -76,7 +76,8 @@ class LocalSgdState:
         """
         if (state["num_steps"] or state["moments_differ"]) and saved_world_size != world_size:
             raise StateMismatchError(
-                f"under LocalSGD {saved_world_size} ranks saved weights or moments of their own, and there are {world_size} now",
+                f"under LocalSGD {saved_world_size} ranks saved weights or moments of their own, and there are "
+                f"{world_size} now",
                 path=path,
                 key="local_sgd",
                 remedy=f"resume with {saved_world_size} processes",
@@ -106,8 +107,8 @@ class Session:
         saving: Whether the script is inside ``save_state``.
         uneven: Whether ranks may have taken different numbers of steps.
         retention: What keeps account of the checkpoints for a policy; None without a policy.
-        limit: Says, for the paths whose save is under way, what another framework's own rule would delete, None without one;
-            where it is not set, the rule is ``total_limit``.
+        limit: Says, for the paths whose save is under way, what another framework's own rule would delete, None without
+            one; where it is not set, the rule is ``total_limit``.
         protected: Paths of checkpoints that no policy deletes.
     """
 
@@ -201,19 +202,19 @@ class Session:
 
     @property
     def window_is_open(self) -> bool:
-        """Whether a save now would be inside a window of gradient accumulation: gradients are there that no step has used."""
+        """Whether a save now would be inside a window of gradient accumulation: no step has used the gradients."""
         accelerator = self.accelerator
         if self.window_open:
             return True
-        # A script may call backward on the loss itself. With accumulate(), Accelerate knows where the window is; without it,
-        # nobody knows what gradients are for that are there.
+        # A script may call backward on the loss itself. With accumulate(), Accelerate knows where the window is;
+        # without it, nobody knows what gradients are for that are there.
         if self._backward_seen and accelerator.sync_gradients:
             return False
         return any(parameter.grad is not None for model in accelerator._models for parameter in model.parameters())
 
     @property
     def step(self) -> int:
-        """How many steps the run has taken, also before it was resumed: those of the optimizer that has taken the most."""
+        """Steps that the run has taken, those before it was resumed too, by the optimizer that has taken the most."""
         return self._steps_before + max(self._steps.values(), default=0)
 
     @step.setter
@@ -252,7 +253,7 @@ class Session:
         return unwanted(committed, pending, project.total_limit)
 
     def was_passed_over(self, path: str) -> bool:
-        """Whether a look-up has found the checkpoint damaged: it neither counts nor is deleted, so that somebody can look at it."""
+        """Whether a look-up has found the checkpoint damaged: it does not count, and stays for somebody to look at."""
         return self.checkpointer.known_as(path) in self.passed_over
 
     def note_passed_over(self, paths: Iterable[str]) -> None:
@@ -267,7 +268,7 @@ class Session:
         """
         if self.rank:
             return
-        self.passed_over.discard(self.checkpointer.known_as(target))  # saved anew
+        self.passed_over.discard(self.checkpointer.known_as(target))  # saved again
         pending = [*self.checkpointer.pending, target]
         gone = (self.limit or self._beyond_total_limit)(pending)
         if self.retention is not None:
@@ -297,7 +298,7 @@ class Session:
 
 
 def open_session(accelerator: Any, config: CheckpointConfig) -> Session:
-    """Return the Accelerator's session, a new one if there is none or its options differ; called on all ranks together."""
+    """Return the Accelerator's session, a new one if there is none or options differ; called on all ranks together."""
     session = _sessions.get(accelerator)
     if session is None or session.config != config:
         if session is not None:

@@ -1,4 +1,4 @@
-"""Ranks agree on small things without a collective, so that a call on one rank alone ends in an error and not in a hang."""
+"""Ranks agree on small things without a collective: a call on one rank alone ends in an error, not in a hang."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ _NAMED_RANKS = 8
 class Agreement:
     """Passes plain data between the ranks of a run, through the store that checkpointing uses.
 
-    Every rank counts its meetings, so all ranks must come to the same ones in the same order, as with collectives. Unlike
-    those, they have a time limit, and the error says who did not come.
+    Every rank counts its meetings, so all ranks must come to the same ones in the same order, as with collectives.
+    Unlike those, they have a time limit, and the error says who did not come.
 
     Args:
         rank: This process's rank.
@@ -63,7 +63,8 @@ class Agreement:
         Args:
             what: What is being done, for the error: ``"save_state"``.
             value: Plain data; only that of rank 0 counts.
-            may_be_absent: Go on without ranks that have certainly gone on without this one; they are in :attr:`left_out`.
+            may_be_absent: Continue without ranks that have certainly passed this meeting; they are in
+                :attr:`left_out`.
 
         Raises:
             RankFailedError: A rank did not come, or came to do something else.
@@ -117,7 +118,7 @@ class Agreement:
             raise _failed_on(what, *others)
 
     def leave(self) -> None:
-        """End; wait, on rank 0, until the others have heard what it said: it serves the store, and may be about to end."""
+        """End. Rank 0, which serves the store, waits until the others have heard what it said."""
         deadline = time.monotonic() + _LINGER_SECONDS
         look = time.monotonic() + _FIRST_LOOK_SECONDS
         with contextlib.suppress(RankFailedError):

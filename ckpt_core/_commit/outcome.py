@@ -1,8 +1,8 @@
 """Ranks learn what has become of saves, and raise a failure of one of them together.
 
 One rank may know of a failure that the others do not; if it alone raised, the job would hang in the next collective.
-:func:`raise_together` is for a call that all ranks make together, and :class:`RunOutcome` for saves in the background: it talks
-through a ``TCPStore`` of its own, on the training thread, and only while a save is under way.
+:func:`raise_together` is for a call that all ranks make together, and :class:`RunOutcome` for saves in the background:
+it talks through a ``TCPStore`` of its own, on the training thread, and only while a save is under way.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def raise_together(action: Callable[[], None], exchange: Callable[[Any], Sequenc
 
     Args:
         action: What may fail.
-        exchange: Takes plain data of this rank, or None, and returns that of all ranks whose failures count, the first of
-            which is raised; None for a single process.
+        exchange: Takes plain data of this rank, or None, and returns that of all ranks whose failures count, the first
+            of which is raised; None for a single process.
 
     Raises:
         CheckpointError: That of this rank, or the first of another's, as the same class.
@@ -67,9 +67,9 @@ class BackgroundSaves(Protocol):
 class RunOutcome:
     """Makes every rank raise the failure of a background save at the same step boundary.
 
-    Rank 0 finds a failure at one boundary and announces it for the next one. Between the two, all ranks take part in the
-    gradient exchange of a step, so the announcement reaches each of them before it gets to that boundary. Therefore a
-    boundary is the end of a batch in which the optimizers stepped.
+    Rank 0 finds a failure at one boundary and announces it for the next one. Between the two, all ranks take part in
+    the gradient exchange of a step, so the announcement reaches each of them before it gets to that boundary. Therefore
+    a boundary is the end of a batch in which the optimizers stepped.
 
     Args:
         saves: This rank's saves; those of rank 0 count.
@@ -105,7 +105,8 @@ class RunOutcome:
         """
         self._boundary += 1
         pending = self._saves.is_busy  # before the failure is looked for: it may come in between
-        # It stays where the next save finds it: some ranks know of it sooner than others, and all must refuse that save.
+        # It stays where the next save finds it: some ranks know of it sooner than others, and all must refuse that
+        # save.
         failure = self._saves.failure
         if self._store is None:
             if failure is not None:
@@ -169,7 +170,7 @@ class RunOutcome:
         return self._announced[1] if self._announced is not None else self._saves.failure
 
     def was_raised(self) -> None:
-        """Start anew after a failure that all ranks raise now; called on every rank."""
+        """Start over after a failure that all ranks raise now; called on every rank."""
         if self._rank:
             self._saves.drain()  # until this rank has itself heard of what it raises
         self._saves.take_failure()

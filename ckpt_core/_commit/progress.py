@@ -1,8 +1,9 @@
 """Which ranks have certainly gone on without a save in which another rank waits for them.
 
-A rank that waits asks; each rank answers, on a thread that sleeps in the store until then, how many collectives it has begun and
-at which meetings it was. Who has begun more than the rank that waits has left the place in the script where that one is: a
-collective in which that rank is missing cannot be over. A rank that is only slow has not, however long it takes.
+A rank that waits asks; each rank answers, on a thread that sleeps in the store until then, how many collectives it has
+begun and at which meetings it was. Who has begun more than the rank that waits has left the place in the script where
+that one is: a collective in which that rank is missing cannot be over. A rank that is only slow has not, however long
+it takes.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class Progress:
             return
         store = PrefixStore("progress", store)
         self._client = TimedStore(store, answer_within=min(timeout, _ANSWER_SECONDS))
-        # A daemon, because nobody ends it where a script is killed; end() waits for it, which finds no interpreter afterwards.
+        # A daemon, because nobody ends it where a script is killed; end() waits for it, which finds no interpreter
+        # afterwards.
         self._thread = threading.Thread(target=self._answer, args=(store,), name="ckpt-progress", daemon=True)
         self._thread.start()
 

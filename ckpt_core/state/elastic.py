@@ -1,7 +1,7 @@
-"""Elastic resume, with another number of ranks: what new ranks get, and how an epoch continues where the old ones left it.
+"""Elastic resume, with another number of ranks: what new ranks get, and how they continue an open epoch.
 
-Every index and every sample belongs to one global order, which the old ranks had divided among themselves. New ranks take the
-same order, leave out what was consumed, and divide the rest.
+Every index and every sample belongs to one global order, which the old ranks had divided among themselves. New ranks
+take the same order, leave out what was consumed, and divide the rest.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ __all__ = [
 def derive_rng(state: RngState, rank: int) -> RngState:
     """Return random generators for a rank that was not there when a state was saved.
 
-    They are seeded with the SHA-256 digest of the given generators and the rank's number: the same checkpoint always gives
-    a rank the same numbers, and no two ranks the same.
+    They are seeded with the SHA-256 digest of the given generators and the rank's number: the same checkpoint always
+    gives a rank the same numbers, and no two ranks the same.
 
     Args:
         state: The generators of rank 0.
@@ -68,8 +68,8 @@ def derive_rng(state: RngState, rank: int) -> RngState:
 def average_gradients(ranks: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return the gradients that every rank of a new number of ranks gets in an open accumulation window.
 
-    The next synchronised backward pass averages over the new ranks, as it would have over the old ones, so the mean keeps
-    the weight of what was accumulated. A rank without a gradient for a parameter counts as zero.
+    The next synchronised backward pass averages over the new ranks, as it would have over the old ones, so the mean
+    keeps the weight of what was accumulated. A rank without a gradient for a parameter counts as zero.
 
     Args:
         ranks: The gradients that each old rank had accumulated.
@@ -101,8 +101,8 @@ def _innermost(sampler: Any) -> tuple[str, Any]:
 def carry_order(sampler: Any, moment: SamplerMoment) -> SamplerMoment:
     """Let a sampler make the order that a sampler of the same kind made with another source of random numbers.
 
-    With one rank a shuffling sampler usually draws from the global generators; with several, Accelerate gives it a generator
-    of its own. Without this the two would make different permutations from the same state.
+    With one rank a shuffling sampler usually draws from the global generators; with several, Accelerate gives it a
+    generator of its own. Without this the two would make different permutations from the same state.
 
     Args:
         sampler: The batch sampler that is to make the order; a generator is added to its sampler where it needs one.
@@ -132,8 +132,8 @@ class RemainingBatches(BatchSampler):
     """The batches of indices that are left of an epoch.
 
     Args:
-        inner: The batch sampler of the whole epoch. One of torch's own is taken up at the sample, so that its batches may have
-            another size than those that were consumed.
+        inner: The batch sampler of the whole epoch. One of torch's own is taken up at the sample, so that its batches
+            may have another size than those that were consumed.
         consumed: Number of samples consumed (for another kind of batch sampler: of batches).
     """
 
@@ -168,8 +168,8 @@ class EpochShare:
     The ranks take the samples in turn, as those of a ``DistributedSampler`` do.
 
     Attributes:
-        order: Says in which order the epoch's samples are, as plain data and tensors: ``{"kind": "sequential"}``, the seed
-            and epoch of a ``DistributedSampler``, or the moment at which a ``RandomSampler`` drew it.
+        order: Says in which order the epoch's samples are, as plain data and tensors: ``{"kind": "sequential"}``, the
+            seed and epoch of a ``DistributedSampler``, or the moment at which a ``RandomSampler`` drew it.
         length: Number of samples in it.
         consumed: Number of samples that were consumed before.
         batch_size: Samples in a batch of one rank.

@@ -56,14 +56,14 @@ class LoaderMark:
 
 
 class FetchHistory(Generic[Moment]):
-    """The moments before the last fetches of a pass: loops fetch ahead, and what they did is fetched again after a resume.
+    """The moments before the last fetches of a pass: what a loop has fetched ahead, it fetches again after a resume.
 
     Args:
         length: How many are remembered.
 
     Attributes:
-        draws_while_reading: Whether reading has drawn from the generators of this process, as far as the first two fetches of
-            a pass have shown: reading again then draws at another moment than the first time.
+        draws_while_reading: Whether reading has drawn from the generators of this process, as far as the first two
+            fetches of a pass have shown: reading again then draws at another moment than the first time.
     """
 
     def __init__(self, length: int) -> None:
@@ -141,8 +141,8 @@ class LoaderTracker:
     # ---- wrapping and unwrapping -------------------------------------------------------------------------------------
 
     def _set(self, name: str, value: Any) -> None:
-        # DataLoader refuses to change these attributes after construction because its other attributes were derived from
-        # them; ours derive the same
+        # DataLoader refuses to change these attributes after construction because its other attributes were derived
+        # from them; ours derive the same
         self._original.setdefault(name, vars(self.loader).get(name))
         vars(self.loader)[name] = value
 
@@ -231,7 +231,7 @@ class LoaderTracker:
     # ---- capture -----------------------------------------------------------------------------------------------------
 
     def capture(self, mark: LoaderMark, fetches: int) -> dict[str, Any]:
-        """Capture the state from which the loader goes on in the middle of a pass.
+        """Capture the state from which the loader continues in the middle of a pass.
 
         Args:
             mark: What :meth:`mark` said before the first fetch that does not count.
@@ -275,7 +275,7 @@ class LoaderTracker:
             try:
                 return self._collate.log.state_after(worker, batches)
             except CheckpointError as error:
-                # a worker that hangs must not end a training that may still go on; the resume will say it
+                # a worker that hangs must not end a training that may still continue; the resume will say it
                 log.warning("%s", error.message)
                 self._problem = error.message
                 return None
@@ -379,8 +379,8 @@ class LoaderTracker:
             return 0, position
         drop = 0
         if self.workers:
-            # workers are dealt batches round robin from the first one: begin at a multiple, so that each new worker makes
-            # the batches that the old one of its number would have made
+            # workers are dealt batches round robin from the first one: begin at a multiple, so that each new worker
+            # makes the batches that the old one of its number would have made
             drop = position % self.workers
             self._worker_batches = [0] * self.workers
             self._throwaway_base = position // self.workers

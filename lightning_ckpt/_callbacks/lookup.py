@@ -1,11 +1,12 @@
 """Where a run's checkpoints are looked for, besides what the engine's catalog knows: on stores, and after a requeue.
 
-``ModelCheckpoint`` and the Trainer look at directories through fsspec, without the ``storage_options`` of the plugin. On a
-store that needs them they fail, or take a directory for empty and start from scratch. Listings that fsspec remembers hide files
-that were saved since. And ``"best"`` is a question to a callback that, before ``setup``, knows no Trainer.
+``ModelCheckpoint`` and the Trainer look at directories through fsspec, without the ``storage_options`` of the plugin.
+On a store that needs them they fail, or take a directory for empty and start from scratch. Listings that fsspec
+remembers hide files that were saved since. And ``"best"`` is a question to a callback that, before ``setup``, knows no
+Trainer.
 
-When SLURM requeues a job, Lightning saves at ``hpc_ckpt_N.ckpt`` in ``default_root_dir``, which may be the working directory of
-several experiments. It belongs to a run whose checkpoints are in the same directory as those of this one.
+When SLURM requeues a job, Lightning saves at ``hpc_ckpt_N.ckpt`` in ``default_root_dir``, which may be the working
+directory of several experiments. It belongs to a run whose checkpoints are in the same directory as those of this one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The counters of Lightning's loops, as plain data, and over how many batches gradients are accumulated after a resume."""
+"""The counters of Lightning's loops, as plain data, and how many batches are accumulated after a resume."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def _epochs_begun(phase: str, done: int) -> int:
 class Counters:
     """Epochs of a fit, and batches of the present pass over the data, as they were counted in it.
 
-    A callback that restores a checkpoint in mid-fit, or runs the loops itself, leaves counters behind from which one cannot
-    tell what is being done: Lightning puts back those of the moment of the save, and counts on. These go on from where
-    they were.
+    A callback that restores a checkpoint in mid-fit, or runs the loops itself, leaves counters behind from which one
+    cannot tell what is being done: Lightning puts back those of the moment of the save, and counts on. These continue
+    from where they were.
 
     Args:
         internals: Access to the Trainer.
@@ -66,7 +66,7 @@ class Counters:
         """What the loops count now is right."""
         self._off = {"epoch": {}, "batch": {}}
 
-    def goes_on(self, phase: str) -> None:
+    def resumed(self, phase: str) -> None:
         """The counters of a checkpoint are set; what remains to be done of it is ``phase``."""
         own = self._internals.counts()
         done = own["epoch"]["processed"]
@@ -131,12 +131,12 @@ class Accumulation:
             "scheduled": self._schedule() is not None,
         }
 
-    def go_on(self, saved: Mapping[str, Any], *, in_epoch: bool) -> str | None:
-        """Go on with what was saved as long as it has to be, then with what the user asks for now.
+    def resume(self, saved: Mapping[str, Any], *, in_epoch: bool) -> str | None:
+        """Continue with what was saved as long as it has to be, then with what the user asks for now.
 
         Args:
             saved: The counters of the checkpoint.
-            in_epoch: Whether an epoch goes on, and not the next one begins.
+            in_epoch: Whether an epoch continues, and not the next one begins.
 
         Returns:
             What has changed, in words.

@@ -16,16 +16,16 @@ __all__ = ["continue_elastic", "elastic_causes", "state_for_rank"]
 
 
 def state_for_rank(state: Mapping[str, Any], rank: int, *, gradients: bool) -> dict[str, Any]:
-    """Return what a rank goes on with.
+    """Return what a rank continues with.
 
-    It has the random generators of the rank of its number, or, if there was none, generators that follow from those of the
-    first and from its number. What was accumulated in an open window is left out where the window is begun again; where the
-    user steps, nobody knows when it began, and every rank gets the mean.
+    It has the random generators of the rank of its number, or, if there was none, generators that follow from those of
+    the first and from its number. What was accumulated in an open window is left out where the window is begun again;
+    where the user steps, nobody knows when it began, and every rank gets the mean.
 
     Args:
         state: The exact state of all ranks.
         rank: This one.
-        gradients: Whether to go on with an open window.
+        gradients: Whether to continue with an open window.
 
     Raises:
         StateMismatchError: No rank had reported when it was saved.
@@ -46,7 +46,7 @@ def elastic_causes(data: TrainingData, shared: Mapping[str, Any], mine: Mapping[
     Args:
         data: The training loaders.
         shared: What was the same on all ranks.
-        mine: What this rank goes on with.
+        mine: What this rank continues with.
     """
     problem = data.elastic_problem(mine["data"])
     if problem is None:
@@ -60,7 +60,7 @@ def elastic_causes(data: TrainingData, shared: Mapping[str, Any], mine: Mapping[
 def continue_elastic(
     data: TrainingData, shared: Mapping[str, Any], state: Mapping[str, Any], *, begin_window_again: bool
 ) -> dict[str, Any]:
-    """Let the loaders go on with what is left of the epoch, and count its batches as these ranks do.
+    """Let the loaders continue with what is left of the epoch, and count its batches as these ranks do.
 
     Args:
         data: The training loaders.

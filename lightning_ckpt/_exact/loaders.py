@@ -1,7 +1,8 @@
 """Follows the training loaders of one fit, fetch by fetch, and brings them back to where they were.
 
-An epoch that one number of ranks began, another continues, and each sample that was left is used once. The ranks divide one global order among themselves, batch by batch, so what they have consumed together is the beginning of
-it. Which order it is takes a few numbers to say, however long it is: the seed and the epoch of a ``DistributedSampler``, or the
+An epoch that one number of ranks began, another continues, and each sample that was left is used once. The ranks divide
+one global order among themselves, batch by batch, so what they have consumed together is the beginning of it. Which
+order it is takes a few numbers to say, however long it is: the seed and the epoch of a ``DistributedSampler``, or the
 random generators from which a ``RandomSampler`` drew it. New ranks make the same order and divide the rest of it.
 """
 
@@ -55,7 +56,7 @@ class _DivisibleSampler(RecordingSampler):
 
 
 class TrainingLoader(LoaderTracker):
-    """Follows one training loader, and can go on with what another number of ranks left of an epoch.
+    """Follows one training loader, and can continue with what another number of ranks left of an epoch.
 
     Args:
         loader: A ``DataLoader`` (also a stateful one) or any iterable.
@@ -144,7 +145,7 @@ class TrainingLoader(LoaderTracker):
         return super().prepare(state)
 
     def elastic_problem(self, state: Mapping[str, Any]) -> str | None:
-        """Return why what another number of ranks left of an epoch cannot be divided over these, in words, or ``None``."""
+        """Return why these ranks cannot divide what another number of ranks left of an epoch, in words, or ``None``."""
         description = state.get("division") or {"problem": "it says nothing of its order"}
         problem = description.get("problem") or self._problem_with_dividing()
         if problem is None and description["length"] != len(self.loader.dataset):
@@ -322,7 +323,7 @@ class TrainingData:
         return {"between": True, "batches": 0, "loaders": [t.capture_between_passes() for t in self._trackers]}
 
     def notes(self) -> list[str]:
-        """Why going on from here would not be exact, in words."""
+        """Why continuing from here would not be exact, in words."""
         if not self._history.draws_while_reading or not self.attempts:
             return []
         cause = (
@@ -346,13 +347,14 @@ class TrainingData:
             return []
         if len(loaders) != len(self._trackers):
             raise StateMismatchError(
-                f"the checkpoint was saved with {len(loaders)} training data loaders, now there are {len(self._trackers)}"
+                f"the checkpoint was saved with {len(loaders)} training data loaders, now there are "
+                f"{len(self._trackers)}"
             )
         found = [tracker.check(saved) for tracker, saved in zip(self._trackers, loaders, strict=True)]
         return [problem for problem in found if problem is not None]
 
     def go_to(self, state: Mapping[str, Any]) -> None:
-        """Let the next iterators go on in the middle of an epoch."""
+        """Let the next iterators continue in the middle of an epoch."""
         self.idle = False
         self._pending = state
 
@@ -382,7 +384,7 @@ class TrainingData:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that go on."""
+        """Number of ranks that continue."""
         return int(self._internals.trainer.world_size)
 
     @property
@@ -393,7 +395,7 @@ class TrainingData:
     # ---- restore with another number of ranks ------------------------------------------------------------------------
 
     def elastic_problem(self, state: Mapping[str, Any]) -> str | None:
-        """Return why what other ranks left of an epoch cannot be divided over these, in words, or ``None``."""
+        """Return why these ranks cannot divide what other ranks left of an epoch, in words, or ``None``."""
         if state["between"]:
             return None
         loaders = state["loaders"]
@@ -404,7 +406,7 @@ class TrainingData:
         return self._trackers[0].elastic_problem(loaders[0])
 
     def continue_epoch(self, state: Mapping[str, Any], again: int, world_size: int) -> int:
-        """Let the next iterators go on with what other ranks left of the epoch.
+        """Let the next iterators continue with what other ranks left of the epoch.
 
         Args:
             state: What :meth:`capture` returned on one of them.

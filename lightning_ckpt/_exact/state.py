@@ -1,4 +1,4 @@
-"""Captures the exact state of a fit, and goes on from it.
+"""Captures the exact state of a fit, and continues from it.
 
 A save can happen at many points of Lightning's loops. Each is one of a few *phases*, named by what remains to be done:
 
@@ -197,7 +197,7 @@ class ExactState:
     # ---- capture -----------------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Put the exact state of all ranks into a checkpoint, on rank 0; every rank must call it, once for each checkpoint."""
+        """Put the exact state of all ranks into a checkpoint, on rank 0; called on every rank, once per checkpoint."""
         if self._loaded is not None or self._resume.awaits_training_state:
             self._save_again(checkpoint)
             return
@@ -277,7 +277,7 @@ class ExactState:
         }
 
     def _phase(self) -> tuple[str, dict[str, Any], bool]:
-        """Where the loops are: the phase, the counters to go on with, and whether a batch was interrupted."""
+        """Where the loops are: the phase, the counters to continue with, and whether a batch was interrupted."""
         progress = self._internals.progress()
         counted = self._counters.own()
         epoch, batch = counted["epoch"], counted["batch"]
@@ -333,7 +333,7 @@ class ExactState:
     # ---- restore -----------------------------------------------------------------------------------------------------
 
     def load(self, checkpoint: Mapping[str, Any]) -> bool:
-        """Take the exact state out of the checkpoint that a fit resumes from; the fit will go on from it.
+        """Take the exact state out of the checkpoint that a fit resumes from; the fit will continue from it.
 
         Returns:
             Whether it is that checkpoint. Any other is restored by a callback or a hook: that is Lightning's doing, and
@@ -390,7 +390,7 @@ class ExactState:
         resharded = self._is_resharded(state)
         causes = elastic_causes(self._data, shared, mine) if resharded else self._data.check(mine["data"])
         in_epoch = shared["phase"] not in ("between_epochs", "epoch_end")
-        setting = self._accumulation.go_on(shared["progress"], in_epoch=in_epoch)
+        setting = self._accumulation.resume(shared["progress"], in_epoch=in_epoch)
         causes += [setting] if setting is not None else []
         if causes or shared["notes"]:
             self._warn("; ".join([*shared["notes"], *causes]))
@@ -401,7 +401,7 @@ class ExactState:
         for loader, generators in zip(self._internals.validation_loaders(), mine["validation"], strict=False):
             restore_generators(loader, generators)
         self._internals.set_progress(shared["progress"])
-        self._counters.goes_on(shared["phase"])
+        self._counters.resumed(shared["phase"])
         restore_metrics(self._internals, module, mine["metrics"])
         self._restore_gradients(module, mine["gradients"])
         rng = RngState.decode(mine["rng"])

@@ -247,7 +247,7 @@ def test_a_stream_that_divides_itself_begins_anew_and_says_so() -> None:
     resumed = Run(dataset=NumberedStream(), config={"dispatch_batches": False})
     resumed.positions.restore(state, saved_world_size=2)
     assert resumed.epoch() == following
-    assert "an iterable data set divides itself over the ranks, so the epoch begins anew" in resumed.warned[0]
+    assert "an iterable data set divides itself over the ranks, so the epoch begins again" in resumed.warned[0]
 
 
 def test_a_state_of_a_newer_version() -> None:
