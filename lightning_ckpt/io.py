@@ -5,18 +5,16 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 from ckpt_core import Checkpointer
 from ckpt_core.errors import CheckpointNotFoundError
 from ckpt_core.options import CheckpointerOptions, wait_if_small
 from lightning_ckpt._boundaries import watch_boundaries
-from lightning_ckpt._plugin_base import ReliableCheckpointIO, SaveOutcomes
+from lightning_ckpt._plugin_base import ReliableCheckpointIO, SaveOutcomes, StrPath
 from lightning_ckpt._private.hooks import before_setup
 
 __all__ = ["AsyncCheckpointIO", "SyncCheckpointIO", "TorchFileIO", "training_goes_on"]
-
-_Path = Union[str, "os.PathLike[str]"]
 
 STATE_KEY = "lightning_ckpt"
 # why a checkpoint holds no exact state although the callback is there, in words
@@ -48,7 +46,7 @@ class TorchFileIO(ReliableCheckpointIO):
     def checkpointer(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = checkpointer
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: StrPath, storage_options: Any | None = None) -> None:
         """Save ``checkpoint`` at ``path``.
 
         Args:
@@ -60,13 +58,7 @@ class TorchFileIO(ReliableCheckpointIO):
             CheckpointError: The save, or an earlier one in the background, failed.
             TypeError: ``storage_options`` is given.
         """
-        if storage_options is not None:
-            name = type(self).__name__
-            raise TypeError(  # begins as that of Lightning's own plugin, for those who look for it
-                f"`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for "
-                f"`{name}`. Please implement your custom `CheckpointIO` to define how you'd like to use "
-                f"`storage_options`, or give them to `{name}(storage_options=...)`: they hold for every save there"
-            )
+        self.refuse(storage_options)
         self._tell_about_callback_once(checkpoint)
         self.before_change(path, removes=False)
         size = self.checkpointer.save(checkpoint, path)
@@ -76,7 +68,7 @@ class TorchFileIO(ReliableCheckpointIO):
             wait_if_small(self.checkpointer, [size])
 
     def load_checkpoint(
-        self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None
+        self, path: StrPath, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint and verify every byte of it; one whose save is under way is waited for.
 
@@ -95,11 +87,6 @@ class TorchFileIO(ReliableCheckpointIO):
         except CheckpointNotFoundError as error:  # in the words of Lightning's own plugin
             raise CheckpointNotFoundError(f"Checkpoint file not found: {path}", path=error.path) from error
         return state
-
-    def remove_checkpoint(self, path: _Path) -> None:
-        """Delete a checkpoint, after the saves asked for before are durable; keep it if the newest of them fails."""
-        self.before_change(path, removes=True)
-        self.checkpointer.remove(path)
 
     def teardown(self) -> None:
         """Wait for the background, free its memory and raise a failure that was not raised yet."""
@@ -124,7 +111,7 @@ def _watch(trainer: Any) -> None:
         watch_boundaries(trainer)
 
 
-def training_goes_on(checkpoint: Any, path: _Path) -> bool:
+def training_goes_on(checkpoint: Any, path: StrPath) -> bool:
     """Return False where waiting costs no training, and a caller may rely on the file as soon as the save returns."""
     if os.path.basename(path).startswith(_SLURM_REQUEUE_PREFIX):
         return False  # SLURM requeues the job, and with it ends this process

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 import torch
 
@@ -12,7 +12,7 @@ from ckpt_core import DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.ranks import RankGroup
-from lightning_ckpt._plugin_base import SaveOutcomes
+from lightning_ckpt._plugin_base import SaveOutcomes, StrPath
 from lightning_ckpt._private.hooks import before_saves_of_fabric, before_setup
 from lightning_ckpt._routing.fabric import route_fabric
 from lightning_ckpt._routing.parts import (
@@ -27,8 +27,6 @@ from lightning_ckpt._routing.trainer import RankCheckpointIO, route
 from lightning_ckpt.io import training_goes_on
 
 __all__ = ["ShardedCheckpointIO"]
-
-_Path = Union[str, "os.PathLike[str]"]
 
 
 class ShardedCheckpointIO(RankCheckpointIO):
@@ -130,7 +128,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
         assert self._checkpointer is not None
         return self._checkpointer
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: StrPath, storage_options: Any | None = None) -> None:
         """Save ``checkpoint`` at ``path`` in this process alone, as Lightning asks of one rank for states of its own.
 
         Args:
@@ -146,14 +144,14 @@ class ShardedCheckpointIO(RankCheckpointIO):
         if self._ranks.world_size == 1:
             self.save_together(checkpoint, path, storage_options=storage_options)
             return
-        _refuse(storage_options)
+        self.refuse(storage_options)
         checkpointer.wait(path)
         local = path if self.tiers is None else self.tiers.local_path(os.fspath(path))
         with DirectoryCheckpointer(**{**self._settings, "strategy": "sync", "tiers": None}) as alone:
             alone.save(parts_of(checkpoint, rank=0), local, metadata=metadata_of(checkpoint))
         checkpointer.upload(local)
 
-    def save_together(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
+    def save_together(self, checkpoint: dict[str, Any], path: StrPath, storage_options: Any | None = None) -> None:
         """Save ``checkpoint`` at ``path``; called on all ranks together.
 
         Args:
@@ -165,7 +163,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
             CheckpointError: The save, or an earlier one in the background, failed.
             TypeError: ``storage_options`` is given.
         """
-        _refuse(storage_options)
+        self.refuse(storage_options)
         checkpointer = self.checkpointer
         self.before_change(path, removes=False)
         parts = parts_of(checkpoint, rank=self._ranks.rank, buffers=self._buffers())
@@ -175,7 +173,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
             checkpointer.wait(path)
 
     def load_checkpoint(
-        self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None
+        self, path: StrPath, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint whole and verify every byte of it; one whose save is under way is waited for.
 
@@ -200,7 +198,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
         return checkpoint
 
     def load_into(
-        self, path: _Path, model: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]], *, strict: bool = True
+        self, path: StrPath, model: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]], *, strict: bool = True
     ) -> tuple[dict[str, Any], list[Any]]:
         """Load a checkpoint into distributed tensors: of their bytes, only those that this rank holds are read.
 
@@ -229,11 +227,6 @@ class ShardedCheckpointIO(RankCheckpointIO):
         found = gradients_of(opened, [self._ranks.rank] if same else range(opened.world_size))
         return {GRADIENTS_KEY: found} if any(found.values()) else {}
 
-    def remove_checkpoint(self, path: _Path) -> None:
-        """Delete a checkpoint, after the saves asked for before are durable; keep it if the newest of them fails."""
-        self.before_change(path, removes=True)
-        self.checkpointer.remove(path)
-
     def teardown(self) -> None:
         """Wait for the background, free its memory and raise a failure that was not raised yet."""
         if self._checkpointer is not None:
@@ -243,11 +236,3 @@ class ShardedCheckpointIO(RankCheckpointIO):
 def _listen() -> None:
     before_setup(route)
     before_saves_of_fabric(route_fabric)
-
-
-def _refuse(storage_options: Any | None) -> None:
-    if storage_options is not None:
-        raise TypeError(
-            "`Trainer.save_checkpoint(..., storage_options=...)` is not supported for `ShardedCheckpointIO`: give "
-            "them to `ShardedCheckpointIO(storage_options=...)`, they hold for every save there"
-        )
