@@ -4,6 +4,8 @@ Nothing heavy is imported here: a training script that is launched by us may set
 torch and Accelerate, and those must still count.
 """
 
+# ruff: noqa: RUF009 - what `_option` returns is a field
+
 from __future__ import annotations
 
 import difflib
@@ -69,29 +71,24 @@ def _check_switch(value: Any) -> bool:
     return value
 
 
-def _check_path(value: Any) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise ValueError(f"must be the path of a file, not {value!r}")
-    return os.fspath(value)
+def _path(what: str, metavar: str) -> _Kind:
+    def check(value: Any) -> str:
+        if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+            raise ValueError(f"must be {what}, not {value!r}")
+        return os.fspath(value)
+
+    return _Kind(_or_none(check), str, metavar)
 
 
-def _check_place(value: Any) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise ValueError(f"must be a directory, not {value!r}")
-    return os.fspath(value)
-
-
-def _check_mapping(value: Any) -> dict[str, Any] | None:
-    if value is None:
-        return None
+def _check_mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         # The value is not shown: credentials belong here.
         raise ValueError("must be a mapping with names as keys; in a flag or a variable, a JSON object")
     return dict(value)
+
+
+def _or_none(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else check(value)
 
 
 def _number(text: str) -> Any:
@@ -171,33 +168,22 @@ _RULES: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
 
 
 def _parse_retention(text: str) -> Any:
-    """Return the mapping that a text in JSON is; another text is left to :func:`_check_retention`."""
-    try:
-        found = json.loads(text)
-    except ValueError:
-        return text
+    found = _json(text)
     return found if isinstance(found, Mapping) else text
 
 
 def _check_retention(value: Any) -> Any:
-    """Return a policy or the mapping that names its class; None if nothing is to be deleted.
-
-    Raises:
-        ValueError: The value is neither; the message continues after the option's name.
-    """
-    if value is None or callable(getattr(value, "kept", None)):
+    if callable(getattr(value, "kept", None)):
         return value
     if isinstance(value, str):
         return _from_words(value)
-    if isinstance(value, Mapping) and isinstance(value.get("class_path"), str) and set(value) <= _KEYS:
+    known = {"class_path", "init_args"}
+    if isinstance(value, Mapping) and isinstance(value.get("class_path"), str) and set(value) <= known:
         return dict(value)
     raise ValueError(
         "must be a policy such as ckpt_core.policies.KeepLatest(2), 'latest=2', or a mapping with class_path and "
         f"init_args, not {value!r}"
     )
-
-
-_KEYS = {"class_path", "init_args"}
 
 
 def _from_words(text: str) -> dict[str, Any]:
@@ -217,17 +203,17 @@ def _from_words(text: str) -> dict[str, Any]:
 
 
 _COUNT = _Kind(_check_count, _number, "N")
-_COUNT_OR_ALL = _Kind(lambda value: None if value is None else _check_count(value), _number, "N")
+_COUNT_OR_ALL = _Kind(_or_none(_check_count), _number, "N")
 _SECONDS = _Kind(_check_seconds, _number, "SECONDS")
 _SWITCH = _Kind(_check_switch, _switch, "{true,false}")
-_PATH = _Kind(_check_path, str, "PATH")
-_PLACE = _Kind(_check_place, str, "DIRECTORY")
-_MAPPING = _Kind(_check_mapping, _json, "JSON")
-_RETENTION = _Kind(_check_retention, _parse_retention, "RULES")
+_FILE = _path("the path of a file", "PATH")
+_DIRECTORY = _path("a directory", "DIRECTORY")
+_MAPPING = _Kind(_or_none(_check_mapping), _json, "JSON")
+_RETENTION = _Kind(_or_none(_check_retention), _parse_retention, "RULES")
 
 
-def _about(kind: _Kind, summary: str) -> dict[str, Any]:
-    return {"kind": kind, "help": summary}
+def _option(default: Any, kind: _Kind, summary: str, **settings: Any) -> Any:
+    return field(default=default, metadata={"kind": kind, "help": summary}, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,51 +252,34 @@ class CheckpointConfig:
         1
     """
 
-    strategy: Strategy = field(
-        default="async", metadata=_about(_choice(Strategy), "when save_state returns, and which ranks write")
+    strategy: Strategy = _option("async", _choice(Strategy), "when save_state returns, and which ranks write")
+    wait: bool = _option(False, _SWITCH, "return from save_state only when the checkpoint is durable")
+    max_pending: int = _option(1, _COUNT, "saves under way before the next one waits")
+    on_error: OnError = _option("raise", _choice(OnError), "what a save that fails in the background does")
+    mid_accumulation: MidAccumulation = _option(
+        "grads", _choice(MidAccumulation), "what a save between two optimizer steps does about the gradients so far"
     )
-    wait: bool = field(
-        default=False, metadata=_about(_SWITCH, "return from save_state only when the checkpoint is durable")
+    commit_timeout: float = _option(600.0, _SECONDS, "how long a save waits for the parts of the other ranks")
+    retention: Any = _option(
+        None, _RETENTION, f"what to keep: {', '.join(_RULES)}, as in latest=2,best=loss", hash=False
     )
-    max_pending: int = field(default=1, metadata=_about(_COUNT, "saves under way before the next one waits"))
-    on_error: OnError = field(
-        default="raise", metadata=_about(_choice(OnError), "what a save that fails in the background does")
+    local_dir: str | None = _option(
+        None, _DIRECTORY, "fast local directory to commit below before uploading; needs upload_to"
     )
-    mid_accumulation: MidAccumulation = field(
-        default="grads",
-        metadata=_about(
-            _choice(MidAccumulation), "what a save between two optimizer steps does about the gradients so far"
-        ),
+    upload_to: str | None = _option(
+        None, _DIRECTORY, "URL or directory to upload to in the background; needs local_dir"
     )
-    commit_timeout: float = field(
-        default=600.0, metadata=_about(_SECONDS, "how long a save waits for the parts of the other ranks")
-    )
-    retention: Any = field(
-        default=None,
-        hash=False,
-        metadata=_about(_RETENTION, f"what to keep: {', '.join(_RULES)}, as in latest=2,best=loss"),
-    )
-    local_dir: str | None = field(
-        default=None, metadata=_about(_PLACE, "fast local directory to commit below before uploading; needs upload_to")
-    )
-    upload_to: str | None = field(
-        default=None, metadata=_about(_PLACE, "URL or directory to upload to in the background; needs local_dir")
-    )
-    keep_local: int | None = field(
-        default=None,
-        metadata=_about(_COUNT_OR_ALL, "newest uploaded checkpoints that stay in local_dir (default: all)"),
+    keep_local: int | None = _option(
+        None, _COUNT_OR_ALL, "newest uploaded checkpoints that stay in local_dir (default: all)"
     )
     # Credentials do not belong into logs.
-    storage_options: dict[str, Any] | None = field(
-        default=None, repr=False, hash=False, metadata=_about(_MAPPING, "passed to fsspec for checkpoints at URLs")
+    storage_options: dict[str, Any] | None = _option(
+        None, _MAPPING, "passed to fsspec for checkpoints at URLs", repr=False, hash=False
     )
-    allow_pickle: bool = field(
-        default=False,
-        metadata=_about(_SWITCH, "let load_state run code from pickles in checkpoints of stock Accelerate"),
+    allow_pickle: bool = _option(
+        False, _SWITCH, "let load_state run code from pickles in checkpoints of stock Accelerate"
     )
-    event_log: str | None = field(
-        default=None, metadata=_about(_PATH, "file to which every event is appended as a line of JSON")
-    )
+    event_log: str | None = _option(None, _FILE, "file to which every event is appended as a line of JSON")
 
     def __post_init__(self) -> None:
         for name, kind in _kinds().items():
