@@ -172,13 +172,7 @@ def _newest(session: Session) -> str:
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
     session.checkpointer.drain()
-    found: list[str | None] = [None]
-
-    def look() -> None:
-        found[0] = _newest_usable(session) if session.rank == 0 else None
-
-    session.agreement.all_succeeded("load_state", look)
-    path = session.agreement.from_rank_zero("load_state", found[0])
+    path = session.agreement.asked_of_rank_zero("load_state", lambda: _newest_usable(session))
     if path is None:
         root = automatic_root(accelerator)
         raise FolderNotFoundError(f"there is no usable checkpoint in {root}", path=root)
@@ -188,14 +182,11 @@ def _newest(session: Session) -> str:
 def _newest_usable(session: Session) -> str | None:
     root = automatic_root(session.accelerator)
     found = candidates(root, session.config.storage_options, session.tiers)
-    return first_usable(session, root, found, lambda path: _problem_of(session, path))
+    return first_usable(session, root, found, lambda path: _check_usable(session, path))
 
 
 def first_usable(
-    session: Session,
-    root: str,
-    found: Sequence[CheckpointInfo],
-    problem_of: Callable[[str], CheckpointError | None],
+    session: Session, root: str, found: Sequence[CheckpointInfo], check: Callable[[str], None]
 ) -> str | None:
     """Return the first checkpoint that can be used, None if there are none; warn of what was passed over.
 
@@ -205,7 +196,7 @@ def first_usable(
     """
     problems: dict[str, CheckpointError] = {}
     for index, info in enumerate(found):
-        problem = problem_of(info.path)
+        problem = _problem(check, info.path)
         if problem is None:
             session.note_passed_over(problems)
             for other in found[index + 1 :]:
@@ -225,16 +216,20 @@ def first_usable(
     return None
 
 
-def _problem_of(session: Session, path: str) -> CheckpointError | None:
+def _problem(check: Callable[[str], None], path: str) -> CheckpointError | None:
     try:
-        if not session.checkpointer.exists(path):
-            StockCheckpoint(session.accelerator, path, session.rank, allow_pickle=session.config.allow_pickle)
-            return None
-        with contextlib.closing(session.checkpointer.load(path)) as checkpoint:
-            checkpoint.verify()
+        check(path)
     except CheckpointError as error:
         return error
     return None
+
+
+def _check_usable(session: Session, path: str) -> None:
+    if not session.checkpointer.exists(path):
+        StockCheckpoint(session.accelerator, path, session.rank, allow_pickle=session.config.allow_pickle)
+        return
+    with contextlib.closing(session.checkpointer.load(path)) as checkpoint:
+        checkpoint.verify()
 
 
 # ---- ours ------------------------------------------------------------------------------------------------------------

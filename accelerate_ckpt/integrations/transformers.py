@@ -266,13 +266,7 @@ class ResumableCallback(TrainerCallback):
     def _newest(self) -> str:
         """Return the newest checkpoint that can be used; called on all ranks together."""
         session, folder = self._session, self._trainer.args.output_dir
-        found: list[str | None] = [None]
-
-        def look() -> None:
-            found[0] = _newest_usable(session, folder) if session.rank == 0 else None
-
-        session.agreement.all_succeeded("train", look)
-        path = session.agreement.from_rank_zero("train", found[0])
+        path = session.agreement.asked_of_rank_zero("train", lambda: _newest_usable(session, folder))
         if path is None:
             raise FolderNotFoundError(f"No valid checkpoint found in output directory ({folder})", path=folder)
         return str(path)
@@ -382,15 +376,8 @@ def _surplus(trainer: Any, pending: list[str]) -> list[str] | None:
 
 
 def _newest_usable(session: Session, folder: str) -> str | None:
-    def problem_of(path: str) -> CheckpointError | None:
-        try:
-            _verify(session, path)
-        except CheckpointError as error:
-            return error
-        return None
-
     found = [info for info in candidates(folder) if _NAME.fullmatch(info.name)]
-    return first_usable(session, folder, found, problem_of)
+    return first_usable(session, folder, found, lambda path: _verify(session, path))
 
 
 def _check_weights(path: str) -> None:

@@ -117,6 +117,20 @@ class Agreement:
         if others is not None:
             raise _failed_on(what, *others)
 
+    def asked_of_rank_zero(self, what: str, ask: Callable[[], Any]) -> Any:
+        """Return what ``ask`` returns on rank 0, where alone it is called; it may take long, and fail for all.
+
+        Raises:
+            CheckpointError: That of rank 0, or on the others a :class:`RankFailedError` that quotes it.
+        """
+        answers = [None]
+
+        def answer() -> None:
+            answers[0] = ask() if self.rank == 0 else None
+
+        self.all_succeeded(what, answer)
+        return self.from_rank_zero(what, answers[0])
+
     def leave(self) -> None:
         """End. Rank 0, which serves the store, waits until the others have heard what it said."""
         deadline = time.monotonic() + _LINGER_SECONDS
