@@ -1,4 +1,4 @@
-"""``save_state`` under a condition on the rank: a right checkpoint, or a clear error, and never a wait for the time limit."""
+"""``save_state`` under a condition on the rank: a right checkpoint or a clear error, never a wait for a time limit."""
 
 from __future__ import annotations
 
