@@ -17,13 +17,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accelerate_ckpt._attach import attach
+    from accelerate_ckpt._attach import CheckpointProjectConfiguration, attach
     from accelerate_ckpt.config import CheckpointConfig
-    from accelerate_ckpt.project import CheckpointProjectConfiguration
 
 __all__ = ["CheckpointConfig", "CheckpointProjectConfiguration", "attach"]
 
-_HOMES = {"CheckpointConfig": "config", "CheckpointProjectConfiguration": "project", "attach": "_attach"}
+_HOMES = {"CheckpointConfig": "config", "CheckpointProjectConfiguration": "_attach", "attach": "_attach"}
 
 
 def __getattr__(name: str) -> Any:

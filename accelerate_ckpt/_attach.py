@@ -7,13 +7,14 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from accelerate.local_sgd import LocalSGD
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, ProjectConfiguration
 
 from accelerate_ckpt._patches import Patches
 from accelerate_ckpt._state.load import load_state
@@ -21,10 +22,9 @@ from accelerate_ckpt._state.save import save_deferred, save_state
 from accelerate_ckpt._state.session import Session, close_sessions, live_sessions, open_session, session_of
 from accelerate_ckpt._termination import unprotect
 from accelerate_ckpt.config import CheckpointConfig
-from accelerate_ckpt.project import CheckpointProjectConfiguration
 from ckpt_core.errors import CheckpointError
 
-__all__ = ["attach", "drain", "install", "uninstall"]
+__all__ = ["CheckpointProjectConfiguration", "attach", "drain", "install", "uninstall"]
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +34,24 @@ _attached: weakref.WeakKeyDictionary[Any, CheckpointConfig] = weakref.WeakKeyDic
 _installed: list[CheckpointConfig] = []  # one at most: what an Accelerator gets that nobody attached to
 
 _OTHERS_FORMAT = {DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA}
+
+
+@dataclass
+class CheckpointProjectConfiguration(ProjectConfiguration):  # type: ignore[misc]  # Accelerate publishes no types
+    """A ``ProjectConfiguration`` that also says how checkpoints are saved.
+
+    Args:
+        checkpoints: The options.
+
+    All other arguments are those of :class:`accelerate.utils.ProjectConfiguration`.
+
+    Example::
+
+        project = CheckpointProjectConfiguration("runs/1", total_limit=3, checkpoints=CheckpointConfig(strategy="sync"))
+        accelerator = attach(Accelerator(project_config=project))
+    """
+
+    checkpoints: CheckpointConfig = field(default_factory=CheckpointConfig)
 
 
 def attach(accelerator: Any, strategy: str | None = None, **options: Any) -> Any:

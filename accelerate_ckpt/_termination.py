@@ -1,9 +1,10 @@
-"""What a process that is told to end does with saves that are under way: it finishes them, and then ends as it would have.
+"""A process that is told to end finishes the saves that are under way, and then ends as it would have.
 
-Schedulers, container runtimes and launchers send SIGTERM. By default the process is gone at once, and with it the save in the
-background that a script without us would have waited for. A handler in Python alone does not help: the main thread, which would
-run it, may be in a collective that never ends. So a thread reads the signal from the descriptor to which Python's own handler
-writes its number, finishes the saves, and then lets the signal do what it does by default: the parent sees the same status.
+Schedulers, container runtimes and launchers send SIGTERM. By default the process is gone at once, and with it the save
+in the background that a script without us would have waited for. A handler in Python alone does not help: the main
+thread, which would run it, may be in a collective that never ends. So a thread reads the signal from the descriptor to
+which Python's own handler writes its number, finishes the saves, and then lets the signal do what it does by default:
+the parent sees the same status.
 
 Nothing is changed for scripts that handle the signal themselves, for children, and in processes that have not saved.
 """
@@ -58,7 +59,7 @@ _mask = threading.local()
 
 
 def protect() -> None:
-    """Let signals that end this process wait for its saves, where their disposition is the default; costs microseconds."""
+    """Let signals that end this process wait for its saves, where their disposition is the default."""
     if os.name != "posix" or threading.current_thread() is not threading.main_thread():
         return
     for number in _SIGNALS:
@@ -68,7 +69,7 @@ def protect() -> None:
 
 
 def unprotect() -> None:
-    """Give the signals their default disposition back, and end the thread that reads them; called when training is over."""
+    """Give the signals their default disposition back, and end the thread that reads them: training is over."""
     if threading.current_thread() is not threading.main_thread():
         return
     for number in _SIGNALS:

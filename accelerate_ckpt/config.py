@@ -1,8 +1,10 @@
 """The options: their values, and where they come from.
 
-Nothing heavy is imported here: a training script that is launched by us may set variables before its own imports of torch
-and Accelerate, and those must still count.
+Nothing heavy is imported here: a training script that is launched by us may set variables before its own imports of
+torch and Accelerate, and those must still count.
 """
+
+# ruff: noqa: RUF009 - what `_option` returns is a field
 
 from __future__ import annotations
 
@@ -13,8 +15,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, get_args
-
-from accelerate_ckpt._retention_option import RULES, check_retention, parse_retention
 
 __all__ = ["CheckpointConfig", "OptionError", "nearest"]
 
@@ -27,14 +27,14 @@ FILE_OPTION = "config"
 
 
 class OptionError(ValueError):
-    """An option is unknown or cannot have the value given; the message names the option and where the value came from."""
+    """An option is unknown or cannot have the value given; the message names it and where the value came from."""
 
 
 class _Kind(NamedTuple):
     """What values an option takes.
 
-    ``check`` returns the value, or raises a :class:`ValueError` that goes on after the option's name. ``parse`` makes a value
-    from the text of a flag or a variable; what it cannot read, it returns for ``check`` to refuse.
+    ``check`` returns the value, or raises a :class:`ValueError` that continues after the option's name. ``parse`` makes
+    a value from the text of a flag or a variable; what it cannot read, it returns for ``check`` to refuse.
     """
 
     check: Callable[[Any], Any]
@@ -71,29 +71,24 @@ def _check_switch(value: Any) -> bool:
     return value
 
 
-def _check_path(value: Any) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise ValueError(f"must be the path of a file, not {value!r}")
-    return os.fspath(value)
+def _path(what: str, metavar: str) -> _Kind:
+    def check(value: Any) -> str:
+        if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+            raise ValueError(f"must be {what}, not {value!r}")
+        return os.fspath(value)
+
+    return _Kind(_or_none(check), str, metavar)
 
 
-def _check_place(value: Any) -> str | None:
-    if value is None:
-        return None
-    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-        raise ValueError(f"must be a directory, not {value!r}")
-    return os.fspath(value)
-
-
-def _check_mapping(value: Any) -> dict[str, Any] | None:
-    if value is None:
-        return None
+def _check_mapping(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         # The value is not shown: credentials belong here.
         raise ValueError("must be a mapping with names as keys; in a flag or a variable, a JSON object")
     return dict(value)
+
+
+def _or_none(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else check(value)
 
 
 def _number(text: str) -> Any:
@@ -116,18 +111,109 @@ def _switch(text: str) -> Any:
     return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(text.lower(), text)
 
 
+# ---- retention, in words: latest=2,every_steps=1000 ------------------------------------------------------------------
+
+_POLICIES = "ckpt_core.policies."
+
+
+def _whole(text: str) -> int:
+    if not text.isascii() or not text.isdigit() or int(text) < 1:
+        raise ValueError("a whole number of at least 1")
+    return int(text)
+
+
+def _hours(text: str) -> float:
+    try:
+        hours = float(text)
+    except ValueError:
+        hours = math.nan
+    if not 0 < hours < math.inf:
+        raise ValueError("a number of hours above 0")
+    return hours
+
+
+def _steps(text: str) -> list[int]:
+    try:
+        return [_whole(step) for step in text.split("+")]
+    except ValueError:
+        raise ValueError("steps with + between them") from None
+
+
+def _best(text: str) -> dict[str, Any]:
+    metric, *rest = text.split(":")
+    found: dict[str, Any] = {"metric": metric, "mode": "min", "count": 1}
+    if rest and rest[0] in ("min", "max"):
+        found["mode"] = rest.pop(0)
+    try:
+        if rest:
+            found["count"] = _whole(rest.pop(0))
+    except ValueError:
+        rest = [text]
+    if rest or not metric:
+        raise ValueError("METRIC, METRIC:max, or METRIC:min:3 for three of them")
+    return found
+
+
+def _one(name: str, read: Callable[[str], Any]) -> Callable[[str], dict[str, Any]]:
+    return lambda text: {name: read(text)}
+
+
+_RULES: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
+    "latest": ("KeepLatest", _one("count", _whole)),
+    "best": ("KeepBest", _best),
+    "every_steps": ("KeepEverySteps", _one("steps", _whole)),
+    "every_hours": ("KeepEveryTime", _one("interval", _hours)),
+    "at_steps": ("KeepAtSteps", _one("steps", _steps)),
+}
+
+
+def _parse_retention(text: str) -> Any:
+    found = _json(text)
+    return found if isinstance(found, Mapping) else text
+
+
+def _check_retention(value: Any) -> Any:
+    if callable(getattr(value, "kept", None)):
+        return value
+    if isinstance(value, str):
+        return _from_words(value)
+    known = {"class_path", "init_args"}
+    if isinstance(value, Mapping) and isinstance(value.get("class_path"), str) and set(value) <= known:
+        return dict(value)
+    raise ValueError(
+        "must be a policy such as ckpt_core.policies.KeepLatest(2), 'latest=2', or a mapping with class_path and "
+        f"init_args, not {value!r}"
+    )
+
+
+def _from_words(text: str) -> dict[str, Any]:
+    policies = []
+    for word in text.split(","):
+        name, _, argument = (part.strip() for part in word.partition("="))
+        if name not in _RULES:
+            raise ValueError(f"has no rule {name!r}: there are {', '.join(_RULES)}, as in 'latest=2,every_steps=1000'")
+        policy, read = _RULES[name]
+        try:
+            policies.append({"class_path": _POLICIES + policy, "init_args": read(argument)})
+        except ValueError as wanted:
+            raise ValueError(f"needs for {name} {wanted}, not {argument!r}") from None
+    if len(policies) == 1:
+        return policies[0]
+    return {"class_path": f"{_POLICIES}AnyOf", "init_args": {"policies": policies}}
+
+
 _COUNT = _Kind(_check_count, _number, "N")
-_COUNT_OR_ALL = _Kind(lambda value: None if value is None else _check_count(value), _number, "N")
+_COUNT_OR_ALL = _Kind(_or_none(_check_count), _number, "N")
 _SECONDS = _Kind(_check_seconds, _number, "SECONDS")
 _SWITCH = _Kind(_check_switch, _switch, "{true,false}")
-_PATH = _Kind(_check_path, str, "PATH")
-_PLACE = _Kind(_check_place, str, "DIRECTORY")
-_MAPPING = _Kind(_check_mapping, _json, "JSON")
-_RETENTION = _Kind(check_retention, parse_retention, "RULES")
+_FILE = _path("the path of a file", "PATH")
+_DIRECTORY = _path("a directory", "DIRECTORY")
+_MAPPING = _Kind(_or_none(_check_mapping), _json, "JSON")
+_RETENTION = _Kind(_or_none(_check_retention), _parse_retention, "RULES")
 
 
-def _about(kind: _Kind, summary: str) -> dict[str, Any]:
-    return {"kind": kind, "help": summary}
+def _option(default: Any, kind: _Kind, summary: str, **settings: Any) -> Any:
+    return field(default=default, metadata={"kind": kind, "help": summary}, **settings)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,26 +221,27 @@ class CheckpointConfig:
     """How ``save_state`` saves.
 
     Args:
-        strategy: ``"sync"``: ``save_state`` returns when the checkpoint is durable. ``"async"``: it returns when the state is
-            copied; needs as much host memory as ``max_pending`` states. ``"sharded"``: as ``"async"``, and what all ranks hold
-            alike is written in slices by all of them, instead of whole by rank 0.
+        strategy: ``"sync"``: ``save_state`` returns when the checkpoint is durable. ``"async"``: it returns when the
+            state is copied; needs as much host memory as ``max_pending`` states. ``"sharded"``: as ``"async"``, and
+            what all ranks hold alike is written in slices by all of them, instead of whole by rank 0.
         wait: ``save_state`` returns only when the checkpoint is durable, whatever the strategy.
         max_pending: How many saves may be under way before the next one waits for the oldest.
-        on_error: What a save that fails in the background does: ``"raise"`` on every rank at its next step, ``"warn"`` logs and
-            counts it.
-        mid_accumulation: What a save inside a window of gradient accumulation does: ``"grads"`` saves each rank's gradients so
-            far, so that the window goes on where it was; ``"defer"`` saves when the window is complete; ``"error"`` refuses.
-        retention: Which checkpoints to keep: a policy of :mod:`ckpt_core.policies`, ``"latest=2,every_steps=1000"``, or a mapping
-            with ``class_path`` and ``init_args``. None deletes nothing but what ``total_limit`` says.
+        on_error: What a save that fails in the background does: ``"raise"`` on every rank at its next step, ``"warn"``
+            logs and counts it.
+        mid_accumulation: What a save inside a window of gradient accumulation does: ``"grads"`` saves each rank's
+            gradients so far, so that the window continues where it was; ``"defer"`` saves when the window is complete;
+            ``"error"`` refuses.
+        retention: Which checkpoints to keep: a policy of :mod:`ckpt_core.policies`, ``"latest=2,every_steps=1000"``, or
+            a mapping with ``class_path`` and ``init_args``. None deletes nothing but what ``total_limit`` says.
         commit_timeout: Seconds to wait for the other ranks' parts of a save before it counts as failed.
-        local_dir: Directory on a fast local disk that all ranks see, below which checkpoints are committed and training goes
-            on; then rank 0 uploads them from there in the background. Needs ``upload_to``.
-        upload_to: URL or directory that takes the uploads, under the same relative names. ``load_state`` takes the nearest
-            copy that is whole, under the path of either.
+        local_dir: Directory on a fast local disk that all ranks see, below which checkpoints are committed and training
+            continues; then rank 0 uploads them from there in the background. Needs ``upload_to``.
+        upload_to: URL or directory that takes the uploads, under the same relative names. ``load_state`` takes the
+            nearest copy that is whole, under the path of either.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
-        allow_pickle: Whether ``load_state`` may run code from a checkpoint of stock Accelerate, whose registered objects are
-            pickled. What loads with ``weights_only=True`` is loaded anyway; ours never hold code.
+        allow_pickle: Whether ``load_state`` may run code from a checkpoint of stock Accelerate, whose registered
+            objects are pickled. What loads with ``weights_only=True`` is loaded anyway; ours never hold code.
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
 
     Raises:
@@ -165,51 +252,34 @@ class CheckpointConfig:
         1
     """
 
-    strategy: Strategy = field(
-        default="async", metadata=_about(_choice(Strategy), "when save_state returns, and which ranks write")
+    strategy: Strategy = _option("async", _choice(Strategy), "when save_state returns, and which ranks write")
+    wait: bool = _option(False, _SWITCH, "return from save_state only when the checkpoint is durable")
+    max_pending: int = _option(1, _COUNT, "saves under way before the next one waits")
+    on_error: OnError = _option("raise", _choice(OnError), "what a save that fails in the background does")
+    mid_accumulation: MidAccumulation = _option(
+        "grads", _choice(MidAccumulation), "what a save between two optimizer steps does about the gradients so far"
     )
-    wait: bool = field(
-        default=False, metadata=_about(_SWITCH, "return from save_state only when the checkpoint is durable")
+    commit_timeout: float = _option(600.0, _SECONDS, "how long a save waits for the parts of the other ranks")
+    retention: Any = _option(
+        None, _RETENTION, f"what to keep: {', '.join(_RULES)}, as in latest=2,best=loss", hash=False
     )
-    max_pending: int = field(default=1, metadata=_about(_COUNT, "saves under way before the next one waits"))
-    on_error: OnError = field(
-        default="raise", metadata=_about(_choice(OnError), "what a save that fails in the background does")
+    local_dir: str | None = _option(
+        None, _DIRECTORY, "fast local directory to commit below before uploading; needs upload_to"
     )
-    mid_accumulation: MidAccumulation = field(
-        default="grads",
-        metadata=_about(
-            _choice(MidAccumulation), "what a save between two optimizer steps does about the gradients so far"
-        ),
+    upload_to: str | None = _option(
+        None, _DIRECTORY, "URL or directory to upload to in the background; needs local_dir"
     )
-    commit_timeout: float = field(
-        default=600.0, metadata=_about(_SECONDS, "how long a save waits for the parts of the other ranks")
-    )
-    retention: Any = field(
-        default=None,
-        hash=False,
-        metadata=_about(_RETENTION, f"what to keep: {', '.join(RULES)}, as in latest=2,best=loss"),
-    )
-    local_dir: str | None = field(
-        default=None, metadata=_about(_PLACE, "fast local directory to commit below before uploading; needs upload_to")
-    )
-    upload_to: str | None = field(
-        default=None, metadata=_about(_PLACE, "URL or directory to upload to in the background; needs local_dir")
-    )
-    keep_local: int | None = field(
-        default=None,
-        metadata=_about(_COUNT_OR_ALL, "newest uploaded checkpoints that stay in local_dir (default: all)"),
+    keep_local: int | None = _option(
+        None, _COUNT_OR_ALL, "newest uploaded checkpoints that stay in local_dir (default: all)"
     )
     # Credentials do not belong into logs.
-    storage_options: dict[str, Any] | None = field(
-        default=None, repr=False, hash=False, metadata=_about(_MAPPING, "passed to fsspec for checkpoints at URLs")
+    storage_options: dict[str, Any] | None = _option(
+        None, _MAPPING, "passed to fsspec for checkpoints at URLs", repr=False, hash=False
     )
-    allow_pickle: bool = field(
-        default=False,
-        metadata=_about(_SWITCH, "let load_state run code from pickles in checkpoints of stock Accelerate"),
+    allow_pickle: bool = _option(
+        False, _SWITCH, "let load_state run code from pickles in checkpoints of stock Accelerate"
     )
-    event_log: str | None = field(
-        default=None, metadata=_about(_PATH, "file to which every event is appended as a line of JSON")
-    )
+    event_log: str | None = _option(None, _FILE, "file to which every event is appended as a line of JSON")
 
     def __post_init__(self) -> None:
         for name, kind in _kinds().items():
@@ -244,15 +314,15 @@ class CheckpointConfig:
         """Collect the options: flags before variables before the file before the defaults.
 
         Args:
-            flags: Values by option, as text or as they are; None counts as not given. ``config`` is the YAML file, a mapping of
-                options to values.
-            variables: The environment, of which ``ACCELERATE_CKPT_<OPTION>`` is read, and ``ACCELERATE_CKPT_CONFIG`` for the
-                file; empty ones count as not set. That of this process, if not given.
+            flags: Values by option, as text or as they are; None counts as not given. ``config`` is the YAML file, a
+                mapping of options to values.
+            variables: The environment, of which ``ACCELERATE_CKPT_<OPTION>`` is read, and ``ACCELERATE_CKPT_CONFIG``
+                for the file; empty ones count as not set. That of this process, if not given.
             flag_name: How a flag is called in errors.
 
         Raises:
-            OptionError: An option is unknown or has a value it cannot have, or the file cannot be read; the message begins
-                with the flag, the variable or the file and key.
+            OptionError: An option is unknown or has a value it cannot have, or the file cannot be read; the message
+                begins with the flag, the variable or the file and key.
 
         Example:
             >>> CheckpointConfig.from_sources({"strategy": "sync"}, variables={"ACCELERATE_CKPT_MAX_PENDING": "2"})

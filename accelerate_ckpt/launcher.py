@@ -1,8 +1,8 @@
 """Runs a training script that knows nothing of us, with ``save_state`` and ``load_state`` replaced by ours.
 
 The script must not notice: it is ``__main__`` (its classes can be pickled and its spawned workers find it), finds its
-siblings, sees its own ``sys.argv``, imports what it likes in its own order, and its exit code and traceback are those that
-it would have without us.
+siblings, sees its own ``sys.argv``, imports what it likes in its own order, and its exit code and traceback are those
+that it would have without us.
 """
 
 from __future__ import annotations
@@ -80,9 +80,10 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="accelerate launch [...] -m accelerate_ckpt",
         usage="%(prog)s [options] (script.py | -m module) [arguments of the script]",
-        description="Run a training script that uses Accelerate, with checkpoints that are durable, asynchronous and exact.",
-        epilog=f"Each option can also be given as a variable ({VARIABLE_PREFIX}STRATEGY=async) or in the file; a flag goes "
-        "before a variable, a variable before the file.",
+        description="Run a training script that uses Accelerate, with checkpoints that are durable, asynchronous and "
+        "exact.",
+        epilog=f"Each option can also be given as a variable ({VARIABLE_PREFIX}STRATEGY=async) or in the file; a flag "
+        "goes before a variable, a variable before the file.",
         allow_abbrev=False,
     )
     add_options(parser)
@@ -220,7 +221,7 @@ def _drain(failed: bool) -> None:
 
 
 def _show_the_scripts_frames_only() -> None:
-    """Have the traceback begin where that of the script alone would: in the script, or nowhere for its syntax errors."""
+    """Begin the traceback where that of the script alone would: in the script, or nowhere for its syntax errors."""
     show = sys.excepthook
 
     def show_from_script(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

@@ -1,19 +1,21 @@
 """How ranks agree without a collective: who they are, what became of a save, and when to act together."""
 
+from ckpt_core._commit.agreement import Agreement, names_of
 from ckpt_core._commit.errors_as_data import decode_error, encode_error
 from ckpt_core._commit.meeting import Call, Meeting
-from ckpt_core._commit.outcome import SharedOutcome
+from ckpt_core._commit.outcome import RunOutcome, raise_together
 from ckpt_core._commit.rank_group import RankGroup
-from ckpt_core._commit.store import TimedStore, connect_store, seal
+from ckpt_core._commit.store import connect_store
 
 __all__ = [
+    "Agreement",
     "Call",
     "Meeting",
     "RankGroup",
-    "SharedOutcome",
-    "TimedStore",
+    "RunOutcome",
     "connect_store",
     "decode_error",
     "encode_error",
-    "seal",
+    "names_of",
+    "raise_together",
 ]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
+from typing import Any, Union
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer
 from ckpt_core.events import Event, SaveFailed, SaveStarted
 from lightning_ckpt._bases import CheckpointIOBase
 
-__all__ = ["ReliableCheckpointIO", "SaveOutcomes"]
+__all__ = ["ReliableCheckpointIO", "SaveOutcomes", "StrPath"]
+
+StrPath = Union[str, "os.PathLike[str]"]
 
 
 class SaveOutcomes:
@@ -43,5 +46,24 @@ class ReliableCheckpointIO(CheckpointIOBase):
     def checkpointer(self) -> Checkpointer | DirectoryCheckpointer:
         """What saves."""
 
-    def before_change(self, path: str | os.PathLike[str], *, removes: bool) -> None:
+    def before_change(self, path: StrPath, *, removes: bool) -> None:
         """Called before a checkpoint is saved or deleted; replaced while somebody has to look at what is there now."""
+
+    def remove_checkpoint(self, path: StrPath) -> None:
+        """Delete a checkpoint, after the saves asked for before are durable; keep it if the newest of them fails."""
+        self.before_change(path, removes=True)
+        self.checkpointer.remove(path)
+
+    def refuse(self, storage_options: Any | None) -> None:
+        """Refuse storage options of a single save.
+
+        Raises:
+            TypeError: There are some.
+        """
+        if storage_options is not None:
+            name = type(self).__name__
+            raise TypeError(  # begins as that of Lightning's own plugin, for those who search for it
+                f"`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for "
+                f"`{name}`. Please implement your custom `CheckpointIO` to define how you'd like to use "
+                f"`storage_options`, or give them to `{name}(storage_options=...)`: they hold for every save there"
+            )

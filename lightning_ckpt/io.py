@@ -5,44 +5,31 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 from ckpt_core import Checkpointer
 from ckpt_core.errors import CheckpointNotFoundError
-from ckpt_core.events import EventLog, Listener
-from ckpt_core.tiers import Tiers
+from ckpt_core.options import CheckpointerOptions, wait_if_small
 from lightning_ckpt._boundaries import watch_boundaries
-from lightning_ckpt._plugin_base import ReliableCheckpointIO, SaveOutcomes
+from lightning_ckpt._plugin_base import ReliableCheckpointIO, SaveOutcomes, StrPath
 from lightning_ckpt._private.hooks import before_setup
 
 __all__ = ["AsyncCheckpointIO", "SyncCheckpointIO", "TorchFileIO", "training_goes_on"]
 
-_Path = Union[str, "os.PathLike[str]"]
-
 STATE_KEY = "lightning_ckpt"
 # why a checkpoint holds no exact state although the callback is there, in words
 NO_STATE_KEY = "lightning_ckpt_no_exact_state"
-# A state this small is durable in some milliseconds: waiting for it is cheap, and keeps the directory as those expect it who
-# look there between two saves, such as ModelCheckpoint when it picks a name that is not taken.
-SMALL_STATE_BYTES = 256 * 1024
-_LONGEST_WAIT_FOR_SMALL_SECONDS = 1.0
 _SLURM_REQUEUE_PREFIX = "hpc_ckpt"
 
 
 class TorchFileIO(ReliableCheckpointIO):
     """What the plugins that write one file share: a :class:`ckpt_core.Checkpointer` in Lightning's words."""
 
-    def __init__(
-        self,
-        checkpointer: Checkpointer,
-        storage_options: dict[str, Any] | None,
-        tiers: Tiers | None = None,
-        outcomes: SaveOutcomes | None = None,
-    ) -> None:
-        self._checkpointer = checkpointer
-        self.storage_options = storage_options
-        self.tiers = tiers
-        self.outcomes = outcomes or SaveOutcomes()
+    def __init__(self, options: CheckpointerOptions) -> None:
+        self.storage_options = options.storage_options
+        self.tiers = options.tiers
+        self.outcomes = SaveOutcomes()
+        self._checkpointer = Checkpointer(**options.settings(self.outcomes))
         self._told_about_callback = False
         before_setup(_watch)
 
@@ -59,7 +46,7 @@ class TorchFileIO(ReliableCheckpointIO):
     def checkpointer(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = checkpointer
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: StrPath, storage_options: Any | None = None) -> None:
         """Save ``checkpoint`` at ``path``.
 
         Args:
@@ -71,23 +58,17 @@ class TorchFileIO(ReliableCheckpointIO):
             CheckpointError: The save, or an earlier one in the background, failed.
             TypeError: ``storage_options`` is given.
         """
-        if storage_options is not None:
-            name = type(self).__name__
-            raise TypeError(  # begins as that of Lightning's own plugin, for those who look for it
-                f"`Trainer.save_checkpoint(..., storage_options=...)` with `storage_options` arg is not supported for "
-                f"`{name}`. Please implement your custom `CheckpointIO` to define how you'd like to use "
-                f"`storage_options`, or give them to `{name}(storage_options=...)`: they hold for every save there"
-            )
+        self.refuse(storage_options)
         self._tell_about_callback_once(checkpoint)
         self.before_change(path, removes=False)
         size = self.checkpointer.save(checkpoint, path)
         if not training_goes_on(checkpoint, path):
             self.checkpointer.wait(path)
-        elif size <= SMALL_STATE_BYTES:
-            self.checkpointer.drain(timeout=_LONGEST_WAIT_FOR_SMALL_SECONDS)
+        else:
+            wait_if_small(self.checkpointer, [size])
 
     def load_checkpoint(
-        self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None
+        self, path: StrPath, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint and verify every byte of it; one whose save is under way is waited for.
 
@@ -107,11 +88,6 @@ class TorchFileIO(ReliableCheckpointIO):
             raise CheckpointNotFoundError(f"Checkpoint file not found: {path}", path=error.path) from error
         return state
 
-    def remove_checkpoint(self, path: _Path) -> None:
-        """Delete a checkpoint, after the saves asked for before are durable; keep it if the newest of them fails."""
-        self.before_change(path, removes=True)
-        self.checkpointer.remove(path)
-
     def teardown(self) -> None:
         """Wait for the background, free its memory and raise a failure that was not raised yet."""
         self.checkpointer.close()
@@ -123,9 +99,9 @@ class TorchFileIO(ReliableCheckpointIO):
         if STATE_KEY not in checkpoint and NO_STATE_KEY not in checkpoint:
             self._told_about_callback = True
             warnings.warn(
-                f"{type(self).__name__} stores what the Trainer gives it, which is not enough for an exact resume: random "
-                "number generators, data position and open gradients are missing. Add lightning_ckpt.ResumableCheckpoint "
-                "to the Trainer's callbacks to have them saved too.",
+                f"{type(self).__name__} stores what the Trainer gives it, which is not enough for an exact resume: "
+                "random number generators, data position and open gradients are missing. Add "
+                "lightning_ckpt.ResumableCheckpoint to the Trainer's callbacks to have them saved too.",
                 stacklevel=2,
             )
 
@@ -135,7 +111,7 @@ def _watch(trainer: Any) -> None:
         watch_boundaries(trainer)
 
 
-def training_goes_on(checkpoint: Any, path: _Path) -> bool:
+def training_goes_on(checkpoint: Any, path: StrPath) -> bool:
     """Return False where waiting costs no training, and a caller may rely on the file as soon as the save returns."""
     if os.path.basename(path).startswith(_SLURM_REQUEUE_PREFIX):
         return False  # SLURM requeues the job, and with it ends this process
@@ -147,23 +123,17 @@ def training_goes_on(checkpoint: Any, path: _Path) -> bool:
         return True  # not a Trainer's: Fabric's, or bare weights
 
 
-def _listeners(event_log: str | None) -> list[Listener]:
-    return [EventLog(event_log)] if event_log is not None else []
-
-
 class SyncCheckpointIO(TorchFileIO):
-    """Saves before training goes on: when ``save_checkpoint`` returns, the file is durable under its name.
+    """Saves before training continues: when ``save_checkpoint`` returns, the file is durable under its name.
 
     Needs at most 128 MiB of extra memory, whatever the size of the state.
 
     Args:
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
-        local_dir: Directory on a fast local disk, below which checkpoints are committed and training goes on; then they are
-            uploaded from there in the background. Needs ``upload_to``.
-        upload_to: URL or directory that takes the uploads, under the same relative names. Loads and look-ups take the nearest
-            copy that is whole, under the path of either tier.
+        local_dir: Directory on a fast local disk in which checkpoints are committed first; needs ``upload_to``.
+        upload_to: URL or directory to which they are then uploaded in the background.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
-        event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
+        event_log: A local file to which every event is appended as a line of JSON.
 
     Example::
 
@@ -179,35 +149,36 @@ class SyncCheckpointIO(TorchFileIO):
         keep_local: int | None = None,
         event_log: str | None = None,
     ) -> None:
-        tiers = Tiers.of(local_dir, upload_to, keep_local)
         super().__init__(
-            Checkpointer(
-                strategy="sync", storage_options=storage_options, tiers=tiers, listeners=_listeners(event_log)
-            ),
-            storage_options,
-            tiers,
+            CheckpointerOptions(
+                strategy="sync",
+                storage_options=storage_options,
+                local_dir=local_dir,
+                upload_to=upload_to,
+                keep_local=keep_local,
+                event_log=event_log,
+            )
         )
 
 
 class AsyncCheckpointIO(TorchFileIO):
-    """Copies the state and lets training go on while the copy is written in the background.
+    """Copies the state and lets training continue while the copy is written in the background.
 
-    The file appears under its name when it is durable. Removals wait for their successor, reads for their own writes, and
-    the end of ``fit`` for everything. A save outside of a running epoch, such as ``trainer.save_checkpoint`` after ``fit``,
-    returns when it is durable, and so does one of at most 256 KiB, unless the storage takes over a second. Needs ``max_pending`` times the state's size of extra host memory.
+    The file appears under its name when it is durable. Removals wait for their successor, reads for their own writes,
+    and the end of ``fit`` for everything. A save outside of a running epoch, such as ``trainer.save_checkpoint`` after
+    ``fit``, returns when it is durable, and so does one of at most 256 KiB, unless the storage takes over a second.
+    Needs ``max_pending`` times the state's size of extra host memory.
 
     Args:
         max_pending: How many saves may be under way before the next one waits for the oldest.
-        on_error: ``"raise"`` ends training when a save failed in the background: on every rank after the next batch with
-            :class:`~lightning_ckpt.ResumableCheckpoint`, otherwise at the next save or at the end of ``fit``. ``"warn"``
-            logs the failure, counts it in ``checkpointer.failures`` and trains on.
+        on_error: ``"raise"`` ends training when a save failed in the background: on every rank after the next batch
+            with :class:`~lightning_ckpt.ResumableCheckpoint`, otherwise at the next save or at the end of ``fit``.
+            ``"warn"`` logs the failure, counts it in ``checkpointer.failures`` and trains on.
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
-        local_dir: Directory on a fast local disk, below which checkpoints are committed and training goes on; then they are
-            uploaded from there in the background. Needs ``upload_to``.
-        upload_to: URL or directory that takes the uploads, under the same relative names. Loads and look-ups take the nearest
-            copy that is whole, under the path of either tier.
+        local_dir: Directory on a fast local disk in which checkpoints are committed first; needs ``upload_to``.
+        upload_to: URL or directory to which they are then uploaded in the background.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
-        event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
+        event_log: A local file to which every event is appended as a line of JSON.
 
     Example::
 
@@ -225,17 +196,14 @@ class AsyncCheckpointIO(TorchFileIO):
         keep_local: int | None = None,
         event_log: str | None = None,
     ) -> None:
-        tiers, outcomes = Tiers.of(local_dir, upload_to, keep_local), SaveOutcomes()
         super().__init__(
-            Checkpointer(
-                strategy="async",
+            CheckpointerOptions(
                 max_pending=max_pending,
                 on_error=on_error,
                 storage_options=storage_options,
-                tiers=tiers,
-                listeners=[outcomes, *_listeners(event_log)],
-            ),
-            storage_options,
-            tiers,
-            outcomes,
+                local_dir=local_dir,
+                upload_to=upload_to,
+                keep_local=keep_local,
+                event_log=event_log,
+            )
         )

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, Union
+from typing import Any, Literal
 
 import torch
 
 from ckpt_core import DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError
-from ckpt_core.events import EventLog
+from ckpt_core.options import CheckpointerOptions
 from ckpt_core.ranks import RankGroup
-from ckpt_core.tiers import Tiers
-from lightning_ckpt._plugin_base import SaveOutcomes
+from lightning_ckpt._plugin_base import SaveOutcomes, StrPath
 from lightning_ckpt._private.hooks import before_saves_of_fabric, before_setup
 from lightning_ckpt._routing.fabric import route_fabric
 from lightning_ckpt._routing.parts import (
@@ -29,33 +28,32 @@ from lightning_ckpt.io import training_goes_on
 
 __all__ = ["ShardedCheckpointIO"]
 
-_Path = Union[str, "os.PathLike[str]"]
-
 
 class ShardedCheckpointIO(RankCheckpointIO):
     """Saves a directory to which every rank writes its part; any number of ranks reads it back.
 
     Under FSDP and ``ModelParallelStrategy`` each rank writes its shards; under DDP, where all ranks hold the same, each
-    writes a slice. Saves are asynchronous unless told otherwise, and no rank holds more than its own part. The directory
-    holds safetensors files and appears under its name when all parts are durable.
+    writes a slice. Saves are asynchronous unless told otherwise, and no rank holds more than its own part. The
+    directory holds safetensors files and appears under its name when all parts are durable.
 
-    With Fabric, give it to ``plugins``, or, for FSDP and ``ModelParallelStrategy``, which refuse plugins, to ``callbacks``.
+    With Fabric, give it to ``plugins``, or, for FSDP and ``ModelParallelStrategy``, which refuse plugins, to
+    ``callbacks``.
 
-    Lightning's own strategies call a plugin on rank 0 only, or pass it by. This one replaces the methods that save and load on
-    the strategy of the Trainer or Fabric that it was given to; no callback is needed.
+    Lightning's own strategies call a plugin on rank 0 only, or pass it by. This one replaces the methods that save and
+    load on the strategy of the Trainer or Fabric that it was given to; no callback is needed.
 
     Args:
-        mode: ``"async"`` lets training go on once this rank's part is copied; ``"sync"`` waits until all is durable.
+        mode: ``"async"`` lets training continue once this rank's part is copied; ``"sync"`` waits until all is durable.
         max_pending: How many saves may be under way before the next one waits (async only).
-        on_error: ``"raise"`` ends training on every rank when a save failed in the background; ``"warn"`` logs and counts.
+        on_error: ``"raise"`` ends training on every rank when a save failed in the background; ``"warn"`` logs and
+            counts.
         commit_timeout: Seconds that a rank whose part is durable waits for the others before the save has failed.
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
-        local_dir: Directory on a fast local disk that all ranks see, below which checkpoints are committed and training goes
-            on; then rank 0 uploads them from there in the background. Needs ``upload_to``.
-        upload_to: URL or directory that takes the uploads, under the same relative names. Loads and look-ups take the nearest
-            copy that is whole, under the path of either tier.
+        local_dir: Directory on a fast local disk that all ranks see, in which checkpoints are committed first; needs
+            ``upload_to``.
+        upload_to: URL or directory to which they are then uploaded in the background.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
-        event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
+        event_log: A local file to which every event is appended as a line of JSON.
 
     Example::
 
@@ -75,18 +73,20 @@ class ShardedCheckpointIO(RankCheckpointIO):
         keep_local: int | None = None,
         event_log: str | None = None,
     ) -> None:
+        options = CheckpointerOptions(
+            strategy=mode,
+            max_pending=max_pending,
+            on_error=on_error,
+            storage_options=storage_options,
+            local_dir=local_dir,
+            upload_to=upload_to,
+            keep_local=keep_local,
+            event_log=event_log,
+        )
         self.storage_options = storage_options
-        self.tiers = Tiers.of(local_dir, upload_to, keep_local)
+        self.tiers = options.tiers
         self.outcomes = SaveOutcomes()
-        self._settings: dict[str, Any] = {
-            "strategy": mode,
-            "max_pending": max_pending,
-            "on_error": on_error,
-            "commit_timeout": commit_timeout,
-            "storage_options": storage_options,
-            "tiers": self.tiers,
-            "listeners": [self.outcomes, *([EventLog(event_log)] if event_log is not None else [])],
-        }
+        self._settings = {**options.settings(self.outcomes), "commit_timeout": commit_timeout}
         self._checkpointer: DirectoryCheckpointer | None = None
         self._ranks = RankGroup.alone()
         self._buffers: Callable[[], Collection[str]] = tuple
@@ -120,14 +120,15 @@ class ShardedCheckpointIO(RankCheckpointIO):
             is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
             if is_distributed and torch.distributed.get_world_size() > 1:
                 raise CheckpointError(
-                    "ShardedCheckpointIO saves on all ranks together, and was called on one of them outside of a Trainer or Fabric",
+                    "ShardedCheckpointIO saves on all ranks together, and was called on one of them outside of a "
+                    "Trainer or Fabric",
                     remedy="save with trainer.save_checkpoint or fabric.save, on all ranks",
                 )
             self.connect(RankGroup.alone())
         assert self._checkpointer is not None
         return self._checkpointer
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: StrPath, storage_options: Any | None = None) -> None:
         """Save ``checkpoint`` at ``path`` in this process alone, as Lightning asks of one rank for states of its own.
 
         Args:
@@ -143,14 +144,14 @@ class ShardedCheckpointIO(RankCheckpointIO):
         if self._ranks.world_size == 1:
             self.save_together(checkpoint, path, storage_options=storage_options)
             return
-        _refuse(storage_options)
+        self.refuse(storage_options)
         checkpointer.wait(path)
         local = path if self.tiers is None else self.tiers.local_path(os.fspath(path))
         with DirectoryCheckpointer(**{**self._settings, "strategy": "sync", "tiers": None}) as alone:
             alone.save(parts_of(checkpoint, rank=0), local, metadata=metadata_of(checkpoint))
         checkpointer.upload(local)
 
-    def save_together(self, checkpoint: dict[str, Any], path: _Path, storage_options: Any | None = None) -> None:
+    def save_together(self, checkpoint: dict[str, Any], path: StrPath, storage_options: Any | None = None) -> None:
         """Save ``checkpoint`` at ``path``; called on all ranks together.
 
         Args:
@@ -162,7 +163,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
             CheckpointError: The save, or an earlier one in the background, failed.
             TypeError: ``storage_options`` is given.
         """
-        _refuse(storage_options)
+        self.refuse(storage_options)
         checkpointer = self.checkpointer
         self.before_change(path, removes=False)
         parts = parts_of(checkpoint, rank=self._ranks.rank, buffers=self._buffers())
@@ -172,7 +173,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
             checkpointer.wait(path)
 
     def load_checkpoint(
-        self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None
+        self, path: StrPath, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a checkpoint whole and verify every byte of it; one whose save is under way is waited for.
 
@@ -197,7 +198,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
         return checkpoint
 
     def load_into(
-        self, path: _Path, model: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]], *, strict: bool = True
+        self, path: StrPath, model: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]], *, strict: bool = True
     ) -> tuple[dict[str, Any], list[Any]]:
         """Load a checkpoint into distributed tensors: of their bytes, only those that this rank holds are read.
 
@@ -226,11 +227,6 @@ class ShardedCheckpointIO(RankCheckpointIO):
         found = gradients_of(opened, [self._ranks.rank] if same else range(opened.world_size))
         return {GRADIENTS_KEY: found} if any(found.values()) else {}
 
-    def remove_checkpoint(self, path: _Path) -> None:
-        """Delete a checkpoint, after the saves asked for before are durable; keep it if the newest of them fails."""
-        self.before_change(path, removes=True)
-        self.checkpointer.remove(path)
-
     def teardown(self) -> None:
         """Wait for the background, free its memory and raise a failure that was not raised yet."""
         if self._checkpointer is not None:
@@ -240,11 +236,3 @@ class ShardedCheckpointIO(RankCheckpointIO):
 def _listen() -> None:
     before_setup(route)
     before_saves_of_fabric(route_fabric)
-
-
-def _refuse(storage_options: Any | None) -> None:
-    if storage_options is not None:
-        raise TypeError(
-            "`Trainer.save_checkpoint(..., storage_options=...)` is not supported for `ShardedCheckpointIO`: give "
-            "them to `ShardedCheckpointIO(storage_options=...)`, they hold for every save there"
-        )

@@ -17,6 +17,7 @@ PACKAGES = ("ckpt_core", "ckpt_async", "lightning_ckpt", "accelerate_ckpt")
 LAYERS = (
     {"cli"},
     {"interchange"},
+    {"options"},
     {"checkpointer", "directory", "separate"},
     {"policies"},
     {"catalog"},

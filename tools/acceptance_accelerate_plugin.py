@@ -23,11 +23,12 @@ def pytest_configure() -> None:
         return
     from accelerate import Accelerator
 
-    from accelerate_ckpt import CheckpointConfig, _save_state
+    from accelerate_ckpt import CheckpointConfig
     from accelerate_ckpt._attach import install
+    from ckpt_core import options
 
     if os.environ.get("ACCEPTANCE_NEVER_WAIT"):
-        _save_state.SMALL_STATE_BYTES = -1
+        options.SMALL_STATE_BYTES = -1
     install(CheckpointConfig(strategy=strategy))
     for name in ("save_state", "load_state"):
         setattr(Accelerator, name, _counted(name, getattr(Accelerator, name)))

@@ -28,13 +28,14 @@ _RANKS_THAT_NEED_FINAL_BUCKETS = 3
 class LoaderPositions:
     """Follows the prepared loaders of one Accelerator.
 
-    To be made before the Accelerator prepares models: with three or more ranks DDP gets its final gradient buckets then, so
-    that the first step after a resume adds the gradients in the order in which an uninterrupted run adds them.
+    To be made before the Accelerator prepares models: with three or more ranks DDP gets its final gradient buckets
+    then, so that the first step after a resume adds the gradients in the order in which an uninterrupted run adds them.
 
     Args:
         accelerator: The Accelerator.
         replay: Always go back by reading again, never by skipping.
-        warn: Called on the main process with a message that says why a resume is not exact; a Python warning by default.
+        warn: Called on the main process with a message that says why a resume is not exact; a Python warning by
+            default.
 
     Raises:
         CheckpointError: This release of Accelerate is built in another way.
@@ -44,7 +45,7 @@ class LoaderPositions:
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         >>> for batch in loader:
         ...     state = positions.capture()
-        >>> positions.restore(state, saved_world_size=1)  # the next iteration goes on after that batch
+        >>> positions.restore(state, saved_world_size=1)  # the next iteration continues after that batch
     """
 
     def __init__(self, accelerator: Any, *, replay: bool = False, warn: Callable[[str], None] | None = None) -> None:
@@ -71,8 +72,8 @@ class LoaderPositions:
             return
         if accelerator._models:
             self._say(
-                "a model was prepared before the checkpoint plugin was attached; with three or more ranks the first step after "
-                "a resume may differ in the last bits (attach before accelerator.prepare)"
+                "a model was prepared before the checkpoint plugin was attached; with three or more ranks the first "
+                "step after a resume may differ in the last bits (attach before accelerator.prepare)"
             )
         stock = accelerator.prepare_model
 
@@ -140,7 +141,7 @@ class LoaderPositions:
     def _is_waited_for(self) -> bool:
         """Whether there are saved positions of loaders that the script has yet to prepare, or to iterate over."""
         if self._waiting and self.uses.count != self._uses_at_restore:
-            # the script trains: loaders that it makes from now on were not there, or begin anew with it
+            # the script trains: loaders that it makes from now on were not there, or begin again with it
             self._waiting.clear()
         return bool(self._waiting)
 
@@ -151,7 +152,7 @@ class LoaderPositions:
             self._give(number, position)
 
     def _give_any(self, number: int, position: LoaderPosition) -> None:
-        """Give a loader that none was prepared in the place of the first saved position of its kind, or else of its place."""
+        """Give a loader that took no other's place the first saved position of its kind, or else that of its number."""
         if position.is_restored:
             return
         same = [n for n, saved in self._waiting.items() if saved.get("kind") == position.kind]
@@ -173,7 +174,7 @@ class LoaderPositions:
             self._say(f"this resume cannot be promised to be exact: {'; '.join(dict.fromkeys(causes))}")
 
     def _superseded(self, loaders: list[dict[str, Any] | None]) -> set[int]:
-        """Return which loaders the script has replaced by others, as those do that prepare a new one for every epoch."""
+        """Return which loaders the script has replaced by others, as scripts that prepare a new one every epoch do."""
         found = set()
         for number, loader in enumerate(loaders):
             for later in loaders[number + 1 :]:
@@ -201,7 +202,7 @@ class LoaderPositions:
         self.uses.watch(self._accelerator._models)
 
     def begins(self, position: LoaderPosition) -> None:
-        """Note that the script begins to iterate over a loader; warn if a resume would not repeat what it draws then."""
+        """Note that the script begins to iterate over a loader; warn if a resume would not repeat what it draws."""
         saved = self._saved_between_epochs
         if saved is None:
             return
@@ -212,9 +213,9 @@ class LoaderPositions:
         self._saved_between_epochs = None
         if passed and not rng.same_as(RngState.capture()):
             self._say_once(
-                "an evaluation between two epochs has drawn random numbers after the checkpoint at the end of the epoch "
-                "was saved: a resume from it begins with the next epoch and does not draw them, so it is not exact "
-                "(save after the evaluation)"
+                "an evaluation between two epochs has drawn random numbers after the checkpoint at the end of the "
+                "epoch was saved: a resume from it begins with the next epoch and does not draw them, so it is not "
+                "exact (save after the evaluation)"
             )
 
     # ---- capture and restore -----------------------------------------------------------------------------------------
@@ -230,8 +231,8 @@ class LoaderPositions:
         loaders = [None if position is None else self._capture(position) for position in positions]
         if any(position is not None and position.leaves_one_out for position in positions):
             self._say_once(
-                "save_state was called after the script took a batch and before it used it: a resume continues with the "
-                "batch after it (save at the end of the loop's body)"
+                "save_state was called after the script took a batch and before it used it: a resume continues with "
+                "the batch after it (save at the end of the loop's body)"
             )
         for number in self._superseded(loaders):
             loaders[number] = None
@@ -257,12 +258,12 @@ class LoaderPositions:
         return {**position.capture(), **history}
 
     def restore(self, state: Mapping[str, Any], *, saved_world_size: int, has_own: bool = True) -> None:
-        """Set the generators, and let the next iteration of each loader go on where it was.
+        """Set the generators, and let the next iteration of each loader continue where it was.
 
-        With another number of ranks than the checkpoint was saved by, the ranks go on in the rest of the epoch that all old
-        ranks had in common: nothing is lost, and nothing repeated but the padding by which Accelerate gives all ranks
-        equally many batches. Ranks that were there keep their generators; those of a new rank are derived from rank
-        0's and its own number.
+        With another number of ranks than the checkpoint was saved by, the ranks continue in the rest of the epoch that
+        all old ranks had in common: nothing is lost, and nothing repeated but the padding by which Accelerate gives all
+        ranks equally many batches. Ranks that were there keep their generators; those of a new rank are derived from
+        rank 0's and its own number.
 
         Args:
             state: What :meth:`capture` returned on this rank; on a rank that was not there, what it returned on rank 0.
@@ -283,8 +284,9 @@ class LoaderPositions:
         causes = []
         if saved_world_size != world_size:
             causes.append(
-                f"the checkpoint was saved by {saved_world_size} ranks and is loaded by {world_size}: the rest of the epoch is "
-                "divided anew, so batches and random numbers differ from those of the old number of ranks"
+                f"the checkpoint was saved by {saved_world_size} ranks and is loaded by {world_size}: the rest of the "
+                "epoch is divided over the new ranks, so batches and random numbers differ from those of the old "
+                "number of ranks"
             )
         self._waiting, self._causes = {}, causes
         positions = self._all()

@@ -1,8 +1,8 @@
 """What the first batches that a script takes after a load say about it: whether it leaves out batches itself.
 
 Scripts skip what they had by ``continue``, by ``next`` or by ``islice``: they take batches and do nothing with them. A
-loader that is already in the middle of its epoch must not lose these. What counts as doing something is a backward pass,
-an optimizer's step, or a forward pass of a prepared model.
+loader that is already in the middle of its epoch must not lose these. What counts as doing something is a backward
+pass, an optimizer's step, or a forward pass of a prepared model.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Opening:
 
     Attributes:
         state: The position that was restored.
-        rng: The generators from which the iteration has to go on.
+        rng: The generators from which the iteration has to continue.
         steps: How many batches of the epoch the script had.
         habit: How many batches it takes before it uses one.
         then: What comes after so many batches: the restored position, or the end of an epoch that was finished.

@@ -1,13 +1,12 @@
 """Where one prepared loader is, batch by batch, and how it gets there again.
 
-A position counts *steps*: batches that the script of this rank was given. Accelerate's loaders fetch one step ahead, so the
-random generators and the loader are remembered before each fetch; the step that was fetched ahead is fetched again
+A position counts *steps*: batches that the script of this rank was given. Accelerate's loaders fetch one step ahead, so
+the random generators and the loader are remembered before each fetch; the step that was fetched ahead is fetched again
 after a resume.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import itertools
@@ -15,12 +14,10 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Protocol
 
-from accelerate_ckpt._data.division import Consumed, Division
 from accelerate_ckpt._data.opening import Habit, Next, Opening, Uses
-from accelerate_ckpt._data.skipped_loader import SkippedLoader
-from accelerate_ckpt._data.tracker import InnerTracker
+from accelerate_ckpt._data.tracker import Consumed, Division, InnerTracker
 from accelerate_ckpt._private.data import Internals, not_as_known
-from ckpt_core.state.loaders import LoaderMark
+from ckpt_core.state.loaders import FetchHistory, LoaderMark
 from ckpt_core.state.rng import RngState, capture_generators, restore_generators
 
 __all__ = ["LoaderPosition"]
@@ -84,9 +81,10 @@ class LoaderPosition:
         self._fetched = 0
         self._consumed: Consumed = self._division.nothing
         self._ahead: _Moment | None = None
-        self._moments: collections.deque[tuple[int, _Moment]] = collections.deque(maxlen=2)
+        self._history: FetchHistory[_Moment] = FetchHistory(2)
         self._begun_generators: dict[str, Any] = {}
         self._first_rng: RngState | None = None
+        self._begun_step: RngState | None = None
         self._resume: Mapping[str, Any] | None = None
         self._resumed: Mapping[str, Any] | None = None
         self._left: Mapping[str, Any] | None = None
@@ -94,7 +92,6 @@ class LoaderPosition:
         self._opening: Opening | None = None
         self._leave_out = 0
         self._rng_after: RngState | None = None
-        self._draws_while_reading = False
 
     def release(self) -> None:
         """Give the loader back as it was."""
@@ -158,7 +155,7 @@ class LoaderPosition:
         self._resumed, self._resume, self._left, self._offered = self._resume, None, None, None
         leave_out, self._leave_out = self._leave_out, 0
         self._fetched, self._consumed, self._ahead, self._rng_after = 0, self._division.nothing, None, None
-        self._moments.clear()
+        self._history.clear()
         self._begun_generators, self._first_rng = self._dataset_generators(), None
         first_rows = None
         if self._resumed is None:
@@ -168,10 +165,10 @@ class LoaderPosition:
             if self._opening is not None:
                 self._opening.rng = self._rng_after
             if self._fits(self._resumed):
-                iterator = self._go_on(self._resumed)
+                iterator = self._continue_exact(self._resumed)
                 first_rows = self._resumed["first_rows"]
             else:
-                iterator = self._go_on_elsewhere(self._resumed)
+                iterator = self._continue_elastic(self._resumed)
         self._internals.follow_first_rows(first_rows)
         if self._internals.fetches == 0:
             self._caught_up()
@@ -204,9 +201,9 @@ class LoaderPosition:
         except StopIteration:
             self._caught_up()
             raise
-        before = self._moments[-1][1].rng
-        if self._fetched < 2 and before is not None and self._tracker.may_read_again:
-            self._draws_while_reading |= not before.same_as(RngState.capture())
+        before = self._begun_step
+        if before is not None and self._tracker.may_read_again:
+            self._history.was_read(self._fetched, before)
         self._fetched += 1
         if self._fetched % fetches == 0:
             self._caught_up()
@@ -217,7 +214,8 @@ class LoaderPosition:
         if ahead is not None and ahead.rng is not None:
             ahead.rng.restore()
         moment = self._moment()
-        self._moments.append((self._fetched, moment))
+        self._history.add(self._fetched, moment)
+        self._begun_step = moment.rng
         if self._fetched == 0:
             self._first_rng = moment.rng
 
@@ -280,7 +278,7 @@ class LoaderPosition:
             "consumed_after": self._division.consumed(self._consumed, self._steps) if inside else 0,
             "between": self._tracker.capture_between_passes() if phase != INSIDE else None,
             "first_rows": self._internals.first_rows if inside else None,
-            "draws_while_reading": inside and self._draws_while_reading,
+            "draws_while_reading": inside and self._history.draws_while_reading,
             "habit": self.habit.longest,
             "finished": 0 if inside else self._steps,
             **(self._capture_inside() if inside else {"pass": None, "ahead": None, "begun": None}),
@@ -288,7 +286,7 @@ class LoaderPosition:
 
     def _capture_inside(self) -> dict[str, Any]:
         fetched = self._steps * self._internals.fetches
-        moment = next((moment for fetch, moment in self._moments if fetch == fetched), None)
+        moment = self._history.before(fetched)
         if moment is None:
             # nothing is fetched ahead: by this rank (a dispatcher), or because the iteration was left at its end
             moment = _Moment(None, LoaderMark(0, self._tracker.sampler.current, None), {})
@@ -311,23 +309,23 @@ class LoaderPosition:
         return bool(state["layout"] == self._division.describe())
 
     def problem(self, state: Mapping[str, Any]) -> str | None:
-        """Return why going on from a captured position would not be exact, in words, or ``None``."""
+        """Return why continuing from a captured position would not be exact, in words, or ``None``."""
         if self._fits(state):
             if state["draws_while_reading"]:
                 return (
-                    "an iterable data set is read again from its beginning, because it has no state_dict or Accelerate divides "
-                    "it over the ranks, and draws random numbers in the main process while it is read; its order is reproduced "
-                    "only if it does not depend on them (num_workers=1 avoids that)"
+                    "an iterable data set is read again from its beginning, because it has no state_dict or "
+                    "Accelerate divides it over the ranks, and draws random numbers in the main process while it is "
+                    "read; its order is reproduced only if it does not depend on them (num_workers=1 avoids that)"
                 )
             found = [self._tracker.check(part) for part in (state["pass"], state["between"]) if part is not None]
             return next((problem for problem in found if problem is not None), None)
         if state["phase"] != INSIDE:
             return None
         obstacle = self._division.obstacle(state)
-        return self._division.difference(state) if obstacle is None else f"{obstacle}, so the epoch begins anew"
+        return self._division.difference(state) if obstacle is None else f"{obstacle}, so the epoch begins again"
 
     def restore(self, state: Mapping[str, Any], rng: RngState) -> None:
-        """Let the next iteration of the loader go on from a captured position.
+        """Let the next iteration of the loader continue from a captured position.
 
         Args:
             state: What :meth:`capture` returned.
@@ -355,11 +353,11 @@ class LoaderPosition:
         else:
             self._tracker.carry_between_passes(between, rng)
         if state["phase"] == LEFT and understood:
-            # a stateful loader goes on where it was left; with another one the script has to say so, by skipping
+            # a stateful loader continues where it was left; with another one the script has to say so, by skipping
             stateful = bool(self.loader.use_stateful_dataloader)
             self._resume, self._left = (state, None) if stateful else (None, state)
 
-    def _go_on(self, state: Mapping[str, Any]) -> Iterator[Any]:
+    def _continue_exact(self, state: Mapping[str, Any]) -> Iterator[Any]:
         self.loader.set_epoch(int(state["iteration"]))
         self._internals.forget_iterator()
         self._consumed = state["consumed"]
@@ -385,7 +383,7 @@ class LoaderPosition:
         self._set_remainder()
         return iterator
 
-    def _go_on_elsewhere(self, state: Mapping[str, Any]) -> Iterator[Any]:
+    def _continue_elastic(self, state: Mapping[str, Any]) -> Iterator[Any]:
         self.loader.set_epoch(int(state["iteration"]))
         self._internals.forget_iterator()
         self._consumed = state["consumed_after"]
@@ -416,12 +414,13 @@ class LoaderPosition:
         if waiting is None:
             if self._is_over(batches):
                 self._opening = None
-                return SkippedLoader(self.loader, batches, self._begin_after_an_empty_one())
-            return self.loader if batches <= 0 else SkippedLoader(self.loader, batches, self._begin_later)
+                return _SkippedLoader(self.loader, batches, self._begin_after_an_empty_one())
+            return self.loader if batches <= 0 else _SkippedLoader(self.loader, batches, self._begin_later)
         steps = int(waiting["steps"])
         if batches != steps and self._fits(waiting):
             log.warning(
-                "skip_first_batches was asked to skip %d batches, but the checkpoint was saved after %d: going on after %d",
+                "skip_first_batches was asked to skip %d batches, but the checkpoint was saved after %d: resuming "
+                "after %d",
                 batches,
                 steps,
                 steps,
@@ -447,7 +446,7 @@ class LoaderPosition:
         """Let the next iteration continue from a captured position only if the script asks to skip what it had then.
 
         For a load in a process that has trained with the loader: it brings back an earlier state of the model, and the
-        data goes on, as it does with Accelerate.
+        data continues, as it does with Accelerate.
         """
         understood = self._fits(state) or self._division.obstacle(state) is None
         self._opening, self._offered = None, None
@@ -539,3 +538,39 @@ class _Fetches:
         if name in ("_position", "_inner"):
             raise AttributeError(name)
         return getattr(self._inner, name)
+
+
+class _SkippedLoader:
+    """What ``skip_first_batches`` returns. The loader itself leaves its first batches out, so its progress is not lost.
+
+    Args:
+        loader: The prepared loader.
+        batches: How many batches to leave out of each iteration.
+        leave_out: Lets the next iteration of the loader begin so many batches later; False if nothing is left in it.
+    """
+
+    def __init__(self, loader: Any, batches: int, leave_out: Callable[[int], bool]) -> None:
+        self._loader = loader
+        self._batches = batches
+        self._leave_out = leave_out
+
+    # scripts and Accelerate ask isinstance(..., DataLoader)
+    @property
+    def __class__(self) -> Any:
+        return self._loader.__class__
+
+    @__class__.setter
+    def __class__(self, value: type) -> None:
+        raise TypeError(f"the class of this loader cannot be changed to {value.__name__}")
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("_loader", "_batches", "_leave_out"):
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __len__(self) -> int:
+        return len(self._loader) - self._batches
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._leave_out(self._batches):
+            yield from self._loader

@@ -2,7 +2,7 @@
 
 Accelerate has no entry point for flags of others, and refuses flags that it does not know. Its parser and the function
 behind it are importable, but not documented; if a release moves them, ``accelerate launch -m accelerate_ckpt``, which
-needs neither, goes on working, and the error here says so.
+needs neither, keeps working, and the error here says so.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def launch_parser(title: str) -> argparse.ArgumentParser:
     """Return the parser of ``accelerate launch``.
 
     Args:
-        title: Of a group of arguments that will be added, and is to be shown in the help: Accelerate hides the groups that
-            do not belong to the flags given, and those that it does not know.
+        title: Of a group of arguments that will be added, and is to be shown in the help: Accelerate hides the groups
+            that do not belong to the flags given, and those that it does not know.
     """
 
     class HelpFormatter(CustomHelpFormatter):  # type: ignore[misc]  # Accelerate publishes no types

@@ -1,9 +1,9 @@
 """The only file that touches private parts of Accelerate's data loaders.
 
-Accelerate has no hook around the iteration of a prepared loader, makes the iterator of the loader inside it and reads one batch
-ahead; its ``skip_first_batches`` returns another loader, whose progress nobody writes back. What is needed to follow
-and to resume an iteration is here, each use with its reason. :func:`check` finds out when a plugin is attached, with one
-clear error, if a release has moved something; :meth:`~accelerate_ckpt._data.position.LoaderPosition.iterate`
+Accelerate has no hook around the iteration of a prepared loader, makes the iterator of the loader inside it and reads
+one batch ahead; its ``skip_first_batches`` returns another loader, whose progress nobody writes back. What is needed to
+follow and to resume an iteration is here, each use with its reason. :func:`check` finds out when a plugin is attached,
+with one clear error, if a release has moved something; :meth:`~accelerate_ckpt._data.position.LoaderPosition.iterate`
 finds out if a release makes its iterators in another way.
 """
 
@@ -190,7 +190,7 @@ class Internals:
 
     @property
     def shard(self) -> Any:
-        """What divides the indices or samples over the ranks; None where every batch is for this rank, or dispatched."""
+        """What divides indices or samples over the ranks; None where every batch is for this rank, or dispatched."""
         data = (self.base.batch_sampler, self.base.sampler, self.base.dataset)
         kinds = (data_loader.BatchSamplerShard, data_loader.IterableDatasetShard)
         return next((part for part in data if isinstance(part, kinds)), None)
@@ -246,8 +246,8 @@ class Internals:
     def forget_iterator(self) -> None:
         """Let the next iterator be a new one, with new workers.
 
-        Persistent workers have drawn from their generators, and a stateful loader makes its first iterator when Accelerate
-        prepares it, before it was followed.
+        Persistent workers have drawn from their generators, and a stateful loader makes its first iterator when
+        Accelerate prepares it, before it was followed.
         """
         if getattr(self.base, "_iterator", None) is not None:
             self.base._iterator = None

@@ -12,9 +12,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from accelerate_ckpt._state import fsdp
 from accelerate_ckpt._state.naming import automatic_root, candidates, is_url, next_iteration, number_of, path_text
-from accelerate_ckpt._state.parts import FORMAT, RANK, check_optimizer, indexed, load_model, restore_buffers
+from accelerate_ckpt._state.parts import (
+    FORMAT,
+    RANK,
+    apply_sharded,
+    check_optimizer,
+    indexed,
+    is_sharded,
+    load_model,
+    read_sharded,
+    restore_buffers,
+)
 from accelerate_ckpt._state.session import Session
 from accelerate_ckpt._state.stock import StockCheckpoint, check_custom_objects
 from ckpt_core.catalog import CheckpointInfo, disagreement
@@ -99,7 +108,8 @@ class _Stock:
         session: Of the Accelerator.
         path: The checkpoint.
         original: Accelerate's own ``load_state``.
-        load_kwargs: Of Accelerate's ``load_state``. ``weights_only=False`` in it says that code in the checkpoint may run.
+        load_kwargs: Of Accelerate's ``load_state``. ``weights_only=False`` in it says that code in the checkpoint may
+            run.
         model_arguments: For ``load_state_dict`` of the models.
 
     Raises:
@@ -132,15 +142,15 @@ class _Stock:
         session = self._session
         session.tell_once(
             "stock",
-            f"{self._path} was saved by stock Accelerate: the data order and position, the gradients of an open accumulation "
-            "window and the registered objects of other ranks are not in it, so what follows is not exactly what would have "
-            "followed. The next save_state has it all",
+            f"{self._path} was saved by stock Accelerate: the data order and position, the gradients of an open "
+            "accumulation window and the registered objects of other ranks are not in it, so what follows is not "
+            "exactly what would have followed. The next save_state has it all",
         )
         self._checkpoint.load(self._original, self._load_kwargs)
-        _go_on_counting(session, self._path, None)
+        _continue_counting(session, self._path, None)
 
 
-def _go_on_counting(session: Session, path: str, loaded: int | None) -> None:
+def _continue_counting(session: Session, path: str, loaded: int | None) -> None:
     accelerator = session.accelerator
     project = accelerator.project_configuration
     if project.automatic_checkpoint_naming:
@@ -162,13 +172,7 @@ def _newest(session: Session) -> str:
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
     session.checkpointer.drain()
-    found: list[str | None] = [None]
-
-    def look() -> None:
-        found[0] = _newest_usable(session) if session.rank == 0 else None
-
-    session.agreement.all_succeeded("load_state", look)
-    path = session.agreement.from_rank_zero("load_state", found[0])
+    path = session.agreement.asked_of_rank_zero("load_state", lambda: _newest_usable(session))
     if path is None:
         root = automatic_root(accelerator)
         raise FolderNotFoundError(f"there is no usable checkpoint in {root}", path=root)
@@ -178,16 +182,13 @@ def _newest(session: Session) -> str:
 def _newest_usable(session: Session) -> str | None:
     root = automatic_root(session.accelerator)
     found = candidates(root, session.config.storage_options, session.tiers)
-    return first_usable(session, root, found, lambda path: _problem_of(session, path))
+    return first_usable(session, root, found, lambda path: _check_usable(session, path))
 
 
 def first_usable(
-    session: Session,
-    root: str,
-    found: Sequence[CheckpointInfo],
-    problem_of: Callable[[str], CheckpointError | None],
+    session: Session, root: str, found: Sequence[CheckpointInfo], check: Callable[[str], None]
 ) -> str | None:
-    """Return the first checkpoint that can be used, and warn of those before it and of what speaks for another; None if none is there.
+    """Return the first checkpoint that can be used, None if there are none; warn of what was passed over.
 
     Raises:
         CheckpointCorruptedError: There are some, and none can be used: nothing may start from scratch then.
@@ -195,7 +196,7 @@ def first_usable(
     """
     problems: dict[str, CheckpointError] = {}
     for index, info in enumerate(found):
-        problem = problem_of(info.path)
+        problem = _problem(check, info.path)
         if problem is None:
             session.note_passed_over(problems)
             for other in found[index + 1 :]:
@@ -215,16 +216,20 @@ def first_usable(
     return None
 
 
-def _problem_of(session: Session, path: str) -> CheckpointError | None:
+def _problem(check: Callable[[str], None], path: str) -> CheckpointError | None:
     try:
-        if not session.checkpointer.exists(path):
-            StockCheckpoint(session.accelerator, path, session.rank, allow_pickle=session.config.allow_pickle)
-            return None
-        with contextlib.closing(session.checkpointer.load(path)) as checkpoint:
-            checkpoint.verify()
+        check(path)
     except CheckpointError as error:
         return error
     return None
+
+
+def _check_usable(session: Session, path: str) -> None:
+    if not session.checkpointer.exists(path):
+        StockCheckpoint(session.accelerator, path, session.rank, allow_pickle=session.config.allow_pickle)
+        return
+    with contextlib.closing(session.checkpointer.load(path)) as checkpoint:
+        checkpoint.verify()
 
 
 # ---- ours ------------------------------------------------------------------------------------------------------------
@@ -260,7 +265,7 @@ class _Ours:
             self._own = checkpoint.load(RANK, rank=self._rank)
             self._states = {name: checkpoint.load(name, rank=self._rank) for name in _states_to_read(accelerator)}
             self._gradients = self._read_gradients(checkpoint)
-            self._sharded = fsdp.read(accelerator, checkpoint) if fsdp.is_used(accelerator) else None
+            self._sharded = read_sharded(accelerator, checkpoint) if is_sharded(accelerator) else None
         if self._sharded is None:
             for index, optimizer in enumerate(accelerator._optimizers):
                 name = indexed("optimizer", index)
@@ -279,9 +284,9 @@ class _Ours:
         if len(self._saved_by) < self._saved_world_size:
             session.tell_once(
                 "saved-alone",
-                f"{self._path} was saved on rank 0 and not on all of {self._saved_world_size}: the others continue with its "
-                "data position and registered objects, and with random generators derived from its own, so this resume is not "
-                "exact. Call save_state on all ranks, not under `if accelerator.is_main_process`",
+                f"{self._path} was saved on rank 0 and not on all of {self._saved_world_size}: the others continue "
+                "with its data position and registered objects, and with random generators derived from its own, so "
+                "this resume is not exact. Call save_state on all ranks, not under `if accelerator.is_main_process`",
             )
         accelerator = session.accelerator
         self._load_models()
@@ -297,7 +302,7 @@ class _Ours:
                 restore_gradients(model.named_parameters(), found or {})
         session.window_open = any(self._gradients)
         session.local_sgd.restore(self._about["local_sgd"])
-        _go_on_counting(session, self._path, self._about["iteration"])
+        _continue_counting(session, self._path, self._about["iteration"])
         session.step = int(self._about.get("step", 0))  # older checkpoints have none
         # Last, because it sets the random generators, and what comes before may draw from them.
         has_own = self._rank == session.rank
@@ -315,7 +320,7 @@ class _Ours:
             for index, model in enumerate(models):
                 load_model(model, checkpoint, indexed("model", index), rank=self._rank, **self._model_arguments)
         if self._sharded is not None:
-            fsdp.apply(accelerator, self._sharded)
+            apply_sharded(accelerator, self._sharded)
 
 
 @contextlib.contextmanager
@@ -353,7 +358,7 @@ def _metadata(checkpoint: DirectoryCheckpoint, path: str) -> Mapping[str, Any]:
 def _states_to_read(accelerator: Any) -> dict[str, Any]:
     """Return what has a ``load_state_dict`` that takes a part as it is, by the part's name."""
     owners: dict[str, Any] = {}
-    if not fsdp.is_used(accelerator):
+    if not is_sharded(accelerator):
         owners |= {indexed("optimizer", index): owner for index, owner in enumerate(accelerator._optimizers)}
     owners |= {indexed("scheduler", index): owner for index, owner in enumerate(accelerator._schedulers)}
     if accelerator.scaler is not None:

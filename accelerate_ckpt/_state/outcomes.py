@@ -8,12 +8,11 @@ import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
-from accelerate_ckpt._state.agreement import Agreement
 from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError
-from ckpt_core.ranks import SharedOutcome, decode_error, encode_error
+from ckpt_core.ranks import Agreement, RunOutcome, decode_error, encode_error
 
 __all__ = ["AgreedSave", "OutcomeWatch"]
 
@@ -51,16 +50,9 @@ class OutcomeWatch:
     def __init__(self, checkpointer: DirectoryCheckpointer, agreement: Agreement, store: Store | None) -> None:
         self._checkpointer = checkpointer
         self._agreement = agreement
-        self._store = store
-        self._raised = 0
-        self._outcome = self._new_outcome()
+        self._outcome = RunOutcome(checkpointer, store, agreement.rank, agreement.world_size)
         self._stepped: set[int] = set()
         self._under_way = False
-
-    def _new_outcome(self) -> SharedOutcome:
-        # One name space for each failure: what was raised once is not found again.
-        store = None if self._store is None else PrefixStore(f"outcome-{self._raised}", self._store)
-        return SharedOutcome(store, self._agreement.world_size)
 
     def save_begun(self) -> None:
         """Note that a save runs in the background; called on every rank."""
@@ -85,16 +77,13 @@ class OutcomeWatch:
         Raises:
             CheckpointError: The failure, as the same class on every rank.
         """
-        pending = self._checkpointer.is_busy  # before the failure is taken: it may come in between
-        writes = self._agreement.rank == 0
-        failure = self._checkpointer.take_failure() if writes else None
-        if not pending and failure is None and self._store is None:
-            self._under_way = False
         try:
-            self._outcome.at_boundary(writes=writes, pending=pending, failure=failure)
+            self._outcome.at_boundary()
         except CheckpointError:
-            self._after_raise()
+            self._stepped.clear()
             raise
+        saves = self._checkpointer
+        self._under_way = self._agreement.world_size > 1 or saves.is_busy or saves.failure is not None
 
     def before_save(
         self, path: str, refuse: Callable[[str], str | None], *, step: int | None, waits: bool, may_be_absent: bool
@@ -107,7 +96,8 @@ class OutcomeWatch:
             path: Where this rank wants to save.
             refuse: Asked on rank 0 for a reason not to save there.
             step: At which step this rank is; only that of rank 0 counts.
-            waits: Whether rank 0 waits for all to come. If not, a rank that does not is found when the save is committed.
+            waits: Whether rank 0 waits for all to come. If not, a rank that does not is found when the save is
+                committed.
             may_be_absent: Whether rank 0 waits no longer for ranks that have certainly gone on without this save.
 
         Raises:
@@ -116,7 +106,7 @@ class OutcomeWatch:
         """
         failure, reason = None, None
         if self._agreement.rank == 0:
-            failure = self._outcome.unraised or self._checkpointer.take_failure()
+            failure = self._outcome.unraised
             reason = refuse(path)
         encoded = None if failure is None else encode_error(failure)
         agreement = self._agreement
@@ -125,7 +115,7 @@ class OutcomeWatch:
             answer = agreement.from_rank_zero("save_state", value, may_be_absent=may_be_absent)
         else:
             answer = agreement.announce("save_state", value)
-        agreed, encoded, reason, zeros_step, number = answer
+        agreed, encoded, reason, step_of_rank_0, number = answer
         if encoded is not None:
             self._after_raise()
             raise failure or decode_error(encoded)
@@ -134,7 +124,7 @@ class OutcomeWatch:
         if agreed != path:
             log.warning("rank %d saves at %s, where rank 0 does, and not at %s", self._agreement.rank, agreed, path)
         absent = functools.partial(agreement.absent_from, agreement.meeting, agreement.place)
-        return AgreedSave(str(agreed), zeros_step, number, frozenset(agreement.left_out), absent)
+        return AgreedSave(str(agreed), step_of_rank_0, number, frozenset(agreement.left_out), absent)
 
     def after_training(self) -> None:
         """Wait for the background, and raise what no rank has raised yet; called on all ranks together.
@@ -143,15 +133,11 @@ class OutcomeWatch:
             CheckpointError: The failure, as the same class on every rank.
         """
         self._checkpointer.drain()
-        failure = self._outcome.unraised or self._checkpointer.take_failure()
+        failure = self._outcome.unraised
         if failure is not None:
             self._after_raise()
             raise failure
 
     def _after_raise(self) -> None:
-        if self._agreement.rank:
-            self._checkpointer.drain()  # until this rank has heard itself of what it was told
-        self._checkpointer.take_failure()
-        self._raised += 1
+        self._outcome.was_raised()
         self._stepped.clear()
-        self._outcome = self._new_outcome()

@@ -6,6 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import DistributedType
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from ckpt_core.directory import DirectoryCheckpoint, Part
@@ -16,17 +24,21 @@ from ckpt_core.tree import tensors
 __all__ = [
     "FORMAT",
     "RANK",
+    "apply_sharded",
     "capture_buffers",
     "check_optimizer",
     "check_weights",
     "custom_parts",
-    "fit_into",
     "indexed",
+    "is_sharded",
     "load_model",
     "model_parts",
     "optimizer_parts",
+    "read_sharded",
     "restore_buffers",
     "scheduler_parts",
+    "sharded_parts",
+    "tensor_sizes",
 ]
 
 FORMAT = "accelerate_ckpt"  # our entry in a checkpoint's metadata
@@ -59,15 +71,14 @@ def custom_parts(objects: Sequence[Any]) -> list[Part]:
     return [Part(f"custom_{index}", item.state_dict(), Kind.PER_RANK) for index, item in enumerate(objects)]
 
 
-def fit_into(parts: Sequence[Part], nbytes: int) -> bool:
-    """Return whether all tensors of the parts have at most so many bytes, each object counted once."""
-    sizes: dict[int, int] = {}
+def tensor_sizes(parts: Sequence[Part]) -> Iterator[int]:
+    """Return the bytes of the tensors of the parts, each object counted once."""
+    seen: set[int] = set()
     for part in parts:
         for _, tensor in tensors(part.state):
-            sizes[id(tensor)] = tensor.nbytes
-            if tensor.nbytes > nbytes:  # spares the others, in all models that take long to save
-                return False
-    return sum(sizes.values()) <= nbytes
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor.nbytes
 
 
 def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -102,7 +113,8 @@ def check_optimizer(optimizer: Any, state: Mapping[str, Any], *, path: str, key:
     saved = [len(group["params"]) for group in state["param_groups"]]
     if here != saved:
         raise StateMismatchError(
-            f"the checkpoint's optimizer has parameter groups of {saved} parameters, and the one here has groups of {here}",
+            f"the checkpoint's optimizer has parameter groups of {saved} parameters, and the one here has groups of "
+            f"{here}",
             path=path,
             key=key,
             remedy="prepare the same model and optimizer as the run that saved",
@@ -186,3 +198,46 @@ def load_model(
     loaded = {name: value for name, value in loaded.items() if not getattr(value, "is_meta", False)}
     # The values are in place. This is for modules that act on it, and for extra state.
     model.load_state_dict(loaded, strict=strict, **arguments)
+
+
+# ---- FSDP: models and optimizers in pieces, each rank with its own ---------------------------------------------------
+
+# Of every tensor only this rank's piece, where it is now.
+_PIECES = StateDictOptions(full_state_dict=False, cpu_offload=False)
+
+
+def is_sharded(accelerator: Any) -> bool:
+    """Whether the Accelerator's models are sharded."""
+    return bool(accelerator.distributed_type == DistributedType.FSDP)
+
+
+def sharded_parts(accelerator: Any) -> list[Part]:
+    """Return models and optimizers in pieces; each optimizer belongs to the model with its number, as in Accelerate."""
+    found = [
+        Part(indexed("model", index), get_model_state_dict(model, options=_PIECES), Kind.SHARDED)
+        for index, model in enumerate(accelerator._models)
+    ]
+    for index, (model, optimizer) in enumerate(zip(accelerator._models, accelerator._optimizers, strict=False)):
+        state = get_optimizer_state_dict(model, optimizer.optimizer, options=_PIECES)
+        found.append(Part(indexed("optimizer", index), state, Kind.SHARDED))
+    return found
+
+
+def read_sharded(accelerator: Any, checkpoint: DirectoryCheckpoint) -> list[Any]:
+    """Read this rank's pieces of models and optimizers; any number of ranks may have saved. See :func:`apply_sharded`.
+
+    Raises:
+        StateMismatchError: The checkpoint is of another model. Nothing was changed.
+    """
+    # The targets first: making them takes all ranks, and reading may fail on one.
+    targets = sharded_parts(accelerator)
+    return [checkpoint.load(target.name, into=target.state) for target in targets]
+
+
+def apply_sharded(accelerator: Any, states: Sequence[Any]) -> None:
+    """Set what :func:`read_sharded` has read; called on all ranks together."""
+    models = accelerator._models
+    for model, state in zip(models, states, strict=False):
+        set_model_state_dict(model, state, options=_PIECES)
+    for model, optimizer, state in zip(models, accelerator._optimizers, states[len(models) :], strict=False):
+        set_optimizer_state_dict(model, optimizer.optimizer, state, options=_PIECES)

@@ -13,9 +13,7 @@ import accelerate
 import torch
 
 from accelerate_ckpt import _termination
-from accelerate_ckpt._private.safetensors_files import wait_when_safetensors_open
-from accelerate_ckpt._state import fsdp
-from accelerate_ckpt._state.agreement import names_of
+from accelerate_ckpt._private.files import wait_when_safetensors_open
 from accelerate_ckpt._state.naming import is_url, number_of, target_of
 from accelerate_ckpt._state.outcomes import AgreedSave
 from accelerate_ckpt._state.parts import (
@@ -23,26 +21,26 @@ from accelerate_ckpt._state.parts import (
     RANK,
     capture_buffers,
     custom_parts,
-    fit_into,
+    is_sharded,
     model_parts,
     optimizer_parts,
     scheduler_parts,
+    sharded_parts,
+    tensor_sizes,
 )
 from accelerate_ckpt._state.session import Session
 from ckpt_core.directory import AddedFiles, Part
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
+from ckpt_core.options import wait_if_small
+from ckpt_core.ranks import names_of
 from ckpt_core.state.gradients import capture_gradients
 from ckpt_core.state.kinds import Kind
 
 __all__ = ["save_deferred", "save_state"]
 
-# Durable in some milliseconds: waiting for it is cheap, and keeps the directory as those expect it who look there at once.
-SMALL_STATE_BYTES = 256 * 1024
-_LONGEST_WAIT_FOR_SMALL_SECONDS = 1.0
-
 
 def save_state(session: Session, output_dir: str | os.PathLike[str] | None) -> Path | str:
-    """Save everything that an Accelerator's run needs to go on; called on all ranks together.
+    """Save everything that an Accelerator's run needs to continue; called on all ranks together.
 
     Args:
         session: Of the Accelerator.
@@ -96,13 +94,13 @@ def _agree(session: Session, target: str) -> AgreedSave:
             "`self.save_iteration` with what iteration to start with."
         )
 
-    # Without a step to compare, a rank that has missed a save would be mixed into the next one: all are waited for. So they are
-    # once if rank 0 has not everything, which decides what it writes.
+    # Without a step to compare, a rank that has missed a save would be mixed into the next one: all are waited for. So
+    # they are once if rank 0 has not everything, which decides what it writes.
     step = session.step_of_all
-    is_spread = fsdp.is_used(accelerator) or session.config.slices_replicated
+    is_spread = is_sharded(accelerator) or session.config.slices_replicated
     unknown = (is_spread and session.come_all is not True) or (session.come_all is None and not session.config.is_async)
     agreed = session.outcomes.before_save(
-        target, refuse, step=step, waits=step is None or unknown, may_be_absent=not fsdp.is_used(accelerator)
+        target, refuse, step=step, waits=step is None or unknown, may_be_absent=not is_sharded(accelerator)
     )
     if agreed.left_out:
         _tell_of_absent(session, agreed.left_out)
@@ -112,8 +110,8 @@ def _agree(session: Session, target: str) -> AgreedSave:
         error = RankFailedError(
             f"rank {session.rank} saves step {step}, and rank 0 step {agreed.step}: that is no checkpoint",
             path=agreed.path,
-            remedy="call save_state on all ranks, not under `if accelerator.is_main_process`; if the ranks are meant to take "
-            "different numbers of steps, make the Accelerator with even_batches=False",
+            remedy="call save_state on all ranks, not under `if accelerator.is_main_process`; if the ranks are meant "
+            "to take different numbers of steps, make the Accelerator with even_batches=False",
         )
         _fail_everywhere(session, agreed, error)
         raise error
@@ -124,9 +122,9 @@ def _tell_of_absent(session: Session, absent: Collection[int]) -> None:
     session.come_all = False
     session.tell_once(
         "absent",
-        f"save_state was called on rank 0 and not on {names_of(absent)}: as with stock Accelerate, the checkpoint has the "
-        "models, optimizers and schedulers, and of rank 0 alone what each rank has for itself (random generators, data "
-        "position, registered objects), so a resume is not exact. Call save_state on all ranks, not under "
+        f"save_state was called on rank 0 and not on {names_of(absent)}: as with stock Accelerate, the checkpoint has "
+        "the models, optimizers and schedulers, and of rank 0 alone what each rank has for itself (random generators, "
+        "data position, registered objects), so a resume is not exact. Call save_state on all ranks, not under "
         "`if accelerator.is_main_process`",
     )
 
@@ -138,14 +136,15 @@ def _must_wait_for_window(session: Session) -> bool:
     accelerator = session.accelerator
     if policy == "error":
         raise CheckpointError(
-            "save_state was called inside a window of gradient accumulation: there are gradients that no optimizer step has used",
+            "save_state was called inside a window of gradient accumulation: there are gradients that no optimizer "
+            "step has used",
             remedy="save where accelerator.sync_gradients is true, or set mid_accumulation to 'grads' or 'defer'",
         )
-    if policy == "grads" and fsdp.is_used(accelerator):
+    if policy == "grads" and is_sharded(accelerator):
         session.tell_once(
             "fsdp-window",
-            "FSDP keeps the gradients of an open accumulation window to itself: the save is made when the window is complete. "
-            "Set mid_accumulation='defer' to say that this is what you want",
+            "FSDP keeps the gradients of an open accumulation window to itself: the save is made when the window is "
+            "complete. Set mid_accumulation='defer' to say that this is what you want",
         )
         return True
     return policy == "defer"
@@ -161,8 +160,8 @@ def _save_now(session: Session, agreed: AgreedSave) -> None:
         parts = _save_parts(session, agreed, weights, files)
         undo.pop_all()  # the files are the save's now
     session.remove_unwanted(target)
-    if not fsdp.is_used(session.accelerator) and fit_into(parts, SMALL_STATE_BYTES):
-        session.checkpointer.drain(timeout=_LONGEST_WAIT_FOR_SMALL_SECONDS)
+    if not is_sharded(session.accelerator):
+        wait_if_small(session.checkpointer, tensor_sizes(parts))
     if session.config.is_async:
         wait_when_safetensors_open()
         session.checkpointer.wait_when_touched(target)  # which stock would have left there, for the script to use
@@ -195,7 +194,7 @@ def _save_parts(session: Session, agreed: AgreedSave, weights: list[Any], files:
 
 def _absent(session: Session, agreed: AgreedSave) -> Collection[int]:
     absent = agreed.absent()
-    if absent and not (fsdp.is_used(session.accelerator) or session.config.slices_replicated):
+    if absent and not (is_sharded(session.accelerator) or session.config.slices_replicated):
         _tell_of_absent(session, absent)
     return absent
 
@@ -212,7 +211,7 @@ def _fail_everywhere(session: Session, agreed: AgreedSave, error: Exception) -> 
 
 def _weights(session: Session) -> list[Any]:
     accelerator = session.accelerator
-    return [] if fsdp.is_used(accelerator) else [model.state_dict() for model in accelerator._models]
+    return [] if is_sharded(accelerator) else [model.state_dict() for model in accelerator._models]
 
 
 def _after_hooks(
@@ -258,8 +257,8 @@ def _files_below(files: AddedFiles | None) -> list[str]:
 def _parts_of(session: Session, weights: list[Any]) -> list[Part]:
     accelerator, local_sgd = session.accelerator, session.local_sgd
     moments = Kind.PER_RANK if local_sgd.moments_differ else Kind.REPLICATED
-    if fsdp.is_used(accelerator):
-        parts = fsdp.parts(accelerator)
+    if is_sharded(accelerator):
+        parts = sharded_parts(accelerator)
     else:
         parts = model_parts(weights, Kind.PER_RANK if local_sgd.weights_differ else Kind.REPLICATED)
         parts += optimizer_parts(accelerator._optimizers, moments)
@@ -301,7 +300,7 @@ def _rank_state(session: Session) -> dict[str, Any]:
     }
     if session.window_is_open:
         state["gradients"] = [capture_gradients(model.named_parameters()) for model in models]
-    if session.world_size > 1 and not fsdp.is_used(accelerator):
+    if session.world_size > 1 and not is_sharded(accelerator):
         state["buffers"] = [capture_buffers(model) for model in models]
     return state
 
@@ -314,9 +313,10 @@ def _named(error: SerializationError, accelerator: Any) -> SerializationError:
     index = int(name.removeprefix("custom_"))
     kind = type(accelerator._custom_objects[index]).__name__
     return SerializationError(
-        f"the state of the object {index} given to register_for_checkpointing ({kind}) cannot be saved: {error.message}",
+        f"the state of the object {index} given to register_for_checkpointing ({kind}) cannot be saved: "
+        f"{error.message}",
         path=error.path,
         key=error.key,
-        remedy="let its state_dict return tensors, numbers, text, and lists and dictionaries of them: a checkpoint holds "
-        "nothing whose loading would run code",
+        remedy="let its state_dict return tensors, numbers, text, and lists and dictionaries of them: a checkpoint "
+        "holds nothing whose loading would run code",
     )

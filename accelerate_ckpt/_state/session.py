@@ -8,7 +8,7 @@ import contextlib
 import itertools
 import logging
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
@@ -17,16 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_ckpt._data.loaders import LoaderPositions
 from accelerate_ckpt._private.data import unregister
-from accelerate_ckpt._state.agreement import Agreement
-from accelerate_ckpt._state.local_sgd import LocalSgdState
-from accelerate_ckpt._state.naming import automatic_root, by_number, numbered, unwanted
+from accelerate_ckpt._state.naming import Retention, automatic_root, by_number, numbered, unwanted
 from accelerate_ckpt._state.outcomes import OutcomeWatch
-from accelerate_ckpt._state.retention import Retention
 from accelerate_ckpt.config import CheckpointConfig
 from ckpt_core.directory import DirectoryCheckpointer
-from ckpt_core.events import EventLog
-from ckpt_core.ranks import RankGroup
-from ckpt_core.tiers import Tiers
+from ckpt_core.errors import StateMismatchError
+from ckpt_core.options import CheckpointerOptions
+from ckpt_core.ranks import Agreement, RankGroup
 
 __all__ = ["Session", "close_sessions", "live_sessions", "open_session", "session_of"]
 
@@ -35,6 +32,65 @@ log = logging.getLogger(__name__)
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
 _serials = itertools.count()
 _group: list[RankGroup] = []  # one at most, for all Accelerators of the process: they have the same ranks
+
+
+class LocalSgdState:
+    """Follows the ``LocalSGD`` contexts of one Accelerator, in which every rank has weights and moments of its own.
+
+    Attributes:
+        active: The contexts that are open, in the order in which they were entered.
+        moments_differ: Whether the optimizers' states differ between ranks. Averaging is for the weights alone, so this
+            stays so after the context.
+    """
+
+    def __init__(self) -> None:
+        self.active: list[Any] = []
+        self.moments_differ = False
+        self._resumed_steps: list[int] = []
+
+    @property
+    def weights_differ(self) -> bool:
+        """Whether each rank's weights are its own now."""
+        return bool(self.active)
+
+    def entered(self, context: Any) -> None:
+        """Note that training under LocalSGD begins; continue with the count of a resumed context."""
+        self.active.append(context)
+        self.moments_differ = True
+        if self._resumed_steps:
+            context.num_steps = self._resumed_steps.pop(0)
+
+    def left(self, context: Any) -> None:
+        """Note that the weights were averaged for the last time."""
+        self.active = [other for other in self.active if other is not context]
+
+    def capture(self) -> dict[str, Any]:
+        """Return the counts as plain data."""
+        return {"num_steps": [context.num_steps for context in self.active], "moments_differ": self.moments_differ}
+
+    def check(self, state: Mapping[str, Any], saved_world_size: int, world_size: int, path: str) -> None:
+        """Refuse another number of ranks where each has a state of its own.
+
+        Raises:
+            StateMismatchError: As said.
+        """
+        if (state["num_steps"] or state["moments_differ"]) and saved_world_size != world_size:
+            raise StateMismatchError(
+                f"under LocalSGD {saved_world_size} ranks saved weights or moments of their own, and there are "
+                f"{world_size} now",
+                path=path,
+                key="local_sgd",
+                remedy=f"resume with {saved_world_size} processes",
+            )
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue the open contexts; what is left over is for contexts that are entered later."""
+        steps = list(state["num_steps"])
+        self.moments_differ = bool(state["moments_differ"])
+        for context in self.active:
+            if steps:
+                context.num_steps = steps.pop(0)
+        self._resumed_steps = steps
 
 
 class Session:
@@ -51,8 +107,8 @@ class Session:
         saving: Whether the script is inside ``save_state``.
         uneven: Whether ranks may have taken different numbers of steps.
         retention: What keeps account of the checkpoints for a policy; None without a policy.
-        limit: Says, for the paths whose save is under way, what another framework's own rule would delete, None without one;
-            where it is not set, the rule is ``total_limit``.
+        limit: Says, for the paths whose save is under way, what another framework's own rule would delete, None without
+            one; where it is not set, the rule is ``total_limit``.
         protected: Paths of checkpoints that no policy deletes.
     """
 
@@ -76,21 +132,26 @@ class Session:
         ranks = _rank_group(accelerator, config.commit_timeout)
         # Several Accelerators of one process share the store, each in a name space of its own.
         store = None if ranks.store is None else PrefixStore(f"accelerator-{next(_serials)}", ranks.store)
-        self.tiers = Tiers.of(config.local_dir, config.upload_to, config.keep_local)
-        self.checkpointer = DirectoryCheckpointer(
-            ranks=ranks,
+        options = CheckpointerOptions(
             strategy="async" if config.is_async else "sync",
-            slice_replicated=config.slices_replicated,
             max_pending=config.max_pending,
             on_error=config.on_error,
-            commit_timeout=config.commit_timeout,
             storage_options=config.storage_options,
-            tiers=self.tiers,
-            listeners=[EventLog(config.event_log)] if config.event_log is not None else [],
+            local_dir=config.local_dir,
+            upload_to=config.upload_to,
+            keep_local=config.keep_local,
+            event_log=config.event_log,
+        )
+        self.tiers = options.tiers
+        self.checkpointer = DirectoryCheckpointer(
+            ranks=ranks,
+            slice_replicated=config.slices_replicated,
+            commit_timeout=config.commit_timeout,
+            **options.settings(),
         )
         self.agreement = Agreement(ranks.rank, ranks.world_size, store, config.commit_timeout)
         if store is not None:
-            atexit.register(self.agreement.part)  # for scripts that end without end_training
+            atexit.register(self.agreement.leave)  # for scripts that end without end_training
         self.outcomes = OutcomeWatch(self.checkpointer, self.agreement, store)
         self.retention = (
             None if config.retention is None else Retention(config.retention, self.checkpointer, config.storage_options)
@@ -141,19 +202,19 @@ class Session:
 
     @property
     def window_is_open(self) -> bool:
-        """Whether a save now would be inside a window of gradient accumulation: gradients are there that no step has used."""
+        """Whether a save now would be inside a window of gradient accumulation: no step has used the gradients."""
         accelerator = self.accelerator
         if self.window_open:
             return True
-        # A script may call backward on the loss itself. With accumulate(), Accelerate knows where the window is; without it,
-        # nobody knows what gradients are for that are there.
+        # A script may call backward on the loss itself. With accumulate(), Accelerate knows where the window is;
+        # without it, nobody knows what gradients are for that are there.
         if self._backward_seen and accelerator.sync_gradients:
             return False
         return any(parameter.grad is not None for model in accelerator._models for parameter in model.parameters())
 
     @property
     def step(self) -> int:
-        """How many steps the run has taken, also before it was resumed: those of the optimizer that has taken the most."""
+        """Steps that the run has taken, those before it was resumed too, by the optimizer that has taken the most."""
         return self._steps_before + max(self._steps.values(), default=0)
 
     @step.setter
@@ -192,7 +253,7 @@ class Session:
         return unwanted(committed, pending, project.total_limit)
 
     def was_passed_over(self, path: str) -> bool:
-        """Whether a look-up has found the checkpoint damaged: it neither counts nor is deleted, so that somebody can look at it."""
+        """Whether a look-up has found the checkpoint damaged: it does not count, and stays for somebody to look at."""
         return self.checkpointer.known_as(path) in self.passed_over
 
     def note_passed_over(self, paths: Iterable[str]) -> None:
@@ -207,7 +268,7 @@ class Session:
         """
         if self.rank:
             return
-        self.passed_over.discard(self.checkpointer.known_as(target))  # saved anew
+        self.passed_over.discard(self.checkpointer.known_as(target))  # saved again
         pending = [*self.checkpointer.pending, target]
         gone = (self.limit or self._beyond_total_limit)(pending)
         if self.retention is not None:
@@ -233,11 +294,11 @@ class Session:
             try:
                 self.checkpointer.close()
             finally:
-                self.agreement.part()
+                self.agreement.leave()
 
 
 def open_session(accelerator: Any, config: CheckpointConfig) -> Session:
-    """Return the Accelerator's session, a new one if there is none or its options differ; called on all ranks together."""
+    """Return the Accelerator's session, a new one if there is none or options differ; called on all ranks together."""
     session = _sessions.get(accelerator)
     if session is None or session.config != config:
         if session is not None:
@@ -260,7 +321,7 @@ def live_sessions() -> list[Session]:
 def close_sessions() -> None:
     """Forget about all Accelerators, which are finished, and about the connection between the ranks."""
     for session in live_sessions():
-        atexit.unregister(session.agreement.part)
+        atexit.unregister(session.agreement.leave)
         if session.accelerator is not None:
             session.data.release()
     _sessions.clear()

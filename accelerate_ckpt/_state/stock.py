@@ -1,7 +1,8 @@
-"""Checkpoints that stock Accelerate wrote: read and checked before anything is changed, and loaded by Accelerate itself.
+"""Checkpoints of stock Accelerate: read and checked before anything is changed, and loaded by Accelerate itself.
 
-Accelerate reads registered objects in a way that runs any code in them, passes over missing random states in silence, and
-finds a missing or damaged optimizer when the model has been replaced already. What a checkpoint lacks is said here first.
+Accelerate reads registered objects in a way that runs any code in them, passes over missing random states in silence,
+and finds a missing or damaged optimizer when the model has been replaced already. What a checkpoint lacks is said here
+first.
 """
 
 from __future__ import annotations
@@ -26,9 +27,8 @@ from accelerate.utils import (
 from accelerate.utils import load as load_file
 from safetensors import SafetensorError, safe_open
 
-from accelerate_ckpt._private.registered_objects import registered_states
-from accelerate_ckpt._state import fsdp
-from accelerate_ckpt._state.parts import check_optimizer, check_weights, indexed
+from accelerate_ckpt._private.files import registered_states
+from accelerate_ckpt._state.parts import check_optimizer, check_weights, indexed, is_sharded
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, StateMismatchError, UnsafeCheckpointError
 from ckpt_core.interchange import check_dcp
 
@@ -58,8 +58,8 @@ def check_custom_objects(found: int, registered: int, directory: str) -> None:
             f"Number of custom checkpoints in folder {directory} does not match the number of registered objects:"
             f"\n\tFound checkpoints: {found}\n\tRegistered objects: {registered}\n"
             "Please make sure to only load checkpoints from folders that were created with the same set of registered "
-            "objects,or avoid using `custom_checkpoint` in the filename for files in that same directory and load them in "
-            "manually.",
+            "objects,or avoid using `custom_checkpoint` in the filename for files in that same directory and load "
+            "them in manually.",
             path=directory,
             key="custom_objects",
         )
@@ -74,7 +74,8 @@ def refuse_damaged_ours(directory: str) -> None:
     ours = next(filter(_OURS.fullmatch, sorted(os.listdir(directory))), None)
     if ours is not None:
         raise CheckpointCorruptedError(
-            f"it was saved by accelerate_ckpt ({ours}), and its manifest.json is missing: nothing in it can be verified",
+            f"it was saved by accelerate_ckpt ({ours}), and its manifest.json is missing: nothing in it can be "
+            "verified",
             path=directory,
             remedy="load another checkpoint; if stock Accelerate has saved here since, delete the files rank-*-of-*",
         )
@@ -105,7 +106,7 @@ class StockCheckpoint:
         self._allow_pickle = allow_pickle
         self._names = sorted(os.listdir(directory))
         self._check_names()
-        if fsdp.is_used(accelerator):
+        if is_sharded(accelerator):
             for name in [] if allow_pickle else self._names:
                 if os.path.isfile(self._path(name, ".metadata")):
                     check_dcp(self._path(name))
@@ -169,7 +170,7 @@ class StockCheckpoint:
         wanted: list[tuple[str, ...]] = [
             (f"{indexed(SCHEDULER_NAME, i)}.bin",) for i, _ in enumerate(accelerator._schedulers)
         ]
-        if not fsdp.is_used(accelerator):  # which has models and optimizers in files of other kinds
+        if not is_sharded(accelerator):  # which has models and optimizers in files of other kinds
             wanted += [(f"{indexed(OPTIMIZER_NAME, i)}.bin",) for i, _ in enumerate(accelerator._optimizers)]
             wanted += [_model_files(i) for i in self._models()]
         if accelerator.scaler is not None:
@@ -219,8 +220,8 @@ class StockCheckpoint:
                 f"reading {name} would run code from it{f': it asks for {found[1]}' if found else ''}",
                 path=path,
                 key=name,
-                remedy="if you trust its author, set allow_pickle: attach(..., allow_pickle=True), --allow_pickle true or "
-                "ACCELERATE_CKPT_ALLOW_PICKLE=true; or allow the type with torch.serialization.add_safe_globals"
+                remedy="if you trust its author, set allow_pickle: attach(..., allow_pickle=True), --allow_pickle "
+                "true or ACCELERATE_CKPT_ALLOW_PICKLE=true; or allow the type with torch.serialization.add_safe_globals"
                 if _MAY_BE_ALLOWED.fullmatch(name)
                 else "do not use it: Accelerate itself never reads this file in a way that runs code",
             ) from error
@@ -237,7 +238,7 @@ def _model_files(index: int) -> tuple[str, str]:
 
 
 def _check_archive(path: str) -> bool:
-    """Compare the checksums in a torch file, if it has some; return whether it is an archive, as it is since torch 1.6."""
+    """Compare the checksums in a torch file, if it has some; return whether it is an archive, as since torch 1.6."""
     with open(path, "rb") as file:
         if file.read(4) != b"PK\x03\x04":
             return False

@@ -1,1 +1,1 @@
-"""Checkpoints for libraries that have a training loop of their own on top of Accelerate: one module for each of them."""
+"""Checkpoints for libraries that have a training loop of their own on top of Accelerate, one module for each."""

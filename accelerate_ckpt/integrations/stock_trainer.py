@@ -1,7 +1,8 @@
 """Says, once, that a ``transformers.Trainer`` in a launched script keeps its own checkpoints.
 
-The launcher replaces Accelerate's ``save_state``, which the Trainer never calls. Its checkpoints are not replaced as well: a
-subclass may save in a way of its own, and arguments that :class:`ResumableCallback` refuses would end a script that works.
+The launcher replaces Accelerate's ``save_state``, which the Trainer never calls. Its checkpoints are not replaced as
+well: a subclass may save in a way of its own, and arguments that :class:`ResumableCallback` refuses would end a script
+that works.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ class StockCheckpointNotice(TrainerCallback):
             return
         StockCheckpointNotice._was_told = True
         log.warning(
-            "this transformers.Trainer saves checkpoints of its own, which accelerate_ckpt leaves as they are: they are "
-            "neither durable nor verified, and written while training waits. For ours, add after the Trainer is made: "
-            "accelerate_ckpt.integrations.transformers.ResumableCallback(trainer)"
+            "this transformers.Trainer saves checkpoints of its own, which accelerate_ckpt leaves as they are: they "
+            "are neither durable nor verified, and written while training waits. For ours, add after the Trainer is "
+            "made: accelerate_ckpt.integrations.transformers.ResumableCallback(trainer)"
         )
 
 

@@ -1,16 +1,17 @@
-"""Checkpoints for ``transformers.Trainer``: it saves and resumes through the same engine as Accelerate's ``save_state``.
+"""Checkpoints for ``transformers.Trainer``, through the same engine as Accelerate's ``save_state``.
 
-The Trainer never calls ``save_state``, and no event lets a callback save in its place. What is replaced, on the one Trainer
-that is given and nowhere else:
+The Trainer never calls ``save_state``, and no event lets a callback save in its place. What is replaced, on the one
+Trainer that is given and nowhere else:
 
 ==========================  ============================================================================================
-``train`` (public)          to find the newest checkpoint that verifies, and to wait for the background when training fails
-``_save_checkpoint``        the only place that knows that a checkpoint is due *after* the evaluation that may have made it the
+``train`` (public)          to find the newest checkpoint that verifies, and to wait for the background when training
+fails ``_save_checkpoint``        the only place that knows that a checkpoint is due *after* the evaluation that may
+have made it the
                             best one, and before ``on_save``
-``_load_from_checkpoint``   it reads ``model.safetensors`` as one file, unverified; ``load_state`` reads what any strategy wrote
-``_load_best_model``        the same, and with the last save still in the background
-``_tr_loss``,               the losses since the last log, which are in no checkpoint of the Trainer: what it logs after a
-``_globalstep_last_logged``  resume would not be what an uninterrupted run logs
+``_load_from_checkpoint``   it reads ``model.safetensors`` as one file, unverified; ``load_state`` reads what any
+strategy wrote ``_load_best_model``        the same, and with the last save still in the background
+``_tr_loss``,               the losses since the last log, which are in no checkpoint of the Trainer: what it logs after
+a ``_globalstep_last_logged``  resume would not be what an uninterrupted run logs
 ``_total_loss_scalar``
 ==========================  ============================================================================================
 
@@ -76,8 +77,8 @@ def missing_internals() -> list[str]:
 class ResumableCallback(TrainerCallback):
     """Lets a ``Trainer`` save and resume durably, in the background, and bit for bit; it adds itself to the Trainer.
 
-    ``trainer.train(resume_from_checkpoint=...)`` and all arguments that say when to save and what to keep are used as ever.
-    ``True`` resumes from the newest checkpoint that verifies. Make it on all ranks, before ``train`` is called.
+    ``trainer.train(resume_from_checkpoint=...)`` and all arguments that say when to save and what to keep are used as
+    ever. ``True`` resumes from the newest checkpoint that verifies. Make it on all ranks, before ``train`` is called.
 
     Args:
         trainer: The Trainer: a single process, or DDP.
@@ -265,13 +266,7 @@ class ResumableCallback(TrainerCallback):
     def _newest(self) -> str:
         """Return the newest checkpoint that can be used; called on all ranks together."""
         session, folder = self._session, self._trainer.args.output_dir
-        found: list[str | None] = [None]
-
-        def look() -> None:
-            found[0] = _newest_usable(session, folder) if session.rank == 0 else None
-
-        session.agreement.all_succeeded("train", look)
-        path = session.agreement.from_rank_zero("train", found[0])
+        path = session.agreement.asked_of_rank_zero("train", lambda: _newest_usable(session, folder))
         if path is None:
             raise FolderNotFoundError(f"No valid checkpoint found in output directory ({folder})", path=folder)
         return str(path)
@@ -280,7 +275,7 @@ class ResumableCallback(TrainerCallback):
         session = self._session
         if self._trainer.args.ignore_data_skip:
             raise OptionError(
-                "ignore_data_skip=True cannot be used to resume from this checkpoint: it goes on where the data was"
+                "ignore_data_skip=True cannot be used to resume from this checkpoint: it continues where the data was"
             )
         with session.checkpointer.load(path) as checkpoint:
             checkpoint.read_file(_STATE_FILE)  # the Trainer reads it unverified
@@ -288,8 +283,8 @@ class ResumableCallback(TrainerCallback):
         saved = about.get("world_size", session.world_size)
         if saved != session.world_size:
             raise StateMismatchError(
-                f"the checkpoint was saved by {saved} processes, and this run has {session.world_size}: the Trainer computes "
-                "from the number of steps where in the epoch it is, which would be wrong",
+                f"the checkpoint was saved by {saved} processes, and this run has {session.world_size}: the Trainer "
+                "computes from the number of steps where in the epoch it is, which would be wrong",
                 path=path,
                 remedy=f"start {saved} processes",
             )
@@ -381,15 +376,8 @@ def _surplus(trainer: Any, pending: list[str]) -> list[str] | None:
 
 
 def _newest_usable(session: Session, folder: str) -> str | None:
-    def problem_of(path: str) -> CheckpointError | None:
-        try:
-            _verify(session, path)
-        except CheckpointError as error:
-            return error
-        return None
-
     found = [info for info in candidates(folder) if _NAME.fullmatch(info.name)]
-    return first_usable(session, folder, found, problem_of)
+    return first_usable(session, folder, found, lambda path: _verify(session, path))
 
 
 def _check_weights(path: str) -> None:

@@ -1,13 +1,16 @@
-"""Ranks agree on the outcome of background saves, without a collective and without waiting for each other.
+"""Ranks learn what has become of saves, and raise a failure of one of them together.
 
-One rank writes; the others must learn of a failure and raise it at the same step, or the job hangs in the next
-collective. They talk through a ``TCPStore`` of their own, on the training thread, and only while a save is under way.
+One rank may know of a failure that the others do not; if it alone raised, the job would hang in the next collective.
+:func:`raise_together` is for a call that all ranks make together, and :class:`RunOutcome` for saves in the background:
+it talks through a ``TCPStore`` of its own, on the training thread, and only while a save is under way.
 """
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -15,29 +18,75 @@ from ckpt_core._commit.errors_as_data import decode_error, encode_error
 from ckpt_core._commit.store import seal, unseal
 from ckpt_core.errors import CheckpointError, RankFailedError
 
-__all__ = ["SharedOutcome"]
+__all__ = ["BackgroundSaves", "RunOutcome", "raise_together"]
 
-_FAILURE = "failure"
-_ENDED = "ended"
-_HEARD = "heard"
-_LINGER = 10.0  # seconds that the rank that writes, which may be about to exit, waits until all have heard
+_LINGER = 10.0  # seconds that rank 0, which may be about to exit, waits until all have heard
 
 
-class SharedOutcome:
+def raise_together(action: Callable[[], None], exchange: Callable[[Any], Sequence[Any]] | None) -> None:
+    """Run ``action``; if that raises a :class:`CheckpointError`, raise it on every rank. Called on all ranks together.
+
+    Args:
+        action: What may fail.
+        exchange: Takes plain data of this rank, or None, and returns that of all ranks whose failures count, the first
+            of which is raised; None for a single process.
+
+    Raises:
+        CheckpointError: That of this rank, or the first of another's, as the same class.
+    """
+    failure = None
+    try:
+        action()
+    except CheckpointError as error:
+        failure = error
+    if exchange is not None:
+        found = exchange(None if failure is None else encode_error(failure))
+        failure = failure or next((decode_error(encoded) for encoded in found if encoded is not None), None)
+    if failure is not None:
+        raise failure
+
+
+class BackgroundSaves(Protocol):
+    """What an outcome asks about the saves of its rank: a checkpointer."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way."""
+
+    @property
+    def failure(self) -> CheckpointError | None:
+        """The oldest failure that was not taken yet."""
+
+    def take_failure(self) -> CheckpointError | None:
+        """Return that failure, once."""
+
+    def drain(self) -> None:
+        """Wait for all saves, whether they fail or not."""
+
+
+class RunOutcome:
     """Makes every rank raise the failure of a background save at the same step boundary.
 
-    The rank that finds a failure at one boundary announces it for the next one. Between the two, all ranks take part in
+    Rank 0 finds a failure at one boundary and announces it for the next one. Between the two, all ranks take part in
     the gradient exchange of a step, so the announcement reaches each of them before it gets to that boundary. Therefore
     a boundary is the end of a batch in which the optimizers stepped.
 
     Args:
-        store: Shared by all ranks and served by the one that writes; None for a single process.
+        saves: This rank's saves; those of rank 0 count.
+        store: Shared by all ranks and served by rank 0; None for a single process.
+        rank: This process's rank.
         world_size: Number of ranks.
     """
 
-    def __init__(self, store: Store | None, world_size: int = 1) -> None:
+    def __init__(self, saves: BackgroundSaves, store: Store | None = None, rank: int = 0, world_size: int = 1) -> None:
+        self._saves = saves
         self._store = store
+        self._rank = rank
         self._others = world_size - 1
+        self._raised = 0
+        self._start()
+
+    def _start(self) -> None:
         self._begun = 0
         self._ended = 0
         self._boundary = 0
@@ -47,48 +96,62 @@ class SharedOutcome:
         """Note that a save has begun; called on every rank."""
         self._begun += 1
 
-    def at_boundary(self, *, writes: bool, pending: bool, failure: CheckpointError | None) -> None:
+    def at_boundary(self) -> None:
         """Raise if a background save has failed and all ranks know it by now.
-
-        Args:
-            writes: Whether this rank writes (and so is the one that knows).
-            pending: Whether one of this rank's saves is still under way.
-            failure: A failure of a save, found on this rank since the last call.
 
         Raises:
             CheckpointError: The failure, as the same class on every rank.
-            RankFailedError: The rank that writes is gone.
+            RankFailedError: Rank 0 is gone.
         """
         self._boundary += 1
+        pending = self._saves.is_busy  # before the failure is looked for: it may come in between
+        # It stays where the next save finds it: some ranks know of it sooner than others, and all must refuse that
+        # save.
+        failure = self._saves.failure
         if self._store is None:
             if failure is not None:
+                self.was_raised()
                 raise failure
             return
-        if writes and self._announced is None:
-            if failure is not None:
-                self._announced = (self._boundary + 1, failure)
-                announcement = json.dumps([self._boundary + 1, encode_error(failure)])
-                self._store.set(_FAILURE, seal(self._store, _FAILURE, announcement))
-            elif not pending and self._ended < self._begun:
-                self._ended = self._begun
-                self._store.set(_ENDED, seal(self._store, _ENDED, str(self._begun)))
-        elif self._announced is None and self._ended < self._begun:
-            self._look(self._store)
+        if self._announced is None:
+            if self._rank == 0:
+                self._announce(self._store, failure, pending=pending)
+            elif self._ended < self._begun:
+                self._look(self._store)
         if self._announced is not None and self._boundary >= self._announced[0]:
-            _, error = self._announced
-            self._announced = None
-            if writes:
+            error = self._announced[1]
+            if self._rank == 0:
                 self._wait_until_heard(self._store)
+            self.was_raised()
             raise error
+
+    def _announce(self, store: Store, failure: CheckpointError | None, *, pending: bool) -> None:
+        if failure is not None:
+            self._announced = (self._boundary + 1, failure)
+            self._tell(store, "failure", json.dumps([self._boundary + 1, encode_error(failure)]))
+        elif not pending and self._ended < self._begun:
+            self._ended = self._begun
+            self._tell(store, "ended", str(self._begun))
+
+    def _key(self, name: str) -> str:
+        # One name space for each failure: what was raised once is not found again.
+        return f"outcome-{self._raised}/{name}"
+
+    def _tell(self, store: Store, name: str, text: str) -> None:
+        store.set(self._key(name), seal(store, self._key(name), text))
+
+    def _hear(self, store: Store, name: str) -> str | None:
+        key = self._key(name)
+        return unseal(store, key, store.get(key)) if store.check([key]) else None
 
     def _look(self, store: Store) -> None:
         try:
-            if store.check([_FAILURE]):
-                boundary, encoded = json.loads(unseal(store, _FAILURE, store.get(_FAILURE)))
+            if (failure := self._hear(store, "failure")) is not None:
+                boundary, encoded = json.loads(failure)
                 self._announced = (boundary, decode_error(encoded))
-                store.add(_HEARD, 1)
-            elif store.check([_ENDED]):
-                self._ended = int(unseal(store, _ENDED, store.get(_ENDED)))
+                store.add(self._key("heard"), 1)
+            elif (ended := self._hear(store, "ended")) is not None:
+                self._ended = int(ended)
         except RuntimeError as error:  # what torch.distributed raises
             if self._announced is None:
                 raise RankFailedError(
@@ -98,10 +161,19 @@ class SharedOutcome:
 
     def _wait_until_heard(self, store: Store) -> None:
         deadline = time.monotonic() + _LINGER
-        while store.add(_HEARD, 0) < self._others and time.monotonic() < deadline:
+        while store.add(self._key("heard"), 0) < self._others and time.monotonic() < deadline:
             time.sleep(0.001)
 
     @property
     def unraised(self) -> CheckpointError | None:
-        """A failure that was announced but whose boundary has not come."""
-        return self._announced[1] if self._announced is not None else None
+        """A failure that no boundary has raised yet."""
+        return self._announced[1] if self._announced is not None else self._saves.failure
+
+    def was_raised(self) -> None:
+        """Start over after a failure that all ranks raise now; called on every rank."""
+        if self._rank:
+            self._saves.drain()  # until this rank has itself heard of what it raises
+        self._saves.take_failure()
+        self._raised += 1
+        self._start()
+        self.save_begun()  # others may be under way

@@ -1,9 +1,10 @@
 """Pure decisions about checkpoints: which ones to keep.
 
-A policy sees what is known of each committed checkpoint and says which it wants kept. It reads no file and deletes none; who
-asks it deletes the others, and only after their successor is durable.
+A policy sees what is known of each committed checkpoint, which a history collects, and says which it wants kept. It
+reads no file and deletes none; who asks it deletes the others, and only after their successor is durable.
 """
 
+from ckpt_core.policies.history import RetentionHistory, numbers_in
 from ckpt_core.policies.retention import (
     AnyOf,
     KeepAtSteps,
@@ -23,7 +24,9 @@ __all__ = [
     "KeepEverySteps",
     "KeepEveryTime",
     "KeepLatest",
+    "RetentionHistory",
     "RetentionPolicy",
     "SavedCheckpoint",
+    "numbers_in",
     "to_delete",
 ]

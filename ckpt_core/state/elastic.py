@@ -1,38 +1,50 @@
-"""Going on with another number of ranks: what new ranks get, and how an epoch goes on where the old ranks left it.
+"""Elastic resume, with another number of ranks: what new ranks get, and how they continue an open epoch.
 
-Every index and every sample belongs to one global order, which the old ranks had divided among themselves. New ranks take the
-same order, leave out what was consumed, and divide the rest.
+Every index and every sample belongs to one global order, which the old ranks had divided among themselves. New ranks
+take the same order, leave out what was consumed, and divide the rest.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
+import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import BatchSampler, IterableDataset, RandomSampler, Sampler, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    get_worker_info,
+)
 
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.state.rng import RngState
-from ckpt_core.state.samplers import SamplerMoment
+from ckpt_core.state.samplers import SamplerMoment, SamplerPass
 
 __all__ = [
+    "EpochShare",
     "RemainingBatches",
     "RemainingSamples",
     "average_gradients",
     "carry_order",
     "derive_rng",
+    "describe_order",
 ]
 
 
 def derive_rng(state: RngState, rank: int) -> RngState:
     """Return random generators for a rank that was not there when a state was saved.
 
-    They are seeded with the SHA-256 digest of the given generators and the rank's number: the same checkpoint always gives
-    a rank the same numbers, and no two ranks the same.
+    They are seeded with the SHA-256 digest of the given generators and the rank's number: the same checkpoint always
+    gives a rank the same numbers, and no two ranks the same.
 
     Args:
         state: The generators of rank 0.
@@ -56,8 +68,8 @@ def derive_rng(state: RngState, rank: int) -> RngState:
 def average_gradients(ranks: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Return the gradients that every rank of a new number of ranks gets in an open accumulation window.
 
-    The next synchronised backward pass averages over the new ranks, as it would have over the old ones, so the mean keeps
-    the weight of what was accumulated. A rank without a gradient for a parameter counts as zero.
+    The next synchronised backward pass averages over the new ranks, as it would have over the old ones, so the mean
+    keeps the weight of what was accumulated. A rank without a gradient for a parameter counts as zero.
 
     Args:
         ranks: The gradients that each old rank had accumulated.
@@ -89,8 +101,8 @@ def _innermost(sampler: Any) -> tuple[str, Any]:
 def carry_order(sampler: Any, moment: SamplerMoment) -> SamplerMoment:
     """Let a sampler make the order that a sampler of the same kind made with another source of random numbers.
 
-    With one rank a shuffling sampler usually draws from the global generators; with several, Accelerate gives it a generator
-    of its own. Without this the two would make different permutations from the same state.
+    With one rank a shuffling sampler usually draws from the global generators; with several, Accelerate gives it a
+    generator of its own. Without this the two would make different permutations from the same state.
 
     Args:
         sampler: The batch sampler that is to make the order; a generator is added to its sampler where it needs one.
@@ -120,8 +132,8 @@ class RemainingBatches(BatchSampler):
     """The batches of indices that are left of an epoch.
 
     Args:
-        inner: The batch sampler of the whole epoch. One of torch's own is taken up at the sample, so that its batches may have
-            another size than those that were consumed.
+        inner: The batch sampler of the whole epoch. One of torch's own is taken up at the sample, so that its batches
+            may have another size than those that were consumed.
         consumed: Number of samples consumed (for another kind of batch sampler: of batches).
     """
 
@@ -140,14 +152,92 @@ class RemainingBatches(BatchSampler):
         if not self.counts_samples(self.inner):
             return max(0, len(self.inner) - self.consumed)
         left = max(0, len(self.inner.sampler) - self.consumed)
-        size = int(self.batch_size)
-        return left // size if self.drop_last else -(-left // size)
+        return _batches_of(left, int(self.batch_size), drop_last=self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
         if self.counts_samples(self.inner):
             indices = _leave_out(iter(self.inner.sampler), self.consumed)
             return iter(BatchSampler(indices, self.batch_size, self.drop_last))
         return _leave_out(iter(self.inner), self.consumed)
+
+
+@dataclasses.dataclass(frozen=True)
+class EpochShare:
+    """What is left of an epoch, as batches of indices for one of the ranks that share it: iterating makes them.
+
+    The ranks take the samples in turn, as those of a ``DistributedSampler`` do.
+
+    Attributes:
+        order: Says in which order the epoch's samples are, as plain data and tensors: ``{"kind": "sequential"}``, the
+            seed and epoch of a ``DistributedSampler``, or the moment at which a ``RandomSampler`` drew it.
+        length: Number of samples in it.
+        consumed: Number of samples that were consumed before.
+        batch_size: Samples in a batch of one rank.
+        drop_last: Whether an incomplete batch at the end is left out.
+        replicas: Number of ranks that share the rest.
+        rank: This one of them.
+        even: Whether samples that do not make a whole row of ranks are left out, rather than made up by repeating some.
+    """
+
+    order: Mapping[str, Any]
+    length: int
+    consumed: int
+    batch_size: int
+    drop_last: bool
+    replicas: int
+    rank: int
+    even: bool
+
+    @property
+    def batches(self) -> int:
+        """Number of batches that each rank gets."""
+        left = max(0, self.length - self.consumed)
+        samples = left // self.replicas if self.even else -(-left // self.replicas)
+        return _batches_of(samples, self.batch_size, drop_last=self.drop_last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(BatchSampler(self._indices(), self.batch_size, self.drop_last))
+
+    def _indices(self) -> Iterator[int]:
+        left = itertools.islice(_in_order(self.order, self.length), self.consumed, None)
+        first: list[int] = []
+        while row := list(itertools.islice(left, self.replicas)):
+            first = first or row
+            missing = self.replicas - len(row)
+            if missing and self.even:
+                return
+            yield [*row, *itertools.islice(itertools.cycle(first), missing)][self.rank]
+
+
+def describe_order(sampler: Any, current: SamplerPass | None) -> dict[str, Any] | None:
+    """Return the ``order`` of an :class:`EpochShare` for the pass that a sampler is in; None if nothing was drawn yet.
+
+    Args:
+        sampler: A ``DistributedSampler``, ``SequentialSampler`` or ``RandomSampler``.
+        current: Its pass, with the moment at which a ``RandomSampler`` drew its order.
+    """
+    if isinstance(sampler, DistributedSampler):
+        return {"kind": "distributed", "shuffle": sampler.shuffle, "seed": sampler.seed, "epoch": sampler.epoch}
+    if isinstance(sampler, SequentialSampler):
+        return {"kind": "sequential"}
+    if current is None or current.first is None:
+        return None  # whoever continues draws an order of their own
+    return {"kind": "random", "moment": current.first.encode()}
+
+
+def _in_order(order: Mapping[str, Any], length: int) -> Iterable[int]:
+    if order["kind"] == "distributed":
+        data: Any = range(length)
+        whole: DistributedSampler[int] = DistributedSampler(data, 1, 0, shuffle=order["shuffle"], seed=order["seed"])
+        whole.set_epoch(order["epoch"])
+        return whole
+    if order["kind"] == "sequential":
+        return range(length)
+    sampler = RandomSampler(range(length), generator=torch.Generator())
+    # named as in the loader from which the moment is: there is a batch sampler around it
+    moment = carry_order(BatchSampler(sampler, 1, False), SamplerMoment.decode(order["moment"]))
+    sampler.generator.set_state(moment.generators["sampler.sampler.generator"])
+    return sampler
 
 
 class RemainingSamples(IterableDataset[Any]):
@@ -177,6 +267,10 @@ class RemainingSamples(IterableDataset[Any]):
         number = worker.id if worker is not None else 0
         consumed, self.consumed = self.consumed, []
         return _leave_out(iter(self.inner), consumed[number] if number < len(consumed) else 0)
+
+
+def _batches_of(samples: int, size: int, *, drop_last: bool) -> int:
+    return samples // size if drop_last else -(-samples // size)
 
 
 def _leave_out(items: Iterator[Any], count: int) -> Iterator[Any]:

@@ -6,11 +6,12 @@ as consumed in the current pass, and gives a state made of tensors and plain dat
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import logging
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from torch.utils.data import DataLoader, IterableDataset
 
@@ -20,11 +21,14 @@ from ckpt_core.state.samplers import RecordingSampler, SamplerMoment, SamplerPas
 from ckpt_core.state.stateful import is_stateful
 from ckpt_core.state.workers import RecordingCollate, RngIterableDataset, RngMapDataset, WorkerInit, WorkerRngLog
 
-__all__ = ["LoaderMark", "LoaderTracker", "has_no_dataset_state"]
+__all__ = ["FetchHistory", "LoaderMark", "LoaderTracker", "has_no_dataset_state"]
 
 log = logging.getLogger(__name__)
 
 Method = Literal["skip", "load", "replay"]
+Moment = TypeVar("Moment")
+
+_FETCHES_THAT_SHOW_DRAWS = 2
 
 # settings of a loader that decide what its batches are
 _COMPARED = {
@@ -49,6 +53,39 @@ class LoaderMark:
     started: int
     sampler_pass: SamplerPass | None
     state: Mapping[str, Any] | None
+
+
+class FetchHistory(Generic[Moment]):
+    """The moments before the last fetches of a pass: what a loop has fetched ahead, it fetches again after a resume.
+
+    Args:
+        length: How many are remembered.
+
+    Attributes:
+        draws_while_reading: Whether reading has drawn from the generators of this process, as far as the first two
+            fetches of a pass have shown: reading again then draws at another moment than the first time.
+    """
+
+    def __init__(self, length: int) -> None:
+        self._moments: collections.deque[tuple[int, Moment]] = collections.deque(maxlen=length)
+        self.draws_while_reading = False
+
+    def clear(self) -> None:
+        """Forget the fetches; a pass begins."""
+        self._moments.clear()
+
+    def add(self, fetch: int, moment: Moment) -> None:
+        """Remember the moment before a fetch, counted from the start of the epoch."""
+        self._moments.append((fetch, moment))
+
+    def before(self, fetch: int) -> Moment | None:
+        """Return the moment before a fetch, None if it is not remembered."""
+        return next((moment for number, moment in self._moments if number == fetch), None)
+
+    def was_read(self, fetch: int, before: RngState) -> None:
+        """Note that a batch was read that a resume would read again; ``before`` are the generators from before it."""
+        if fetch < _FETCHES_THAT_SHOW_DRAWS:
+            self.draws_while_reading |= not before.same_as(RngState.capture())
 
 
 def has_no_dataset_state(state: Any) -> bool:
@@ -104,8 +141,8 @@ class LoaderTracker:
     # ---- wrapping and unwrapping -------------------------------------------------------------------------------------
 
     def _set(self, name: str, value: Any) -> None:
-        # DataLoader refuses to change these attributes after construction because its other attributes were derived from
-        # them; ours derive the same
+        # DataLoader refuses to change these attributes after construction because its other attributes were derived
+        # from them; ours derive the same
         self._original.setdefault(name, vars(self.loader).get(name))
         vars(self.loader)[name] = value
 
@@ -194,7 +231,7 @@ class LoaderTracker:
     # ---- capture -----------------------------------------------------------------------------------------------------
 
     def capture(self, mark: LoaderMark, fetches: int) -> dict[str, Any]:
-        """Capture the state from which the loader goes on in the middle of a pass.
+        """Capture the state from which the loader continues in the middle of a pass.
 
         Args:
             mark: What :meth:`mark` said before the first fetch that does not count.
@@ -238,7 +275,7 @@ class LoaderTracker:
             try:
                 return self._collate.log.state_after(worker, batches)
             except CheckpointError as error:
-                # a worker that hangs must not end a training that may still go on; the resume will say it
+                # a worker that hangs must not end a training that may still continue; the resume will say it
                 log.warning("%s", error.message)
                 self._problem = error.message
                 return None
@@ -342,8 +379,8 @@ class LoaderTracker:
             return 0, position
         drop = 0
         if self.workers:
-            # workers are dealt batches round robin from the first one: begin at a multiple, so that each new worker makes
-            # the batches that the old one of its number would have made
+            # workers are dealt batches round robin from the first one: begin at a multiple, so that each new worker
+            # makes the batches that the old one of its number would have made
             drop = position % self.workers
             self._worker_batches = [0] * self.workers
             self._throwaway_base = position // self.workers

@@ -12,14 +12,12 @@ from weakref import proxy
 from ckpt_core import Catalog, CheckpointInfo
 from ckpt_core.catalog import newest_first
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
-from ckpt_core.policies import RetentionPolicy
+from ckpt_core.policies import RetentionHistory, RetentionPolicy
 from ckpt_core.tiers import Tiers
 from lightning_ckpt._bases import ModelCheckpointBase
 from lightning_ckpt._boundaries import watch_boundaries
-from lightning_ckpt._callbacks.outcomes import OutcomeWatch, raise_together
-from lightning_ckpt._callbacks.remote import is_remote, open_filesystem, tell_of_checkpoint
-from lightning_ckpt._callbacks.requeued import newest_requeued
-from lightning_ckpt._callbacks.retention import Retention
+from lightning_ckpt._callbacks.lookup import is_remote, newest_requeued, open_filesystem, tell_of_checkpoint
+from lightning_ckpt._callbacks.outcomes import OutcomeWatch, raise_as_rank_0
 from lightning_ckpt._private.hooks import before_look_ups
 from lightning_ckpt._private.loops import checkpoint_directory
 from lightning_ckpt._routing.trainer import is_routed, raise_on_all_ranks
@@ -40,7 +38,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
     def __init__(self, *, retention: RetentionPolicy | None = None, **settings: Any) -> None:
         if retention is not None and not isinstance(retention, RetentionPolicy):
             raise TypeError(f"retention must be a policy such as ckpt_core.policies.KeepLatest, not {retention!r}")
-        self._retention = Retention(retention) if retention is not None else None
+        self._retention = RetentionHistory(retention) if retention is not None else None
         self._best_model_path = self._last_model_path = ""
         self._plugin: TorchFileIO | ShardedCheckpointIO | None = None
         self._has_trained = False
@@ -380,7 +378,7 @@ def _copy(trainer: Any, plugin: TorchFileIO | ShardedCheckpointIO, source: str, 
     if isinstance(plugin, ShardedCheckpointIO):
         raise_on_all_ranks(copy, world_size=trainer.world_size)
     else:
-        raise_together(trainer, copy if trainer.is_global_zero else _nothing)
+        raise_as_rank_0(trainer, copy if trainer.is_global_zero else _nothing)
 
 
 def _nothing() -> None:

@@ -1,13 +1,13 @@
-"""The counters of Lightning's loops, as plain data."""
+"""The counters of Lightning's loops, as plain data, and how many batches are accumulated after a resume."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning_ckpt._private.loops import Internals
 
-__all__ = ["Counters", "undo_unfinished"]
+__all__ = ["Accumulation", "Counters", "undo_unfinished"]
 
 _Counts = dict[str, dict[str, int]]
 
@@ -28,9 +28,9 @@ def _epochs_begun(phase: str, done: int) -> int:
 class Counters:
     """Epochs of a fit, and batches of the present pass over the data, as they were counted in it.
 
-    A callback that restores a checkpoint in mid-fit, or runs the loops itself, leaves counters behind from which one cannot
-    tell what is being done: Lightning puts back those of the moment of the save, and counts on. These go on from where
-    they were.
+    A callback that restores a checkpoint in mid-fit, or runs the loops itself, leaves counters behind from which one
+    cannot tell what is being done: Lightning puts back those of the moment of the save, and counts on. These continue
+    from where they were.
 
     Args:
         internals: Access to the Trainer.
@@ -66,7 +66,7 @@ class Counters:
         """What the loops count now is right."""
         self._off = {"epoch": {}, "batch": {}}
 
-    def goes_on(self, phase: str) -> None:
+    def resumed(self, phase: str) -> None:
         """The counters of a checkpoint are set; what remains to be done of it is ``phase``."""
         own = self._internals.counts()
         done = own["epoch"]["processed"]
@@ -105,3 +105,62 @@ class Counters:
         epoch.update(ready=begun, started=begun)
         ready = self._internals.counts()["batch"]["ready"] - (redo and own["ready"] > own["completed"])
         batch.update(ready=ready, started=ready, processed=ready, completed=ready - (phase == "batch_end"))
+
+
+class Accumulation:
+    """Over how many batches one Trainer accumulates gradients: the user's setting wins, except in an open window.
+
+    Args:
+        trainer: A Trainer of either package.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._asked = int(trainer.accumulate_grad_batches)
+        self._next: int | None = None
+
+    def training_starts(self) -> None:
+        """What the Trainer has now is what its user asked for; schedules change it later."""
+        self._asked = int(self._trainer.accumulate_grad_batches)
+
+    def capture(self) -> dict[str, Any]:
+        """Return where the present value comes from."""
+        waits = self._next is not None
+        return {
+            "asked": int(self._trainer.accumulate_grad_batches) if waits else self._asked,
+            "scheduled": self._schedule() is not None,
+        }
+
+    def resume(self, saved: Mapping[str, Any], *, in_epoch: bool) -> str | None:
+        """Continue with what was saved as long as it has to be, then with what the user asks for now.
+
+        Args:
+            saved: The counters of the checkpoint.
+            in_epoch: Whether an epoch continues, and not the next one begins.
+
+        Returns:
+            What has changed, in words.
+        """
+        before, now = int(saved["accumulate_grad_batches"]), self._wanted(saved)
+        self._trainer.accumulate_grad_batches = before if in_epoch else now
+        if before == now:
+            return None
+        self._next = now if in_epoch else None
+        return f"accumulate_grad_batches was {before} and is {now} now"
+
+    def _wanted(self, saved: Mapping[str, Any]) -> int:
+        schedule = self._schedule()
+        if schedule is not None:
+            return int(schedule.get_accumulate_grad_batches(self._trainer.current_epoch))
+        before, origin = int(saved["accumulate_grad_batches"]), saved.get("accumulation")
+        if origin is not None and not origin["scheduled"] and before != origin["asked"] == self._asked:
+            return before  # a hook of the user's has changed it since
+        return self._asked
+
+    def window_closed(self) -> None:
+        """A batch is about to be fetched and no gradients are accumulated."""
+        if self._next is not None:
+            self._trainer.accumulate_grad_batches, self._next = self._next, None
+
+    def _schedule(self) -> Any:
+        return next((cb for cb in self._trainer.callbacks if hasattr(cb, "get_accumulate_grad_batches")), None)

@@ -12,20 +12,20 @@ from ckpt_core.state.kinds import Kind
 from ckpt_core.state.rng import RngState
 from lightning_ckpt._exact.loaders import TrainingData
 
-__all__ = ["go_on_elsewhere", "inexact_elsewhere", "state_for_rank"]
+__all__ = ["continue_elastic", "elastic_causes", "state_for_rank"]
 
 
 def state_for_rank(state: Mapping[str, Any], rank: int, *, gradients: bool) -> dict[str, Any]:
-    """Return what a rank goes on with.
+    """Return what a rank continues with.
 
-    It has the random generators of the rank of its number, or, if there was none, generators that follow from those of the
-    first and from its number. What was accumulated in an open window is left out where the window is begun again; where the
-    user steps, nobody knows when it began, and every rank gets the mean.
+    It has the random generators of the rank of its number, or, if there was none, generators that follow from those of
+    the first and from its number. What was accumulated in an open window is left out where the window is begun again;
+    where the user steps, nobody knows when it began, and every rank gets the mean.
 
     Args:
         state: The exact state of all ranks.
         rank: This one.
-        gradients: Whether to go on with an open window.
+        gradients: Whether to continue with an open window.
 
     Raises:
         StateMismatchError: No rank had reported when it was saved.
@@ -40,15 +40,15 @@ def state_for_rank(state: Mapping[str, Any], rank: int, *, gradients: bool) -> d
     return {**ranks[0], "rng": rng, "gradients": average, "metrics": metrics}
 
 
-def inexact_elsewhere(data: TrainingData, shared: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+def elastic_causes(data: TrainingData, shared: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
     """Say what differs from a run that was not interrupted.
 
     Args:
         data: The training loaders.
         shared: What was the same on all ranks.
-        mine: What this rank goes on with.
+        mine: What this rank continues with.
     """
-    problem = data.problem_elsewhere(mine["data"])
+    problem = data.elastic_problem(mine["data"])
     if problem is None:
         rest = "every sample that was left of the epoch is used once"
     else:
@@ -57,10 +57,10 @@ def inexact_elsewhere(data: TrainingData, shared: Mapping[str, Any], mine: Mappi
     return [f"{ranks}: {rest}, and open metrics begin again"]
 
 
-def go_on_elsewhere(
+def continue_elastic(
     data: TrainingData, shared: Mapping[str, Any], state: Mapping[str, Any], *, begin_window_again: bool
 ) -> dict[str, Any]:
-    """Let the loaders go on with what is left of the epoch, and count its batches as these ranks do.
+    """Let the loaders continue with what is left of the epoch, and count its batches as these ranks do.
 
     Args:
         data: The training loaders.
@@ -75,7 +75,7 @@ def go_on_elsewhere(
     again = 0
     if begin_window_again and not state["between"]:
         again = state["batches"] % progress["accumulate_grad_batches"]
-    done = data.go_to_rest(state, again, shared["world_size"])
+    done = data.continue_epoch(state, again, shared["world_size"])
     if phase == "between_epochs":
         return dict(shared)
     if phase in ("batch", "batch_end"):

@@ -1,18 +1,26 @@
-"""Follows the training loaders of one fit, fetch by fetch, and brings them back to where they were."""
+"""Follows the training loaders of one fit, fetch by fetch, and brings them back to where they were.
+
+An epoch that one number of ranks began, another continues, and each sample that was left is used once. The ranks divide
+one global order among themselves, batch by batch, so what they have consumed together is the beginning of it. Which
+order it is takes a few numbers to say, however long it is: the seed and the epoch of a ``DistributedSampler``, or the
+random generators from which a ``RandomSampler`` drew it. New ranks make the same order and divide the rest of it.
+"""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
+
 from ckpt_core.errors import StateMismatchError
-from ckpt_core.state.loaders import LoaderMark
+from ckpt_core.state.elastic import EpochShare, RemainingBatches, describe_order
+from ckpt_core.state.loaders import FetchHistory, LoaderMark, LoaderTracker
 from ckpt_core.state.rng import RngState
-from lightning_ckpt._exact.elastic_epoch import Division, TrainingLoader
+from ckpt_core.state.samplers import RecordingSampler, SamplerPass, restore_counters
 from lightning_ckpt._private.loops import Internals
 
 __all__ = ["TrainingData"]
@@ -21,6 +29,161 @@ log = logging.getLogger(__name__)
 
 # Lightning is at most one batch ahead of training, and the batch in training may have to be fetched again
 _FETCHES_REMEMBERED = 4
+
+
+class _DivisibleSampler(RecordingSampler):
+    """Stands in front of a batch sampler, and for one pass yields this rank's batches of a division instead.
+
+    Attributes:
+        division: How the present pass is divided, if another number of ranks began the epoch.
+    """
+
+    def __init__(self, inner: Any, loader: object) -> None:
+        self.division: EpochShare | None = None
+        super().__init__(inner, loader)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "division":
+            object.__setattr__(self, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __iter__(self) -> Any:
+        live = super().__iter__()
+        if self.division is not None:
+            live.inner = iter(self.division)
+        return live
+
+
+class TrainingLoader(LoaderTracker):
+    """Follows one training loader, and can continue with what another number of ranks left of an epoch.
+
+    Args:
+        loader: A ``DataLoader`` (also a stateful one) or any iterable.
+        replay: Always go back by reading again.
+        world_size: Number of ranks that train.
+    """
+
+    def __init__(self, loader: Any, replay: bool, world_size: int) -> None:
+        self._world_size = world_size
+        super().__init__(loader, replay)
+
+    def _wrap_sampler(self) -> None:
+        super()._wrap_sampler()
+        if not self.iterable and self.sampler is not None:
+            self.sampler = _DivisibleSampler(self.sampler.inner, self.loader)
+            self._set("batch_sampler" if self.loader.batch_sampler is not None else "sampler", self.sampler)
+
+    @property
+    def division(self) -> EpochShare | None:
+        """How the present pass is divided, if another number of ranks began the epoch."""
+        return getattr(self.sampler, "division", None) if self.sampler is not None else None
+
+    @division.setter
+    def division(self, division: EpochShare | None) -> None:
+        if isinstance(self.sampler, _DivisibleSampler):
+            self.sampler.division = division
+
+    def begin_pass(self, started: int = 0) -> None:
+        super().begin_pass(started)
+        self.division = None
+
+    @property
+    def _batches(self) -> Any:
+        return self.sampler.inner if self.sampler is not None else None
+
+    # ---- capture -----------------------------------------------------------------------------------------------------
+
+    def capture(self, mark: LoaderMark, fetches: int) -> dict[str, Any]:
+        state = super().capture(mark, fetches)
+        return {**state, "division": self._describe(mark.sampler_pass)}
+
+    def _describe(self, current: SamplerPass | None) -> dict[str, Any]:
+        """Say in which order this pass is, for ranks of another number, or why that cannot be said."""
+        problem = self._problem_with_dividing()
+        if problem is not None:
+            return {"problem": problem}
+        batches, division = self._batches, self.division
+        replicas, _, _ = self._place(batches.sampler)
+        found: dict[str, Any] = {"length": len(self.loader.dataset), "samples": batches.batch_size * replicas}
+        if division is not None:
+            return {**found, "order": dict(division.order), "consumed": division.consumed, "divided": True}
+        order = describe_order(batches.sampler, current)
+        return {**found, "order": order, "consumed": 0, "divided": False}
+
+    def _problem_with_dividing(self) -> str | None:
+        if self.iterable or self._batches is None:
+            return "an iterable data set divides itself, so where it was means nothing to another number of ranks"
+        if self.method == "load":
+            return "the data set has a state of its own, which means nothing to another number of ranks"
+        if not RemainingBatches.counts_samples(self._batches):
+            return f"where a {type(self._batches).__name__} was means nothing to another number of ranks"
+        sampler = self._batches.sampler
+        if type(sampler) is DistributedSampler:
+            return None
+        if self._world_size > 1:
+            return f"a {type(sampler).__name__} gives each rank an order of its own"
+        if type(sampler) is SequentialSampler:
+            return None
+        whole = type(sampler) is RandomSampler and not sampler.replacement
+        if whole and sampler.num_samples == len(self.loader.dataset):
+            return None
+        return f"the order that a {type(sampler).__name__} makes cannot be divided over another number of ranks"
+
+    @staticmethod
+    def _place(sampler: Any) -> tuple[int, int, bool]:
+        if isinstance(sampler, DistributedSampler):
+            return sampler.num_replicas, sampler.rank, sampler.drop_last
+        return 1, 0, False
+
+    # ---- restore -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, state: Mapping[str, Any]) -> int:
+        description = state.get("division") or {}
+        if description.get("divided"):
+            self.division = self._divide(description, description["consumed"])
+        return super().prepare(state)
+
+    def elastic_problem(self, state: Mapping[str, Any]) -> str | None:
+        """Return why these ranks cannot divide what another number of ranks left of an epoch, in words, or ``None``."""
+        description = state.get("division") or {"problem": "it says nothing of its order"}
+        problem = description.get("problem") or self._problem_with_dividing()
+        if problem is None and description["length"] != len(self.loader.dataset):
+            return f"the data set had {description['length']} samples and has {len(self.loader.dataset)}"
+        return None if problem is None else str(problem)
+
+    def rest(self, state: Mapping[str, Any], again: int) -> EpochShare | None:
+        """Return what another number of ranks left of an epoch, divided over these; ``None`` if that is all of it.
+
+        Args:
+            state: What :meth:`capture` returned on one of them.
+            again: Number of their last batches that do not count.
+        """
+        description = state["division"]
+        if description["order"] is None:
+            return None
+        batches = max(0, int(state["position"]) - again)
+        return self._divide(description, description["consumed"] + batches * description["samples"])
+
+    def _divide(self, description: Mapping[str, Any], consumed: int) -> EpochShare:
+        batches = self._batches
+        replicas, rank, even = self._place(batches.sampler)
+        return EpochShare(
+            description["order"],
+            description["length"],
+            consumed,
+            batches.batch_size,
+            batches.drop_last,
+            replicas,
+            rank,
+            even,
+        )
+
+    def carry_seeds(self, state: Mapping[str, Any]) -> None:
+        """Give the samplers the seeds that they had in the other run, for the epochs to come."""
+        if self.sampler is not None:
+            seeds = {path: n for path, n in state["counters"].items() if path.rpartition(".")[2] in ("seed", "epoch")}
+            restore_counters(self.sampler.inner, seeds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +201,7 @@ class _Rest:
     """What is left of an epoch after ``batches`` batches, if it is known how to divide it."""
 
     batches: int
-    division: Division | None
+    division: EpochShare | None
 
 
 class TrainingData:
@@ -61,10 +224,9 @@ class TrainingData:
         self._before_fetch = before_fetch
         self._combined: Any = None
         self._trackers: list[TrainingLoader] = []
-        self._fetches: collections.deque[_Fetch] = collections.deque(maxlen=_FETCHES_REMEMBERED)
+        self._history: FetchHistory[_Fetch] = FetchHistory(_FETCHES_REMEMBERED)
         self._pending: Mapping[str, Any] | None = None
         self._rest: _Rest | None = None
-        self._draws_while_reading = False
         self.begun = 0
         self.attempts = 0
         self.idle = False
@@ -85,12 +247,12 @@ class TrainingData:
                 tracker.release()
         self._combined = None
         self._trackers = []
-        self._fetches.clear()
+        self._history.clear()
 
     # ---- while training ----------------------------------------------------------------------------------------------
 
     def _iterate(self, make_iterators: Callable[[], Any]) -> None:
-        self._fetches.clear()
+        self._history.clear()
         if self.idle:
             # the iterators that Lightning makes before training begins would be of no use to a resumed run
             self._internals.make_idle_iterator(self._combined)
@@ -116,7 +278,7 @@ class TrainingData:
             self.idle = False
             iter(self._combined)
         moment = self._moment()
-        self._fetches.append(moment)
+        self._history.add(moment.index, moment)
         self._before_fetch(moment.rng)
         before = list(self._internals.iterators(self._combined))
         self.attempts += 1
@@ -124,8 +286,8 @@ class TrainingData:
         for number, iterator in enumerate(self._internals.iterators(self._combined)):
             if iterator is not before[number]:
                 self._trackers[number].restarted(moment.index, moment.marks[number])
-        if moment.index < 2 and any(t.method == "replay" and t.workers == 0 for t in self._trackers):
-            self._draws_while_reading |= not moment.rng.same_as(RngState.capture())
+        if any(tracker.method == "replay" and tracker.workers == 0 for tracker in self._trackers):
+            self._history.was_read(moment.index, moment.rng)
         return batch
 
     def _moment(self) -> _Fetch:
@@ -134,12 +296,9 @@ class TrainingData:
 
     # ---- capture -----------------------------------------------------------------------------------------------------
 
-    def _remembered(self, index: int) -> _Fetch | None:
-        return next((fetch for fetch in self._fetches if fetch.index == index), None)
-
     def rng_before(self, index: int) -> RngState | None:
         """The global generators as they were before batch ``index`` was fetched, if that was a moment ago."""
-        fetch = self._remembered(index)
+        fetch = self._history.before(index)
         return None if fetch is None else fetch.rng
 
     def capture(self, batches: int, ahead: int) -> dict[str, Any]:
@@ -149,7 +308,7 @@ class TrainingData:
             batches: Number of batches of this epoch that count as done.
             ahead: Number of batches that Lightning fetches ahead.
         """
-        fetch = self._remembered(batches)
+        fetch = self._history.before(batches)
         moment = fetch or self._moment()
         return {
             "between": False,
@@ -164,16 +323,15 @@ class TrainingData:
         return {"between": True, "batches": 0, "loaders": [t.capture_between_passes() for t in self._trackers]}
 
     def notes(self) -> list[str]:
-        """Why going on from here would not be exact, in words."""
-        if self._draws_while_reading and self.attempts:
-            return [
-                (
-                    "an iterable data set without state_dict draws random numbers in the main process while it is read; its "
-                    "order is reproduced only if it does not depend on them (give it state_dict and load_state_dict, or use "
-                    "num_workers=1)"
-                )
-            ]
-        return []
+        """Why continuing from here would not be exact, in words."""
+        if not self._history.draws_while_reading or not self.attempts:
+            return []
+        cause = (
+            "an iterable data set without state_dict draws random numbers in the main process while it is read; its "
+            "order is reproduced only if it does not depend on them (give it state_dict and load_state_dict, or use "
+            "num_workers=1)"
+        )
+        return [cause]
 
     # ---- restore -----------------------------------------------------------------------------------------------------
 
@@ -189,13 +347,14 @@ class TrainingData:
             return []
         if len(loaders) != len(self._trackers):
             raise StateMismatchError(
-                f"the checkpoint was saved with {len(loaders)} training data loaders, now there are {len(self._trackers)}"
+                f"the checkpoint was saved with {len(loaders)} training data loaders, now there are "
+                f"{len(self._trackers)}"
             )
         found = [tracker.check(saved) for tracker, saved in zip(self._trackers, loaders, strict=True)]
         return [problem for problem in found if problem is not None]
 
     def go_to(self, state: Mapping[str, Any]) -> None:
-        """Let the next iterators go on in the middle of an epoch."""
+        """Let the next iterators continue in the middle of an epoch."""
         self.idle = False
         self._pending = state
 
@@ -225,7 +384,7 @@ class TrainingData:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that go on."""
+        """Number of ranks that continue."""
         return int(self._internals.trainer.world_size)
 
     @property
@@ -235,8 +394,8 @@ class TrainingData:
 
     # ---- restore with another number of ranks ------------------------------------------------------------------------
 
-    def problem_elsewhere(self, state: Mapping[str, Any]) -> str | None:
-        """Return why what other ranks left of an epoch cannot be divided over these, in words, or ``None``."""
+    def elastic_problem(self, state: Mapping[str, Any]) -> str | None:
+        """Return why these ranks cannot divide what other ranks left of an epoch, in words, or ``None``."""
         if state["between"]:
             return None
         loaders = state["loaders"]
@@ -244,10 +403,10 @@ class TrainingData:
             return f"there were {len(loaders)} training data loaders and are {len(self._trackers)}"
         if len(loaders) > 1:
             return "there are several training data loaders, which end at different times"
-        return self._trackers[0].problem_elsewhere(loaders[0])
+        return self._trackers[0].elastic_problem(loaders[0])
 
-    def go_to_rest(self, state: Mapping[str, Any], again: int, world_size: int) -> int:
-        """Let the next iterators go on with what other ranks left of the epoch.
+    def continue_epoch(self, state: Mapping[str, Any], again: int, world_size: int) -> int:
+        """Let the next iterators continue with what other ranks left of the epoch.
 
         Args:
             state: What :meth:`capture` returned on one of them.
@@ -260,7 +419,7 @@ class TrainingData:
         done: float
         if state["between"]:
             done = self.batches
-        elif self.problem_elsewhere(state) is None:
+        elif self.elastic_problem(state) is None:
             division = self._trackers[0].rest(state["loaders"][0], again)
             # whatever is left is trained on, so that what is done is the difference
             done = len(self._trackers[0].loader) - division.batches if division is not None else 0

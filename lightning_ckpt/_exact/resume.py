@@ -15,7 +15,7 @@ _MARK = "lightning_ckpt_resumed_from"
 
 
 class Resume:
-    """From ``fit(ckpt_path=...)`` until training goes on.
+    """From ``fit(ckpt_path=...)`` until training continues.
 
     A callback may save and restore a checkpoint in between, for itself or to search for a learning rate. What is saved
     then has to hold what the run resumes from: the Trainer's own counters and optimizers are not yet there. What is
@@ -54,7 +54,7 @@ class Resume:
         self._kept = {name: value for name, value in self._kept.items() if name in _PROGRESS}
 
     def put_into(self, checkpoint: dict[str, Any]) -> None:
-        """Let a checkpoint that is saved before training goes on hold what it goes on from."""
+        """Let a checkpoint that is saved before training continues hold what it continues from."""
         checkpoint.update(self._kept)
         checkpoint[_MARK] = str(self._path)
 

@@ -1,4 +1,4 @@
-"""Captures the exact state of a fit, and goes on from it.
+"""Captures the exact state of a fit, and continues from it.
 
 A save can happen at many points of Lightning's loops. Each is one of a few *phases*, named by what remains to be done:
 
@@ -29,9 +29,8 @@ from ckpt_core.state.ddp import rebuild_ddp_buckets
 from ckpt_core.state.gradients import capture_gradients, restore_gradients
 from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
 from ckpt_core.state.rng import RngState, capture_generators, restore_generators
-from lightning_ckpt._exact.accumulation import Accumulation
-from lightning_ckpt._exact.counters import Counters, undo_unfinished
-from lightning_ckpt._exact.elastic_state import go_on_elsewhere, inexact_elsewhere, state_for_rank
+from lightning_ckpt._exact.counters import Accumulation, Counters, undo_unfinished
+from lightning_ckpt._exact.elastic_state import continue_elastic, elastic_causes, state_for_rank
 from lightning_ckpt._exact.loaders import TrainingData
 from lightning_ckpt._exact.metrics import MetricsMoment, restore_metrics, torchmetrics_of
 from lightning_ckpt._exact.resume import Resume
@@ -125,10 +124,8 @@ class ExactState:
             shared, mine = self._loaded[Kind.REPLICATED.value], self._loaded["mine"]
             self._internals.set_progress(shared["progress"])
             counters, own = shared.get("post_local_sgd", {}), mine.get("post_local_sgd", {})
-            shared["notes"] += self._post_local_sgd.restore(
-                counters, own, elsewhere=self._saved_elsewhere(self._loaded)
-            )
-            self._internals.instead_of_next_epoch_start(self._go_on)
+            shared["notes"] += self._post_local_sgd.restore(counters, own, elsewhere=self._is_resharded(self._loaded))
+            self._internals.instead_of_next_epoch_start(self._continue)
 
     def _moment(self, rng: RngState) -> _Moment:
         metrics = MetricsMoment.take(self._internals, self._metrics)
@@ -200,7 +197,7 @@ class ExactState:
     # ---- capture -----------------------------------------------------------------------------------------------------
 
     def save(self, checkpoint: dict[str, Any]) -> None:
-        """Put the exact state of all ranks into a checkpoint, on rank 0; every rank must call it, once for each checkpoint."""
+        """Put the exact state of all ranks into a checkpoint, on rank 0; called on every rank, once per checkpoint."""
         if self._loaded is not None or self._resume.awaits_training_state:
             self._save_again(checkpoint)
             return
@@ -280,7 +277,7 @@ class ExactState:
         }
 
     def _phase(self) -> tuple[str, dict[str, Any], bool]:
-        """Where the loops are: the phase, the counters to go on with, and whether a batch was interrupted."""
+        """Where the loops are: the phase, the counters to continue with, and whether a batch was interrupted."""
         progress = self._internals.progress()
         counted = self._counters.own()
         epoch, batch = counted["epoch"], counted["batch"]
@@ -336,7 +333,7 @@ class ExactState:
     # ---- restore -----------------------------------------------------------------------------------------------------
 
     def load(self, checkpoint: Mapping[str, Any]) -> bool:
-        """Take the exact state out of the checkpoint that a fit resumes from; the fit will go on from it.
+        """Take the exact state out of the checkpoint that a fit resumes from; the fit will continue from it.
 
         Returns:
             Whether it is that checkpoint. Any other is restored by a callback or a hook: that is Lightning's doing, and
@@ -362,7 +359,7 @@ class ExactState:
             )
         saved, apart = state, checkpoint.get(GRADIENTS_KEY, {})
         state, rank = put_back(state, apart), self._trainer.global_rank
-        if self._saved_elsewhere(state):
+        if self._is_resharded(state):
             mine = state_for_rank(state, rank, gradients=not self._begins_window_again)
         else:
             mine = state_of_rank(state, rank)
@@ -381,30 +378,30 @@ class ExactState:
         sharded = self._trainer.strategy.restore_checkpoint_after_setup
         return bool(self._trainer.lightning_module.automatic_optimization or sharded)
 
-    def _saved_elsewhere(self, state: Mapping[str, Any]) -> bool:
+    def _is_resharded(self, state: Mapping[str, Any]) -> bool:
         return bool(state[Kind.REPLICATED.value]["world_size"] != self._trainer.world_size)
 
-    def _go_on(self, begin_epoch: Callable[[], None]) -> None:
+    def _continue(self, begin_epoch: Callable[[], None]) -> None:
         if self._loaded is None:  # another checkpoint was restored since
             begin_epoch()
             return
         state, self._loaded = self._loaded, None
         shared, mine, module = state[Kind.REPLICATED.value], state["mine"], self._trainer.lightning_module
-        elsewhere = self._saved_elsewhere(state)
-        causes = inexact_elsewhere(self._data, shared, mine) if elsewhere else self._data.check(mine["data"])
+        resharded = self._is_resharded(state)
+        causes = elastic_causes(self._data, shared, mine) if resharded else self._data.check(mine["data"])
         in_epoch = shared["phase"] not in ("between_epochs", "epoch_end")
-        setting = self._accumulation.go_on(shared["progress"], in_epoch=in_epoch)
+        setting = self._accumulation.resume(shared["progress"], in_epoch=in_epoch)
         causes += [setting] if setting is not None else []
         if causes or shared["notes"]:
             self._warn("; ".join([*shared["notes"], *causes]))
-        if elsewhere:
-            shared = go_on_elsewhere(self._data, shared, mine["data"], begin_window_again=self._begins_window_again)
+        if resharded:
+            shared = continue_elastic(self._data, shared, mine["data"], begin_window_again=self._begins_window_again)
         if shared["validation_made"]:
             self._internals.set_up_validation()
         for loader, generators in zip(self._internals.validation_loaders(), mine["validation"], strict=False):
             restore_generators(loader, generators)
         self._internals.set_progress(shared["progress"])
-        self._counters.goes_on(shared["phase"])
+        self._counters.resumed(shared["phase"])
         restore_metrics(self._internals, module, mine["metrics"])
         self._restore_gradients(module, mine["gradients"])
         rng = RngState.decode(mine["rng"])
@@ -413,28 +410,28 @@ class ExactState:
             self._internals.end_epoch()
             rng = RngState.capture()
         if shared["phase"] in ("between_epochs", "epoch_end"):
-            self._enter(mine["data"], rng, elsewhere)
+            self._enter(mine["data"], rng, resharded)
             if mine["data"]["between"] and self._trainer.current_epoch == 0:
                 # the iterators of the first epoch are made before it begins; it was saved before that
                 iter(self._internals.fetcher)
             begin_epoch()
         else:
             ready = shared["progress"]["batch"]["current"]["ready"]
-            fetched = ready if elsewhere else mine["data"]["batches"]
+            fetched = ready if resharded else mine["data"]["batches"]
             self._counters.pass_begins(fetched)
-            self._continue_epoch(shared, fetched, lambda: self._enter(mine["data"], rng, elsewhere))
+            self._continue_epoch(shared, fetched, lambda: self._enter(mine["data"], rng, resharded))
 
     def _restore_gradients(self, module: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         restore_gradients(module.named_parameters(), gradients)
         if not module.automatic_optimization:
             self._open_gradients = {id(p) for p in module.parameters() if p.grad is not None}
 
-    def _enter(self, data: Mapping[str, Any], rng: RngState, elsewhere: bool) -> None:
+    def _enter(self, data: Mapping[str, Any], rng: RngState, resharded: bool) -> None:
         if data["between"]:
-            if not elsewhere:
+            if not resharded:
                 self._data.go_between_epochs(data)
         else:
-            if not elsewhere:
+            if not resharded:
                 self._data.go_to(data)
             iter(self._internals.fetcher)
         # whatever getting there has drawn

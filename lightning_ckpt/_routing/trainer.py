@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ckpt_core import DirectoryCheckpointer, RankGroup
 from ckpt_core.errors import CheckpointError
-from ckpt_core.ranks import decode_error, encode_error
+from ckpt_core.ranks import raise_together
 from lightning_ckpt._boundaries import watch_boundaries
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._routing.post_local_sgd import refuse_unequal_ranks
@@ -75,17 +75,13 @@ def raise_on_all_ranks(action: Callable[[], None], *, world_size: int) -> None:
     Raises:
         CheckpointError: The failure, as the same class on every rank.
     """
-    failure = None
-    try:
-        action()
-    except CheckpointError as error:
-        failure = error
-    if world_size > 1:
-        encoded: list[Any] = [None] * world_size
-        torch.distributed.all_gather_object(encoded, encode_error(failure) if failure is not None else None)
-        failure = failure or next((decode_error(error) for error in encoded if error is not None), None)
-    if failure is not None:
-        raise failure
+
+    def gather(mine: Any) -> list[Any]:
+        found: list[Any] = [None] * world_size
+        torch.distributed.all_gather_object(found, mine)
+        return found
+
+    raise_together(action, gather if world_size > 1 else None)
 
 
 def refuse_strategy(strategy: Any) -> None:

@@ -1,4 +1,4 @@
-"""What scripts do with a checkpoint right after ``save_state``. Called with a directory; one line of JSON for each case."""
+"""What scripts do with a checkpoint right after ``save_state``: called with a directory, prints JSON for each case."""
 
 from __future__ import annotations
 

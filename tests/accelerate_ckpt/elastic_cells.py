@@ -70,7 +70,7 @@ CELLS: dict[str, tuple[Any, dict[str, Any]]] = {
 def stage(
     directory: Path, name: str, source: str | None, save_after: int, cells: list[str], seed: int
 ) -> dict[str, Any]:
-    """Go on from what the ranks of stage ``source`` saved, to the end of the next epoch; save on the way as stage ``name``.
+    """Continue what the ranks of stage ``source`` saved to the end of the next epoch; save on the way as ``name``.
 
     Args:
         directory: Where the stages save.

@@ -182,7 +182,8 @@ class Cell:
     Attributes:
         loader: Makes the loaders, the one that is trained on first.
         config: How Accelerate prepares them.
-        style: How the script goes on: ``iterate`` (as if nothing was), ``skip`` (``skip_first_batches`` and ``set_epoch``).
+        style: How the script continues: ``iterate`` (unchanged), ``skip`` (``skip_first_batches`` and
+            ``set_epoch``).
         accumulate: Micro-batches in one optimizer step.
         evaluate: Iterate over the second loader after each epoch.
         together: Iterate over both loaders together.

@@ -174,7 +174,7 @@ class Run:
 
 
 def points(cell: Cell, run: Run) -> tuple[tuple[int, int], ...]:
-    """The epochs and batches to save at: the first, the one before the last, the last, and the first of the second epoch."""
+    """Epochs and batches to save at: the first, the one before the last, the last, and the first of the next epoch."""
     together = run.loaders if cell.together else run.loaders[:1]
     length = sum(1 for _ in zip(*together, strict=False))
     if cell.local:

@@ -1,4 +1,4 @@
-"""Scripts that use what they have just saved find it, as with stock Accelerate, although it is saved in the background."""
+"""Scripts that use what they have just saved find it, although it is saved in the background."""
 
 from __future__ import annotations
 

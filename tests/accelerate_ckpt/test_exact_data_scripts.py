@@ -1,4 +1,4 @@
-"""What scripts do with loaders around a load: skip, leave early, load again, save again; and what attaching leaves as it was."""
+"""What scripts do with loaders around a load: skip, leave early, load or save again; what attaching leaves alone."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ def test_a_stream_that_divides_itself_begins_anew_and_says_so() -> None:
     resumed = Run(dataset=NumberedStream(), config={"dispatch_batches": False})
     resumed.positions.restore(state, saved_world_size=2)
     assert resumed.epoch() == following
-    assert "an iterable data set divides itself over the ranks, so the epoch begins anew" in resumed.warned[0]
+    assert "an iterable data set divides itself over the ranks, so the epoch begins again" in resumed.warned[0]
 
 
 def test_a_state_of_a_newer_version() -> None:
@@ -305,7 +305,7 @@ def test_following_costs_little_for_each_batch() -> None:
     assert followed - without < 0.001
 
 
-# ---- what we use of Accelerate is where it was --------------------------------------------------------------------------
+# ---- what we use of Accelerate is where it was -----------------------------------------------------------------------
 
 
 def test_nothing_has_moved() -> None:
@@ -332,7 +332,7 @@ def test_an_iteration_that_is_made_in_another_way_is_an_error(monkeypatch: pytes
 
 
 def test_launched_for_real(tmp_path: Path) -> None:
-    """Fresh interpreters, started by ``accelerate launch``, that save and load with ``save_state`` and ``load_state``."""
+    """Fresh interpreters, started by ``accelerate launch``, save and load with ``save_state`` and ``load_state``."""
     cells = ["default_workers", "seedable_skip", "default_accumulate"]
     script = Path(__file__).with_name("exact_script.py")
     environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(script.parents[2])}

@@ -153,7 +153,7 @@ def assert_exact(whole: Process, resumed: Process) -> None:
     assert resumed.step == whole.step
 
 
-# ---- the ways ------------------------------------------------------------------------------------------------------------
+# ---- the ways --------------------------------------------------------------------------------------------------------
 
 
 def by_continue(process: Process) -> None:
@@ -504,7 +504,7 @@ def test_a_save_before_the_batch_is_used_is_said(
     assert caplog.text.count("before it used it") == (0 if at_the_end else 1)
 
 
-# ---- loads in a process that has trained -----------------------------------------------------------------------------------
+# ---- loads in a process that has trained -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("at", [3, 4])
@@ -559,7 +559,7 @@ def test_loaded_twice_the_last_one_counts(tmp_path: Path) -> None:
     assert resumed.log == whole.log[4:BATCHES]
 
 
-# ---- for real ------------------------------------------------------------------------------------------------------------
+# ---- for real --------------------------------------------------------------------------------------------------------
 
 SKIPS_BY_CONTINUE = """
 import os, signal, sys

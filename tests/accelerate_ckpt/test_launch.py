@@ -37,7 +37,8 @@ def plain(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, *words]
-        # Not on PYTHONPATH, which would put the directory of the project on sys.path of both alike, but where "-m" looks.
+        # Not on PYTHONPATH, which would put the directory of the project on sys.path of both alike, but where "-m"
+        # looks.
         return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
 
     return run

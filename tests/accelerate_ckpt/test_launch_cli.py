@@ -1,4 +1,4 @@
-"""``accelerate-ckpt``: Accelerate's own flags and ours in one command; and the parts of Accelerate that it is made of."""
+"""``accelerate-ckpt``: Accelerate's own flags and ours in one command, and the parts of Accelerate in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real runs by ``accelerate launch`` with the configuration files and examples of this repository: killed, and gone on."""
+"""Real runs by ``accelerate launch`` with the configurations and examples of this repository: killed and resumed."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_an_empty_directory_and_what_is_no_checkpoint_are_nothing(tmp_path: Path
         begin(tmp_path).load_state()
 
 
-# ---- the Trainer -------------------------------------------------------------------------------------------------------
+# ---- the Trainer -----------------------------------------------------------------------------------------------------
 
 
 def steps_of(folder: Path) -> list[int]:

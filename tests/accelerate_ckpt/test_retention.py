@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 from accelerate_ckpt import attach
-from accelerate_ckpt._state.retention import Retention
+from accelerate_ckpt._state.naming import Retention
 from accelerate_ckpt._state.session import session_of
 from accelerate_ckpt.config import CheckpointConfig, OptionError
 from ckpt_core.policies import AnyOf, KeepAtSteps, KeepBest, KeepEverySteps, KeepEveryTime, KeepLatest
@@ -155,7 +155,7 @@ def test_rules_in_words(tmp_path: Path, written: str, policy: Any) -> None:
     ):
         session = session_of(attach(Accelerator(), **vars(options)))
         assert session is not None and session.retention is not None
-        assert session.retention._policy == policy
+        assert session.retention._history.policy == policy
 
 
 def test_a_policy_in_a_file(tmp_path: Path) -> None:
@@ -175,7 +175,7 @@ retention:
     config = CheckpointConfig.from_sources({"config": str(file)}, variables={})
     session = session_of(attach(Accelerator(), **vars(config)))
     assert session is not None and session.retention is not None
-    assert session.retention._policy == AnyOf([KeepLatest(2), KeepBest("loss", mode="max")])
+    assert session.retention._history.policy == AnyOf([KeepLatest(2), KeepBest("loss", mode="max")])
 
 
 @pytest.mark.parametrize(

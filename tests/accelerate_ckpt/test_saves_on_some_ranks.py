@@ -1,4 +1,4 @@
-"""``save_state`` under a condition on the rank: a right checkpoint, or a clear error, and never a wait for the time limit."""
+"""``save_state`` under a condition on the rank: a right checkpoint or a clear error, never a wait for a time limit."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_fsdp_on_one_rank_alone_is_an_error_at_once(ranks: Ranks, tmp_path: Path
 
 def test_this_release_of_torch_counts_collectives(ranks: Ranks) -> None:
     body = """
-        from accelerate_ckpt._private.collectives import collectives_begun
+        from ckpt_core._commit.collectives import collectives_begun
         accelerator = Accelerator()
         counts = [collectives_begun()]
         accelerator.wait_for_everyone()

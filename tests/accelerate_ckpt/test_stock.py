@@ -19,7 +19,7 @@ from accelerate.utils import ProjectConfiguration
 from torch import nn
 
 from accelerate_ckpt import attach
-from accelerate_ckpt._private.registered_objects import registered_states
+from accelerate_ckpt._private.files import registered_states
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, StateMismatchError, UnsafeCheckpointError
 from tests.accelerate_ckpt.test_bad_input import ours, refused
 from tests.accelerate_ckpt.training import Counter, Run, assert_same, model_of

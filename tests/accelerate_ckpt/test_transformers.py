@@ -25,10 +25,10 @@ transformers = pytest.importorskip("transformers", reason="the optional extra is
 
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments  # noqa: E402
 
-from accelerate_ckpt._state import save  # noqa: E402
 from accelerate_ckpt._state.session import close_sessions, session_of  # noqa: E402
 from accelerate_ckpt.config import OptionError  # noqa: E402
 from accelerate_ckpt.integrations.transformers import ResumableCallback, missing_internals  # noqa: E402
+from ckpt_core import options  # noqa: E402
 
 STEPS_PER_EPOCH = 8
 
@@ -94,7 +94,7 @@ def trainer_for(folder: Path, *, callback: bool = True, strategy: str = "async",
 @pytest.fixture(autouse=True)
 def _fresh(fresh_accelerate: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     # Small states are waited for; these are to be in the background, as large ones are.
-    monkeypatch.setattr(save, "SMALL_STATE_BYTES", 0)
+    monkeypatch.setattr(options, "SMALL_STATE_BYTES", 0)
     yield
     close_sessions()
 

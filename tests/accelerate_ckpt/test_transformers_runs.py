@@ -1,4 +1,4 @@
-"""The example with ``transformers.Trainer``: killed, gone on with, and compared bit for bit with a run of the Trainer alone."""
+"""The example with ``transformers.Trainer``: killed, resumed, and compared bit for bit with the Trainer alone."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def test_a_killed_run_goes_on_bit_for_bit(
     assert 6 <= step < 80 and step % 3 == 0
     program, *rest = (*command, "ours")
     resumed = run_script(Path(program), *rest, timeout=250)
-    # Both at once: the callback does not change the training, and neither does the kill. The losses of all steps are there,
-    # those before the kill from the checkpoint.
+    # Both at once: the callback does not change the training, and neither does the kill. The losses of all steps are
+    # there, those before the kill from the checkpoint.
     assert result_of(resumed.stdout) == result_of(stock.stdout)
     names = {path.name for path in (tmp_path / "ours").glob("checkpoint-*")}
     assert names == {path.name for path in (tmp_path / "stock").glob("checkpoint-*")} and len(names) == 3

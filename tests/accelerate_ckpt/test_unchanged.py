@@ -1,4 +1,4 @@
-"""Fine-tuning over frozen weights with Accelerate: what ``sharded`` links, and what stays one file for stock programs."""
+"""Fine-tuning over frozen weights with Accelerate: what ``sharded`` links, and what stays one file for others."""
 
 from __future__ import annotations
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from ckpt_core.options import SMALL_STATE_BYTES
 from ckpt_core.storage import FileWriter, LocalStorage
-from lightning_ckpt.io import SMALL_STATE_BYTES, AsyncCheckpointIO
+from lightning_ckpt.io import AsyncCheckpointIO
 
 try:
     from lightning.pytorch import Callback

@@ -1,4 +1,4 @@
-"""An epoch that one number of ranks began and others go on with: every sample is used once."""
+"""An epoch that one number of ranks began and another continues: every sample is used once."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler
 
-from ckpt_core.state.rng import RngState
-from ckpt_core.state.samplers import SamplerMoment
-from lightning_ckpt._exact.elastic_epoch import Division
 from tests.lightning_ckpt.sharded_runs import Runs
 
 HERE = 64  # samples of an epoch
@@ -24,42 +19,6 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     started = Runs(tmp_path_factory.mktemp("runs"))
     yield started
     started.close()
-
-
-def divide(order: dict[str, Any], length: int, consumed: int, replicas: int, *, even: bool = False) -> list[list[int]]:
-    return [
-        [i for batch in Division(order, length, consumed, 2, False, replicas, rank, even) for i in batch]
-        for rank in range(replicas)
-    ]
-
-
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 7])
-@pytest.mark.parametrize("consumed", [0, 6, 11, 19, 20, 24])
-def test_rest_of_an_order_is_divided_without_loss(replicas: int, consumed: int) -> None:
-    order = {"kind": "distributed", "shuffle": True, "seed": 3, "epoch": 2}
-    sampler = DistributedSampler(range(20), 1, 0, shuffle=True, seed=3)
-    sampler.set_epoch(2)
-    left = list(sampler)[consumed:]
-    ranks = divide(order, 20, consumed, replicas)
-    assert len({len(rank) for rank in ranks}) == 1
-    used = collections.Counter(index for rank in ranks for index in rank)
-    assert set(used) == set(left)
-    assert sum(used.values()) - len(left) == -len(left) % replicas, "no more is repeated than makes the ranks even"
-    dropped = divide(order, 20, consumed, replicas, even=True)
-    assert len([i for rank in dropped for i in rank]) == len(left) // replicas * replicas
-    assert not collections.Counter(i for rank in dropped for i in rank) - collections.Counter(left)
-
-
-@pytest.mark.parametrize("own_generator", [False, True])
-def test_order_of_a_random_sampler_is_made_again(own_generator: bool) -> None:
-    generator = torch.Generator().manual_seed(5) if own_generator else None
-    sampler = BatchSampler(RandomSampler(range(20), generator=generator), 2, False)
-    generators = {} if generator is None else {"sampler.sampler.generator": generator.get_state()}
-    moment = SamplerMoment(RngState.capture(), generators, {})
-    drawn = [i for batch in sampler for i in batch]
-    now = torch.get_rng_state()
-    assert divide({"kind": "random", "moment": moment.encode()}, 20, 6, 1) == [drawn[6:]]
-    assert torch.equal(torch.get_rng_state(), now)
 
 
 def used(results: list[Any], first: int = 0, last: int | None = None) -> collections.Counter[int]:

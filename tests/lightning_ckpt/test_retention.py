@@ -124,7 +124,7 @@ def test_policy_comes_from_a_configuration() -> None:
             }
         )
     )
-    assert found.callback._retention._policy == AnyOf([KeepLatest(2), KeepBest("score")])
+    assert found.callback._retention.policy == AnyOf([KeepLatest(2), KeepBest("score")])
 
 
 def test_what_is_no_policy_is_refused() -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from ckpt_core._commit import SharedOutcome, decode_error, encode_error
+from ckpt_core._commit import RunOutcome, decode_error, encode_error, raise_together
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError, StorageError
 from tests.conftest import ScriptRunner
 
 WORKER = """
 import json, os, sys, time
 import torch.distributed as dist, torch
-from ckpt_core._commit import SharedOutcome, connect_store
+from ckpt_core._commit import RunOutcome, connect_store
 from ckpt_core.errors import CheckpointError, StorageError
 
 rank, world, failing_step = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), int(sys.argv[1])
@@ -25,7 +27,17 @@ def broadcast(value):
     dist.broadcast_object_list(values, src=0)
     return values[0]
 
-outcome = SharedOutcome(connect_store(rank, world, broadcast), world)
+class Saves:
+    is_busy, failure = False, None
+
+    def take_failure(self):
+        self.failure = None
+
+    def drain(self):
+        pass
+
+saves = Saves()
+outcome = RunOutcome(saves, connect_store(rank, world, broadcast), rank, world)
 result = {"raised_at": None, "steps": 0}
 try:
     for step in range(1, 11):
@@ -33,13 +45,14 @@ try:
         if step == 2:
             outcome.save_begun()
         failed = rank == 0 and step == failing_step
-        failure = StorageError("the disk is full", path="x.ckpt", remedy="free some", errno=28) if failed else None
-        pending = rank == 0 and step < min(failing_step, 7)
+        if failed:
+            saves.failure = StorageError("the disk is full", path="x.ckpt", remedy="free some", errno=28)
+        saves.is_busy = rank == 0 and step < min(failing_step, 7)
         result["steps"] = step
         # The others look before there is anything to hear, and again when rank 0, which has the store, may be gone.
         if step == failing_step + bool(rank):
             time.sleep(0.5)
-        outcome.at_boundary(writes=rank == 0, pending=pending, failure=failure)
+        outcome.at_boundary()
 except CheckpointError as error:
     result.update(raised_at=step, type=type(error).__name__, text=str(error), errno=error.errno)
 print(json.dumps(result), flush=True)
@@ -68,14 +81,68 @@ def test_nothing_is_raised_when_nothing_fails(fork_script: ScriptRunner) -> None
     assert [(result["raised_at"], result["steps"]) for result in results] == [(None, 10)] * 2
 
 
-def test_a_single_process_raises_at_once() -> None:
-    outcome = SharedOutcome(None)
+class Saves:
+    """The saves of one rank, as far as an outcome asks about them."""
+
+    def __init__(self) -> None:
+        self.is_busy = True
+        self.failure: CheckpointError | None = None
+
+    def take_failure(self) -> CheckpointError | None:
+        failure, self.failure = self.failure, None
+        return failure
+
+    def drain(self) -> None:
+        self.is_busy = False
+
+
+def test_a_single_process_raises_at_once_and_only_once() -> None:
+    saves = Saves()
+    outcome = RunOutcome(saves)
     outcome.save_begun()
-    outcome.at_boundary(writes=True, pending=True, failure=None)
-    failure = StorageError("the disk is full")
+    outcome.at_boundary()
+    saves.is_busy, saves.failure = False, StorageError("the disk is full")
+    failure = saves.failure
     with pytest.raises(StorageError) as caught:
-        outcome.at_boundary(writes=True, pending=False, failure=failure)
+        outcome.at_boundary()
     assert caught.value is failure
+    outcome.at_boundary()
+
+
+def test_each_of_two_saves_under_way_may_fail() -> None:
+    """A rank that has raised the first failure still hears of the second."""
+    store = HashStore()
+    ranks = [Saves(), Saves()]
+    outcomes = [RunOutcome(saves, store, rank, 2) for rank, saves in enumerate(ranks)]
+    for outcome in outcomes:
+        outcome.save_begun()
+    for text in ("the first", "the second"):
+        ranks[0].failure = StorageError(text)
+        for outcome in outcomes:
+            outcome.at_boundary()
+        for outcome in reversed(outcomes):  # rank 0 waits until the other has heard
+            with pytest.raises(StorageError, match=text):
+                outcome.at_boundary()
+
+
+@pytest.mark.parametrize("failing", [0, 1, None])
+def test_what_fails_on_one_rank_is_raised_on_all(failing: int | None) -> None:
+    told: list[dict[str, Any] | None] = [None, None]
+
+    def fail(rank: int) -> None:
+        if rank == failing:
+            raise StorageError(f"rank {rank}: full", errno=28)
+
+    def exchange(mine: Any) -> list[Any]:
+        told[rank] = json.loads(json.dumps(mine))
+        return told
+
+    for rank in (0, 1, 0, 1):  # the second time all have told the others
+        if failing is None or (failing == 1 and told == [None, None] and rank == 0):
+            raise_together(functools.partial(fail, rank), exchange)
+            continue
+        with pytest.raises(StorageError, match=f"rank {failing}: full"):
+            raise_together(functools.partial(fail, rank), exchange)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from ckpt_core._commit import JointSave, RankGroup, SaveSeries, SharedOutcome
+from ckpt_core._commit import JointSave, RankGroup, RunOutcome, SaveSeries
 from ckpt_core._commit import reports as reports_module
 from ckpt_core._commit import store as store_module
 from ckpt_core.errors import CheckpointError, RankFailedError
@@ -134,15 +134,27 @@ def test_a_report_that_no_rank_has_written_commits_nothing(
 
 
 def test_a_failure_that_no_rank_has_announced_is_none(ranks: list[RankGroup]) -> None:
-    first, second = SharedOutcome(ranks[0].store, 2), SharedOutcome(ranks[1].store, 2)
+    class Failed:
+        is_busy = False
+        failure: CheckpointError | None = None
+
+        def take_failure(self) -> CheckpointError | None:
+            return None
+
+        def drain(self) -> None:
+            pass
+
+    saves, lie = Failed(), Failed()
+    lie.failure = CheckpointError("a lie")
     recording: Any = Recording()
-    liar = SharedOutcome(recording, 2)
-    for outcome in (first, second, liar):
+    second, liar = RunOutcome(saves, ranks[1].store, 1, 2), RunOutcome(lie, recording, 0, 2)
+    for outcome in (second, liar):
         outcome.save_begun()
-    liar.at_boundary(writes=True, pending=False, failure=CheckpointError("a lie"))
-    stranger_at(ranks[0]).set("failure", recording.written["failure"])
+    liar.at_boundary()
+    ((key, text),) = recording.written.items()
+    stranger_at(ranks[0]).set(key, text)
     with pytest.raises(RankFailedError, match="not one of the ranks"):
-        second.at_boundary(writes=False, pending=False, failure=None)
+        second.at_boundary()
 
 
 def test_what_ranks_say_arrives(ranks: list[RankGroup]) -> None:

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from ckpt_core.errors import CheckpointError, StateMismatchError
 from ckpt_core.state.gradients import capture_gradients, restore_gradients
 from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
-from ckpt_core.state.loaders import LoaderTracker
+from ckpt_core.state.loaders import FetchHistory, LoaderTracker
 from ckpt_core.state.rng import RngState, pack_rng
 from ckpt_core.state.samplers import RecordingSampler
 from ckpt_core.state.workers import RngMapDataset, WorkerRngLog
@@ -210,3 +210,25 @@ def test_what_has_a_state_has_it_behind_a_wrapper_too() -> None:
     plain = RecordingSampler([1, 2], None)
     assert not isinstance(plain, Stateful)
     assert not isinstance(iter(plain), Stateful)
+
+
+def test_the_last_fetches_of_a_pass_are_remembered() -> None:
+    history: FetchHistory[str] = FetchHistory(2)
+    for fetch in range(3):
+        history.add(fetch, f"before {fetch}")
+    assert [history.before(fetch) for fetch in range(4)] == [None, "before 1", "before 2", None]
+    history.clear()
+    assert history.before(2) is None
+
+
+def test_reading_that_draws_is_noticed_in_the_first_fetches_and_not_forgotten() -> None:
+    history: FetchHistory[str] = FetchHistory(2)
+    before = RngState.capture()
+    history.was_read(0, before)
+    assert not history.draws_while_reading
+    torch.rand(1)
+    history.was_read(2, before)  # by then the script trains, and draws too
+    assert not history.draws_while_reading
+    history.was_read(1, before)
+    history.clear()
+    assert history.draws_while_reading

@@ -1,8 +1,9 @@
 """Which ranks have certainly gone on without a save in which another rank waits for them.
 
-A rank that waits asks; each rank answers, on a thread that sleeps in the store until then, how many collectives it has begun and
-at which meetings it was. Who has begun more than the rank that waits has left the place in the script where that one is: a
-collective in which that rank is missing cannot be over. A rank that is only slow has not, however long it takes.
+A rank that waits asks; each rank answers, on a thread that sleeps in the store until then, how many collectives it has
+begun and at which meetings it was. Who has begun more than the rank that waits has left the place in the script where
+that one is: a collective in which that rank is missing cannot be over. A rank that is only slow has not, however long
+it takes.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from accelerate_ckpt._private.collectives import collectives_begun
+from ckpt_core._commit.collectives import collectives_begun
+from ckpt_core._commit.store import TimedStore, seal
 from ckpt_core.errors import RankFailedError
-from ckpt_core.ranks import TimedStore, seal
 
 __all__ = ["Progress"]
 
@@ -48,7 +49,7 @@ class Progress:
         self._over = False
         self._answered = 0
         self._process = os.getpid()
-        self._line: TimedStore | None = None
+        self._client: TimedStore | None = None
         self._thread: threading.Thread | None = None
         # The same on all ranks now, and not afterwards, if a backend counts what only some of them have done before.
         begun = collectives_begun()
@@ -56,8 +57,9 @@ class Progress:
         if store is None or begun is None:
             return
         store = PrefixStore("progress", store)
-        self._line = TimedStore(store, answer_within=min(timeout, _ANSWER_SECONDS))
-        # A daemon, because nobody ends it where a script is killed; end() waits for it, which finds no interpreter afterwards.
+        self._client = TimedStore(store, answer_within=min(timeout, _ANSWER_SECONDS))
+        # A daemon, because nobody ends it where a script is killed; end() waits for it, which finds no interpreter
+        # afterwards.
         self._thread = threading.Thread(target=self._answer, args=(store,), name="ckpt-progress", daemon=True)
         self._thread.start()
 
@@ -92,9 +94,9 @@ class Progress:
         self._thread.join(_ANSWER_SECONDS)
 
     def _publish_now(self) -> None:
-        if self._line is not None:
+        if self._client is not None:
             with contextlib.suppress(RankFailedError):  # rank 0 is gone, and nobody asks any more
-                self._line.set(f"of/{self._rank}", self._report())
+                self._client.set(f"of/{self._rank}", self._report())
 
     def _report(self) -> str:
         place = self.place  # first: whoever was at a meeting before it got to this place is seen to have been there
@@ -125,10 +127,10 @@ class Progress:
         Raises:
             RankFailedError: Rank 0, which serves the store, is gone.
         """
-        if self._line is None:
+        if self._client is None:
             return 0
-        number = self._line.add("questions", 1)
-        self._line.set(f"question/{number}", "")
+        number = self._client.add("questions", 1)
+        self._client.set(f"question/{number}", "")
         return number
 
     def have_answered(self, question: int) -> bool:
@@ -137,11 +139,11 @@ class Progress:
         Raises:
             RankFailedError: Rank 0, which serves the store, is gone.
         """
-        line = self._line
-        if line is None:
+        client = self._client
+        if client is None:
             return True
         for rank in range(self._world_size):
-            report = json.loads(line.get(f"of/{rank}")) if line.has(f"of/{rank}") else [None, [], [], False, 0]
+            report = json.loads(client.get(f"of/{rank}")) if client.has(f"of/{rank}") else [None, [], [], False, 0]
             if not report[3] and report[4] < question:
                 return False
         return True
@@ -152,10 +154,9 @@ class Progress:
         Args:
             meeting: Its number.
             place: This rank's :attr:`place` when it came there.
-
         """
         found: set[int] = set()
-        if self._line is not None:
+        if self._client is not None:
             with contextlib.suppress(RankFailedError):  # whoever waits will find out
                 others = (rank for rank in range(self._world_size) if rank != self._rank)
                 found.update(rank for rank in others if self._is_past(rank, meeting, place))
@@ -163,10 +164,10 @@ class Progress:
         return found
 
     def _is_past(self, rank: int, meeting: int, place: int | None) -> bool:
-        assert self._line is not None
-        if not self._line.has(f"of/{rank}"):
+        assert self._client is not None
+        if not self._client.has(f"of/{rank}"):
             return False
-        found: list[Any] = json.loads(self._line.get(f"of/{rank}"))
+        found: list[Any] = json.loads(self._client.get(f"of/{rank}"))
         theirs, joined, skipped, over, _ = found
         if meeting in joined:
             return False

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import collections
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, WeightedRandomSampler
 
 from ckpt_core.errors import StateMismatchError
-from ckpt_core.state.elastic import RemainingBatches, RemainingSamples, average_gradients, carry_order, derive_rng
+from ckpt_core.state.elastic import (
+    EpochShare,
+    RemainingBatches,
+    RemainingSamples,
+    average_gradients,
+    carry_order,
+    derive_rng,
+    describe_order,
+)
 from ckpt_core.state.rng import RngState
 from ckpt_core.state.samplers import SamplerMoment
 
@@ -121,3 +131,60 @@ def test_one_order_from_the_global_generators_and_from_an_own_one(replacement: b
 def test_what_we_use_of_ddp_is_where_it_was() -> None:
     for name in ("_push_all_rebuilt_params", "_rebuild_buckets"):
         assert hasattr(torch._C._distributed_c10d.Reducer, name), name
+
+
+def divide(order: dict[str, Any], length: int, consumed: int, replicas: int, *, even: bool = False) -> list[list[int]]:
+    return [
+        [i for batch in EpochShare(order, length, consumed, 2, False, replicas, rank, even) for i in batch]
+        for rank in range(replicas)
+    ]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("consumed", [0, 6, 11, 19, 20, 24])
+def test_rest_of_an_order_is_divided_without_loss(replicas: int, consumed: int) -> None:
+    order = {"kind": "distributed", "shuffle": True, "seed": 3, "epoch": 2}
+    sampler = DistributedSampler(range(20), 1, 0, shuffle=True, seed=3)
+    sampler.set_epoch(2)
+    left = list(sampler)[consumed:]
+    ranks = divide(order, 20, consumed, replicas)
+    assert len({len(rank) for rank in ranks}) == 1
+    used = collections.Counter(index for rank in ranks for index in rank)
+    assert set(used) == set(left)
+    assert sum(used.values()) - len(left) == -len(left) % replicas, "no more is repeated than makes the ranks even"
+    dropped = divide(order, 20, consumed, replicas, even=True)
+    assert len([i for rank in dropped for i in rank]) == len(left) // replicas * replicas
+    assert not collections.Counter(i for rank in dropped for i in rank) - collections.Counter(left)
+
+
+@pytest.mark.parametrize("own_generator", [False, True])
+def test_order_of_a_random_sampler_is_made_again(own_generator: bool) -> None:
+    generator = torch.Generator().manual_seed(5) if own_generator else None
+    sampler = BatchSampler(RandomSampler(range(20), generator=generator), 2, False)
+    generators = {} if generator is None else {"sampler.sampler.generator": generator.get_state()}
+    moment = SamplerMoment(RngState.capture(), generators, {})
+    drawn = [i for batch in sampler for i in batch]
+    now = torch.get_rng_state()
+    assert divide({"kind": "random", "moment": moment.encode()}, 20, 6, 1) == [drawn[6:]]
+    assert torch.equal(torch.get_rng_state(), now)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("even", [False, True])
+def test_the_batches_of_a_share_are_counted_without_making_them(even: bool, drop_last: bool) -> None:
+    for consumed in range(22):
+        share = EpochShare({"kind": "sequential"}, 20, consumed, 3, drop_last, 2, 1, even)
+        assert share.batches == len(list(share))
+
+
+def test_an_order_is_described_so_that_it_can_be_made_again() -> None:
+    distributed = DistributedSampler(range(9), 3, 1, seed=7)
+    distributed.set_epoch(4)
+    order = describe_order(distributed, None)
+    assert order is not None
+    for rank, batches in enumerate(divide(order, 9, 0, 3)):
+        sampler = DistributedSampler(range(9), 3, rank, seed=7)
+        sampler.set_epoch(4)
+        assert batches == list(sampler)
+    assert describe_order(SequentialSampler(range(9)), None) == {"kind": "sequential"}
+    assert describe_order(RandomSampler(range(9)), None) is None

@@ -1,4 +1,4 @@
-"""Ranks agree on small things without a collective, so that a call on one rank alone ends in an error and not in a hang."""
+"""Ranks agree on small things without a collective: a call on one rank alone ends in an error, not in a hang."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from accelerate_ckpt._state.progress import Progress
+from ckpt_core._commit.errors_as_data import decode_error, encode_error
+from ckpt_core._commit.progress import Progress
+from ckpt_core._commit.store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError
-from ckpt_core.ranks import TimedStore, decode_error, encode_error
 
 __all__ = ["Agreement", "names_of"]
 
@@ -28,8 +29,8 @@ _NAMED_RANKS = 8
 class Agreement:
     """Passes plain data between the ranks of a run, through the store that checkpointing uses.
 
-    Every rank counts its meetings, so all ranks must come to the same ones in the same order, as with collectives. Unlike
-    those, they have a time limit, and the error says who did not come.
+    Every rank counts its meetings, so all ranks must come to the same ones in the same order, as with collectives.
+    Unlike those, they have a time limit, and the error says who did not come.
 
     Args:
         rank: This process's rank.
@@ -47,7 +48,7 @@ class Agreement:
         self.rank = rank
         self.world_size = world_size
         self._timeout = timeout
-        self._line = None if store is None else TimedStore(PrefixStore("meetings", store), answer_within=timeout)
+        self._client = None if store is None else TimedStore(PrefixStore("meetings", store), answer_within=timeout)
         self.progress = Progress(rank, world_size, store, timeout)
         self._meetings = 0
         # On rank 0: meetings that others still have to hear of, and where this rank was then.
@@ -62,7 +63,8 @@ class Agreement:
         Args:
             what: What is being done, for the error: ``"save_state"``.
             value: Plain data; only that of rank 0 counts.
-            may_be_absent: Go on without ranks that have certainly gone on without this one; they are in :attr:`left_out`.
+            may_be_absent: Continue without ranks that have certainly passed this meeting; they are in
+                :attr:`left_out`.
 
         Raises:
             RankFailedError: A rank did not come, or came to do something else.
@@ -84,7 +86,7 @@ class Agreement:
         brought = None if failure is None or self.rank else _encode(failure)
         found, value = self._meet(what, value, brought, waits=False)
         if self.rank and found is not None:
-            raise _elsewhere(what, *found)
+            raise _failed_on(what, *found)
         return value
 
     def absent_from(self, meeting: int, place: int | None) -> set[int]:
@@ -113,10 +115,24 @@ class Agreement:
         if failure is not None:
             raise failure
         if others is not None:
-            raise _elsewhere(what, *others)
+            raise _failed_on(what, *others)
 
-    def part(self) -> None:
-        """End; wait, on rank 0, until the others have heard what it said: it serves the store, and may be about to end."""
+    def asked_of_rank_zero(self, what: str, ask: Callable[[], Any]) -> Any:
+        """Return what ``ask`` returns on rank 0, where alone it is called; it may take long, and fail for all.
+
+        Raises:
+            CheckpointError: That of rank 0, or on the others a :class:`RankFailedError` that quotes it.
+        """
+        answers = [None]
+
+        def answer() -> None:
+            answers[0] = ask() if self.rank == 0 else None
+
+        self.all_succeeded(what, answer)
+        return self.from_rank_zero(what, answers[0])
+
+    def leave(self) -> None:
+        """End. Rank 0, which serves the store, waits until the others have heard what it said."""
         deadline = time.monotonic() + _LINGER_SECONDS
         look = time.monotonic() + _FIRST_LOOK_SECONDS
         with contextlib.suppress(RankFailedError):
@@ -142,44 +158,44 @@ class Agreement:
         Unless rank 0 ``waits`` for the others, it is the only one whose failure counts.
         """
         self.left_out = set()
-        if self._line is None:
+        if self._client is None:
             return None, value
-        line, self.place = self._line, self.progress.place
+        client, self.place = self._client, self.progress.place
         if self.rank:
-            return self._hear(line, what, failure)
+            return self._hear(client, what, failure)
         self._meetings += 1
         self.progress.joined(self._meetings)
         meeting = str(self._meetings)
         if waits:
-            self._wait_for_others(line, what, may_be_absent=may_be_absent)
+            self._wait_for_others(client, what, may_be_absent=may_be_absent)
         others = [0, failure] if failure is not None else None
-        if waits and others is None and line.has(f"{meeting}/failure"):
-            others = json.loads(line.get(f"{meeting}/failure"))
+        if waits and others is None and client.has(f"{meeting}/failure"):
+            others = json.loads(client.get(f"{meeting}/failure"))
         is_optional = may_be_absent or not waits
-        line.set(meeting, json.dumps([what, others, value, self.place, is_optional, sorted(self.left_out)]))
+        client.set(meeting, json.dumps([what, others, value, self.place, is_optional, sorted(self.left_out)]))
         self._forget_what_all_have_read()
         self._unread.append((self._meetings, self.place))
         return others, value
 
-    def _hear(self, line: TimedStore, what: str, failure: Any) -> tuple[Any, Any]:
+    def _hear(self, client: TimedStore, what: str, failure: Any) -> tuple[Any, Any]:
         """Come to the next meeting that rank 0 has where this rank is; those in between were before."""
         while True:
             self._meetings += 1
             meeting = str(self._meetings)
-            if not line.has(meeting):  # rank 0 may wait for this rank
+            if not client.has(meeting):  # rank 0 may wait for this rank
                 self.progress.joined(self._meetings)
                 if failure is not None:
-                    line.set(f"{meeting}/failure", json.dumps([self.rank, failure]))
-                line.set(f"at/{self.rank}", meeting)
-                line.add(f"{meeting}/arrived", 1)
-                self._wait_for_rank_zero(line, what)
-            theirs, others, value, place, is_optional, left_out = json.loads(line.get(meeting))
+                    client.set(f"{meeting}/failure", json.dumps([self.rank, failure]))
+                client.set(f"at/{self.rank}", meeting)
+                client.add(f"{meeting}/arrived", 1)
+                self._wait_for_rank_zero(client, what)
+            theirs, others, value, place, is_optional, left_out = json.loads(client.get(meeting))
             if is_optional and (theirs != what or self._is_past(place)):
                 self.progress.skipped(self._meetings)
                 continue
             self.progress.joined(self._meetings)
             self.left_out = set(left_out)
-            line.add(f"{meeting}/read", 1)
+            client.add(f"{meeting}/read", 1)
             if theirs != what:
                 raise RankFailedError(
                     f"rank {self.rank} called {what}, and rank 0 called {theirs}",
@@ -194,9 +210,9 @@ class Agreement:
         Raises:
             RankFailedError: Rank 0 is gone.
         """
-        line, here, meeting = self._line, self.progress.place, self._meetings + 1
-        while self.rank and line is not None and line.has(str(meeting)):
-            _, _, _, place, is_optional, _ = json.loads(line.get(str(meeting)))
+        client, here, meeting = self._client, self.progress.place, self._meetings + 1
+        while self.rank and client is not None and client.has(str(meeting)):
+            _, _, _, place, is_optional, _ = json.loads(client.get(str(meeting)))
             if not is_optional or place is None or here is None or here <= place:
                 return True
             meeting += 1
@@ -206,25 +222,25 @@ class Agreement:
         return place is not None and self.place is not None and self.place > place
 
     def _forget_what_all_have_read(self) -> None:
-        line = self._line
-        while line is not None and self._unread:
+        client = self._client
+        while client is not None and self._unread:
             oldest, place = self._unread[0]
             absent = len(self._absent.get(place, ()))
-            if line.add(f"{oldest}/read", 0) < self.world_size - 1 - absent:
+            if client.add(f"{oldest}/read", 0) < self.world_size - 1 - absent:
                 return
             # A rank that was not there passes it over when it comes to a later one.
             kept = [] if absent else [str(oldest)]
-            line.delete([*kept, *(f"{oldest}/{what}" for what in ("arrived", "failure", "read"))])
+            client.delete([*kept, *(f"{oldest}/{what}" for what in ("arrived", "failure", "read"))])
             self._unread.popleft()
             if not self._unread or self._unread[0][1] != place:
                 self._absent.pop(place, None)
 
-    def _wait_for_others(self, line: TimedStore, what: str, *, may_be_absent: bool) -> None:
+    def _wait_for_others(self, client: TimedStore, what: str, *, may_be_absent: bool) -> None:
         arrived = f"{self._meetings}/arrived"
         others = self.world_size - 1
 
         def complete() -> bool:
-            return line.add(arrived, 0) >= others - len(self.left_out)
+            return client.add(arrived, 0) >= others - len(self.left_out)
 
         def look() -> None:
             absent = self.absent_from(self._meetings, self.place)
@@ -234,14 +250,14 @@ class Agreement:
 
         self._wait(complete, look, what)
 
-    def _wait_for_rank_zero(self, line: TimedStore, what: str) -> None:
+    def _wait_for_rank_zero(self, client: TimedStore, what: str) -> None:
         meeting = self._meetings
 
         def look() -> None:
-            if 0 in self.progress.gone_on(meeting, self.place) and not line.has(str(meeting)):
+            if 0 in self.progress.gone_on(meeting, self.place) and not client.has(str(meeting)):
                 raise _went_on(what, self.rank, {0})
 
-        self._wait(lambda: line.has(str(meeting)), look, what)
+        self._wait(lambda: client.has(str(meeting)), look, what)
 
     def _wait(self, complete: Callable[[], bool], look: Callable[[], None], what: str) -> None:
         began = time.monotonic()
@@ -252,7 +268,7 @@ class Agreement:
             if now > began + self._timeout:
                 raise RankFailedError(
                     f"{what} was called on rank {self.rank}, and not on {self._missing()} within {self._timeout:g} s",
-                    remedy=f"call {what} on all ranks, not under `if accelerator.is_main_process`; "
+                    remedy=f"call {what} on all ranks, not under a condition such as `if is_main_process`; "
                     "if the other ranks only need longer to get there, raise commit_timeout",
                 )
             if now > looked + until_look:
@@ -262,11 +278,11 @@ class Agreement:
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
     def _missing(self) -> str:
-        if self.rank or self._line is None:
+        if self.rank or self._client is None:
             return "rank 0"
-        line, here = self._line, str(self._meetings)
+        client, here = self._client, str(self._meetings)
         return names_of(
-            [r for r in range(1, self.world_size) if not line.has(f"at/{r}") or line.get(f"at/{r}") != here]
+            [r for r in range(1, self.world_size) if not client.has(f"at/{r}") or client.get(f"at/{r}") != here]
         )
 
 
@@ -280,11 +296,11 @@ def names_of(ranks: Collection[int]) -> str:
 def _went_on(what: str, rank: int, absent: Collection[int]) -> RankFailedError:
     return RankFailedError(
         f"{what} was called on rank {rank}, and not on {names_of(absent)}, which went on without it",
-        remedy=f"call {what} on all ranks, not under `if accelerator.is_main_process` or another condition on the rank",
+        remedy=f"call {what} on all ranks, not under `if is_main_process` or another condition on the rank",
     )
 
 
-def _elsewhere(what: str, rank: int, encoded: Any) -> RankFailedError:
+def _failed_on(what: str, rank: int, encoded: Any) -> RankFailedError:
     theirs = decode_error(encoded)
     return RankFailedError(f"{what} failed on rank {rank}: {theirs.message}", path=theirs.path, key=theirs.key)
 

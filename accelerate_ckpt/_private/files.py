@@ -1,0 +1,92 @@
+"""The only file that touches how Accelerate loads registered objects, and how safetensors opens files.
+
+Accelerate's ``load_state`` reads ``custom_checkpoint_N.pkl`` with ``weights_only=False``, which runs any code in it,
+and no argument changes that. :func:`registered_states` gives the objects what was read safely before. A release that
+loads them in another way is found before it reads anything.
+
+safetensors opens files in compiled code, which Python sees nothing of, so reading ``model.safetensors`` right after
+``save_state`` would not wait for the save. :func:`wait_when_safetensors_open` replaces ``safe_open`` wherever it was
+imported to: all other functions of safetensors that read files call it or :func:`open`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import accelerate
+import safetensors
+from accelerate import accelerator as accelerator_module
+
+from accelerate_ckpt._patches import Patches
+from ckpt_core import awaited_paths
+from ckpt_core.errors import CheckpointError
+
+__all__ = ["registered_states", "wait_when_safetensors_open"]
+
+_FUNCTION = "load_custom_state"
+
+
+@contextlib.contextmanager
+def registered_states(states: Sequence[Any] | None) -> Iterator[None]:
+    """Let Accelerate's ``load_state`` give these states to the registered objects, instead of reading them.
+
+    Args:
+        states: One for each object; None leaves Accelerate as it is.
+
+    Raises:
+        CheckpointError: This release of Accelerate loads them in another way.
+    """
+    if not states:
+        yield
+        return
+    original_load_state = vars(accelerate.Accelerator)["load_state"]
+    while hasattr(original_load_state, "__wrapped__"):  # by us
+        original_load_state = original_load_state.__wrapped__
+    if not hasattr(accelerator_module, _FUNCTION) or _FUNCTION not in original_load_state.__code__.co_names:
+        raise CheckpointError(
+            f"Accelerate {accelerate.__version__} loads registered objects in a way that is not known, and may run "
+            "code from them",
+            remedy="use Accelerate 1.10 to 1.15, or load with allow_pickle=True if you trust the checkpoint's author",
+        )
+
+    def give(_: Any, item: Any, path: str, index: int = 0) -> None:
+        item.load_state_dict(states[index])
+
+    patches = Patches()
+    patches.wrap(accelerator_module, _FUNCTION, give)
+    try:
+        yield
+    finally:
+        patches.undo()
+
+
+awaited_paths.own_packages.add("accelerate_ckpt")
+
+
+class _WaitsFirst(type):
+    """Makes what ``safe_open`` makes; is for :func:`isinstance` what ``safe_open`` is."""
+
+    original: Any
+
+    def __call__(cls, filename: Any, *args: Any, **kwargs: Any) -> Any:
+        awaited_paths.wait_for(filename)
+        return cls.original(filename, *args, **kwargs)
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        return isinstance(instance, cls.original)
+
+
+@functools.cache
+def wait_when_safetensors_open() -> None:
+    """From now on, let ``safe_open`` wait for the save of what it opens, if that is under way."""
+    original: Any = safetensors.safe_open
+    replacement = _WaitsFirst("safe_open", (), {"original": original, "__doc__": original.__doc__})
+    replacement.__module__ = "safetensors"
+    for module in list(sys.modules.values()):
+        found = getattr(module, "__dict__", {})
+        for name in [name for name, value in list(found.items()) if value is original]:
+            setattr(module, name, replacement)

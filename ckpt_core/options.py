@@ -1,0 +1,97 @@
+"""The options that all plugins have, spelled alike, and what a checkpointer is made of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any, Literal
+
+from ckpt_core.checkpointer import CheckpointerBase
+from ckpt_core.events import EventLog, Listener
+from ckpt_core.tiers import Tiers
+
+__all__ = ["CheckpointerOptions", "wait_if_small"]
+
+# Durable in some milliseconds: waiting for it is cheap, and those who look into the directory between two saves, such
+# as Lightning's ModelCheckpoint when it picks a name that is not taken, find what they expect.
+SMALL_STATE_BYTES = 256 * 1024
+LONGEST_WAIT_FOR_SMALL_SECONDS = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointerOptions:
+    """How a checkpointer saves, where, and who hears of it.
+
+    Args:
+        strategy: ``"sync"`` returns from a save when it is durable, ``"async"`` when the state is copied.
+        max_pending: How many saves may be under way before the next one waits for the oldest (async only).
+        on_error: What a save that fails in the background does: ``"raise"`` ends the training, ``"warn"`` logs and
+            counts it.
+        storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
+        local_dir: Directory on a fast local disk, which all ranks see, below which checkpoints are committed and
+            training continues; then rank 0 uploads them from there in the background. Needs ``upload_to``.
+        upload_to: URL or directory that takes the uploads, under the same relative names. Loads and look-ups take the
+            nearest copy that is whole, under the path of either tier.
+        keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
+        event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
+
+    Raises:
+        ValueError: One of ``local_dir`` and ``upload_to`` is missing, or they make no sense; the message names the
+            option.
+
+    Example:
+        >>> from ckpt_core.options import CheckpointerOptions
+        >>> options = CheckpointerOptions(local_dir="/nvme/run-7", upload_to="s3://bucket/run-7")
+        >>> options.tiers.remote_path("/nvme/run-7/step=5.ckpt")
+        's3://bucket/run-7/step=5.ckpt'
+    """
+
+    strategy: Literal["sync", "async"] = "async"
+    max_pending: int = 1
+    on_error: Literal["raise", "warn"] = "raise"
+    storage_options: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
+    local_dir: str | None = None
+    upload_to: str | None = None
+    keep_local: int | None = None
+    event_log: str | None = None
+
+    def __post_init__(self) -> None:
+        _ = self.tiers  # refuses here what makes no sense, and not at the first save
+
+    @functools.cached_property
+    def tiers(self) -> Tiers | None:
+        """The two tiers; None if there is one place only."""
+        return Tiers.of(self.local_dir, self.upload_to, self.keep_local)
+
+    def settings(self, *listeners: Listener) -> dict[str, Any]:
+        """Return the arguments for a checkpointer of either layout.
+
+        Args:
+            listeners: Hear of every event besides the event log.
+        """
+        log = [] if self.event_log is None else [EventLog(self.event_log)]
+        return {
+            "strategy": self.strategy,
+            "max_pending": self.max_pending,
+            "on_error": self.on_error,
+            "storage_options": self.storage_options,
+            "tiers": self.tiers,
+            "listeners": [*listeners, *log],
+        }
+
+
+def wait_if_small(checkpointer: CheckpointerBase, sizes: Iterable[int]) -> None:
+    """Wait until a small state that was saved in the background is durable, unless the storage is slow.
+
+    Args:
+        checkpointer: What saves it.
+        sizes: Bytes of its tensors; looked at until they are too many.
+    """
+    total = 0
+    for size in sizes:
+        total += size
+        if total > SMALL_STATE_BYTES:
+            return
+    if total <= SMALL_STATE_BYTES:
+        checkpointer.drain(timeout=LONGEST_WAIT_FOR_SMALL_SECONDS)

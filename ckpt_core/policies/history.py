@@ -1,0 +1,105 @@
+"""What a run knows of its checkpoints, those of the runs before it too, for a policy to choose from."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from ckpt_core.commit_time import commit_time, note_commit
+from ckpt_core.policies.retention import RetentionPolicy, SavedCheckpoint, to_delete
+
+__all__ = ["RetentionHistory", "numbers_in"]
+
+
+def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values that are numbers, as floats: what a policy may choose by. Others are left out."""
+    found = {}
+    for name, value in values.items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            continue
+    return found
+
+
+class RetentionHistory:
+    """The checkpoints of a run, and which of them its policy gives up.
+
+    Args:
+        policy: Says which to keep.
+
+    Attributes:
+        policy: The same.
+
+    Example:
+        >>> from ckpt_core.policies import KeepLatest, RetentionHistory
+        >>> history = RetentionHistory(KeepLatest(1))
+        >>> for step in (1, 2):
+        ...     history.record(f"step={step}", step, {"loss": 0.5})
+        >>> history.surplus()
+        ['step=1']
+    """
+
+    def __init__(self, policy: RetentionPolicy) -> None:
+        self.policy = policy
+        self._saved: dict[str, SavedCheckpoint | None] = {}  # None: stays, whatever the policy says
+
+    def record(self, path: str, step: int, metrics: Mapping[str, Any], time: float | None = None) -> None:
+        """Note a checkpoint.
+
+        Args:
+            path: Its path or URL.
+            step: Optimizer steps taken.
+            metrics: Values at that moment, by name; what is not a number is left out.
+            time: Unix time of its commit in seconds; by default, it is committed now.
+        """
+        self._saved[path] = SavedCheckpoint(path, step, commit_time() if time is None else time, numbers_in(metrics))
+
+    def forget(self, path: str) -> None:
+        """Note that a checkpoint is gone, or never came to be."""
+        self._saved.pop(path, None)
+
+    def read_back(self, paths: Iterable[str], read: Callable[[str], SavedCheckpoint | None]) -> None:
+        """Take over the checkpoints of earlier runs, each of which is read once.
+
+        Args:
+            paths: All that are there.
+            read: Returns what the checkpoint at a path says of itself; None keeps it, whatever the policy says.
+        """
+        for path in sorted(set(paths) - set(self._saved)):
+            self._saved[path] = read(path)
+
+    def wants(self, path: str) -> bool:
+        """Return whether the policy wants to keep a checkpoint that is known."""
+        return path in self._saved and path not in self.surplus()
+
+    def surplus(self, protected: Collection[str] = (), *, among: Collection[str] | None = None) -> list[str]:
+        """Return the paths of the checkpoints to delete, oldest first.
+
+        Args:
+            protected: Paths to keep whatever the policy says.
+            among: Paths that count; by default, all that are known.
+        """
+        known = [saved for path, saved in self._saved.items() if saved is not None and (among is None or path in among)]
+        return [saved.path for saved in to_delete(self.policy, known, protected=protected)]
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return what is known of the checkpoints, as plain data."""
+        known = (saved for saved in self._saved.values() if saved is not None)
+        return [{**dataclasses.asdict(saved), "metrics": dict(saved.metrics)} for saved in known]
+
+    def load_state_dict(self, state: Iterable[Mapping[str, Any]], directory: str, *, looks: bool = True) -> None:
+        """Take over what an earlier process knew.
+
+        Args:
+            state: Its :meth:`state_dict`.
+            directory: Where the checkpoints are now; it may have been moved since.
+            looks: Whether what is not on the local disk is left out.
+        """
+        for entry in state:
+            note_commit(entry["time"])
+            path = f"{directory.rstrip('/')}/{os.path.basename(entry['path'])}"
+            if not looks or "://" in path or os.path.exists(path):
+                self._saved.setdefault(path, SavedCheckpoint(**{**entry, "path": path}))

@@ -1,0 +1,117 @@
+"""Where a run's checkpoints are looked for, besides what the engine's catalog knows: on stores, and after a requeue.
+
+``ModelCheckpoint`` and the Trainer look at directories through fsspec, without the ``storage_options`` of the plugin.
+On a store that needs them they fail, or take a directory for empty and start from scratch. Listings that fsspec
+remembers hide files that were saved since. And ``"best"`` is a question to a callback that, before ``setup``, knows no
+Trainer.
+
+When SLURM requeues a job, Lightning saves at ``hpc_ckpt_N.ckpt`` in ``default_root_dir``, which may be the working
+directory of several experiments. It belongs to a run whose checkpoints are in the same directory as those of this one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import logging
+import os
+import re
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import fsspec
+
+from ckpt_core import Catalog, CheckpointInfo
+from ckpt_core.errors import CheckpointError
+
+__all__ = ["is_remote", "newest_requeued", "open_filesystem", "tell_of_checkpoint"]
+
+logger = logging.getLogger(__name__)
+
+_NAME = re.compile(r"hpc_ckpt_\d+\.ckpt$")
+
+
+def newest_requeued(catalog: Catalog, root: str, directory: str) -> CheckpointInfo | None:
+    """Return the newest checkpoint of a requeue that verifies and belongs to this run, or None.
+
+    Args:
+        catalog: Of ``root``.
+        root: ``default_root_dir`` of the Trainer.
+        directory: Where the callback keeps its checkpoints.
+    """
+    for info in catalog.checkpoints():
+        if _NAME.match(info.name) is None:
+            continue
+        try:
+            if _is_of_run(catalog.peek(info.path), root, directory):
+                catalog.check(info.path)
+                return info
+        except CheckpointError as error:
+            logger.warning("passed over the checkpoint %s: %s", info.path, error.message)
+    return None
+
+
+def _is_of_run(state: Any, root: str, directory: str) -> bool:
+    callbacks = state.get("callbacks", {}) if isinstance(state, Mapping) else {}
+    saved_in = [
+        str(callback["dirpath"])
+        for callback in callbacks.values()
+        if isinstance(callback, Mapping) and "dirpath" in callback
+    ]
+    wanted, inside = os.path.realpath(directory), os.path.relpath(os.path.realpath(directory), os.path.realpath(root))
+    # the directory may have been moved since, together with what is in it
+    moved = not inside.startswith("..") and inside != "."
+    return any(
+        path == directory or os.path.realpath(path) == wanted or (moved and path.endswith(os.sep + inside))
+        for path in saved_in
+    )
+
+
+def is_remote(path: Any) -> bool:
+    """Return whether ``path`` is a URL of something else than the local filesystem."""
+    return "://" in str(path) and not str(path).startswith(("file://", "local://"))
+
+
+def open_filesystem(directory: str, storage_options: Mapping[str, Any] | None) -> Any:
+    """Return fsspec's filesystem of a URL; it takes the options of the plugin and remembers no listings."""
+    options = {name: value for name, value in (storage_options or {}).items() if name != "backend"}
+    filesystem, _ = fsspec.core.url_to_fs(directory, **{"use_listings_cache": False, **options})
+    return filesystem
+
+
+class _FoundCheckpoint:
+    """Answers for a filesystem what the Trainer asks about the checkpoint that was found for ``"last"``."""
+
+    def __init__(self, modified: float) -> None:
+        self._modified = datetime.datetime.fromtimestamp(modified, tz=datetime.timezone.utc)
+
+    def exists(self, path: str) -> bool:
+        return True
+
+    def modified(self, path: str) -> datetime.datetime:
+        return self._modified
+
+
+def tell_of_checkpoint(trainer: Any, path: str, modified: float) -> None:
+    """Let the Trainer know a checkpoint on a store without looking for it.
+
+    Args:
+        trainer: Of either package.
+        path: URL of a checkpoint that exists.
+        modified: Unix time of its commit in seconds.
+    """
+    connector = sys.modules[type(trainer._checkpoint_connector).__module__]
+    original = connector.get_filesystem
+    known: dict[str, _FoundCheckpoint] | None = getattr(original, "found_checkpoints", None)
+    if known is None:
+        known = {}
+
+        @functools.wraps(original)
+        def get_filesystem(asked: Any, **options: Any) -> Any:
+            found = known.pop(str(asked), None)
+            return original(asked, **options) if found is None else found
+
+        get_filesystem.found_checkpoints = known  # type: ignore[attr-defined]
+        connector.get_filesystem = get_filesystem  # type: ignore[attr-defined]
+    known[path] = _FoundCheckpoint(modified)

@@ -1,0 +1,65 @@
+"""The options of the plugins become the arguments of a checkpointer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part, options
+from ckpt_core.events import Event
+from ckpt_core.options import CheckpointerOptions, wait_if_small
+
+
+@pytest.mark.parametrize("layout", [Checkpointer, DirectoryCheckpointer])
+def test_a_checkpointer_of_either_layout_has_them(
+    layout: type[Checkpointer | DirectoryCheckpointer], tmp_path: Path
+) -> None:
+    near, far, log = (str(tmp_path / name) for name in ("near", "far", "events.jsonl"))
+    heard: list[Event] = []
+    given = CheckpointerOptions(local_dir=near, upload_to=far, keep_local=1, event_log=log, max_pending=2)
+    with layout(**given.settings(heard.append)) as checkpointer:
+        state = {"weight": torch.ones(2)}
+        if isinstance(checkpointer, Checkpointer):
+            checkpointer.save(state, f"{far}/a")
+        else:
+            checkpointer.save([Part("model", state, Kind.REPLICATED)], f"{far}/a")
+    assert (tmp_path / "near" / "a").exists() and (tmp_path / "far" / "a").exists()
+    kinds = [type(event).__name__ for event in heard]
+    assert "SaveCommitted" in kinds and "CheckpointUploaded" in kinds
+    assert [json.loads(line)["event"] for line in Path(log).read_text().splitlines()] == kinds
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"local_dir": "/near"}, "local_dir needs upload_to"),
+        ({"upload_to": "/far"}, "upload_to needs local_dir"),
+        ({"keep_local": 2}, "keep_local needs"),
+        ({"local_dir": "/near", "upload_to": "/near/far"}, "must lie apart"),
+    ],
+)
+def test_tiers_that_make_no_sense_are_refused_at_once(given: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CheckpointerOptions(**given)  # type: ignore[arg-type]
+
+
+def test_credentials_are_not_shown() -> None:
+    assert "secret" not in repr(CheckpointerOptions(storage_options={"key": "secret"}))
+
+
+def test_only_a_small_state_is_waited_for_and_no_more_sizes_are_looked_at_than_needed() -> None:
+    waited: list[float] = []
+
+    class Saves:
+        def drain(self, *, timeout: float) -> None:
+            waited.append(timeout)
+
+    saves, limit = Saves(), options.SMALL_STATE_BYTES
+    sizes = iter([limit, 1, 1])
+    wait_if_small(saves, sizes)  # type: ignore[arg-type]
+    assert waited == [] and list(sizes) == [1]
+    wait_if_small(saves, [limit - 1, 1])  # type: ignore[arg-type]
+    assert waited == [options.LONGEST_WAIT_FOR_SMALL_SECONDS]
