@@ -110,6 +110,12 @@ class CheckpointerBase:
         """Return whether a save of ``path`` is under way."""
         return self.known_as(path) in self.pending
 
+    def wait_when_touched(self, path: Path) -> None:
+        """Let whoever touches a local ``path`` in this process wait for its save or removal, if one is under way."""
+        known = self.known_as(path)
+        if not is_remote(known):
+            self._writer.wait_when_touched(known)
+
     @property
     def is_busy(self) -> bool:
         """Whether a save or an upload is under way."""

@@ -260,11 +260,6 @@ class DirectoryCheckpointer(CheckpointerBase):
         finally:
             self._saving_thread = outer
 
-    def wait_when_touched(self, path: Path) -> None:
-        """Let who touches a local ``path`` in this process wait for its save under way (:mod:`ckpt_core.awaited_paths`)."""
-        if not is_remote(self.known_as(path)):
-            self._writer.wait_when_touched(self.known_as(path))
-
     @property
     def next_number(self) -> int:
         """Number of the next save, counted on this rank."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 
-from ckpt_core import Checkpointer, DirectoryCheckpointer
+from ckpt_core import Checkpointer, DirectoryCheckpointer, awaited_paths
 from ckpt_core.events import Event, SaveFailed, SaveStarted
 from lightning_ckpt._bases import CheckpointIOBase
 
 __all__ = ["ReliableCheckpointIO", "SaveOutcomes"]
+
+awaited_paths.own_packages.add("lightning_ckpt")
 
 
 class SaveOutcomes:

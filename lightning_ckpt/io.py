@@ -85,6 +85,7 @@ class TorchFileIO(ReliableCheckpointIO):
             self.checkpointer.wait(path)
         elif size <= SMALL_STATE_BYTES:
             self.checkpointer.drain(timeout=_LONGEST_WAIT_FOR_SMALL_SECONDS)
+        self.checkpointer.wait_when_touched(path)
 
     def load_checkpoint(
         self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None
@@ -111,6 +112,7 @@ class TorchFileIO(ReliableCheckpointIO):
         """Delete a checkpoint, after the saves asked for before are durable; keep it if the newest of them fails."""
         self.before_change(path, removes=True)
         self.checkpointer.remove(path)
+        self.checkpointer.wait_when_touched(path)
 
     def teardown(self) -> None:
         """Wait for the background, free its memory and raise a failure that was not raised yet."""

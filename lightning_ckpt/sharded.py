@@ -170,6 +170,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
         checkpointer.save(parts, path, metadata=metadata_of(checkpoint), step=checkpoint.get("global_step"))
         if not training_goes_on(checkpoint, path):
             checkpointer.wait(path)
+        checkpointer.wait_when_touched(path)
 
     def load_checkpoint(
         self, path: _Path, map_location: Any | None = None, weights_only: bool | None = None
@@ -230,6 +231,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
         """Delete a checkpoint, after the saves asked for before are durable; keep it if the newest of them fails."""
         self.before_change(path, removes=True)
         self.checkpointer.remove(path)
+        self.checkpointer.wait_when_touched(path)
 
     def teardown(self) -> None:
         """Wait for the background, free its memory and raise a failure that was not raised yet."""

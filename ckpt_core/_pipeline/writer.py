@@ -185,10 +185,10 @@ class BackgroundWriter:
         return self._submit(job)
 
     def wait_when_touched(self, path: str) -> None:
-        """Let others in this process who touch ``path`` wait for its save, if one is under way."""
+        """Let others in this process who touch ``path`` wait for its save or removal, if one is under way."""
         with self._lock:
-            job = next((job for job in reversed(self._jobs) if job.is_save and job.path == path), None)
-            if job is not None and not job.settled.is_set():
+            job = next((job for job in reversed(self._jobs) if job.path == path), None)
+            if job is not None and job.forget is _nothing and not job.settled.is_set():
                 job.forget = awaited_paths.expect(path, job.settled)
 
     def _settle(self, job: _Job) -> None:
