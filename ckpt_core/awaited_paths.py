@@ -67,7 +67,8 @@ _EVENTS: dict[str, tuple[int, tuple[int, ...]]] = {
         ("open", "os.mkdir", "os.truncate", "os.chmod", "os.chown", "os.utime", "os.remove"), (_ITSELF, (0,))
     ),
     **dict.fromkeys(("os.getxattr", "os.listxattr", "os.setxattr"), (_ITSELF, (0,))),
-    **dict.fromkeys(("os.link", "os.symlink"), (_ITSELF, (0, 1))),
+    "os.link": (_ITSELF, (0, 1)),
+    "os.symlink": (_ITSELF, (1,)),  # whoever follows the link waits
     **dict.fromkeys(("os.listdir", "os.scandir", "os.chdir"), (_LISTING, (0,))),
     **dict.fromkeys(("os.rmdir", "shutil.rmtree"), (_TREE, (0,))),
     **dict.fromkeys(("os.rename", "shutil.copytree", "shutil.move"), (_TREE, (0, 1))),
@@ -126,21 +127,12 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         return
     if event in _EVENTS:
         how, positions = _EVENTS[event]
-        if event == "os.symlink" and len(arguments) > 1:
-            arguments = (_from_link(arguments[0], arguments[1]), arguments[1])
         _wait(how, tuple(arguments[at] for at in positions if at < len(arguments)))
         if event in _MOVES:
             _real.clear()
     elif event in _PROGRAMS:
         _wait(_TREE, (os.sep,))
         _real.clear()
-
-
-def _from_link(target: Any, link: Any) -> Any:
-    """Return what a symbolic link points to, which is relative to the link."""
-    with contextlib.suppress(TypeError):
-        return os.path.join(os.path.dirname(os.path.abspath(os.fsdecode(link))), os.fsdecode(target))
-    return None
 
 
 def _wait(how: int, paths: tuple[Any, ...], *, caller: types.FrameType | None = None) -> None:

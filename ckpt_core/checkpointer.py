@@ -139,6 +139,13 @@ class CheckpointerBase:
         """Return whether a save of ``path`` is under way."""
         return self.known_as(path) in self.pending
 
+    def wait_when_touched(self, path: Path) -> None:
+        """Let whoever touches a local ``path`` in this process wait for its save or removal, if one is under way."""
+        target = self.known_as(path)
+        jobs = self._pipeline.queue.jobs(target)
+        if jobs and not is_remote(target):
+            jobs[-1].wait_when_touched()
+
     @property
     def is_busy(self) -> bool:
         """Whether a save or an upload is under way."""

@@ -325,13 +325,6 @@ class DirectoryCheckpointer(CheckpointerBase):
             )
             return self._pipeline.save(save, started=started, waited=waited)
 
-    def wait_when_touched(self, path: Path) -> None:
-        """Let who touches a local ``path`` in this process wait for its save (:mod:`ckpt_core.awaited_paths`)."""
-        target = self.known_as(path)
-        saves = [job for job in self._pipeline.queue.jobs(target) if job.is_pending]
-        if saves and not is_remote(target):
-            saves[-1].wait_when_touched()
-
     @property
     def next_number(self) -> int:
         """Number of the next save, counted on this rank."""

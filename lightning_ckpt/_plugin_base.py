@@ -6,13 +6,15 @@ import os
 from abc import abstractmethod
 from typing import Any, Union
 
-from ckpt_core import Checkpointer, DirectoryCheckpointer
+from ckpt_core import Checkpointer, DirectoryCheckpointer, awaited_paths
 from ckpt_core.events import Event, SaveFailed, SaveStarted
 from lightning_ckpt._bases import CheckpointIOBase
 
 __all__ = ["ReliableCheckpointIO", "SaveOutcomes", "StrPath"]
 
 StrPath = Union[str, "os.PathLike[str]"]
+
+awaited_paths.own_packages.add("lightning_ckpt")
 
 
 class SaveOutcomes:
@@ -53,6 +55,7 @@ class ReliableCheckpointIO(CheckpointIOBase):
         """Delete a checkpoint, after the saves asked for before are durable; keep it if the newest of them fails."""
         self.before_change(path, removes=True)
         self.checkpointer.remove(path)
+        self.checkpointer.wait_when_touched(path)
 
     def refuse(self, storage_options: Any | None) -> None:
         """Refuse storage options of a single save.

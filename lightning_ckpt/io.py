@@ -66,6 +66,7 @@ class TorchFileIO(ReliableCheckpointIO):
             self.checkpointer.wait(path)
         else:
             wait_if_small(self.checkpointer, [size])
+        self.checkpointer.wait_when_touched(path)
 
     def load_checkpoint(
         self, path: StrPath, map_location: Any | None = None, weights_only: bool | None = None

@@ -171,6 +171,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
         checkpointer.save(parts, path, metadata=metadata_of(checkpoint), step=checkpoint.get("global_step"))
         if not training_goes_on(checkpoint, path):
             checkpointer.wait(path)
+        checkpointer.wait_when_touched(path)
 
     def load_checkpoint(
         self, path: StrPath, map_location: Any | None = None, weights_only: bool | None = None

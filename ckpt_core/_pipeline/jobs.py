@@ -53,7 +53,7 @@ class Job:
 
     def wait_when_touched(self) -> None:
         """Let others in this process who touch the path wait until the job is settled."""
-        if not self.settled.is_set():
+        if self._forget is _nothing and not self.settled.is_set():
             self._forget = awaited_paths.expect(self.path, self.settled)
             if self.settled.is_set():
                 self.settle()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from weakref import proxy
 
@@ -29,7 +29,6 @@ __all__ = ["ReliableModelCheckpoint"]
 logger = logging.getLogger(__name__)
 
 _PLUGINS = (TorchFileIO, ShardedCheckpointIO)
-_OWN_MODULES = (".callbacks.model_checkpoint", "._callbacks.model_checkpoint", "._observers", ".resumable")
 
 
 class ReliableModelCheckpoint(ModelCheckpointBase):
@@ -44,6 +43,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         self._has_trained = False
         self._best_of_earlier_run: str | None = None
         self._passed_over: set[str] = set()
+        self._is_deciding = False
         self._storage_options: dict[str, Any] | None = None
         self._tiers: Tiers | None = None
         if not hasattr(ModelCheckpointBase.__mro__[1], "_should_save_on_exception") and settings.pop(
@@ -146,10 +146,11 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
 
     def _save_last_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
         self._copy_of = self._saved_by_this_trigger if _saves_through_plugin(trainer.strategy) else None
-        if self._last_checkpoint_saved == self.last_model_path:
+        if self._last_checkpoint_saved == self._last_model_path:
             self._last_checkpoint_saved = ""  # Lightning 2.5.0 would put a link to itself in its place
         try:
-            super()._save_last_checkpoint(trainer, monitor_candidates)
+            with self._decides():
+                super()._save_last_checkpoint(trainer, monitor_candidates)
         finally:
             self._copy_of = None
 
@@ -210,10 +211,11 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             raise
 
     def _save_topk_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
-        super()._save_topk_checkpoint(trainer, monitor_candidates)
+        with self._decides():
+            super()._save_topk_checkpoint(trainer, monitor_candidates)
         if self._retention is None:
             return
-        protected = {self.best_model_path, self.last_model_path, os.fspath(trainer.ckpt_path or "")}
+        protected = {self._best_model_path, self._last_model_path, os.fspath(trainer.ckpt_path or "")}
         if self.save_top_k != -1:
             protected |= self.best_k_models.keys()
         # the clocks of the ranks differ
@@ -232,7 +234,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         super()._remove_checkpoint(trainer, filepath)
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = dict(super().state_dict())
+        with self._decides():
+            state: dict[str, Any] = dict(super().state_dict())
         return state if self._retention is None else {**state, "retention": self._retention.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -304,11 +307,18 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         others = [info for info in catalog.checkpoints() if self._is_last(info.path)]
         return next((info for info in others if _is_same_file(info.path, newest.path)), newest)
 
-    def _once_durable(self, path: str) -> str:
-        # A callback that copies or uploads the file looks at the path as soon as it is there. ModelCheckpoint's own code, which
-        # decides by it what to delete, goes on.
-        asks = sys._getframe(2).f_globals.get("__name__", "")
-        if path and self._has_trained and self._plugin is not None and not asks.endswith(_OWN_MODULES):
+    @contextlib.contextmanager
+    def _decides(self) -> Iterator[None]:
+        """Let ModelCheckpoint itself, which decides by its paths what to delete, read them without waiting."""
+        before, self._is_deciding = self._is_deciding, True
+        try:
+            yield
+        finally:
+            self._is_deciding = before
+
+    def _once_on_store(self, path: str) -> str:
+        # Whoever touches a local path waits; nobody sees who asks a store.
+        if is_remote(path) and self._has_trained and self._plugin is not None and not self._is_deciding:
             checkpointer = self._plugin.checkpointer
             if checkpointer.is_pending(path):
                 checkpointer.drain()
@@ -316,8 +326,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
 
     @property
     def last_model_path(self) -> str:
-        """Path of the newest checkpoint under the name ``last``; waits until it is durable."""
-        return self._once_durable(self._last_model_path)
+        """Path of the newest checkpoint under the name ``last``; a URL once it is durable, a local path at once."""
+        return self._once_on_store(self._last_model_path)
 
     @last_model_path.setter
     def last_model_path(self, path: str) -> None:
@@ -325,8 +335,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
 
     @property
     def best_model_path(self) -> str:
-        """Path of the best checkpoint, once it is durable; in a process that has not trained, what the newest says it is."""
-        self._once_durable(self._best_model_path)
+        """Path of the best checkpoint, as above; in a process that has not trained, what the newest says it is."""
+        self._once_on_store(self._best_model_path)
         if self._best_model_path or self._has_trained or self.dirpath is None:
             return self._best_model_path
         # Kept apart: a run that begins later must not take it for its own and delete it.
@@ -374,6 +384,7 @@ def _copy(trainer: Any, plugin: TorchFileIO | ShardedCheckpointIO, source: str, 
     def copy() -> None:
         plugin.before_change(target, removes=False)
         plugin.checkpointer.copy(source, target)
+        plugin.checkpointer.wait_when_touched(target)
 
     if isinstance(plugin, ShardedCheckpointIO):
         raise_on_all_ranks(copy, world_size=trainer.world_size)

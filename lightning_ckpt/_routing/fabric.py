@@ -120,6 +120,7 @@ def _save(
             parts.append(Part(name, {key: item for key, item in found.items() if key not in own}, Kind.SHARDED))
         parts.append(Part(_REST, rest if fabric.global_rank == 0 else {}, Kind.PER_RANK))
         plugin.checkpointer.save(parts, target)
+        plugin.checkpointer.wait_when_touched(target)
 
     raise_on_all_ranks(save, world_size=fabric.world_size)
 
