@@ -55,8 +55,10 @@ EXPORTED = {
         "KeepEverySteps",
         "KeepEveryTime",
         "KeepLatest",
+        "RetentionHistory",
         "RetentionPolicy",
         "SavedCheckpoint",
+        "numbers_in",
         "to_delete",
     },
     "ckpt_core.storage": {

@@ -141,9 +141,15 @@ class Sender:
             for path, identity in self._local(directory)
             if known.get(os.path.basename(path)) == identity
         ]
-        ages = sorted({(identity.committed, identity.inode) for identity, _ in uploaded}, reverse=True)
+        newest: dict[
+            tuple[float, int], bool
+        ] = {}  # of copies, which are equally old, first the one that is named for all
         for identity, path in uploaded:
-            if (identity.committed, identity.inode) in ages[keep:] and self._is_there(path, identity):
+            age = (identity.committed, identity.inode)
+            newest[age] = newest.get(age, False) or not any(map(str.isdigit, os.path.basename(path)))
+        order = sorted(newest, key=lambda age: (age[0], newest[age], age[1]), reverse=True)
+        for identity, path in uploaded:
+            if (identity.committed, identity.inode) in order[keep:] and self._is_there(path, identity):
                 self._storage.local.remove(path)
 
     def _is_there(self, path: str, identity: Identity) -> bool:
