@@ -56,7 +56,7 @@ FRAMEWORKS_OF = {
 }
 # Which of our packages one may import, beside itself.
 BELOW = {"ckpt_async": {"ckpt_core"}, "lightning_ckpt": {"ckpt_core", "ckpt_async"}, "accelerate_ckpt": {"ckpt_core"}}
-# A plugin translates words: it does not know storage, nor anything private.
+# Plugins and asynchronous training know neither storage nor anything private.
 HIDDEN_FROM_PLUGINS = {"storage"}
 
 
