@@ -27,7 +27,7 @@ from ckpt_core.events import (
 )
 from ckpt_core.memory import ScratchBuffers
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
-from ckpt_core.storage.claims import Claims
+from ckpt_core.storage.lease import Claims
 from ckpt_core.tiers import Placement, Tiers
 
 __all__ = ["Checkpointer", "CheckpointerBase", "Path", "full_path"]

@@ -14,7 +14,7 @@ from ckpt_core._pipeline.previous import files_of, not_alone, previous_at, read_
 from ckpt_core.commit_time import Stamp
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.storage import Storage
-from ckpt_core.storage.transfer import transfer
+from ckpt_core.storage.base import transfer
 
 __all__ = ["copy_directory"]
 
