@@ -202,7 +202,7 @@ class FsspecStorage(Storage, LeaseStore):
             return WholeObjectWriter(self._filesystem, path, self._retries, describe)
         client = self._obstore_of(path)
         if client is not None and (client.has_written or self._probe(client, path)):
-            return ObstoreWriter(client, path, expected_size, describe, lambda path: int(self.info(path)["size"]))
+            return ObstoreWriter(client, path, expected_size, self._retries, describe)
         with translated(describe):
             if self._is_in(_S3):
                 return S3Writer(self._filesystem, path, expected_size, self._retries, self._describing)
