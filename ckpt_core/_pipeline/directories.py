@@ -14,7 +14,7 @@ from ckpt_core._layouts.sharded.manifest import ExtraFile, Manifest, encode_mani
 from ckpt_core.commit_time import Stamp
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_core.storage import MANIFEST_NAME, Storage, is_remote
-from ckpt_core.storage.transfer import transfer
+from ckpt_core.storage.base import transfer
 
 __all__ = [
     "NOTHING",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import io
+import logging
 import os
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
@@ -20,19 +21,22 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ckpt_core.parallel import IO_THREADS
-from ckpt_core.storage.claims import Claim
 
 __all__ = [
     "MANIFEST_NAME",
     "REMOTE_REQUEST_BYTES",
     "REMOTE_THREADS",
+    "Claim",
     "FileInfo",
     "FileReader",
     "FileWriter",
     "RandomAccessIO",
     "ReaderIO",
     "Storage",
+    "transfer",
 ]
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -146,6 +150,51 @@ class FileReader(abc.ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Claim(abc.ABC):
+    """This process's claim on a directory.
+
+    Args:
+        directory: Path or URL.
+    """
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self._has_told = False
+
+    @abc.abstractmethod
+    def renew(self) -> None:
+        """Called at the beginning of each save into the directory; returns at once."""
+
+    def is_alone(self) -> bool:
+        """Return whether no other job may be writing files of the same names; it may have to wait to find out."""
+        return True
+
+    @abc.abstractmethod
+    def release(self, *, wait: bool = True) -> None:
+        """End the claim.
+
+        Args:
+            wait: Whether to return when others can know.
+        """
+
+    @abc.abstractmethod
+    def forget(self) -> None:
+        """Called in a forked process: the claim is that of its parent."""
+
+    def tell(self, other: str) -> None:
+        """Warn, once, that ``other`` had the directory first."""
+        if self._has_told:
+            return
+        self._has_told = True
+        logger.warning(
+            "another job saves checkpoints into %s: %s. Neither damages a checkpoint of the other, but where the names are "
+            "the same, the later save replaces the earlier one, and one job's retention deletes what the other has saved. "
+            "What to do: end one of the two, or give it a directory of its own",
+            self.directory,
+            other,
+        )
 
 
 class Storage(abc.ABC):
@@ -322,6 +371,45 @@ class Storage(abc.ABC):
             commits = [file.modified for file in files if os.path.basename(file.path) == MANIFEST_NAME]
             found.extend(FileInfo(path, sum(file.size for file in files), modified) for modified in commits)
         return found
+
+
+def transfer(
+    source_storage: Storage,
+    source: str,
+    target_storage: Storage,
+    target: str,
+    *,
+    when_open: Callable[[], None] = lambda: None,
+) -> int:
+    """Make ``target`` a file with the bytes of ``source``, durable, replacing what was there; return its size.
+
+    The file goes through 16 MiB of memory, whatever its size, besides what the writing storage needs.
+
+    Args:
+        source_storage: Where ``source`` is.
+        source: The file to read.
+        target_storage: Where ``target`` goes.
+        target: The file to write; it appears whole or not at all.
+        when_open: Called when ``source`` is open, so that it does not matter any more what becomes of its name.
+
+    Raises:
+        CheckpointNotFoundError: There is no ``source``.
+        StorageError: One of the storages refused.
+    """
+    with source_storage.open(source) as reader:
+        when_open()
+        writer = target_storage.create(target, reader.size)
+        try:
+            memory = memoryview(bytearray(min(_CHUNK, reader.size)))
+            for offset in range(0, reader.size, _CHUNK):
+                chunk = memory[: reader.size - offset]
+                reader.read_into(offset, chunk)
+                writer.write_at(offset, chunk)
+            writer.commit(reader.size)
+        except BaseException:
+            writer.abort()
+            raise
+        return reader.size
 
 
 class RandomAccessIO(io.RawIOBase):

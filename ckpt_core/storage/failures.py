@@ -1,16 +1,79 @@
-"""What went wrong at a store, in the words of this package and without credentials."""
+"""What went wrong at a disk or a store: in the words of this package, with a remedy where one is known, and without credentials."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import errno
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from urllib.parse import quote
 
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
-from ckpt_core.storage.credentials import Secrets
 
-__all__ = ["Describe", "describer", "translated"]
+__all__ = ["Describe", "Secrets", "describer", "existing_directory", "storage_error", "translated"]
 
 Describe = Callable[[Exception], CheckpointError]
+
+_SECRET_NAME = re.compile(r"key|secret|token|passw|credential|sas|signature|connection_string|auth", re.IGNORECASE)
+_SECRET_PART = re.compile(r"(?:AccountKey|SharedAccessSignature|Password)=([^;]+)", re.IGNORECASE)
+_USER_INFO = re.compile(r"(://)[^/@\s]*:[^/@\s]*@")
+_SIGNED_PARAMETER = re.compile(
+    r"(?i)\b((?:sig|signature|x-amz-signature|x-amz-credential|x-amz-security-token|access_token)=)[^&\s'\"]+"
+)
+_SHORTEST = 6  # characters; blotting out shorter ones would make the text unreadable and hide nothing
+_HIDDEN = "***"
+
+
+class Secrets:
+    """The credentials in ``storage_options``, to be blotted out of texts.
+
+    Args:
+        storage_options: As given by the user; strings under names that sound like credentials, at any depth.
+    """
+
+    def __init__(self, storage_options: Mapping[str, Any]) -> None:
+        found = {text for text in _secret_texts(storage_options, secret=False) if len(text) >= _SHORTEST}
+        # The longest first: one may contain another.
+        self._texts = sorted(found | {quote(text, safe="") for text in found}, key=len, reverse=True)
+
+    def hide(self, text: str) -> str:
+        """Return ``text`` without credentials, those in URLs included."""
+        for secret in self._texts:
+            text = text.replace(secret, _HIDDEN)
+        return _SIGNED_PARAMETER.sub(rf"\1{_HIDDEN}", _USER_INFO.sub(rf"\1{_HIDDEN}@", text))
+
+    def are_in(self, error: BaseException) -> bool:
+        """Return whether ``error``, or one that led to it, shows a credential when it is printed."""
+        seen: set[int] = set()
+        link: BaseException | None = error
+        while link is not None and id(link) not in seen:
+            seen.add(id(link))
+            text = f"{link!r} {link}"
+            if self.hide(text) != text:
+                return True
+            link = link.__cause__ or link.__context__
+        return False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({_HIDDEN})"
+
+
+def _secret_texts(value: Any, *, secret: bool) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _secret_texts(inner, secret=secret or bool(_SECRET_NAME.search(str(name))))
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _secret_texts(inner, secret=secret)
+    elif secret and isinstance(value, str):
+        yield value
+        yield from _SECRET_PART.findall(value)
+
+
+# ---- stores ------------------------------------------------------------------------------------------------------------
 
 
 def describer(secrets: Secrets, action: str, path: str) -> Describe:
@@ -56,3 +119,42 @@ def translated(describe: Describe) -> Iterator[None]:
     else:
         return
     raise failure
+
+
+# ---- local disks -------------------------------------------------------------------------------------------------------
+
+_REMEDIES = {
+    errno.ENOSPC: "free some space, keep fewer checkpoints, or save to another disk",
+    errno.EDQUOT: "your disk quota is used up: delete something or save to another disk",
+    errno.EROFS: "the filesystem is mounted read-only: save to another directory",
+    errno.EACCES: "you may not write there: change the directory or its permissions",
+    errno.EPERM: "you may not write there: change the directory or its permissions",
+    errno.EIO: "the disk reports an error: check it, and save to another one",
+    errno.EISDIR: "there is a directory of that name: choose another path or delete it",
+    errno.ENOTDIR: "a part of the path is a file: check the path",
+    errno.EEXIST: "a part of the path is a file: check the path",
+    errno.ENAMETOOLONG: "choose a shorter file name",
+    errno.ECONNRESET: "the storage broke the connection: check the network and that it is up, then save again",
+    errno.ETIMEDOUT: "the storage does not answer: check the network and that it is up, then save again",
+}
+
+
+def storage_error(action: str, path: str, error: OSError, needed: int | None = None) -> StorageError:
+    """Return the error for the user that an operating system's ``error`` stands for, with a remedy where one is known."""
+    detail = error.strerror or str(error) or type(error).__name__
+    if error.errno == errno.ENOSPC and needed is not None:
+        free = shutil.disk_usage(existing_directory(os.path.dirname(os.path.abspath(path)))).free
+        detail += f": {needed} bytes needed, {free} free"
+    return StorageError(
+        f"cannot {action} the checkpoint: {detail}",
+        path=path,
+        remedy=_REMEDIES.get(error.errno or 0),
+        errno=error.errno,
+    )
+
+
+def existing_directory(path: str) -> str:
+    """Return the longest beginning of ``path`` that is a directory."""
+    while not os.path.isdir(path) and path != os.path.dirname(path):
+        path = os.path.dirname(path)
+    return path

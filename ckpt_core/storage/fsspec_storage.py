@@ -8,6 +8,7 @@ import datetime
 import logging
 import os
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,24 +24,22 @@ from ckpt_core.storage.base import (
     MANIFEST_NAME,
     REMOTE_REQUEST_BYTES,
     REMOTE_THREADS,
+    Claim,
     FileInfo,
     FileReader,
     FileWriter,
     Storage,
 )
-from ckpt_core.storage.claims import Claim
-from ckpt_core.storage.conditional import PROBE_PREFIX, ConditionalStore, create_new
-from ckpt_core.storage.credentials import Secrets
-from ckpt_core.storage.failures import Describe, describer, translated
+from ckpt_core.storage.failures import Describe, Secrets, describer, translated
 from ckpt_core.storage.fsspec_writers import S3Writer, StreamWriter, WholeObjectWriter
-from ckpt_core.storage.leases import LEASE_PREFIX, Lease, LeaseStore, has_others, remove_dead_leases
+from ckpt_core.storage.lease import LEASE_PREFIX, Lease, LeaseStore, has_others, remove_dead_leases
 from ckpt_core.storage.obstore_client import (
     OBSTORE_OPTIONS,
     NotSuitableError,
     ObstoreClient,
     ObstoreWriter,
 )
-from ckpt_core.storage.retrying import Retries, http_status
+from ckpt_core.storage.retry import Retries, http_status
 from ckpt_core.storage.s3 import abandoned_uploads, s3_defaults
 
 __all__ = ["FsspecStorage"]
@@ -55,7 +54,10 @@ _S3 = ("s3", "s3a")
 _AZURE = ("abfs", "abfss", "az", "adl")
 _GCS = ("gs", "gcs")
 _OBJECT_STORES = (_S3, _AZURE, _GCS)
-_NOT_LISTED = (PROBE_PREFIX, LEASE_PREFIX)
+_PROBE_PREFIX = ".ckpt-probe-"
+# Another writer has looked before it could see ours, and has written at the latest so much later.
+_SETTLING_SECONDS = 2.0
+_NOT_LISTED = (_PROBE_PREFIX, LEASE_PREFIX)
 _EXTRAS = {**dict.fromkeys(_S3, "s3"), **dict.fromkeys(_AZURE, "azure"), **dict.fromkeys(_GCS, "gcs")}
 
 
@@ -148,7 +150,7 @@ class _FsspecReader(FileReader):
         """Nothing is held open."""
 
 
-class FsspecStorage(Storage, ConditionalStore, LeaseStore):
+class FsspecStorage(Storage, LeaseStore):
     """A store reached through fsspec.
 
     Uploads to S3 and Azure go in parts of 16 MiB, several at a time; to GCS in one resumable upload; to any other store
@@ -200,7 +202,7 @@ class FsspecStorage(Storage, ConditionalStore, LeaseStore):
             return WholeObjectWriter(self._filesystem, path, self._retries, describe)
         client = self._obstore_of(path)
         if client is not None and (client.has_written or self._probe(client, path)):
-            return ObstoreWriter(client, path, expected_size, describe, lambda path: int(self.info(path)["size"]))
+            return ObstoreWriter(client, path, expected_size, self._retries, describe)
         with translated(describe):
             if self._is_in(_S3):
                 return S3Writer(self._filesystem, path, expected_size, self._retries, self._describing)
@@ -350,10 +352,44 @@ class FsspecStorage(Storage, ConditionalStore, LeaseStore):
     # ---- objects that only one writer may make -----------------------------------------------------------------------
 
     def create_new(self, path: str, data: bytes) -> bool:
-        """Make ``path`` a small object unless there is one; see :func:`ckpt_core.storage.conditional.create_new`."""
-        return create_new(self, path, data)
+        """Make ``path`` an object of ``data`` unless there is one already; return whether the object there is ours.
+
+        Where the store honours conditional requests, of several writers exactly one gets True. Where it does not, they write,
+        wait for two seconds and look whose object it is: two writers can both get True only if the request of one takes
+        longer than that.
+
+        Args:
+            path: URL.
+            data: Differs from what any other writer would write: it holds a random token of this one.
+        """
+        bucket = path.partition("://")[2].partition("/")[0]
+        if bucket not in self.honours_conditions:
+            self.honours_conditions[bucket] = self._probe_conditions(path)
+        if self.honours_conditions[bucket]:
+            # Refused, it may still be ours: the answer to an earlier attempt was lost.
+            return self.put_new(path, data) or self.get(path) == data
+        if self.get(path) is not None:
+            return False
+        self.put(path, data)
+        time.sleep(_SETTLING_SECONDS)
+        return self.get(path) == data
+
+    def _probe_conditions(self, path: str) -> bool:
+        probe = f"{path.rpartition('/')[0]}/{_PROBE_PREFIX}{uuid.uuid4().hex}"
+        self.put_new(probe, b"first")
+        try:
+            honours = not self.put_new(probe, b"second")
+        finally:
+            self.delete(probe)
+        if not honours:
+            logger.info(
+                "the store of %s ignores conditional requests: exclusive objects are checked after a pause", probe
+            )
+        return honours
 
     def put_new(self, path: str, data: bytes) -> bool:
+        """Make an object by one conditional request; False if there is one. Stores that ignore the condition overwrite."""
+
         def request() -> bool:
             try:
                 if self._is_in(_S3):
@@ -446,7 +482,7 @@ class FsspecStorage(Storage, ConditionalStore, LeaseStore):
 
     def _probe(self, client: ObstoreClient, path: str) -> bool:
         """Return whether the server takes an object from obstore and gives back a range of it; leave nothing behind."""
-        probe = f"{path.rpartition('/')[0]}/{PROBE_PREFIX}{uuid.uuid4().hex}"
+        probe = f"{path.rpartition('/')[0]}/{_PROBE_PREFIX}{uuid.uuid4().hex}"
         data, found = os.urandom(64), bytearray(32)
         failure: Exception | None = None
         try:

@@ -17,7 +17,7 @@ from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.storage.base import FileWriter
 from ckpt_core.storage.failures import Describe, translated
 from ckpt_core.storage.obstore_client import PART_BYTES
-from ckpt_core.storage.retrying import IncompleteAnswerError, Retries, is_transient
+from ckpt_core.storage.retry import IncompleteAnswerError, Retries, is_transient
 
 __all__ = ["S3Writer", "StreamWriter", "WholeObjectWriter"]
 

@@ -18,14 +18,13 @@ from collections.abc import Collection, Sequence
 
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
 from ckpt_core.storage import local_directory, permissions
-from ckpt_core.storage.base import FileInfo, FileReader, FileWriter, Storage
-from ckpt_core.storage.claims import Claim
-from ckpt_core.storage.local_claim import DirectoryLock
+from ckpt_core.storage.base import Claim, FileInfo, FileReader, FileWriter, Storage
+from ckpt_core.storage.failures import existing_directory, storage_error
+from ckpt_core.storage.lease import DirectoryLock
 from ckpt_core.storage.local_directory import CANNOT_LINK as _CANNOT_LINK
 from ckpt_core.storage.local_directory import CANNOT_LOCK as _CANNOT_LOCK
 from ckpt_core.storage.local_directory import SUFFIX as _SUFFIX
 from ckpt_core.storage.local_directory import sync_directory as _sync_directory
-from ckpt_core.storage.local_errors import existing_directory, storage_error
 from ckpt_core.storage.local_reader import BLOCK, LocalFileReader, address, close
 
 __all__ = ["LocalStorage", "storage_error"]

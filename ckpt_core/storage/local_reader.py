@@ -12,7 +12,7 @@ import threading
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
 from ckpt_core.parallel import IO_THREADS
 from ckpt_core.storage.base import FileReader
-from ckpt_core.storage.local_errors import storage_error
+from ckpt_core.storage.failures import storage_error
 
 __all__ = ["BLOCK", "LocalFileReader", "address", "close"]
 

@@ -10,7 +10,8 @@ import contextlib
 import datetime
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -20,6 +21,7 @@ import numpy as np
 from ckpt_core.errors import StorageError
 from ckpt_core.storage.base import FileWriter
 from ckpt_core.storage.failures import Describe, translated
+from ckpt_core.storage.retry import IncompleteAnswerError, Retries
 
 __all__ = ["OBSTORE_OPTIONS", "PART_BYTES", "NotSuitableError", "ObstoreClient", "ObstoreWriter", "refuse_fork"]
 
@@ -30,6 +32,7 @@ OBSTORE_OPTIONS = (
     "client_options",
     "retry_config",
 )  # in storage_options, by obstore's own names; fsspec's clients know neither
+_MARK = "ckptupload"  # metadata: tells whether an object is the one that an upload has made; Azure takes letters only
 _PARTS_UNDER_WAY = 6
 _MOST_PARTS = 10_000  # that S3 takes
 _CREDENTIALS_LAST = datetime.timedelta(minutes=9)  # botocore replaces its own 10 minutes before they end
@@ -149,17 +152,59 @@ class ObstoreClient:
             path: URL.
             data: Its bytes.
             once: Whether to give up soon.
+
+        Raises:
+            IncompleteAnswerError: It is worth another attempt; obstore repeats by itself what the store refuses for the moment.
         """
         refuse_fork()
         store = self._reading if once else self._writing
-        self._obstore.put(store, self._key(path), data, use_multipart=False)
+        with _incomplete_answers():
+            self._obstore.put(store, self._key(path), data, use_multipart=False)
 
-    def open_writer(self, path: str, part_bytes: int) -> Any:
-        """Begin an object of several parts; return obstore's writer."""
+    def begin(self, path: str, first: memoryview, mark: str) -> Any:
+        """Begin an object of several parts; return obstore's writer.
+
+        Args:
+            path: URL.
+            first: The first part; obstore reads from it until it has released it.
+            mark: Kept with the object, for :meth:`size_made_by`.
+
+        Raises:
+            IncompleteAnswerError: As for :meth:`put`.
+        """
         refuse_fork()
-        return self._obstore.open_writer(
-            self._writing, self._key(path), buffer_size=part_bytes, max_concurrency=_PARTS_UNDER_WAY
+        file = self._obstore.open_writer(
+            self._writing,
+            self._key(path),
+            attributes={_MARK: mark},
+            buffer_size=len(first),
+            max_concurrency=_PARTS_UNDER_WAY,
         )
+        with _incomplete_answers():
+            file.write(first)
+        return file
+
+    def size_made_by(self, mark: str, path: str) -> int | None:
+        """Return the size in bytes of an object, if it is the one that was begun with ``mark`` and the store says so."""
+        try:
+            found = self._obstore.get(self._reading, self._key(path), options={"head": True})
+        except Exception as error:  # noqa: BLE001 - of any type that a client raises: nothing is known
+            logger.debug("could not look at %s: %s", path, type(error).__name__)
+            return None
+        return int(found.meta["size"]) if found.attributes.get(_MARK) == mark else None
+
+
+@contextlib.contextmanager
+def _incomplete_answers() -> Iterator[None]:
+    """Tell answers that are broken off, or not the store's, from those that obstore has asked for again and again."""
+    try:
+        yield
+    except Exception as error:
+        text = str(error).partition("\n\n")[0]
+        is_final = isinstance(error, (FileNotFoundError, PermissionError)) or "Server returned" in text
+        if is_final or "retries" in text:
+            raise
+        raise IncompleteAnswerError(text) from None
 
 
 class ObstoreWriter(FileWriter):
@@ -169,17 +214,18 @@ class ObstoreWriter(FileWriter):
         client: Of the bucket.
         path: URL of the object.
         expected_size: How many bytes will be written, or a few less; decides how large parts must be.
+        retries: Carries out the requests that obstore does not repeat.
         describe: Makes errors for the user.
-        size_of: Asks the store for the size of the object at a URL.
     """
 
     def __init__(
-        self, client: ObstoreClient, path: str, expected_size: int, describe: Describe, size_of: Callable[[str], int]
+        self, client: ObstoreClient, path: str, expected_size: int, retries: Retries, describe: Describe
     ) -> None:
         self._client = client
         self._path = path
         self._describe = describe
-        self._size_of = size_of
+        self._retries = retries
+        self._mark = uuid.uuid4().hex
         # A tenth more parts than expected are allowed for.
         self._part_bytes = PART_BYTES * max(1, -(-expected_size * 11 // (10 * PART_BYTES * _MOST_PARTS)))
         self._file: Any = None
@@ -216,23 +262,29 @@ class ObstoreWriter(FileWriter):
         view = memoryview(self._slot)[: self._filled]
         self._slots.append((self._slot, view))
         self._slot, self._filled = bytearray(), 0
+        if self._file is None:
+            self._file = self._retries.call(lambda: self._client.begin(self._path, view, self._mark), self._describe)
+            return
         with translated(self._describe):
-            if self._file is None:
-                self._file = self._client.open_writer(self._path, self._part_bytes)
             self._file.write(view)
 
     def commit(self, size: int) -> None:
         assert size == self._position
         if self._file is None:
-            with translated(self._describe):
-                self._client.put(self._path, memoryview(self._slot)[: self._filled])
+            last = memoryview(self._slot)[: self._filled]
+            self._retries.call(lambda: self._client.put(self._path, last), self._describe)
             return
         self._send()
-        with translated(self._describe):
+        failure: Exception | None = None
+        try:
             self._file.close()
+        except Exception as error:  # noqa: BLE001 - raised below, if it is one: the store may have done it, and its answer was lost
+            failure = error
+        found = self._client.size_made_by(self._mark, self._path)
+        if failure is not None and found is None:
+            raise self._describe(failure)
         self._file = None
-        found = self._size_of(self._path)
-        if found != size:
+        if found not in (None, size):
             raise StorageError(
                 f"the store has {found} bytes of the object, of which {size} were sent",
                 path=self._path,
@@ -301,7 +353,8 @@ def _s3_settings(filesystem: Any, bucket: str) -> dict[str, Any]:
         elif verify not in (None, True):
             raise NotSuitableError("it does not know the certificates that are trusted")
         # TLS guards the bytes already: their SHA-256 takes most of the client's processor time.
-        config["unsigned_payload"] = not is_signed
+        is_signed = bool(is_signed)
+    config["unsigned_payload"] = is_signed is False
     _refuse_proxy(meta.endpoint_url)
     arguments: dict[str, Any] = {"config": config, "client_options": client}
     if filesystem.anon:

@@ -18,7 +18,7 @@ from ckpt_core.errors import (
     StorageError,
 )
 from ckpt_core.storage import MANIFEST_NAME, FileInfo, FileReader, FileWriter, LocalStorage, Storage
-from ckpt_core.storage.transfer import transfer
+from ckpt_core.storage.base import transfer
 from ckpt_core.tiers.ledger import LEDGER_NAME, Identity, identity_of, read_ledger, write_ledger
 from ckpt_core.tiers.places import Tiers
 

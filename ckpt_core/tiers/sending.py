@@ -12,8 +12,8 @@ from ckpt_core._pipeline.directories import copy_directory
 from ckpt_core._pipeline.reader import verify
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_core.storage import MANIFEST_NAME
-from ckpt_core.storage.claims import Claims
-from ckpt_core.storage.transfer import transfer
+from ckpt_core.storage.base import transfer
+from ckpt_core.storage.lease import Claims
 from ckpt_core.tiers.ledger import Identity, identity_of, read_ledger, write_ledger
 from ckpt_core.tiers.nearest import TieredStorage
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part
-from ckpt_core.storage import FileInfo, claims, leases, local_claim, storage_for
+from ckpt_core.storage import FileInfo, lease, storage_for
 from tests.conftest import ScriptRunner
 from tests.support.server_fixtures import server_of, servers
 from tests.support.servers import Server
@@ -226,7 +226,7 @@ def test_one_warning_says_which_process_has_the_directory(tmp_path: Path, caplog
             caplog.clear()
             save(tmp_path, checkpointer)
             assert warnings_in(caplog) == []
-            assert local_claim._holder(os.open(tmp_path, os.O_RDONLY)) == str(os.getpid())
+            assert lease._holder(os.open(tmp_path, os.O_RDONLY)) == str(os.getpid())
     finally:
         other.kill()
         other.communicate()
@@ -236,7 +236,7 @@ def test_one_warning_says_which_process_has_the_directory(tmp_path: Path, caplog
 def locked(directory: Path) -> bool:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        return bool(local_claim._holder(descriptor))
+        return bool(lease._holder(descriptor))
     finally:
         os.close(descriptor)
 
@@ -272,7 +272,7 @@ def test_a_fork_does_not_keep_the_directory(tmp_path: Path) -> None:
         os._exit(0)
     assert locked(tmp_path)
     # What a killed parent does: the descriptor is closed and nothing is unlocked.
-    claim = claims.claim_on(str(tmp_path))
+    claim = lease.claim_on(str(tmp_path))
     assert claim is not None
     claim.forget()
     eventually(lambda: not locked(tmp_path))
@@ -297,7 +297,7 @@ def test_a_filesystem_that_cannot_lock(
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(local_claim.fcntl, "flock", flock)
+    monkeypatch.setattr(lease.fcntl, "flock", flock)
     with Checkpointer(strategy="sync") as checkpointer:
         save(tmp_path, checkpointer)
     assert caplog.records == []
@@ -318,12 +318,12 @@ def test_many_directories_do_not_use_up_descriptors(tmp_path: Path) -> None:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leases, "RENEW_SECONDS", 1.2)  # a store's clock may show whole seconds
-    monkeypatch.setattr(leases, "ALIVE_SECONDS", 6.0)
+    monkeypatch.setattr(lease, "RENEW_SECONDS", 1.2)  # a store's clock may show whole seconds
+    monkeypatch.setattr(lease, "ALIVE_SECONDS", 6.0)
 
 
 def leases_in(root: str, storage: Any) -> list[str]:
-    return [info.path for info in storage.hidden_objects(root, leases.LEASE_PREFIX)]
+    return [info.path for info in storage.hidden_objects(root, lease.LEASE_PREFIX)]
 
 
 def eventually(condition: Callable[[], object]) -> None:
@@ -334,7 +334,7 @@ def eventually(condition: Callable[[], object]) -> None:
 
 
 def forged(owner: dict[str, Any]) -> bytes:
-    return json.dumps({**leases._this_process(), **owner}).encode()
+    return json.dumps({**lease._this_process(), **owner}).encode()
 
 
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
@@ -342,13 +342,11 @@ def forged(owner: dict[str, Any]) -> bytes:
 def test_a_lease_of_another_machine_counts_when_it_is_renewed(
     backend: str, server_of: ServerOf, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if backend == "obstore":
-        pytest.importorskip("obstore")
     server = server_of("moto")
     root = f"{server.new_bucket()}/runs"
     options = {**server.options, "backend": backend}
     storage: Any = storage_for(root, dict(options))
-    theirs = f"{root}/{leases.LEASE_PREFIX}theirs"
+    theirs = f"{root}/{lease.LEASE_PREFIX}theirs"
     owner = forged({"machine": "another", "host": "node-7", "pid": 17})
     storage.put(theirs, owner)
     with DirectoryCheckpointer(strategy="async", storage_options=options) as checkpointer:
@@ -393,10 +391,10 @@ def test_leases_of_the_dead_do_not_count(server_of: ServerOf, caplog: pytest.Log
     storage: Any = storage_for(root, dict(server.options))
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    storage.put(f"{root}/{leases.LEASE_PREFIX}ended", forged({"pid": ended.pid}))
-    storage.put(f"{root}/{leases.LEASE_PREFIX}number-used-again", forged({"started": "17"}))
-    storage.put(f"{root}/{leases.LEASE_PREFIX}garbage", b"[1")
-    storage.put(f"{root}/{leases.LEASE_PREFIX}killed-elsewhere", forged({"machine": "another"}))
+    storage.put(f"{root}/{lease.LEASE_PREFIX}ended", forged({"pid": ended.pid}))
+    storage.put(f"{root}/{lease.LEASE_PREFIX}number-used-again", forged({"started": "17"}))
+    storage.put(f"{root}/{lease.LEASE_PREFIX}garbage", b"[1")
+    storage.put(f"{root}/{lease.LEASE_PREFIX}killed-elsewhere", forged({"machine": "another"}))
     with caplog.at_level(logging.WARNING), Checkpointer(storage_options=dict(server.options)) as checkpointer:
         checkpointer.save({"a": torch.ones(3)}, f"{root}/a.ckpt")
         checkpointer.wait()
@@ -412,16 +410,16 @@ def test_a_process_that_was_taken_for_dead_asks_again(server_of: ServerOf, monke
     server = server_of("moto")
     root = f"{server.new_bucket()}/runs"
     storage: Any = storage_for(root, dict(server.options))
-    monkeypatch.setattr(leases, "_keeper", type("Stopped", (), {"add": lambda *_: None, "drop": lambda *_: None})())
-    lease = leases.Lease(storage, root)
-    lease.beat()
-    assert lease.is_alone()
-    lease._written_at -= 60.0  # it was suspended
+    monkeypatch.setattr(lease, "_keeper", type("Stopped", (), {"add": lambda *_: None, "drop": lambda *_: None})())
+    ours = lease.Lease(storage, root)
+    ours.beat()
+    assert ours.is_alone()
+    ours._written_at -= 60.0  # it was suspended
     storage.put(
-        f"{root}/{leases.LEASE_PREFIX}theirs", forged({"pid": os.getppid(), "started": leases._start_of(os.getppid())})
+        f"{root}/{lease.LEASE_PREFIX}theirs", forged({"pid": os.getppid(), "started": lease._start_of(os.getppid())})
     )
-    assert not lease.is_alone()
-    lease.delete()
+    assert not ours.is_alone()
+    ours.delete()
 
 
 def test_files_of_callers_are_refused_where_another_job_could_overwrite_them(server_of: ServerOf) -> None:
@@ -429,7 +427,7 @@ def test_files_of_callers_are_refused_where_another_job_could_overwrite_them(ser
     root = f"{server.new_bucket()}/runs"
     storage: Any = storage_for(root, dict(server.options))
     parent = os.getppid()
-    storage.put(f"{root}/{leases.LEASE_PREFIX}theirs", forged({"pid": parent, "started": leases._start_of(parent)}))
+    storage.put(f"{root}/{lease.LEASE_PREFIX}theirs", forged({"pid": parent, "started": lease._start_of(parent)}))
     checkpointer = DirectoryCheckpointer(strategy="sync", storage_options=dict(server.options))
     parts = [Part("model", {"w": torch.ones(2)}, Kind.REPLICATED)]
     with pytest.raises(OSError, match="another job saves into the same directory"):
@@ -440,7 +438,7 @@ def test_files_of_callers_are_refused_where_another_job_could_overwrite_them(ser
 
 
 def test_an_error_of_a_client_does_not_end_the_thread_of_all_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Store(leases.LeaseStore):
+    class Store(lease.LeaseStore):
         """Keeps objects in a dictionary; ``error`` is raised in the place of everything."""
 
         def __init__(self) -> None:
@@ -464,10 +462,10 @@ def test_an_error_of_a_client_does_not_end_the_thread_of_all_leases(monkeypatch:
             found = [path for path in self.objects if path.startswith(f"{directory}/{prefix}")]
             return [FileInfo(path, len(self.objects[path]), time.time()) for path in found]
 
-    monkeypatch.setattr(leases, "_keeper", leases._Keeper())
+    monkeypatch.setattr(lease, "_keeper", lease._Keeper())
     broken, whole = Store(), Store()
     broken.error = KeyError("ETag")
-    first, second = leases.Lease(broken, "bucket/one"), leases.Lease(whole, "bucket/two")
+    first, second = lease.Lease(broken, "bucket/one"), lease.Lease(whole, "bucket/two")
     first.renew()
     eventually(lambda: first.is_known)
     second.renew()

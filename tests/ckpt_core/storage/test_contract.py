@@ -21,7 +21,6 @@ from ckpt_core import StorageError
 from ckpt_core.memory import StagingBuffer
 from ckpt_core.parallel import run_parallel
 from ckpt_core.storage import Storage, storage_for
-from ckpt_core.storage.conditional import ConditionalStore
 from tests.ckpt_core.storage.test_storage import StorageContract
 from tests.support.servers import Server
 from tests.support.states import tensor_of
@@ -195,9 +194,9 @@ class TestExclusiveCreation:
         return storage_at(place)
 
     def test_only_the_first_gets_it(
-        self, store: ConditionalStore, place: Place, place_name: str, monkeypatch: pytest.MonkeyPatch
+        self, store: Storage, place: Place, place_name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("ckpt_core.storage.conditional._SETTLING_SECONDS", 0.1)
+        monkeypatch.setattr("ckpt_core.storage.fsspec_storage._SETTLING_SECONDS", 0.1)
         path = f"{place[0]}/claim.json"
         storage: Any = store
         assert storage.create_new(path, b"mine") is True
@@ -208,7 +207,7 @@ class TestExclusiveCreation:
         assert honours is (place_name.partition(" ")[0] in HONOUR_CONDITIONS)
         assert [file.path for file in storage.list(place[0])] == [path], "the probe is gone"
 
-    def test_of_many_at_once_exactly_one_gets_it(self, store: ConditionalStore, place: Place) -> None:
+    def test_of_many_at_once_exactly_one_gets_it(self, store: Storage, place: Place) -> None:
         if place[0].startswith("memory://"):
             pytest.skip("fsspec's memory filesystem is not made for several threads")
         storage: Any = store

@@ -13,8 +13,7 @@ import pytest
 
 from ckpt_core import Checkpointer, CheckpointError, StorageError
 from ckpt_core.storage import storage_for
-from ckpt_core.storage.credentials import Secrets
-from ckpt_core.storage.failures import describer, translated
+from ckpt_core.storage.failures import Secrets, describer, translated
 from tests.support.servers import Server, free_port
 
 SECRET = "hX7/kfoo+bar9qZ="

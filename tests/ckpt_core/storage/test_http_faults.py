@@ -133,8 +133,12 @@ def test_a_load_survives_any_request_failing_once(scene: Scene, request: pytest.
 
 
 @pytest.mark.parametrize("kind", ["503", "reset"])
-def test_a_store_that_goes_away_during_a_save(scene: Scene, kind: str) -> None:
+def test_a_store_that_goes_away_during_a_save(scene: Scene, kind: str, request: pytest.FixtureRequest) -> None:
     count = requests_of(scene, lambda: scene.save(NEW, scene.faulty))
+    if request.node.callspec.params["scene_maker"] in ("moto", "ceph", "azurite"):
+        scene.proxy.plan(HttpFault(kind, count, for_good=True))
+        scene.save(NEW, scene.faulty)  # obstore has committed, and only looks at what is there
+        count -= 1
     for number in range(1, count + 1):
         scene.save(OLD, scene.direct)
         scene.proxy.plan(HttpFault(kind, number, for_good=True))

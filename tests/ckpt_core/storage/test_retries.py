@@ -10,7 +10,7 @@ import pytest
 import stamina
 
 from ckpt_core.errors import CheckpointError, StorageError
-from ckpt_core.storage.retrying import Retries, http_status, is_transient
+from ckpt_core.storage.retry import Retries, http_status, is_transient
 
 
 def client_error(status: int, code: str) -> Exception:

@@ -1,19 +1,25 @@
-"""A claim on a directory of an object store: a small object of this process, written anew as long as it lives.
+"""Two jobs pointed at one directory by mistake: the second is warned.
 
-Every process has an object of its own, so nothing depends on conditional requests, which some stores ignore: a process
-writes its lease and then lists those of others. Of two that come at once, at least one sees the other. One that was alone when
-it came stays **first**; any other is told, and is first when there is nobody else any more.
+While a process saves into a directory it has a claim on it, by which other processes know of it. A claim stops nobody and fails
+no save. On a local disk it is a lock on the directory itself, which ends with the process; on an object store it is a lease: a
+small object of this process, written again as long as it lives.
 
-Whether a lease is of the living is judged by the clock of the store alone: the time of its last change beside that of our
-own. Of a process of this machine it is known at once. One of another machine that was written within the last
-``ALIVE_SECONDS`` may be that of a process that was killed just now: it counts when it has been written again.
+Every process has a lease of its own, so nothing depends on conditional requests, which some stores ignore: a process writes its
+lease and then lists those of others. Of two that come at once, at least one sees the other. One that was alone when it came stays
+**first**; any other is warned, and is first when there is nobody else any more.
+
+Whether a lease is of the living is judged by the clock of the store alone: the time of its last change, and that of our own. Of a
+process of this machine it is known at once. One of another machine that was written within the last ``ALIVE_SECONDS`` may be that
+of a process that was killed just now: it counts when it has been written again.
 """
 
 from __future__ import annotations
 
 import abc
+import collections
 import contextlib
 import dataclasses
+import fcntl
 import json
 import logging
 import os
@@ -21,16 +27,27 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from ckpt_core import at_exit
 from ckpt_core.errors import CheckpointError
-from ckpt_core.storage.base import FileInfo
-from ckpt_core.storage.claims import Claim, claim_on
+from ckpt_core.storage.base import Claim, FileInfo
 
-__all__ = ["ALIVE_SECONDS", "LEASE_PREFIX", "RENEW_SECONDS", "Lease", "LeaseStore", "has_others", "remove_dead_leases"]
+__all__ = [
+    "ALIVE_SECONDS",
+    "LEASE_PREFIX",
+    "RENEW_SECONDS",
+    "Claims",
+    "DirectoryLock",
+    "Lease",
+    "LeaseStore",
+    "claim_on",
+    "has_others",
+    "remove_dead_leases",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +56,179 @@ RENEW_SECONDS = 15.0
 ALIVE_SECONDS = 60.0  # since it was last written
 _ASK_AGAIN_SECONDS = 2.0  # while it is not known whether another job lives
 _SECONDS_TO_END = 10.0
+_MOST_DIRECTORIES = (
+    16  # of one checkpointer: one that saves every checkpoint into a directory of its own would collect them
+)
+
+
+# ---- the claims of this process ------------------------------------------------------------------------------------------
+
+
+class _Registry:
+    """The claims of this process. Several checkpointers that save into one directory share one."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()  # a signal handler that saves may interrupt a save
+        self.claims: dict[str, Claim] = {}
+        self.users: collections.Counter[str] = collections.Counter()
+
+    def leave(self, directory: str, *, wait: bool) -> None:
+        with self.lock:
+            if directory not in self.claims:
+                return  # this is a fork of the process that had it
+            self.users[directory] -= 1
+            if self.users[directory] > 0:
+                return
+            claim = self.claims.pop(directory)
+        claim.release(wait=wait)
+
+
+_registry = _Registry()
+
+
+def _forget_claims() -> None:
+    global _registry
+    inherited, _registry = _registry, _Registry()
+    for claim in inherited.claims.values():
+        claim.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    # A data loader's worker must not keep the claim of a training that was killed.
+    os.register_at_fork(after_in_child=_forget_claims)
+
+
+def claim_on(directory: str) -> Claim | None:
+    """Return this process's claim on ``directory``, if it has one."""
+    return _registry.claims.get(_identity(directory))
+
+
+def _identity(directory: str) -> str:
+    return directory if "://" in directory else os.path.realpath(directory)
+
+
+class Claims:
+    """The directories that one checkpointer saves into."""
+
+    def __init__(self) -> None:
+        self._directories: list[str] = []
+        self._process = os.getpid()
+        weakref.finalize(self, _leave_all, self._directories, wait=False)
+
+    def hold(self, directory: str, make: Callable[[str], Claim | None]) -> None:
+        """Claim ``directory``, or renew the claim, and warn if another job has it.
+
+        Args:
+            directory: Path or URL.
+            make: Its storage's :meth:`~ckpt_core.storage.Storage.claim`.
+        """
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            self._directories.clear()
+        directory = _identity(directory)
+        with _registry.lock:
+            claim = _registry.claims.get(directory) or make(directory)
+            if claim is None:
+                return
+            _registry.claims[directory] = claim
+            if directory not in self._directories:
+                self._add(directory)
+        claim.renew()
+
+    def _add(self, directory: str) -> None:
+        self._directories.append(directory)
+        _registry.users[directory] += 1
+        if len(self._directories) > _MOST_DIRECTORIES:
+            _registry.leave(self._directories.pop(0), wait=False)
+
+    def is_alone(self, directory: str) -> bool:
+        """Return whether no other job may be writing files of the same names into ``directory``."""
+        claim = claim_on(directory)
+        return claim is None or claim.is_alone()
+
+    def release(self) -> None:
+        """End what :meth:`hold` began."""
+        _leave_all(self._directories, wait=True)
+
+
+def _leave_all(directories: list[str], *, wait: bool) -> None:
+    while directories:
+        _registry.leave(directories.pop(), wait=wait)
+
+
+# ---- a local directory ---------------------------------------------------------------------------------------------------
+
+
+class DirectoryLock(Claim):
+    """An exclusive ``flock`` on the directory's own descriptor: no file shows it, and a killed process leaves none behind.
+
+    Where the filesystem cannot lock a directory there is no claim, and nobody is told.
+
+    Args:
+        directory: Path.
+        make: Makes the directory if there is none.
+    """
+
+    def __init__(self, directory: str, make: Callable[[str], None]) -> None:
+        super().__init__(directory)
+        self._make = make
+        self._descriptor = -1
+
+    def renew(self) -> None:
+        if self._descriptor != -1:
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(self.directory), os.fstat(self._descriptor)):
+                    return
+            self.forget()  # another directory has its name now
+        with contextlib.suppress(OSError):  # it cannot be made or opened: the save will tell
+            self._make(self.directory)
+            descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = _holder(descriptor)
+                os.close(descriptor)
+                if holder != str(os.getpid()):  # which may know the directory by another name
+                    self.tell(f"process {holder}{_command(holder)}" if holder else "another process")
+            except OSError:
+                os.close(descriptor)
+            else:
+                self._descriptor = descriptor
+
+    def release(self, *, wait: bool = True) -> None:
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor != -1:
+            with contextlib.suppress(OSError):
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # whoever else has the descriptor
+            os.close(descriptor)
+
+    def forget(self) -> None:
+        # Unlocking would take it from the parent, too.
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor != -1:
+            os.close(descriptor)
+
+
+def _holder(descriptor: int) -> str:
+    """Return the number of the process that has locked the open directory; empty if that is not known."""
+    status = os.fstat(descriptor)
+    identity = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            words = line.split()
+            if words[1] == "FLOCK" and words[5] == identity:
+                return words[4]
+    return ""
+
+
+def _command(pid: str) -> str:
+    with contextlib.suppress(OSError):
+        words = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
+        return f" ({' '.join(words)[:100]})"
+    return ""
+
+
+# ---- a directory of a store ----------------------------------------------------------------------------------------------
 
 
 class LeaseStore(abc.ABC):
@@ -322,13 +512,13 @@ class _Keeper:
 _keeper = _Keeper()
 
 
-def _start_anew() -> None:
+def _forget_keeper() -> None:
     global _keeper  # noqa: PLW0603 - a fact about the process
     _keeper = _Keeper()
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_anew)
+    os.register_at_fork(after_in_child=_forget_keeper)
 
 
 def _end_leases() -> None:
