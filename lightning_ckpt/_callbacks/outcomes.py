@@ -9,6 +9,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ckpt_core.errors import CheckpointError
 from ckpt_core.ranks import SharedOutcome, connect_store, decode_error, encode_error
+from lightning_ckpt._private.replacing import Live, replace
 from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
 from lightning_ckpt.sharded import ShardedCheckpointIO
 
@@ -35,7 +36,7 @@ def raise_together(trainer: Any, action: Callable[[], None]) -> None:
         raise failure
 
 
-class OutcomeWatch:
+class OutcomeWatch(Live):
     """Watches the saves of a Trainer that has one of our plugins; does nothing with any other plugin.
 
     Args:
@@ -72,25 +73,18 @@ class OutcomeWatch:
 
     def _watch_saves(self, trainer: Any, run: Callable[[Callable[[], None]], None]) -> None:
         # There is no hook of a callback for this: a save of bare weights calls none.
-        attributes, original = vars(trainer.strategy), trainer.strategy.save_checkpoint
-        before = attributes.get("save_checkpoint")
+        def watched(original: Callable[..., None]) -> Callable[..., None]:
+            def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+                self._outcome.save_begun()
+                try:
+                    run(lambda: original(*args, **kwargs))
+                except CheckpointError:
+                    self._after_raise()
+                    raise
 
-        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-            self._outcome.save_begun()
-            try:
-                run(lambda: original(*args, **kwargs))
-            except CheckpointError:
-                self._after_raise()
-                raise
+            return save_checkpoint
 
-        def unwatch() -> None:
-            if before is not None:
-                attributes["save_checkpoint"] = before
-            else:
-                attributes.pop("save_checkpoint", None)
-
-        attributes["save_checkpoint"] = save_checkpoint
-        self._unwatch = unwatch
+        self._unwatch = replace(trainer.strategy, "save_checkpoint", watched)
 
     def after_batch(self, trainer: Any) -> None:
         """Raise the failure of a background save, if all ranks know of it by now.
