@@ -18,6 +18,7 @@ from ckpt_core.ranks import Call, Meeting, connect_store
 from lightning_ckpt._observers import Observers
 from lightning_ckpt._private.boundaries import TrainerBoundaries
 from lightning_ckpt._private.guard import missing_boundaries
+from lightning_ckpt._private.replacing import Live
 
 __all__ = ["watch_boundaries"]
 
@@ -36,7 +37,7 @@ def watch_boundaries(trainer: Any) -> None:
     Args:
         trainer: Of either package, with one of our plugins or callbacks.
     """
-    if _ATTRIBUTE in vars(trainer):
+    if vars(trainer).get(_ATTRIBUTE) is not None:
         return
     missing = missing_boundaries(trainer)
     if missing:
@@ -49,7 +50,7 @@ def watch_boundaries(trainer: Any) -> None:
     setattr(trainer, _ATTRIBUTE, _Between(trainer))
 
 
-class _Between:
+class _Between(Live):
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._observers = Observers(trainer)

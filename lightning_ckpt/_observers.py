@@ -13,7 +13,7 @@ from typing import Any
 from weakref import proxy
 
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
-from lightning_ckpt._private.boundaries import replace
+from lightning_ckpt._private.replacing import replace
 
 __all__ = ["Observers"]
 

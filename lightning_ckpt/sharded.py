@@ -93,6 +93,10 @@ class ShardedCheckpointIO(RankCheckpointIO):
         DirectoryCheckpointer(**self._settings)  # refuses what makes no sense here and not at the first save
         _listen()
 
+    def __getstate__(self) -> dict[str, Any]:
+        alone = {"_checkpointer": None, "_ranks": RankGroup.alone(), "_buffers": tuple}  # until it is connected
+        return {**self.__dict__, **alone}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         _listen()  # in a process that was spawned, too

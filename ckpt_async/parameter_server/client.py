@@ -103,6 +103,10 @@ class ParameterClient(Participant):
             self.check()
             time.sleep(_IDLE)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of what holds it, and what a spawned process gets, holds None: the connection stays here."""
+        return type(None), ()
+
     def _start(self, streams: Iterable[int]) -> CutWorker:
         training = self.training
         positions: Mapping[int, int] = dict.fromkeys(streams, 0)

@@ -113,6 +113,10 @@ def restore_counters(sampler: object, counters: Mapping[str, int]) -> None:
                 setattr(part, name, counters[path + name])
 
 
+def _itself(sampler: Any) -> Any:
+    return sampler
+
+
 class RecordingSampler:
     """Stands in front of the sampler (or batch sampler) that a loader takes its indices from.
 
@@ -155,6 +159,9 @@ class RecordingSampler:
 
     def __len__(self) -> int:
         return len(self.inner)  # type: ignore[arg-type]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _itself, (self.inner,)  # a copy of the loader has its own
 
     def moment(self) -> SamplerMoment:
         """Capture what the next numbers depend on now."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from ckpt_core.errors import CheckpointError
 from ckpt_core.ranks import RunOutcome, connect_store, raise_together
+from lightning_ckpt._private.replacing import Live, replace
 from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
 from lightning_ckpt.sharded import ShardedCheckpointIO
 
@@ -30,7 +31,7 @@ def _run(action: Callable[[], None]) -> None:
     action()
 
 
-class OutcomeWatch:
+class OutcomeWatch(Live):
     """Watches the saves of a Trainer that has one of our plugins; does nothing with any other plugin.
 
     Args:
@@ -55,27 +56,20 @@ class OutcomeWatch:
 
     def _watch_saves(self, trainer: Any, run: Callable[[Callable[[], None]], None]) -> None:
         # There is no hook of a callback for this: a save of bare weights calls none.
-        attributes, original = vars(trainer.strategy), trainer.strategy.save_checkpoint
-        before = attributes.get("save_checkpoint")
-
-        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-            if self._outcome is not None:
-                self._outcome.save_begun()
-            try:
-                run(lambda: original(*args, **kwargs))
-            except CheckpointError:
+        def watched(original: Callable[..., None]) -> Callable[..., None]:
+            def save_checkpoint(*args: Any, **kwargs: Any) -> None:
                 if self._outcome is not None:
-                    self._outcome.was_raised()
-                raise
+                    self._outcome.save_begun()
+                try:
+                    run(lambda: original(*args, **kwargs))
+                except CheckpointError:
+                    if self._outcome is not None:
+                        self._outcome.was_raised()
+                    raise
 
-        def unwatch() -> None:
-            if before is not None:
-                attributes["save_checkpoint"] = before
-            else:
-                attributes.pop("save_checkpoint", None)
+            return save_checkpoint
 
-        attributes["save_checkpoint"] = save_checkpoint
-        self._unwatch = unwatch
+        self._unwatch = replace(trainer.strategy, "save_checkpoint", watched)
 
     def after_batch(self, trainer: Any) -> None:
         """Raise the failure of a background save, if all ranks know of it by now.

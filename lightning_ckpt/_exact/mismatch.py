@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_core.errors import StateMismatchError
+from lightning_ckpt._private.replacing import replace
 
 __all__ = ["name_mismatches", "unwrap"]
 
@@ -52,12 +53,12 @@ def name_mismatches(trainer: Any) -> None:
                 "fit with the weights that LightningModule.load_from_checkpoint loads",
             ) from error
 
-    strategy.load_model_state_dict = load_model_state_dict
-    strategy.load_optimizer_state_dict = load_optimizer_state_dict
+    for function in (load_model_state_dict, load_optimizer_state_dict):
+        replace(strategy, function.__name__, lambda _, function=function: function)  # type: ignore[misc]
 
 
 def unwrap(trainer: Any) -> None:
-    """Leave the strategy as it was (a wrapped one could not be sent to a spawned process)."""
+    """Leave the strategy as it was."""
     for name in _WRAPPED:
         vars(trainer.strategy).pop(name, None)
 

@@ -36,6 +36,7 @@ from lightning_ckpt._exact.metrics import MetricsMoment, restore_metrics, torchm
 from lightning_ckpt._exact.resume import Resume
 from lightning_ckpt._private.guard import check
 from lightning_ckpt._private.loops import Internals
+from lightning_ckpt._private.replacing import Live
 from lightning_ckpt._routing.gathering import Gathering
 from lightning_ckpt._routing.parts import GRADIENTS_KEY, keep_apart, put_back
 from lightning_ckpt._routing.post_local_sgd import PostLocalSgd
@@ -60,7 +61,7 @@ class _Moment:
     versions: int
 
 
-class ExactState:
+class ExactState(Live):
     """The exact state of one Trainer, shared by all callbacks on it.
 
     Args:

@@ -12,25 +12,9 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["TrainerBoundaries", "replace"]
+from lightning_ckpt._private.replacing import replace
 
-
-def replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Put ``wrap(method)`` in the place of a method of one object; return what takes it out again."""
-    attributes, original = vars(owner), getattr(owner, name)
-    before = attributes.get(name)
-    ours = wrap(original)
-    attributes[name] = ours
-
-    def undo() -> None:
-        if attributes.get(name) is not ours:
-            return  # somebody has replaced it since
-        if before is not None:
-            attributes[name] = before
-        else:
-            attributes.pop(name)
-
-    return undo
+__all__ = ["TrainerBoundaries"]
 
 
 class TrainerBoundaries:

@@ -13,22 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ckpt_core.errors import CheckpointError
+from lightning_ckpt._private.replacing import replace, replace_once
 
 __all__ = [
     "Internals",
     "checkpoint_directory",
     "model_averaging",
 ]
-
-
-def replace_once(owner: Any, name: str, function: Callable[..., Any]) -> None:
-    """Let the next call of a method do something else; the call after it is the method again."""
-
-    def once(*args: Any, **kwargs: Any) -> Any:
-        vars(owner).pop(name, None)
-        return function(*args, **kwargs)
-
-    setattr(owner, name, once)
 
 
 def checkpoint_directory(callback: Any, trainer: Any) -> str:
@@ -75,7 +66,7 @@ class Internals:
         ``_load_combined_loader_states`` is the only thing Lightning calls between knowing the loaders and iterating over
         them. Ours replaces it, because what Lightning does there is a part of what we do.
         """
-        self.fit_loop._load_combined_loader_states = call
+        replace(self.fit_loop, "_load_combined_loader_states", lambda _: call)
 
     def around_validation(
         self, before: Callable[[], None], over: Callable[[], None], after: Callable[[], None]
@@ -84,26 +75,34 @@ class Internals:
 
         ``on_validation_start`` is too late: the iterators of the loaders are made before it.
         """
-        run, end = type(self.val_loop).run, type(self.val_loop)._on_evaluation_end
 
-        def run_validation(*args: Any, **kwargs: Any) -> Any:
-            before()
-            outputs = run(self.val_loop, *args, **kwargs)
-            after()
-            return outputs
+        def around(run: Callable[..., Any]) -> Callable[..., Any]:
+            def run_validation(*args: Any, **kwargs: Any) -> Any:
+                before()
+                outputs = run(*args, **kwargs)
+                after()
+                return outputs
 
-        def end_validation(*args: Any, **kwargs: Any) -> Any:
-            over()
-            return end(self.val_loop, *args, **kwargs)
+            return run_validation
 
-        self.val_loop.run = run_validation
-        self.val_loop._on_evaluation_end = end_validation
+        def at_end(end: Callable[..., Any]) -> Callable[..., Any]:
+            def end_validation(*args: Any, **kwargs: Any) -> Any:
+                over()
+                return end(*args, **kwargs)
+
+            return end_validation
+
+        replace(self.val_loop, "run", around)
+        replace(self.val_loop, "_on_evaluation_end", at_end)
 
     def around_loops(self, load: Callable[[Callable[[], None]], None], run: Callable[[Callable[[], Any]], Any]) -> None:
         """Let the loops be loaded by ``load(original)`` and run by ``run(original)``, whoever does it."""
-        load_state, run_loop = type(self.fit_loop).load_state_dict, type(self.fit_loop).run
-        self.fit_loop.load_state_dict = lambda *args, **kwargs: load(lambda: load_state(self.fit_loop, *args, **kwargs))
-        self.fit_loop.run = lambda: run(lambda: run_loop(self.fit_loop))
+        replace(
+            self.fit_loop,
+            "load_state_dict",
+            lambda original: lambda *args, **kwargs: load(lambda: original(*args, **kwargs)),
+        )
+        replace(self.fit_loop, "run", lambda original: lambda: run(original))
 
     def around_resume(self, load: Callable[[Callable[[], None]], None]) -> None:
         """Let what the fit itself restores first, modules and callbacks, be restored by ``load(original)``.
@@ -141,7 +140,7 @@ class Internals:
             original()
             finished()
 
-        connector.restore_training_state = restore_training_state
+        replace(connector, "restore_training_state", lambda _: restore_training_state)
 
     def release(self) -> None:
         """Take all hooks out again."""
@@ -318,6 +317,9 @@ class Internals:
 
             def __next__(self) -> Any:
                 return fetch(lambda: base.__next__(self))
+
+            def __reduce_ex__(self, protocol: Any) -> Any:  # a copy is recorded by nobody
+                return base.__new__, (base,), *super().__reduce_ex__(protocol)[2:]
 
         Recorded.__name__, Recorded.__qualname__ = base.__name__, base.__qualname__
         Recorded.__module__ = base.__module__

@@ -22,7 +22,13 @@ from torch.optim import Optimizer
 
 from ckpt_core import Kind, Part, RankGroup
 from ckpt_core.errors import CheckpointError, StateMismatchError
-from lightning_ckpt._routing.trainer import ROUTED, RankCheckpointIO, raise_on_all_ranks, refuse_strategy
+from lightning_ckpt._routing.trainer import (
+    RankCheckpointIO,
+    is_routed,
+    raise_on_all_ranks,
+    refuse_strategy,
+    route_methods,
+)
 
 __all__ = ["route_fabric"]
 
@@ -43,23 +49,15 @@ def route_fabric(fabric: Any) -> None:
     """
     strategy = fabric.strategy
     plugin = _plugin_of(fabric)
-    if plugin is None or vars(strategy).get(ROUTED) is plugin:
+    if plugin is None or is_routed(strategy, plugin):
         return
     refuse_strategy(strategy)
     plugin.connect(RankGroup.connect(fabric.global_rank, fabric.world_size, strategy.broadcast))
-    original = strategy.teardown
-
-    def teardown() -> None:
-        original()
-        plugin.teardown()
-
-    vars(strategy).update(
-        {
-            "save_checkpoint": functools.partial(_save, fabric, plugin),
-            "load_checkpoint": functools.partial(_load, fabric, plugin),
-            "teardown": teardown,
-            ROUTED: plugin,
-        }
+    route_methods(
+        strategy,
+        plugin,
+        save_checkpoint=functools.partial(_save, fabric, plugin),
+        load_checkpoint=functools.partial(_load, fabric, plugin),
     )
 
 

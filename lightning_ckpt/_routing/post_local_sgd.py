@@ -16,6 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostL
 
 from ckpt_core.errors import CheckpointError
 from lightning_ckpt._private.loops import model_averaging
+from lightning_ckpt._private.replacing import replace
 from lightning_ckpt._routing.gathering import Gathering
 
 __all__ = ["PostLocalSgd", "refuse_unequal_ranks"]
@@ -90,8 +91,8 @@ class PostLocalSgd:
             moments = {key: self._means(values) for key, values in state["state"].items()}
             return {**state, "state": moments}
 
-        strategy.lightning_module_state_dict = lightning_module_state_dict
-        strategy.optimizer_state = optimizer_state
+        for function in (lightning_module_state_dict, optimizer_state):
+            replace(strategy, function.__name__, lambda _, function=function: function)  # type: ignore[misc]
         self._is_wrapped = True
 
     def _means(self, state: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,19 +24,20 @@ from ckpt_core.errors import CheckpointError
 from ckpt_core.ranks import raise_together
 from lightning_ckpt._boundaries import watch_boundaries
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
+from lightning_ckpt._private.replacing import Live, replace
 from lightning_ckpt._routing.post_local_sgd import refuse_unequal_ranks
 
 __all__ = [
-    "ROUTED",
     "RankCheckpointIO",
     "is_routed",
     "keeps_whole_gradients",
     "raise_on_all_ranks",
     "refuse_strategy",
     "route",
+    "route_methods",
 ]
 
-ROUTED = "_ckpt_routed_plugin"
+_ROUTED = "_ckpt_routed_plugin"
 
 
 class RankCheckpointIO(ReliableCheckpointIO):
@@ -62,9 +63,32 @@ class RankCheckpointIO(ReliableCheckpointIO):
         """Load into distributed tensors; return everything but weights and optimizers, and the optimizers' states."""
 
 
-def is_routed(strategy: Any) -> bool:
-    """Return whether the strategy saves through a :class:`RankCheckpointIO`."""
-    return vars(strategy).get(ROUTED) is not None
+class _Route(Live):
+    def __init__(self, plugin: RankCheckpointIO) -> None:
+        self.plugin = plugin
+
+
+def is_routed(strategy: Any, plugin: RankCheckpointIO | None = None) -> bool:
+    """Return whether the strategy saves through a :class:`RankCheckpointIO`, or through a certain one."""
+    route = vars(strategy).get(_ROUTED)
+    return route is not None and plugin in (None, route.plugin)
+
+
+def route_methods(strategy: Any, plugin: RankCheckpointIO, **methods: Callable[..., Any]) -> None:
+    """Let a strategy have other methods, which lead to the plugin, and tear it down at last."""
+
+    def around(original: Callable[[], None]) -> Callable[[], None]:
+        def teardown() -> None:
+            original()
+            # Sharded strategies leave it out. The rest stays as it is, for saves after the fit.
+            plugin.teardown()
+
+        return teardown
+
+    replace(strategy, "teardown", around)
+    for name, method in methods.items():
+        replace(strategy, name, lambda _, method=method: method)  # type: ignore[misc]
+    vars(strategy)[_ROUTED] = _Route(plugin)
 
 
 def raise_on_all_ranks(action: Callable[[], None], *, world_size: int) -> None:
@@ -120,7 +144,7 @@ def route(trainer: Any) -> None:
     strategy, plugin = trainer.strategy, trainer.strategy.checkpoint_io
     if not isinstance(plugin, RankCheckpointIO):
         return
-    if vars(strategy).get(ROUTED) is not plugin:
+    if not is_routed(strategy, plugin):
         _replace_methods(trainer, strategy, plugin)
     watch_boundaries(trainer)  # of what the plugin saves with from now on
 
@@ -132,12 +156,12 @@ def _replace_methods(trainer: Any, strategy: Any, plugin: RankCheckpointIO) -> N
     plugin.connect(ranks, lambda: {name for name, _ in trainer.lightning_module.named_buffers()})
     bases = {cls.__name__ for cls in type(strategy).__mro__}
     is_sharded = bool({"FSDPStrategy", "ModelParallelStrategy"} & bases)
-    routes: dict[str, Callable[..., Any]] = {
-        "save_checkpoint": _saving(trainer, plugin),
-        "load_checkpoint": _loading_into(trainer, plugin) if is_sharded else _loading(trainer, plugin),
-        "teardown": _tearing_down(strategy, plugin),
-    }
-    vars(strategy).update({**routes, ROUTED: plugin})
+    route_methods(
+        strategy,
+        plugin,
+        save_checkpoint=_saving(trainer, plugin),
+        load_checkpoint=_loading_into(trainer, plugin) if is_sharded else _loading(trainer, plugin),
+    )
 
 
 def keeps_whole_gradients(strategy: Any) -> bool:
@@ -180,14 +204,3 @@ def _loading_into(trainer: Any, plugin: RankCheckpointIO) -> Callable[..., dict[
         return rest
 
     return load_checkpoint
-
-
-def _tearing_down(strategy: Any, plugin: RankCheckpointIO) -> Callable[[], None]:
-    original = strategy.teardown
-
-    def teardown() -> None:
-        original()
-        # Sharded strategies leave it out. The rest stays as it is, for saves after the fit.
-        plugin.teardown()
-
-    return teardown

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
+import pickle
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +55,17 @@ class Module(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1) if self.client is None else RemoteOptimizer(self.client)
 
 
-def trainer_with(callback: ParameterServerWorker, **options: Any) -> pl.Trainer:
+class Copies(pl.Callback):
+    """Copies a worker in the middle of its training: the connection stays where it is."""
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step < 3:
+            assert copy.deepcopy(trainer).callbacks[0]._client is None
+            assert pickle.loads(pickle.dumps(trainer.callbacks[0]))._client is None
+            pickle.dumps(trainer.optimizers)
+
+
+def trainer_with(callback: ParameterServerWorker, callbacks: Sequence[pl.Callback] = (), **options: Any) -> pl.Trainer:
     return pl.Trainer(
         **{
             "max_epochs": 1,
@@ -64,7 +77,7 @@ def trainer_with(callback: ParameterServerWorker, **options: Any) -> pl.Trainer:
         },
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[callback],
+        callbacks=[callback, *callbacks],
     )
 
 
@@ -76,7 +89,7 @@ def train(job: Job, transport: Transport, coordinator: str) -> None:
     client = ParameterClient(transport, coordinator, module.model.named_parameters(), batches=job.batches)
     module.client = client
     loader = DataLoader(Samples(job.samples), batch_sampler=UpdateSampler(client, lambda update: batch_of(job, update)))
-    trainer_with(ParameterServerWorker(client)).fit(module, loader)
+    trainer_with(ParameterServerWorker(client), callbacks=[Copies()]).fit(module, loader)
     assert client.upcoming is None
 
 
