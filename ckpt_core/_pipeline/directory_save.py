@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import tempfile
-import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,14 +17,24 @@ from ckpt_core._layouts.sharded.files import describe_file
 from ckpt_core._layouts.sharded.manifest import ExtraFile
 from ckpt_core._layouts.sharded.plain import encode_plain
 from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, build_manifest
-from ckpt_core._pipeline.directories import NOTHING, Previous, discard, leave, not_alone, previous_at, unchangeable
+from ckpt_core._pipeline.directories import (
+    NOTHING,
+    Previous,
+    discard,
+    errors_name,
+    leave,
+    not_alone,
+    previous_at,
+    publish,
+    unchangeable,
+)
 from ckpt_core._pipeline.save import SavedDirectories
 from ckpt_core._pipeline.snapshot import Snapshot, given_up
 from ckpt_core._pipeline.unchanged import IncrementalSave
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core._plan import LocalTensor, Piece, WritePlanCache, local_tensor
 from ckpt_core.commit_time import Stamp, commit_time, step_in
-from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError, StorageError
+from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
 from ckpt_core.memory import ScratchBuffers
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.storage import MANIFEST_NAME, LocalStorage, Storage, is_remote
@@ -33,8 +42,6 @@ from ckpt_core.storage import MANIFEST_NAME, LocalStorage, Storage, is_remote
 __all__ = ["AddedFiles", "DirectorySave", "DirectoryState", "WriteFiles"]
 
 WriteFiles = Callable[[str], None]
-
-_LISTING_SECONDS = 10.0  # a network filesystem may be that late in showing what another machine has written
 
 
 @dataclasses.dataclass(frozen=True)
@@ -176,23 +183,17 @@ class DirectorySave:
     def _write_files(self, snapshot: Snapshot) -> str:
         directory = self._directory = self._storage.begin_directory(self.path, self._joint.token)
         is_final = directory == self.path
-        try:
+        with errors_name(self.path, written_to=directory):
             previous = previous_at(self._storage, self.path) if is_final else NOTHING
             self._has_place = not is_final or self._joint.ask_rank_0("alone", self._is_alone)
             snapshot.wait_taken()
-            files = self._laid_out
-            files.identify(
-                self._joint.token, "" if self._has_place and not previous.exists else f"-{self._joint.token}"
-            )
+            files, token = self._laid_out, self._joint.token
+            files.identify(token, "" if self._has_place and not previous.exists else f"-{token}")
             sizes = self._write_images(files, snapshot)
             snapshot.wait_sealed()
             if snapshot.is_live:
                 self.complete(snapshot)
             extra = [] if self._added is None else self._add(self._added, directory, previous)
-        except CheckpointError as error:
-            if error.path is not None and error.path.startswith(directory):
-                error.path = self.path + error.path[len(directory) :]  # where the user knows it
-            raise
         head = json.dumps([self._step, sizes, [dataclasses.astuple(file) for file in extra]])
         return f"{head}\n{files.report()}"
 
@@ -272,31 +273,18 @@ class DirectorySave:
         self._directories.note_commits(self._storage, self.path)
         stamp = Stamp(commit_time(), step_in(self._metadata) if self._step is None else self._step)
         manifest = build_manifest([own, *texts[1:]], metadata=self._metadata, path=self.path, stamp=stamp)
-        if len(reports) > 1:
-            self._check_all_there(sizes)
-        previous = previous_at(self._storage, self.path)
-        old = [name for name in (*previous.files, *previous.extra) if name not in sizes and name not in extra]
-        if not self._has_place:
-            old = []  # another job's save may rely on what was there before
-        self._storage.publish_directory(self.path, self._joint.token, manifest, gone=old)
+        publish(
+            self._storage,
+            self.path,
+            self._joint.token,
+            manifest,
+            sizes,
+            written_to=self._directory,
+            added=extra,
+            keeps_old=not self._has_place,  # another job's save may rely on what was there before
+            is_shared=len(reports) > 1,
+        )
         return sum(sizes.values()) + sum(file.size for file in extra.values()) + len(manifest)
-
-    def _check_all_there(self, sizes: Mapping[str, int]) -> None:
-        """Raise if a file that another rank has written is not seen here: it is on another machine's disk."""
-        deadline = time.monotonic() + _LISTING_SECONDS
-        while True:
-            found = {os.path.basename(file.path): file.size for file in self._storage.list(self._directory)}
-            missing = sorted(name for name, size in sizes.items() if found.get(name) != size)
-            if not missing:
-                return
-            if time.monotonic() > deadline:
-                raise StorageError(
-                    f"rank 0 does not see {len(missing)} files of {len(sizes)} that the ranks have written, "
-                    f"{missing[0]!r} among them",
-                    path=self.path,
-                    remedy="save to a directory that all machines share",
-                )
-            time.sleep(0.1)
 
 
 # ---- who writes what -------------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """Other programs' checkpoints: PyTorch's DCP and Hugging Face's safetensors models, read and written.
 
-``dcp_reader``, ``dcp_writer``: what ``torch.distributed.checkpoint`` needs to load and save our checkpoints. ``dcp_files``,
-``dcp_metadata``: its own format. ``model_files``: a model as safetensors files. ``naming``, ``shards``,
-``saving``, ``local_directory``: what they have in common.
+``dcp_reader``, ``dcp_writer``: what ``torch.distributed.checkpoint`` needs to load and save our checkpoints.
+``dcp_format``, ``dcp_files``: its own format. ``model_files``: a model as safetensors files. ``naming``, ``saving``,
+``streaming``:
+    what they share.
 """
 
 from ckpt_core.interchange.dcp_files import check_dcp, export_dcp, import_dcp

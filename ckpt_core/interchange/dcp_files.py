@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import uuid
 import warnings
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterator
 from typing import Any
 
 import torch
@@ -34,15 +33,12 @@ from ckpt_core.errors import (
     StateMismatchError,
 )
 from ckpt_core.geometry import Box
-from ckpt_core.interchange.dcp_metadata import METADATA_NAME, DcpEntry, Location, read_dcp_metadata
-from ckpt_core.interchange.dcp_objects import load_stored
-from ckpt_core.interchange.dcp_reader import TensorBatches, load_values, structure_of
+from ckpt_core.interchange.dcp_format import METADATA_NAME, DcpEntry, Location, load_stored, read_dcp_metadata
+from ckpt_core.interchange.dcp_reader import TensorBatches, entries_by_name, load_values
 from ckpt_core.interchange.dcp_writer import value_chunks
-from ckpt_core.interchange.local_directory import new_directory
-from ckpt_core.interchange.naming import ROOT, Entry, EntryPath, entries_of, entry_name, split_path
-from ckpt_core.interchange.saving import DirectorySave
-from ckpt_core.interchange.shards import Chunk, Value
-from ckpt_core.interchange.tensor_memory import TensorMemory
+from ckpt_core.interchange.naming import ROOT, EntryPath, entry_name, split_path
+from ckpt_core.interchange.saving import Chunk, Value, save_alone
+from ckpt_core.interchange.streaming import TensorMemory, new_directory
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, is_remote, storage_for
 
@@ -55,8 +51,8 @@ def export_dcp(source: StrPath, target: StrPath, *, storage_options: dict[str, A
     """Write a directory checkpoint in DCP's own format, which ``torch.distributed.checkpoint.load`` reads as it is.
 
     It is written by this process alone, one tensor in memory at a time. Names are those of
-    :class:`~ckpt_core.interchange.CkptStorageReader`; but of a per-rank part, all ranks' states are there, with the rank's
-    number behind the part's name: ``rng.0.seed``.
+    :class:`~ckpt_core.interchange.CkptStorageReader`; but of a per-rank part, all ranks' states are there, with the
+    rank's number behind the part's name: ``rng.0.seed``.
 
     Args:
         source: The checkpoint's directory or URL.
@@ -89,17 +85,7 @@ class _ExportPlanner(SavePlanner):
 
     def __init__(self, checkpoint: DirectoryCheckpoint) -> None:
         self._checkpoint = checkpoint
-        self._entries: dict[str, tuple[str, int, Entry]] = {}
-        for part, rank, entry in _all_entries(checkpoint):
-            name = entry_name(entry.path)
-            if name in self._entries:
-                raise StateMismatchError(
-                    f"two entries would both be named {name} in DCP",
-                    path=checkpoint.path,
-                    key=name,
-                    remedy="rename one",
-                )
-            self._entries[name] = part, rank, entry
+        self._entries = entries_by_name(checkpoint, _states_of(checkpoint))
         wanted: dict[tuple[str, int], list[tuple[tuple[Hashable, ...], torch.Tensor]]] = {}
         for part, rank, entry in self._entries.values():
             if isinstance(entry.value, torch.Tensor):
@@ -138,17 +124,14 @@ class _ExportPlanner(SavePlanner):
         return data
 
 
-def _all_entries(checkpoint: DirectoryCheckpoint) -> Iterator[tuple[str, int, Entry]]:
+def _states_of(checkpoint: DirectoryCheckpoint) -> Iterator[tuple[str, int, EntryPath]]:
     for name, part in checkpoint.parts.items():
         prefix: EntryPath = () if name == ROOT else (name,)
-        for rank in range(checkpoint.world_size if part.kind == "per-rank" else 1):
-            try:
-                state = structure_of(checkpoint, name, rank)
-            except StateMismatchError:
-                continue  # not every rank must have saved it
-            of_rank = (*prefix, str(rank)) if part.kind == "per-rank" else prefix
-            for entry in entries_of(state, of_rank):
-                yield name, rank, entry
+        if part.kind != "per-rank":
+            yield name, 0, prefix
+            continue
+        for rank in range(checkpoint.world_size):
+            yield name, rank, (*prefix, str(rank))
 
 
 def _item(name: str, value: Any) -> WriteItem:
@@ -172,9 +155,9 @@ def import_dcp(
 ) -> int:
     """Make a directory checkpoint of one in DCP's own format, and return its size in bytes.
 
-    One tensor, or DCP's part of one, is in memory at a time. No code from the checkpoint is run: its metadata are read by a
-    reader that knows descriptions of tensors only, and its objects by ``torch.load(weights_only=True)``. DCP keeps no digests,
-    so what was damaged before the import stays so.
+    One tensor, or DCP's part of one, is in memory at a time. No code from the checkpoint is run: its metadata are read
+    by a reader that knows descriptions of tensors only, and its objects by ``torch.load(weights_only=True)``. DCP keeps
+    no digests, so what was damaged before the import stays so.
 
     Args:
         source: The DCP checkpoint: a directory or a URL.
@@ -183,7 +166,7 @@ def import_dcp(
         storage_options: Passed to fsspec for URLs.
 
     Raises:
-        UnsafeCheckpointError: An object in the checkpoint is no plain data; the error names it.
+        UnsafeCheckpointError: An object in the checkpoint is not plain data; the error names it.
         CheckpointFormatError: It is no DCP checkpoint.
         CheckpointCorruptedError: A file is missing or truncated, or does not hold what the metadata say.
     """
@@ -217,7 +200,7 @@ def import_dcp(
 
 
 def check_dcp(source: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
-    """Make sure that ``torch.distributed.checkpoint.load``, which trusts what it reads, would run no code from a checkpoint.
+    """Make sure that ``torch.distributed.checkpoint.load`` would run no code from a checkpoint.
 
     Its metadata and its objects are read as :func:`import_dcp` reads them. Tensors are not read.
 
@@ -236,28 +219,6 @@ def check_dcp(source: StrPath, *, storage_options: dict[str, Any] | None = None)
     for entry in read_dcp_metadata(_bytes_of(storage, f"{origin}/{METADATA_NAME}"), path=f"{origin}/{METADATA_NAME}"):
         if entry.info is None:
             load_stored(storage, origin, entry, entry.chunks[0][1], memory)
-
-
-def save_alone(
-    path: str,
-    chunks: dict[str, list[Chunk]],
-    values: dict[str, dict[EntryPath, Value]],
-    *,
-    kind: str,
-    storage_options: dict[str, Any] | None,
-    order: Iterable[tuple[str, EntryPath]] = (),
-) -> int:
-    """Write a checkpoint by this process alone, one tensor in memory at a time; return its size in bytes."""
-    storage = storage_for(path, storage_options if is_remote(path) else None)
-    save = DirectorySave(storage, path, f"import-{uuid.uuid4().hex[:16]}")
-    try:
-        shards = save.write(chunks, values, one_by_one=True)
-        size = save.commit([shards], kind=kind, metadata={}, order=order)
-    except BaseException:
-        save.abandon()
-        raise
-    save.leave()
-    return size
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import functools
 import io
 import operator
 import os
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,11 +31,11 @@ from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.naming import ROOT, Entry, EntryPath, entries_of, entry_name, subtree
-from ckpt_core.interchange.tensor_memory import TensorMemory
+from ckpt_core.interchange.streaming import TensorMemory
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, is_remote, storage_for
 
-__all__ = ["CkptStorageReader", "TensorBatches", "load_values", "structure_of"]
+__all__ = ["CkptStorageReader", "TensorBatches", "entries_by_name", "load_values", "structure_of"]
 
 _BATCH = 16 * 2**20  # bytes of tensors that are loaded together
 
@@ -43,9 +43,9 @@ _BATCH = 16 * 2**20  # bytes of tensors that are loaded together
 class CkptStorageReader(StorageReader):
     """Lets ``torch.distributed.checkpoint.load`` read a directory checkpoint, whatever wrote it.
 
-    Every rank reads only the bytes that its pieces need, whatever mesh and number of ranks the checkpoint is from, and compares
-    them with their digests. Names begin with the part's: ``{"model": ...}`` is loaded from the part ``model``; entries of the
-    part ``root`` have no prefix. Of a per-rank part, each rank reads its own.
+    Every rank reads only the bytes that its pieces need, whatever mesh and number of ranks the checkpoint is from, and
+    compares them with their digests. Names begin with the part's: ``{"model": ...}`` is loaded from the part ``model``;
+    entries of the part ``root`` have no prefix. Of a per-rank part, each rank reads its own.
 
     Args:
         path: The checkpoint's directory or URL; ``checkpoint_id=`` of ``load`` comes before it.
@@ -55,8 +55,8 @@ class CkptStorageReader(StorageReader):
         storage: Where checkpoints are, whatever their path.
 
     Raises:
-        CheckpointError: Out of ``load``, inside the ``CheckpointException`` that it makes of any error: ``failures`` of that
-            has it by rank. A tensor of another type than the saved one is refused, and not rounded.
+        CheckpointError: Out of ``load``, inside the ``CheckpointException`` that it makes of any error: ``failures`` of
+            that has it by rank. A tensor of another type than the saved one is refused, and not rounded.
 
     Example:
         >>> import os, tempfile, torch, torch.distributed.checkpoint as dcp
@@ -107,30 +107,15 @@ class CkptStorageReader(StorageReader):
         storage = self._storage or storage_for(self._path, self._storage_options if is_remote(self._path) else None)
         with DirectoryCheckpoint(self._path, storage) as checkpoint:
             self._checkpoint = checkpoint
-            self._entries = {}
-            for part, entry in self._all_entries(checkpoint):
-                name = entry_name(entry.path)
-                if name in self._entries:
-                    raise StateMismatchError(
-                        f"the checkpoint has two entries that are both named {name} in DCP",
-                        path=self._path,
-                        key=name,
-                        remedy="load one of its parts, with part=, or use DirectoryCheckpointer",
-                    )
-                self._entries[name] = part, entry
+            rank = self._own_rank()
+            names = list(checkpoint.parts) if self._part is None else [self._part]
+            plain = (self._part, ROOT)  # of which names have no prefix
+            states = [(name, rank, () if name in plain else (name,)) for name in names]
+            self._entries = {
+                name: (part, entry) for name, (part, _, entry) in entries_by_name(checkpoint, states).items()
+            }
         found = {name: _describe(entry.value) for name, (_, entry) in self._entries.items()}
         return Metadata(found, planner_data={name: entry.path for name, (_, entry) in self._entries.items()})
-
-    def _all_entries(self, checkpoint: DirectoryCheckpoint) -> Iterator[tuple[str, Entry]]:
-        names = list(checkpoint.parts) if self._part is None else [self._part]
-        for name in names:
-            prefix: EntryPath = () if self._part is not None or name == ROOT else (name,)
-            try:
-                state = structure_of(checkpoint, name, self._own_rank())
-            except StateMismatchError:
-                continue  # a per-rank part that this rank has not saved: whoever asks for it is told so by DCP
-            for entry in entries_of(state, prefix):
-                yield name, entry
 
     def _own_rank(self) -> int:
         if self._rank is not None:
@@ -212,6 +197,38 @@ def structure_of(checkpoint: DirectoryCheckpoint, part: str, rank: int = 0) -> A
     return checkpoint.load(part, into={}, rank=rank, strict=False)
 
 
+def entries_by_name(
+    checkpoint: DirectoryCheckpoint, states: Iterable[tuple[str, int, EntryPath]]
+) -> dict[str, tuple[str, int, Entry]]:
+    """Return the entries of states by their names in DCP, with part and rank.
+
+    Args:
+        checkpoint: The checkpoint.
+        states: Part, rank, and path of the part's state. What a rank has not saved is left out: DCP says so if it is
+            wanted.
+
+    Raises:
+        StateMismatchError: Two entries have the same name.
+    """
+    found: dict[str, tuple[str, int, Entry]] = {}
+    for part, rank, prefix in states:
+        try:
+            state = structure_of(checkpoint, part, rank)
+        except StateMismatchError:
+            continue
+        for entry in entries_of(state, prefix):
+            name = entry_name(entry.path)
+            if name in found:
+                raise StateMismatchError(
+                    f"the checkpoint has two entries that are both named {name} in DCP",
+                    path=checkpoint.path,
+                    key=name,
+                    remedy="rename one, load one of its parts with part=, or use DirectoryCheckpointer",
+                )
+            found[name] = part, rank, entry
+    return found
+
+
 def load_values(
     checkpoint: DirectoryCheckpoint,
     part: str,
@@ -219,7 +236,7 @@ def load_values(
     tensors: Mapping[tuple[Hashable, ...], Loaded],
     values: Sequence[Entry],
 ) -> list[Any]:
-    """Fill tensors of a part, all together, and return entries that are no tensors, with the tensors that they hold.
+    """Fill tensors of a part, all together, and return entries that are not tensors, with the tensors that they hold.
 
     Args:
         checkpoint: The checkpoint.
@@ -252,7 +269,8 @@ class TensorBatches:
         checkpoint: The checkpoint.
         part: The part.
         rank: Whose, if it is per-rank.
-        wanted: Keys below the part, and a tensor of that type and shape, in the order in which they are going to be loaded.
+        wanted: Keys below the part, and a tensor of that type and shape, in the order in which they are going to be
+            loaded.
     """
 
     def __init__(

@@ -26,8 +26,8 @@ from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.naming import EntryPath, split_path
-from ckpt_core.interchange.saving import DirectorySave
-from ckpt_core.interchange.shards import Chunk, RankShards, Value, given
+from ckpt_core.interchange.saving import Chunk, DirectorySave, RankShards, Value
+from ckpt_core.interchange.streaming import given
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, is_remote, storage_for
 
@@ -42,8 +42,8 @@ class _SaveNumber:
 
     Attributes:
         session: The coordinator's process.
-        number: Of the save. A rank whose plan has not changed is given none: DCP takes the plan from a save before, and the
-            rank counts on from there.
+        number: Of the save. A rank whose plan has not changed is given none: DCP takes the plan from a save before, and
+            the rank counts on from there.
         rank: This rank.
         world_size: Number of ranks.
     """
@@ -67,9 +67,10 @@ def _session(process: int) -> str:
 class CkptStorageWriter(StorageWriter):
     """Lets ``torch.distributed.checkpoint.save`` and ``async_save`` write a directory checkpoint.
 
-    It is committed when all ranks' bytes are durable; until then, and if any rank fails, what was at the path before stays as it
-    is. What is no tensor must be plain data, since nothing is pickled. Dictionaries at the top of the state, and lists with tensors, are parts of the
-    checkpoint (``{"model": ..., "optimizer": ...}``); what else there is, is the part ``root``.
+    It is committed when all ranks' bytes are durable; until then, and if any rank fails, what was at the path before
+    stays as it is. What is not a tensor must be plain data, since nothing is pickled. Dictionaries at the top of the
+    state, and lists with tensors, are parts of the checkpoint (``{"model": ..., "optimizer": ...}``); what else there
+    is, is the part ``root``.
 
     Args:
         path: The directory or URL; ``checkpoint_id=`` of ``save`` comes before it.
@@ -79,8 +80,8 @@ class CkptStorageWriter(StorageWriter):
         storage: Where checkpoints go, whatever their path.
 
     Raises:
-        CheckpointError: Out of ``save``, inside the ``CheckpointException`` that it makes of any error: ``failures`` of that
-            has it by rank.
+        CheckpointError: Out of ``save``, inside the ``CheckpointException`` that it makes of any error: ``failures`` of
+            that has it by rank.
 
     Example:
         >>> import os, tempfile, torch, torch.distributed.checkpoint as dcp
@@ -216,7 +217,7 @@ class CkptStorageWriter(StorageWriter):
         strays = [rank.rank for rank in ranks if rank.save_id != held.token]
         if strays:
             raise RankFailedError(
-                f"ranks {strays} have written another save than the coordinator: a save before has failed on some ranks",
+                f"ranks {strays} have written another save than the coordinator: an earlier one failed on some ranks",
                 path=self._path,
                 remedy="begin again, or save with DefaultSavePlanner(enable_plan_caching=False)",
             )
@@ -257,14 +258,14 @@ def _value(planner: SavePlanner, item: WriteItem) -> Any:
         return torch.load(data, weights_only=True)  # type: ignore[arg-type] # the BytesIO that goes with BYTE_IO
     except pickle.UnpicklingError as error:
         raise SerializationError(
-            f"the object at {item.index.fqn} is no plain data, and the planner gives it as a pickle only",
+            f"the object at {item.index.fqn} is not plain data, and the planner gives it as a pickle only",
             key=item.index.fqn,
             remedy="save what it is made of, or use a planner derived from DefaultSavePlanner",
         ) from error
 
 
 def value_chunks(value: Any, path: EntryPath, *, key: str) -> tuple[Value, list[Chunk]]:
-    """Take apart an entry that is no tensor.
+    """Take apart an entry that is not a tensor.
 
     Args:
         value: Plain data, maybe with tensors in it.
@@ -272,7 +273,7 @@ def value_chunks(value: Any, path: EntryPath, *, key: str) -> tuple[Value, list[
         key: Its name, for errors.
 
     Raises:
-        SerializationError: It is no plain data.
+        SerializationError: It is not plain data.
     """
     skeleton, tensors = encode_plain(value, key=key)
     chunks = []

@@ -34,12 +34,9 @@ from ckpt_core.errors import (
     StateMismatchError,
 )
 from ckpt_core.geometry import Box
-from ckpt_core.interchange.dcp_files import save_alone
 from ckpt_core.interchange.dcp_reader import TensorBatches, structure_of
-from ckpt_core.interchange.local_directory import new_directory
-from ckpt_core.interchange.saving import write_in_order
-from ckpt_core.interchange.shards import Chunk, LazyTensors, given
-from ckpt_core.interchange.tensor_memory import TensorMemory
+from ckpt_core.interchange.saving import Chunk, save_alone
+from ckpt_core.interchange.streaming import LazyTensors, TensorMemory, given, new_directory, write_in_order
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import LocalStorage, Storage, is_remote, storage_for
 
@@ -69,15 +66,16 @@ def export_model(
 ) -> list[str]:
     """Write the tensors of a model as safetensors files that ``from_pretrained`` and any other program reads.
 
-    Of a directory checkpoint, one tensor is in memory at a time. Of a torch file (``.ckpt``) on a local disk too: every byte is
-    verified first, then the file is mapped into memory; of one on an object store, all of it is in memory.
+    Of a directory checkpoint, one tensor is in memory at a time. Of a torch file (``.ckpt``) on a local disk too: every
+    byte is verified first, then the file is mapped into memory; of one on an object store, all of it is in memory.
 
     Args:
         source: A directory checkpoint or a torch file; path or URL.
         target: A local directory that is not there yet, or is empty.
         part: Where the model is: a part of the checkpoint (``"model"`` unless given), or a key of the torch file
-            (``"state_dict"`` unless given). Values that are no tensors are left out.
-        prefix: Only tensors whose names begin so, without it: ``"model."`` for a LightningModule that holds the model there.
+            (``"state_dict"`` unless given). Values that are not tensors are left out.
+        prefix: Only tensors whose names begin so, without it: ``"model."`` for a LightningModule that holds the model
+            there.
         max_shard_size: Bytes of tensors in one file; a tensor that is larger has one of its own.
         storage_options: Passed to fsspec for a URL.
 
@@ -88,7 +86,7 @@ def export_model(
         CheckpointCorruptedError: A byte of ``source`` differs from what was saved. Nothing is left at ``target``.
         CheckpointNotFoundError: The checkpoint has no such part.
         SerializationError: safetensors has no name for the type of a tensor.
-        StateMismatchError: There is no tensor below ``part`` and ``prefix``.
+        StateMismatchError: There is not a tensor below ``part`` and ``prefix``.
     """
     if max_shard_size < 1:
         raise ValueError(f"max_shard_size must be at least 1 byte, not {max_shard_size}")
@@ -137,7 +135,8 @@ def _tensors_of_file(path: str, key: str, storage: Storage) -> dict[str, _Tensor
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     if not isinstance(state, Mapping) or key not in state:
         raise CheckpointNotFoundError(
-            f"the checkpoint has no {key!r}; it has {', '.join(map(str, state)) if isinstance(state, Mapping) else 'no keys'}",
+            f"the checkpoint has no {key!r}; it has "
+            + (", ".join(map(str, state)) if isinstance(state, Mapping) else "no keys"),
             path=path,
             key=key,
             remedy="say with part= where the model is",
@@ -196,7 +195,7 @@ def import_model(
 
     Raises:
         CheckpointNotFoundError: There is no model.
-        CheckpointFormatError: The index is none, or a tensor has a type that torch does not have.
+        CheckpointFormatError: The index is not valid, or a tensor has a type that torch does not have.
         CheckpointCorruptedError: A file is missing, truncated or damaged where that shows, or a tensor is missing.
     """
     origin = full_path(source)
@@ -239,7 +238,11 @@ def _files_of(storage: Storage, directory: str) -> dict[str, Sequence[str] | Non
     try:
         with storage.open(path) as file:
             if file.size > _LARGEST_INDEX:
-                raise CheckpointFormatError(f"an index of {file.size} bytes is none", path=path)
+                raise CheckpointFormatError(
+                    f"{file.size} bytes are too many for an index of a model; at most {_LARGEST_INDEX} are read",
+                    path=path,
+                    remedy="check that the path is a model",
+                )
             data = b"".join(map(bytes, file_pieces(file)))
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(
@@ -249,7 +252,7 @@ def _files_of(storage: Storage, directory: str) -> dict[str, Sequence[str] | Non
     try:
         for key, name in json.loads(data)["weight_map"].items():
             if _PLAIN_NAME.fullmatch(name) is None:
-                raise ValueError(f"{name!r} is no name of a file")
+                raise ValueError(f"{name!r} is not the name of a file")
             files.setdefault(name, []).append(key)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointFormatError(

@@ -1,9 +1,9 @@
 """Two ways to name what is in a state: parts and keys here, one flat list of dotted names in DCP.
 
-DCP (``torch.distributed.checkpoint``) takes a state apart into entries: it goes down into dictionaries, and into lists that
-hold a tensor or a dictionary; everything else is one entry, named by its path joined with dots. The first key of the path is
-our part, where it can be: ``{"model": {"weight": ...}, "step": 3}`` is the part ``model`` and, for what has no dictionary of
-its own, the part ``root``.
+DCP (``torch.distributed.checkpoint``) takes a state apart into entries: it goes down into dictionaries, and into lists
+that hold a tensor or a dictionary; everything else is one entry, named by its path joined with dots. The first key of
+the path is our part, where it can be: ``{"model": {"weight": ...}, "step": 3}`` is the part ``model`` and, for what has
+no dictionary of its own, the part ``root``.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def subtree(values: Mapping[Any, Any]) -> Any:
         for key in path[:-1]:
             node = node.setdefault(key, {})
             if not isinstance(node, dict):
-                raise ValueError(f"{key!r} is both a value and a dictionary")  # noqa: TRY004 - the caller's names, no type
+                raise ValueError(f"{key!r} is both a value and a dictionary")  # noqa: TRY004 - of the caller's names
         if path[-1] in node:
             raise ValueError(f"{path[-1]!r} is there twice")
         node[path[-1]] = value

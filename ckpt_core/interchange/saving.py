@@ -1,25 +1,109 @@
-"""A directory checkpoint in the making, without the ranks' own connection: whoever calls knows when all have written."""
+"""Directory checkpoints without the ranks' own connection, from tensors that are not all there at once.
+
+Unlike in an ordinary save, ranks need not know what the others hold: each says which entries of the state it has
+written, and the manifest puts them together. Whoever calls knows when all have written.
+"""
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+import json
+import re
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ckpt_core._layouts.image import WINDOW
-from ckpt_core._pipeline.directories import NOTHING, discard, leave, previous_at
+import torch
+
+from ckpt_core._layouts.safetensors import TensorInfo, dtype_name
+from ckpt_core._layouts.sharded.contents import Contents
+from ckpt_core._layouts.sharded.manifest import (
+    Manifest,
+    PartRecord,
+    digests_name,
+    encode_manifest,
+    encode_part,
+    piece_name,
+    shard_name,
+)
+from ckpt_core._layouts.sharded.plain import Json, encode_plain
+from ckpt_core._layouts.sharded.safetensors_file import (
+    DigestsImage,
+    SafetensorsImage,
+    file_layout,
+    file_order,
+)
+from ckpt_core._pipeline.directories import NOTHING, discard, errors_name, leave, previous_at, publish
 from ckpt_core._pipeline.writer import write_image
-from ckpt_core.errors import CheckpointError, StorageError
-from ckpt_core.interchange.naming import EntryPath
-from ckpt_core.interchange.shards import Chunk, Image, RankShards, Value, join_ranks, write_shards
-from ckpt_core.memory import ScratchBuffers, StagingBuffer
-from ckpt_core.storage import Storage
+from ckpt_core.commit_time import Stamp, step_in
+from ckpt_core.digest import digest
+from ckpt_core.errors import SerializationError
+from ckpt_core.geometry import Box
+from ckpt_core.interchange.naming import EntryPath, entry_name, nested
+from ckpt_core.interchange.streaming import LazyTensors, write_in_order
+from ckpt_core.memory import ScratchBuffers
+from ckpt_core.storage import Storage, is_remote, storage_for
 
-__all__ = ["DirectorySave", "write_in_order"]
+__all__ = ["Chunk", "DirectorySave", "RankShards", "Value", "save_alone"]
 
-_BLOCK = 4096
-_LISTING_SECONDS = 10.0  # a network filesystem may be that late in showing what another machine has written
+Image = SafetensorsImage | DigestsImage
+TensorId = tuple[EntryPath, int]  # of an entry, or of the tensors inside of a value
+_REFERENCE = re.compile(r"\$[0-9]+")
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor that a rank writes.
+
+    Attributes:
+        path: The entry's path below its part.
+        number: Which tensor of the entry, if that is a value that holds some.
+        info: Type and shape of the whole tensor.
+        box: What of it.
+        load: Returns the elements, in the box's shape.
+    """
+
+    path: EntryPath
+    number: int
+    info: TensorInfo
+    box: Box
+    load: Callable[[], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """An entry that is not a tensor.
+
+    Attributes:
+        skeleton: From :func:`~ckpt_core._layouts.sharded.plain.encode_plain`.
+        tensors: What it refers to.
+    """
+
+    skeleton: Json
+    tensors: tuple[TensorInfo, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class RankShards:
+    """What a rank has written; plain data.
+
+    Attributes:
+        rank: Its number.
+        save_id: In which save.
+        tensors: The tensors that it holds pieces of, by part.
+        values: The entries that are not tensors, by part.
+        files: For the manifest; chunks refer to ``tensors``.
+        digests: The file of digests.
+        sizes: Bytes of each file.
+    """
+
+    rank: int
+    save_id: str
+    tensors: dict[str, dict[TensorId, TensorInfo]]
+    values: dict[str, dict[EntryPath, Value]]
+    files: list[list[Any]]
+    digests: list[Any] | None
+    sizes: dict[str, int]
 
 
 class DirectorySave:
@@ -54,7 +138,7 @@ class DirectorySave:
 
         Args:
             chunks: What it writes of each part.
-            values: The entries of each part that are no tensors.
+            values: The entries of each part that are not tensors.
             rank: Its number.
             world_size: Number of ranks.
             one_by_one: Whether at most one tensor is loaded at any time. If not, several threads load them, and each is
@@ -73,20 +157,17 @@ class DirectorySave:
 
         scratch = ScratchBuffers()
         try:
-            return write_shards(
-                chunks,
-                values,
-                rank=rank,
-                world_size=world_size,
-                save_id=self.token,
-                suffix=self._suffix,
-                one_by_one=one_by_one,
-                write=write,
-            )
-        except CheckpointError as error:
-            if error.path is not None and error.path.startswith(self._directory):
-                error.path = self.path + error.path[len(self._directory) :]  # where the user knows it
-            raise
+            with errors_name(self.path, written_to=self._directory):
+                return _write_shards(
+                    chunks,
+                    values,
+                    rank=rank,
+                    world_size=world_size,
+                    save_id=self.token,
+                    suffix=self._suffix,
+                    one_by_one=one_by_one,
+                    write=write,
+                )
         finally:
             scratch.close()
 
@@ -109,36 +190,17 @@ class DirectorySave:
         Raises:
             CheckpointError: What was written is no checkpoint, or the storage refused.
         """
-        manifest = join_ranks(ranks, kind=kind, metadata=metadata, order=order, path=self.path)
+        manifest = _join_ranks(ranks, kind=kind, metadata=metadata, order=order, path=self.path)
         sizes = {name: size for rank in ranks for name, size in rank.sizes.items()}
-        self._check_all_there(sizes)
-        previous = previous_at(self._storage, self.path)
-        gone = [name for name in (*previous.files, *previous.extra) if name not in sizes]
-        self._storage.publish_directory(self.path, self.token, manifest, gone=gone)
+        publish(self._storage, self.path, self.token, manifest, sizes, written_to=self._directory)
         return sum(sizes.values()) + len(manifest)
 
-    def _check_all_there(self, sizes: Mapping[str, int]) -> None:
-        deadline = time.monotonic() + _LISTING_SECONDS
-        while True:
-            found = {os.path.basename(file.path): file.size for file in self._storage.list(self._directory)}
-            missing = sorted(name for name, size in sizes.items() if found.get(name) != size)
-            if not missing:
-                return
-            if time.monotonic() > deadline:
-                raise StorageError(
-                    f"{len(missing)} of the {len(sizes)} files that the ranks have written cannot be seen here, "
-                    f"{missing[0]!r} among them",
-                    path=self.path,
-                    remedy="save to a directory that all machines share",
-                )
-            time.sleep(0.1)
-
     def leave(self) -> None:
-        """End this process's part; what nobody else is working on and nobody has committed is deleted."""
+        """End this process's part; what no other process works on and was not committed is deleted."""
         leave(self._storage, self.path, self.token)
 
     def give_up(self) -> None:
-        """Delete what this process has written where nobody would look for it later."""
+        """Delete what this process has written where it would not be found later."""
         if self._is_in_place:
             discard(self._storage, self.path, self.token, self._created)
 
@@ -148,23 +210,210 @@ class DirectorySave:
         self.leave()
 
 
-def write_in_order(image: Image, storage: Storage, path: str) -> int:
-    """Write a file from its first byte to its last with memory for one window, and return its size."""
-    writer = storage.create(path, image.approximate_size)
-    buffer = StagingBuffer(WINDOW)
+def save_alone(
+    path: str,
+    chunks: dict[str, list[Chunk]],
+    values: dict[str, dict[EntryPath, Value]],
+    *,
+    kind: str,
+    storage_options: dict[str, Any] | None,
+    order: Iterable[tuple[str, EntryPath]] = (),
+) -> int:
+    """Write a checkpoint by this process alone, one tensor in memory at a time; return its size in bytes."""
+    storage = storage_for(path, storage_options if is_remote(path) else None)
+    save = DirectorySave(storage, path, f"import-{uuid.uuid4().hex[:16]}")
     try:
-        for begin in range(0, image.region_size, WINDOW):
-            writer.write_at(begin, image.window(begin, buffer))
-        tail = image.tail()
-        size = len(tail) if not writer.parallel else -(-len(tail) // _BLOCK) * _BLOCK
-        if tail:
-            buffer.memory[: len(tail)] = tail
-            with buffer.memory[:size] as blocks:  # direct I/O wants whole ones; commit cuts the file
-                writer.write_at(image.region_size, blocks)
-        writer.commit(image.region_size + len(tail))
+        shards = save.write(chunks, values, one_by_one=True)
+        size = save.commit([shards], kind=kind, metadata={}, order=order)
     except BaseException:
-        writer.abort()
+        save.abandon()
         raise
-    finally:
-        buffer.close()
-    return image.region_size + len(tail)
+    save.leave()
+    return size
+
+
+def _write_shards(
+    chunks: Mapping[str, Sequence[Chunk]],
+    values: Mapping[str, Mapping[EntryPath, Value]],
+    *,
+    rank: int,
+    world_size: int,
+    save_id: str,
+    suffix: str,
+    one_by_one: bool,
+    write: Callable[[str, Image], int],
+) -> RankShards:
+    """Write a rank's files.
+
+    Args:
+        chunks: What it writes of each part.
+        values: The entries of each part that are not tensors, and that no other rank writes.
+        rank: Its number.
+        world_size: Number of ranks.
+        save_id: Goes into every file.
+        suffix: Of the files' names, where an older checkpoint has the plain ones.
+        one_by_one: Whether a tensor is loaded when its bytes are written, by one thread, and kept until the next one
+            is.
+        write: Writes a file and returns its size.
+    """
+    files, images, sizes = [], [], {}
+    tensors: dict[str, dict[TensorId, TensorInfo]] = {}
+    for part, of_part in chunks.items():
+        table = tensors[part] = {(chunk.path, chunk.number): chunk.info for chunk in of_part}
+        if not of_part:
+            continue
+        infos = [TensorInfo(chunk.info.dtype, chunk.box.shape) for chunk in of_part]
+        order = file_order(infos)
+        ordered = [of_part[index] for index in order]
+        named = tuple(zip(_names(ordered), [infos[index] for index in order], strict=True))
+        layout = file_layout(named, (("rank", str(rank)),))
+        loads = [chunk.load for chunk in ordered]
+        sources = LazyTensors(loads) if one_by_one else [load() for load in loads]
+        image = SafetensorsImage(layout, layout.header(save_id), sources)
+        name = shard_name(part, suffix) if world_size == 1 else piece_name(part, rank, world_size, suffix)
+        sizes[name] = write(name, image)
+        images.append(image)
+        number_of = {tensor: number for number, tensor in enumerate(table)}
+        numbers = [number_of[chunk.path, chunk.number] for chunk in ordered]
+        offsets = [at for chunk in ordered for at in chunk.box.offset]
+        extents = [extent for chunk in ordered for extent in chunk.box.shape]
+        blocks = len(layout.blocks) - 1
+        files.append([name, part, layout.header_size, layout.size, blocks, [numbers, offsets, extents]])
+    digests = None
+    if images:
+        name = digests_name(rank, world_size, suffix)
+        written = DigestsImage(images)
+        sizes[name] = write(name, written)
+        data = written.tail()
+        digests = [name, len(data), digest(data)]
+    copied = {part: dict(of_part) for part, of_part in values.items()}
+    return RankShards(rank, save_id, tensors, copied, files, digests, sizes)
+
+
+def _names(chunks: Iterable[Chunk]) -> list[str]:
+    names: dict[str, None] = {}
+    for chunk in chunks:
+        name = entry_name((*chunk.path, chunk.number) if chunk.number else chunk.path) or "tensor"
+        if chunk.box.shape != chunk.info.shape:
+            name += "@" + ",".join(map(str, chunk.box.offset))
+        while name in names or name == "__metadata__":
+            name += "~"
+        names[name] = None
+    return list(names)
+
+
+def _join_ranks(
+    ranks: Sequence[RankShards],
+    *,
+    kind: str,
+    metadata: Mapping[str, Any],
+    order: Iterable[tuple[str, EntryPath]],
+    path: str,
+) -> bytes:
+    """Return the manifest of what all ranks have written.
+
+    Args:
+        ranks: In their order.
+        kind: Of all parts.
+        metadata: Plain data to keep with the checkpoint.
+        order: Part and path of entries, as they come in the state.
+        path: The checkpoint, for messages.
+
+    Raises:
+        SerializationError: The ranks have not written one state, or ``metadata`` are not plain data.
+        CheckpointCorruptedError: Elements are missing, or there twice.
+    """
+    encoded, tensors = encode_plain(dict(metadata), key="metadata")
+    if tensors:
+        raise SerializationError("the metadata hold a tensor", key=f"metadata.{tensors[0][0]}", remedy="save it")
+    paths: dict[str, list[EntryPath]] = {}
+    for name, below in order:
+        paths.setdefault(name, []).append(below)
+    found = dict.fromkeys(name for rank in ranks for name in (*rank.tensors, *rank.values))
+    names = [*(name for name in paths if name in found), *(name for name in found if name not in paths)]
+    parts, numbers = {}, {}
+    for name in names:
+        record, numbers[name] = _join_part(name, ranks, paths.get(name, ()))
+        parts[name] = encode_part(record)
+    data = encode_manifest(
+        save_id=ranks[0].save_id,
+        metadata=encoded,
+        kinds=dict.fromkeys(names, kind),
+        parts=json.dumps(parts, separators=(",", ":"), allow_nan=False),
+        ranks=[_record(rank, numbers) for rank in ranks],
+        stamp=Stamp(step=step_in(metadata)),
+    )
+    Contents(Manifest.decode(data, path=path), path).check()
+    return data
+
+
+def _join_part(
+    name: str, ranks: Sequence[RankShards], order: Iterable[EntryPath]
+) -> tuple[PartRecord, dict[TensorId, int]]:
+    """Return a part, and the number that each of its tensors has in it."""
+    tensors: dict[TensorId, TensorInfo] = {}
+    values: dict[EntryPath, Value] = {}
+    for rank in ranks:
+        values.update(rank.values.get(name, {}))
+        for tensor, info in rank.tensors.get(name, {}).items():
+            if tensors.setdefault(tensor, info) != info:
+                key = entry_name((name, *tensor[0]))
+                raise SerializationError(
+                    f"rank {rank.rank} has {_text(info)} at {key}, and another rank {_text(tensors[tensor])}",
+                    key=key,
+                    remedy="save the same state on all ranks",
+                )
+    # A tensor without elements stands for each entry, until it is known what is there.
+    paths = {path for path, _ in tensors} | values.keys()
+    in_order = dict.fromkeys(path for path in (*order, *(path for path, _ in tensors), *values) if path in paths)
+    marks = {path: torch.empty(0, device="meta") for path in in_order}
+    try:
+        skeleton, found = encode_plain(nested(marks), key=name)
+    except ValueError as error:
+        raise SerializationError(
+            f"the ranks have saved parts {name!r} that are not one state: {error}", key=name, remedy="rename an entry"
+        ) from error
+    path_of = {id(mark): path for path, mark in marks.items()}
+    infos: list[TensorInfo] = []
+    numbers: dict[TensorId, int] = {}
+    replacements: list[Json] = []
+    for _, mark in found:
+        path = path_of[id(mark)]
+        value = values.get(path)
+        first = len(infos)
+        infos += [tensors[path, 0]] if value is None else value.tensors
+        numbers.update({(path, index - first): index for index in range(first, len(infos))})
+        replacements.append(f"${first}" if value is None else _renumbered(value.skeleton, first))
+    return PartRecord(_replaced(skeleton, replacements), tuple(infos)), numbers
+
+
+def _text(info: TensorInfo) -> str:
+    return f"{dtype_name(info.dtype)}{list(info.shape)}"
+
+
+def _renumbered(skeleton: Json, first: int) -> Json:
+    return _mapped(skeleton, lambda number: f"${first + number}")
+
+
+def _replaced(skeleton: Json, replacements: Sequence[Json]) -> Json:
+    return _mapped(skeleton, replacements.__getitem__)
+
+
+def _mapped(skeleton: Json, replace: Callable[[int], Json]) -> Json:
+    """Return the skeleton with every reference replaced; other text that begins with ``$`` has a second one there."""
+    if isinstance(skeleton, str) and _REFERENCE.fullmatch(skeleton):
+        return replace(int(skeleton[1:]))
+    if isinstance(skeleton, list):
+        return [_mapped(item, replace) for item in skeleton]
+    if isinstance(skeleton, dict):
+        return {key: _mapped(item, replace) for key, item in skeleton.items()}
+    return skeleton
+
+
+def _record(rank: RankShards, numbers: Mapping[str, Mapping[TensorId, int]]) -> str:
+    files = []
+    for name, part, header_size, size, blocks, (own, *places) in rank.files:
+        joint = [numbers[part][tensor] for tensor in rank.tensors[part]]
+        files.append([name, part, header_size, size, blocks, [[joint[number] for number in own], *places]])
+    record = {"rank": rank.rank, "files": files, "digests": rank.digests, "parts": {}, "extra": []}
+    return json.dumps(record, separators=(",", ":"))

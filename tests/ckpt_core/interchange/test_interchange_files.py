@@ -1,4 +1,4 @@
-"""Checkpoints to and from the files of other programs: values, what is refused by which name, and how much memory it takes."""
+"""Checkpoints to and from the files of other programs: values, what is refused by which name, and memory."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def model() -> dict[str, torch.Tensor]:
     }
 
 
-# ---- dcp.save, dcp.load ---------------------------------------------------------------------------------------------------
+# ---- dcp.save, dcp.load ----------------------------------------------------------------------------------------------
 
 
 def test_dcp_saves_and_loads_every_type_and_plain_data(tmp_path: Path) -> None:
@@ -187,7 +187,7 @@ def test_names_that_would_be_one_in_dcp_are_refused(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a"]
 
 
-# ---- DCP's files ----------------------------------------------------------------------------------------------------------
+# ---- DCP's files -----------------------------------------------------------------------------------------------------
 
 
 def stock(path: Path) -> Path:
@@ -327,7 +327,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "c") == ["mine"]
 
 
-# ---- safetensors models ---------------------------------------------------------------------------------------------------
+# ---- safetensors models ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", ["5GB", "90"])
@@ -441,7 +441,7 @@ def test_models_that_are_damaged_or_foreign(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["a", "hf"]
 
 
-# ---- memory ---------------------------------------------------------------------------------------------------------------
+# ---- memory ----------------------------------------------------------------------------------------------------------
 
 TENSOR = 16  # MiB
 COUNT = 8

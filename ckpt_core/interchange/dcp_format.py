@@ -1,8 +1,9 @@
-"""DCP's ``.metadata``, which is a pickle, read without running anything from it.
+"""DCP's own format, read without running code: ``.metadata``, which is a pickle, and the objects in its files.
 
-What DCP writes there is not public: the names of its classes, and what is in them. It is known to this file alone, as text. No
-class of torch is made from the file: each known name stands for one of the few shapes below, and every other name is refused.
-A release of torch that writes something else is found by ``tests/ckpt_core/test_interchange_dcp.py``, which reads what it saves.
+What DCP writes there is not public: the names of its classes, and what is in them. It is known to this file alone, as
+text. No class of torch is made from the file: each known name stands for one of the few shapes below, and every other
+name is refused. A release of torch that writes something else is found by
+``tests/ckpt_core/interchange/test_interchange_files.py``, which reads what it saves.
 """
 
 from __future__ import annotations
@@ -11,17 +12,30 @@ import dataclasses
 import io
 import pathlib
 import pickle
+import re
+import struct
+import zipfile
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
+from torch.serialization import skip_data
 
 from ckpt_core._layouts.safetensors import DTYPES, TensorInfo
-from ckpt_core.errors import CheckpointFormatError, UnsafeCheckpointError
+from ckpt_core._layouts.torch_file.storage_collector import MapLocation, StorageCollector
+from ckpt_core.errors import (
+    CheckpointCorruptedError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    UnsafeCheckpointError,
+)
 from ckpt_core.geometry import Box
-from ckpt_core.interchange.naming import EntryPath
+from ckpt_core.interchange.naming import EntryPath, entry_name
+from ckpt_core.interchange.streaming import TensorMemory
+from ckpt_core.storage import FileReader, Storage
+from ckpt_core.storage.base import ReaderIO
 
-__all__ = ["METADATA_NAME", "DcpEntry", "Location", "read_dcp_metadata"]
+__all__ = ["METADATA_NAME", "DcpEntry", "Location", "load_stored", "read_dcp_metadata"]
 
 METADATA_NAME = ".metadata"
 _DCP = "torch.distributed.checkpoint"
@@ -134,9 +148,11 @@ class _Unpickler(pickle.Unpickler):
             return DTYPES[name]
         if (module, name) not in _NAMES:
             raise UnsafeCheckpointError(
-                f"the metadata of the checkpoint ask for {module}.{name}, which DCP does not write there; it could run any code",
+                f"the metadata of the checkpoint ask for {module}.{name}, which DCP does not write there: it could run "
+                "any code",
                 path=self._path,
-                remedy="do not use this checkpoint, unless you know its author: then load it with dcp.load and save it again",
+                remedy="do not use this checkpoint, unless you know its author: then load it with dcp.load and save "
+                "it again",
             )
         return _NAMES[module, name]
 
@@ -155,7 +171,7 @@ def read_dcp_metadata(data: bytes, *, path: str) -> list[DcpEntry]:
     try:
         metadata = _Unpickler(data, path).load()
         if not isinstance(metadata, _Metadata):
-            raise TypeError("it is no description of a checkpoint")
+            raise TypeError("it is not a description of a checkpoint")
         return _entries(metadata)
     except UnsafeCheckpointError:
         raise
@@ -197,16 +213,109 @@ def _location(stored: _Stored) -> Location:
         raise TypeError("an object has no place")
     parts = pathlib.PurePosixPath(file).parts
     if not parts or file.startswith("/") or ".." in parts:
-        raise ValueError(f"{file!r} is no file in the checkpoint")
+        raise ValueError(f"{file!r} is not a file in the checkpoint")
     return Location(file, offset, length)
 
 
 def _sizes(values: Any) -> tuple[int, ...]:
     sizes = tuple(values)
     if any(type(size) is not int or size < 0 for size in sizes):
-        raise TypeError("a size is no list of numbers")
+        raise TypeError("a size is not a list of numbers")
     return sizes
 
 
 def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
     return len(box.shape) == len(shape) and all(end <= extent for end, extent in zip(box.end, shape, strict=True))
+
+
+# ---- what is stored for an entry or a part of one: a whole torch file, somewhere inside of a file --------------------
+
+_REMEDY = "copy the checkpoint again, or import another one"
+_DATA = re.compile(r"[^/]+/data/[0-9]+")
+_REFUSED = re.compile("GLOBAL|Unsupported (global|class)")  # in what torch says of a pickle that is more than data
+_LOCAL_HEADER = 30  # bytes, before name and extra field
+
+
+def load_stored(storage: Storage, directory: str, entry: DcpEntry, location: Location, memory: TensorMemory) -> Any:
+    """Return an object of a DCP checkpoint, which is a tensor where the entry is one.
+
+    Args:
+        storage: Where the checkpoint is.
+        directory: The checkpoint.
+        entry: What it is of.
+        location: Where it is.
+        memory: Where tensors go.
+
+    Raises:
+        UnsafeCheckpointError: It is not plain data.
+        CheckpointCorruptedError: It cannot be read.
+    """
+    key, path = entry_name(entry.path), f"{directory}/{location.file}"
+    try:
+        with storage.open(path) as reader:
+            section = _Section(reader, location)
+            return _object(section) if entry.info is None else _tensor(section, memory)
+    except CheckpointNotFoundError as error:
+        raise CheckpointCorruptedError(
+            "a file of the checkpoint is missing", path=path, key=key, remedy=_REMEDY
+        ) from error
+    except CheckpointCorruptedError as error:
+        error.key = key
+        raise
+    except Exception as error:  # bytes that make no sense fail anywhere in torch and pickle
+        if _REFUSED.search(str(error)):
+            raise UnsafeCheckpointError(
+                f"the object at {key} is not plain data, and rebuilding it could run any code",
+                path=path,
+                key=key,
+                remedy="import the rest of the state with only=, or allow the type with "
+                "torch.serialization.add_safe_globals",
+            ) from error
+        raise CheckpointCorruptedError(
+            f"what is stored for {key} cannot be read: {type(error).__name__}", path=path, key=key, remedy=_REMEDY
+        ) from error
+
+
+def _object(section: FileReader, map_location: MapLocation = "cpu") -> Any:
+    return torch.load(io.BufferedReader(ReaderIO(section)), map_location=map_location, weights_only=True)
+
+
+def _tensor(section: FileReader, memory: TensorMemory) -> Any:
+    with zipfile.ZipFile(io.BufferedReader(ReaderIO(section))) as archive:
+        records = [record for record in archive.infolist() if _DATA.fullmatch(record.filename)]
+    collector = StorageCollector("cpu", [record.file_size for record in records])
+    with skip_data():
+        found = _object(section, collector)
+    if not isinstance(found, torch.Tensor):
+        return found
+    (record,) = records
+    nbytes = found.untyped_storage().nbytes()
+    if (record.compress_type, record.file_size) != (zipfile.ZIP_STORED, nbytes):
+        raise ValueError("its bytes are not those of the tensor")
+    dtype, place = found.dtype, (found.storage_offset(), found.shape, found.stride())
+    del found  # torch has made room for it, which was not touched
+    data = memory.flat(nbytes)
+    if nbytes:
+        header = bytearray(_LOCAL_HEADER)
+        section.read_into(record.header_offset, memoryview(header))
+        begin = record.header_offset + _LOCAL_HEADER + sum(struct.unpack_from("<2H", header, 26))
+        section.read_into(begin, data.numpy().data)
+    return torch.empty(0, dtype=dtype).set_(data.untyped_storage(), *place)
+
+
+class _Section(FileReader):
+    """A part of a file, as a file."""
+
+    def __init__(self, reader: FileReader, location: Location) -> None:
+        self.path = reader.path
+        self.size = location.length
+        self._reader = reader
+        self._begin = location.offset
+        if location.offset + location.length > reader.size:
+            raise CheckpointCorruptedError("a file of the checkpoint is truncated", path=reader.path, remedy=_REMEDY)
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        self._reader.read_into(self._begin + offset, target)
+
+    def close(self) -> None:
+        """Do nothing: the file belongs to the caller."""

@@ -1,0 +1,172 @@
+"""One tensor in memory at a time, out of files and into them, and directories that appear when they are complete."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import overload
+
+import torch
+
+from ckpt_core._layouts.image import WINDOW, Image
+from ckpt_core._layouts.safetensors import TensorInfo
+from ckpt_core.errors import StorageError
+from ckpt_core.memory import StagingBuffer
+from ckpt_core.paths import StrPath
+from ckpt_core.storage import Storage, is_remote, local_path
+
+__all__ = ["LazyTensors", "TensorMemory", "given", "new_directory", "write_in_order"]
+
+_ALIGNMENT = 64  # bytes
+_BLOCK = 4096  # bytes
+
+
+class TensorMemory:
+    """Memory that is taken back when the next is asked for, whoever still refers to the one before.
+
+    That can be a loop variable, or a generator of DCP's. It is the system's memory, so that giving it back does not
+    wait.
+    """
+
+    def __init__(self) -> None:
+        self._map: mmap.mmap | None = None
+
+    def tensors(self, infos: Sequence[TensorInfo]) -> list[torch.Tensor]:
+        """Return tensors without values; those that were returned before have lost theirs."""
+        sizes = [-(-info.nbytes // _ALIGNMENT) * _ALIGNMENT for info in infos]
+        flat = self.flat(sum(sizes[:-1]) + infos[-1].nbytes) if infos else torch.empty(0, dtype=torch.uint8)
+        found, begin = [], 0
+        for info, size in zip(infos, sizes, strict=True):
+            found.append(flat[begin : begin + info.nbytes].view(info.dtype).view(info.shape))
+            begin += size
+        return found
+
+    def flat(self, nbytes: int) -> torch.Tensor:
+        """Return bytes without values; the tensors that were returned before have lost theirs."""
+        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+        self._map = mmap.mmap(-1, max(1, nbytes))
+        return (
+            torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes)
+            if nbytes
+            else torch.empty(0, dtype=torch.uint8)
+        )
+
+
+def given(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Return what loads a tensor that is there already."""
+    return lambda: tensor
+
+
+class LazyTensors(Sequence[torch.Tensor]):
+    """Tensors that are loaded when they are asked for, by one thread; one of them is kept.
+
+    Args:
+        loads: Return them.
+    """
+
+    def __init__(self, loads: Sequence[Callable[[], torch.Tensor]]) -> None:
+        self._loads = loads
+        self._kept: dict[int, torch.Tensor] = {}
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    @overload
+    def __getitem__(self, index: int) -> torch.Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[torch.Tensor]: ...
+    def __getitem__(self, index: int | slice) -> torch.Tensor | Sequence[torch.Tensor]:
+        if isinstance(index, slice):
+            return LazyTensors(self._loads[index])
+        if index not in self._kept:
+            self._kept.clear()  # before the next one is made
+            self._kept[index] = self._loads[index]()
+        return self._kept[index]
+
+
+def write_in_order(image: Image, storage: Storage, path: str) -> int:
+    """Write a file from its first byte to its last with memory for one window, and return its size."""
+    writer = storage.create(path, image.approximate_size)
+    buffer = StagingBuffer(WINDOW)
+    try:
+        for begin in range(0, image.region_size, WINDOW):
+            writer.write_at(begin, image.window(begin, buffer))
+        tail = image.tail()
+        size = len(tail) if not writer.parallel else -(-len(tail) // _BLOCK) * _BLOCK
+        if tail:
+            buffer.memory[: len(tail)] = tail
+            with buffer.memory[:size] as blocks:  # direct I/O wants whole ones; commit cuts the file
+                writer.write_at(image.region_size, blocks)
+        writer.commit(image.region_size + len(tail))
+    except BaseException:
+        writer.abort()
+        raise
+    finally:
+        buffer.close()
+    return image.region_size + len(tail)
+
+
+@contextlib.contextmanager
+def new_directory(target: StrPath) -> Iterator[str]:
+    """Give a directory to fill, which becomes ``target`` at the end; if the body raises, nothing is left.
+
+    Args:
+        target: Where nothing is yet, or an empty directory.
+
+    Raises:
+        StorageError: There is something, it is a URL, or the disk refused.
+    """
+    if is_remote(target):
+        raise StorageError(
+            "other programs' formats are written to local directories only",
+            path=os.fspath(target),
+            remedy="export to a local directory, and upload that",
+        )
+    path = os.path.abspath(local_path(target))
+    if os.path.lexists(path) and not (os.path.isdir(path) and not os.listdir(path)):
+        raise StorageError("there is something already", path=path, remedy="export to a path where there is nothing")
+    parent, name = os.path.split(path)
+    try:
+        os.makedirs(parent, exist_ok=True)
+        hidden = tempfile.mkdtemp(prefix=f".{name}.", suffix=".export", dir=parent)
+        try:
+            yield hidden
+            os.chmod(hidden, 0o777 & ~_umask())
+            _sync(hidden)
+            os.rename(hidden, path)
+            _sync_path(parent)
+        except BaseException:
+            shutil.rmtree(hidden, ignore_errors=True)
+            raise
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(
+            f"the export could not be written: {error}", path=path, remedy="make room, or export to another disk"
+        ) from error
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _sync(directory: str) -> None:
+    for folder, _, names in os.walk(directory, topdown=False):
+        for name in names:
+            _sync_path(os.path.join(folder, name))
+        _sync_path(folder)
+
+
+def _sync_path(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
