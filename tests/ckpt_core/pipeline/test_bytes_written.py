@@ -1,7 +1,7 @@
 """Every byte that a save writes is the byte that was written before the code was rearranged.
 
-``bytes_written.json`` holds digests of whole checkpoints. ``python -m tests.ckpt_core.pipeline.test_bytes_written`` records
-them anew, which only a change of a format that is meant justifies.
+``bytes_written.json`` holds digests of whole checkpoints. ``python -m tests.ckpt_core.pipeline.test_bytes_written``
+records them anew, which only a change of a format that is meant justifies.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def written_below(root: Path | str) -> Written:
     return {name: f"{len(files[name])} {digest(files[name])}" for name in sorted(files)}
 
 
-# ---- what is written -----------------------------------------------------------------------------------------------------------
+# ---- what is written -------------------------------------------------------------------------------------------------
 
 
 def files(root: Path, strategy: Any) -> Written:
