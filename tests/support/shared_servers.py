@@ -1,7 +1,7 @@
 """One server of each kind for all processes of a test run, started by the first that asks and stopped after the last.
 
-Each server has a keeper: a process of its own that starts it, writes down how to reach it, and waits for the lock that everyone
-who uses the server shares. The kernel gives a user's lock up, however that user ends.
+Each server has a keeper: a process of its own that starts it, writes down how to reach it, and waits for the lock that
+everyone who uses the server shares. The kernel gives a user's lock up, however that user ends.
 """
 
 from __future__ import annotations

@@ -345,7 +345,7 @@ def test_parts_are_as_large_as_the_number_of_parts_demands(writer: Any) -> None:
     assert 10**12 < part_bytes * 10_000 < 1.2 * 10**12
 
 
-# ---- faults ----------------------------------------------------------------------------------------------------------------
+# ---- faults ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_read_that_fails_is_made_again_by_fsspecs_client(server_of: ServerOf, fetched: list[Any]) -> None:
@@ -395,7 +395,7 @@ def test_what_is_sent_again_is_sent_whole(backend: str, size: int, server_of: Se
 @pytest.mark.parametrize("size", [len(CONTENT), 3 * 2**20], ids=["parts", "one request"])
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
 def test_an_answer_in_the_place_of_the_stores_is_no_answer(backend: str, size: int, server_of: ServerOf) -> None:
-    """A proxy that says 200 to everything, for a moment or for good, gets no checkpoint declared saved that is not there."""
+    """A proxy that says 200 to everything gets no checkpoint declared saved that is not there."""
     server = server_of("moto")
     path = f"{server.new_bucket()}/a"
     direct = storage_for(path, dict(server.options))
@@ -446,7 +446,7 @@ def test_an_object_of_another_length_is_noticed(server_of: ServerOf, monkeypatch
         write(storage, path, CONTENT)
 
 
-# ---- a server that knows no ranges -------------------------------------------------------------------------------------------
+# ---- a server that knows no ranges -----------------------------------------------------------------------------------
 
 
 class Whole(BaseHTTPRequestHandler):
