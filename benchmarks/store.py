@@ -1,8 +1,8 @@
 """An object store: ours, raw parallel clients of the same server and Lightning's own way; and what verification costs.
 
-The server runs on this machine: ``rclone serve s3`` over a directory, which obstore cannot read from and ours leaves to fsspec's
-client, or with ``--server ceph`` a real Ceph in memory, in which each request takes some milliseconds. It shares the processors with
-the clients, so the client's processor time is the sturdier figure.
+The server runs on this machine: ``rclone serve s3`` over a directory, which obstore cannot read from and ours leaves to
+fsspec's client, or with ``--server ceph`` a real Ceph in memory, in which each request takes some milliseconds. It
+shares the processors with the clients, so the client's processor time is the sturdier figure.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _new_memory(nbytes: int) -> memoryview:
 
 
 class _Objects:
-    """Names of objects, a new one for each upload: a server may take as long to delete a replaced object as to store the new one."""
+    """Names of objects, a new one for each upload: deleting a replaced one may take as long as storing the new."""
 
     def __init__(self, server: Server) -> None:
         self.bucket = server.new_bucket()
@@ -110,7 +110,7 @@ class _Objects:
             filesystem.rm_file(self._replaced.pop())
 
 
-# ---- contenders ------------------------------------------------------------------------------------------------------------
+# ---- contenders ------------------------------------------------------------------------------------------------------
 
 
 class _RawClient:
@@ -294,7 +294,7 @@ def _unverified(action: Action) -> Action:
     return act
 
 
-# ---- measuring -------------------------------------------------------------------------------------------------------------
+# ---- measuring -------------------------------------------------------------------------------------------------------
 
 
 def _rounds(

@@ -56,8 +56,9 @@ def storage_for(path: str | os.PathLike[str], storage_options: dict[str, Any] | 
 
     Args:
         path: A local path or a URL.
-        storage_options: For fsspec's client of the store; and ``"backend"``: ``"fsspec"`` (obstore is not used), ``"obstore"`` (an
-            error where it cannot be used); left out, obstore is used where that is possible. Not for local paths.
+        storage_options: For fsspec's client of the store; and ``"backend"``: ``"fsspec"`` (obstore is not used),
+            ``"obstore"`` (an error where it cannot be used); left out, obstore is used where that is possible. Not for
+            local paths.
 
     Raises:
         StorageError: There is no such backend, its package is not installed, or the options do not fit.

@@ -1,11 +1,11 @@
 """Where bytes live: the protocol that a storage implements.
 
-A storage is small on purpose: it writes one file so that it appears whole or not at all, reads ranges, lists and deletes.
-A third party's storage derives from :class:`Storage` and passes ``tests/ckpt_core/storage/test_storage.py``.
+A storage is small on purpose: it writes one file so that it appears whole or not at all, reads ranges, lists and
+deletes. A third party's storage derives from :class:`Storage` and passes ``tests/ckpt_core/storage/test_storage.py``.
 
-Checkpoints that are directories need little more. What is here for them is right for a store of objects: files go below the
-final name under names that no committed checkpoint uses, and the manifest, written last by one call, is what makes them a
-checkpoint. A storage that can rename a directory overrides it.
+Checkpoints that are directories need little more. What is here for them is right for a store of objects: files go below
+the final name under names that no committed checkpoint uses, and the manifest, written last by one call, is what makes
+them a checkpoint. A storage that can rename a directory overrides it.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class FileWriter(abc.ABC):
     """A file being written. Nothing is visible under its final name before :meth:`commit`.
 
     Attributes:
-        parallel: Whether :meth:`write_at` may be called from several threads and in any order. If not, it is called from
-            one thread with offsets that follow each other.
+        parallel: Whether :meth:`write_at` may be called from several threads and in any order. If not, it is called
+            from one thread with offsets that follow each other.
         threads: How many of those calls at a time are worth it.
     """
 
@@ -79,7 +79,7 @@ class FileWriter(abc.ABC):
         """Write ``data`` at ``offset`` bytes; all but the last piece of a file are multiples of 4096 bytes."""
 
     def write_through(self, offset: int, data: memoryview) -> None:
-        """Do as :meth:`write_at`, for a caller with several threads: it may wait for the bytes to go, instead of copying them."""
+        """Do as :meth:`write_at`, for a caller with several threads: it may wait for the bytes, not copy them."""
         self.write_at(offset, data)
 
     @abc.abstractmethod
@@ -97,8 +97,8 @@ class FileReader(abc.ABC):
     Attributes:
         path: Its path or URL.
         size: Its length in bytes.
-        request_bytes: About how many bytes could be read in the time that one more request takes: it is worth reading so many
-            that are not needed to save a request.
+        request_bytes: About how many bytes could be read in the time that one more request takes: it is worth reading
+            so many that are not needed to save a request.
     """
 
     path: str
@@ -112,7 +112,7 @@ class FileReader(abc.ABC):
 
     @property
     def passes_cache(self) -> bool:
-        """Whether it is faster to read whole pages into page-aligned memory, and to copy them, than to read in place."""
+        """Whether reading whole pages into page-aligned memory and copying them is faster than reading in place."""
         return False
 
     @abc.abstractmethod
@@ -189,8 +189,9 @@ class Claim(abc.ABC):
             return
         self._has_told = True
         logger.warning(
-            "another job saves checkpoints into %s: %s. Neither damages a checkpoint of the other, but where the names are "
-            "the same, the later save replaces the earlier one, and one job's retention deletes what the other has saved. "
+            "another job saves checkpoints into %s: %s. Neither damages a checkpoint of the other, but where the names "
+            "are the same, the later save replaces the earlier one, and one job's retention deletes what the other has "
+            "saved. "
             "What to do: end one of the two, or give it a directory of its own",
             self.directory,
             other,
@@ -202,7 +203,7 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def create(self, path: str, expected_size: int) -> FileWriter:
-        """Begin a file that will be ``expected_size`` bytes long, or a little longer; room is reserved where that is possible.
+        """Begin a file of ``expected_size`` bytes, or a little more; room is reserved where that is possible.
 
         Raises:
             StorageError: There is no room, no permission, or ``path`` is a directory.
@@ -263,12 +264,12 @@ class Storage(abc.ABC):
         return []
 
     def nearest(self, path: str, read: Callable[[Storage, str], Result]) -> Result:
-        """Return what ``read`` returns for a checkpoint; of a storage that keeps several copies, for the nearest that is whole.
+        """Return what ``read`` returns for a checkpoint; where there are several copies, for the nearest that is whole.
 
         Args:
             path: The checkpoint.
-            read: Called with the storage that has a copy, and the copy's path there; again with another one if it raises
-                because the first is damaged.
+            read: Called with the storage that has a copy, and the copy's path there; again with another one if it
+                raises because the first is damaged.
         """
         return read(self, path)
 
@@ -290,7 +291,7 @@ class Storage(abc.ABC):
             raise
 
     def begin_directory(self, path: str, token: str) -> str:
-        """Begin a checkpoint that is a directory; everyone who writes a part of it does, and ends with ``leave_directory``.
+        """Begin a checkpoint that is a directory; each process that writes into it does; it ends with ``leave_directory``.
 
         Args:
             path: The directory's final path.
@@ -303,14 +304,14 @@ class Storage(abc.ABC):
         return path
 
     def publish_directory(self, path: str, token: str, manifest: bytes, *, gone: Sequence[str] = ()) -> None:
-        """Commit: the directory is a checkpoint from now on, in the place of the one that was there; called by one process.
+        """Commit: the directory is a checkpoint from now on and replaces the one that was there; called by one process.
 
         Args:
             path: The directory's final path.
             token: As for :meth:`begin_directory`.
             manifest: The bytes of its manifest, which names files that are all durable.
-            gone: Relative names of files at ``path`` that belong to the checkpoint which is replaced, and not to this one.
-                Whatever else is there stays.
+            gone: Relative names of files at ``path`` that belong to the checkpoint which is replaced, and not to this
+                one. Whatever else is there stays.
 
         Raises:
             StorageError: The storage refused; what was at ``path`` before is untouched.
@@ -344,8 +345,8 @@ class Storage(abc.ABC):
     def claim(self, directory: str) -> Claim | None:
         """Return a claim on ``directory``, not made yet, by which other jobs know that this process saves there.
 
-        None where there is no such thing: nobody is told, and checkpoints of the same names may damage each other if the storage
-        cannot keep their unfinished files apart.
+        None where there is no such thing: nobody is warned, and checkpoints of the same names may damage each other if
+        the storage cannot keep their unfinished files apart.
         """
         return None
 
@@ -354,8 +355,8 @@ class Storage(abc.ABC):
 
         Args:
             path: The directory.
-            names: The files that the checkpoint consists of. Where another job may be writing into the same directory, no others
-                are deleted.
+            names: The files that the checkpoint consists of. Where another job may be writing into the same directory,
+                no others are deleted.
         """
         self.remove(f"{path}/{MANIFEST_NAME}")
         self.remove(path)

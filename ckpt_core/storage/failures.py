@@ -1,4 +1,4 @@
-"""What went wrong at a disk or a store: in the words of this package, with a remedy where one is known, and without credentials."""
+"""What went wrong at a disk or a store, in the words of this package: with a remedy, and without credentials."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _secret_texts(value: Any, *, secret: bool) -> Iterator[str]:
         yield from _SECRET_PART.findall(value)
 
 
-# ---- stores ------------------------------------------------------------------------------------------------------------
+# ---- stores ----------------------------------------------------------------------------------------------------------
 
 
 def describer(secrets: Secrets, action: str, path: str) -> Describe:
@@ -121,7 +121,7 @@ def translated(describe: Describe) -> Iterator[None]:
     raise failure
 
 
-# ---- local disks -------------------------------------------------------------------------------------------------------
+# ---- local disks -----------------------------------------------------------------------------------------------------
 
 _REMEDIES = {
     errno.ENOSPC: "free some space, keep fewer checkpoints, or save to another disk",
@@ -140,7 +140,7 @@ _REMEDIES = {
 
 
 def storage_error(action: str, path: str, error: OSError, needed: int | None = None) -> StorageError:
-    """Return the error for the user that an operating system's ``error`` stands for, with a remedy where one is known."""
+    """Return the error for the user that an operating system's ``error`` stands for, with a remedy if one is known."""
     detail = error.strerror or str(error) or type(error).__name__
     if error.errno == errno.ENOSPC and needed is not None:
         free = shutil.disk_usage(existing_directory(os.path.dirname(os.path.abspath(path)))).free

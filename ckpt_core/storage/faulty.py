@@ -49,8 +49,8 @@ class Fault:
         delay: Seconds to wait before.
         until: Wait before until this event is set: a storage that hangs.
         written: For ``write_at`` with an ``error``: this many of the bytes reach the inner storage (a torn write).
-        reply_lost: Carry the operation out and raise ``error`` after it, like a store whose answer is lost on the way. Not
-            for ``create`` and ``open``.
+        reply_lost: Carry the operation out and raise ``error`` after it, like a store whose answer is lost on the way.
+            Not for ``create`` and ``open``.
     """
 
     at: str | Callable[[Operation], bool]
@@ -80,7 +80,8 @@ class FaultyStorage(Storage):
         >>> import errno, os, tempfile, torch
         >>> from ckpt_core import Checkpointer, StorageError
         >>> from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
-        >>> disk_is_full = Fault("write_at", number=2, error=OSError(errno.ENOSPC, "No space left on device"), written=4096)
+        >>> full = OSError(errno.ENOSPC, "No space left on device")
+        >>> disk_is_full = Fault("write_at", number=2, error=full, written=4096)
         >>> storage = FaultyStorage(LocalStorage(), [disk_is_full])
         >>> directory = tempfile.mkdtemp()
         >>> checkpointer = Checkpointer(strategy="sync", storage=storage)

@@ -141,7 +141,8 @@ class _FsspecReader(FileReader):
     def _fetch(self, begin: int, end: int) -> memoryview:
         data = memoryview(self._storage.fetch(self.path, begin, end))
         if len(data) == self.size and (end - begin < self.size or self.size <= REMOTE_REQUEST_BYTES):
-            # An HTTP server that knows no ranges sends the whole file, whatever it is asked for: once is enough. So it is of a small file.
+            # An HTTP server that knows no ranges sends the whole file, whatever it is asked for: once is enough. So it
+            # is of a small file.
             self._whole = data
             return data[begin:end]
         return data
@@ -322,8 +323,8 @@ class FsspecStorage(Storage, LeaseStore):
     def remove_orphans(self, directory: str) -> Sequence[str]:
         """Abort the uploads into ``directory`` to which nobody has added for :attr:`abandoned_after_seconds` (S3).
 
-        GCS and Azure delete unfinished uploads by themselves after a week; elsewhere there are none. Leases of dead processes go,
-        too.
+        GCS and Azure delete unfinished uploads by themselves after a week; elsewhere there are none. Leases of dead
+        processes go, too.
         """
         if self._is_in(*_OBJECT_STORES):
             remove_dead_leases(self, directory)
@@ -354,9 +355,9 @@ class FsspecStorage(Storage, LeaseStore):
     def create_new(self, path: str, data: bytes) -> bool:
         """Make ``path`` an object of ``data`` unless there is one already; return whether the object there is ours.
 
-        Where the store honours conditional requests, of several writers exactly one gets True. Where it does not, they write,
-        wait for two seconds and look whose object it is: two writers can both get True only if the request of one takes
-        longer than that.
+        Where the store honours conditional requests, of several writers exactly one gets True. Where it does not, they
+        write, wait for two seconds and look whose object it is: two writers can both get True only if the request of
+        one takes longer than that.
 
         Args:
             path: URL.
@@ -388,7 +389,7 @@ class FsspecStorage(Storage, LeaseStore):
         return honours
 
     def put_new(self, path: str, data: bytes) -> bool:
-        """Make an object by one conditional request; False if there is one. Stores that ignore the condition overwrite."""
+        """Make an object by one conditional request; False if there is one. Some stores ignore the condition."""
 
         def request() -> bool:
             try:
@@ -430,7 +431,7 @@ class FsspecStorage(Storage, LeaseStore):
             if identity not in shared.obstore:
                 try:
                     shared.obstore[identity] = self._open_obstore(path)
-                except Exception as error:  # noqa: BLE001 - from packages and services that know how to find credentials
+                except Exception as error:  # noqa: BLE001 - from what finds credentials
                     self._give_up_obstore(identity, path, error)
             client = shared.obstore[identity]
         return client if client is not None and client.knows(path) else None

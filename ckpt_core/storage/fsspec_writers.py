@@ -28,7 +28,7 @@ _MOST_PARTS = 10_000
 
 
 class S3Writer(FileWriter):
-    """Uploads parts, one after the other, by the requests of s3fs: each is repeated alone, and every answer is looked at.
+    """Uploads parts, one after the other, by the requests of s3fs; each is repeated alone and its answer looked at.
 
     Args:
         filesystem: An ``s3fs.S3FileSystem``.
@@ -131,7 +131,8 @@ class S3Writer(FileWriter):
         except CheckpointNotFoundError:
             return  # gone already
         except CheckpointError as error:
-            # The failure that led here is the one to tell; what stays is invisible, and an orphan that is removed later.
+            # The failure that led here is the one to tell; what stays is invisible, and an orphan that is removed
+            # later.
             logger.warning("parts of an abandoned upload could not be deleted: %s", error.message)
 
 

@@ -1,16 +1,16 @@
 """Two jobs pointed at one directory by mistake: the second is warned.
 
-While a process saves into a directory it has a claim on it, by which other processes know of it. A claim stops nobody and fails
-no save. On a local disk it is a lock on the directory itself, which ends with the process; on an object store it is a lease: a
-small object of this process, written again as long as it lives.
+While a process saves into a directory it has a claim on it, by which other processes know of it. A claim stops nobody
+and fails no save. On a local disk it is a lock on the directory itself, which ends with the process; on an object store
+it is a lease: a small object of this process, written again as long as it lives.
 
-Every process has a lease of its own, so nothing depends on conditional requests, which some stores ignore: a process writes its
-lease and then lists those of others. Of two that come at once, at least one sees the other. One that was alone when it came stays
-**first**; any other is warned, and is first when there is nobody else any more.
+Every process has a lease of its own, so nothing depends on conditional requests, which some stores ignore: a process
+writes its lease and then lists those of others. Of two that come at once, at least one sees the other. One that was
+alone when it came stays **first**; any other is warned, and is first when there is nobody else any more.
 
-Whether a lease is of the living is judged by the clock of the store alone: the time of its last change, and that of our own. Of a
-process of this machine it is known at once. One of another machine that was written within the last ``ALIVE_SECONDS`` may be that
-of a process that was killed just now: it counts when it has been written again.
+Whether a lease is of the living is judged by the clock of the store alone: the time of its last change, and that of our
+own. Of a process of this machine it is known at once. One of another machine that was written within the last
+``ALIVE_SECONDS`` may be that of a process that was killed just now: it counts when it has been written again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _MOST_DIRECTORIES = (
 )
 
 
-# ---- the claims of this process ------------------------------------------------------------------------------------------
+# ---- the claims of this process --------------------------------------------------------------------------------------
 
 
 class _Registry:
@@ -156,13 +156,13 @@ def _leave_all(directories: list[str], *, wait: bool) -> None:
         _registry.leave(directories.pop(), wait=wait)
 
 
-# ---- a local directory ---------------------------------------------------------------------------------------------------
+# ---- a local directory -----------------------------------------------------------------------------------------------
 
 
 class DirectoryLock(Claim):
-    """An exclusive ``flock`` on the directory's own descriptor: no file shows it, and a killed process leaves none behind.
+    """An exclusive ``flock`` on the directory's own descriptor: no file shows it, a killed process leaves none behind.
 
-    Where the filesystem cannot lock a directory there is no claim, and nobody is told.
+    Where the filesystem cannot lock a directory there is no claim, and nobody is warned.
 
     Args:
         directory: Path.
@@ -228,7 +228,7 @@ def _command(pid: str) -> str:
     return ""
 
 
-# ---- a directory of a store ----------------------------------------------------------------------------------------------
+# ---- a directory of a store ------------------------------------------------------------------------------------------
 
 
 class LeaseStore(abc.ABC):
@@ -327,7 +327,7 @@ class Lease(Claim):
                 self._store.put(self._path, json.dumps(self._owner).encode())
                 self._written_at = time.monotonic()
                 self._look()
-            except Exception as error:  # noqa: BLE001 - of any type that a client raises: the thread is that of all leases
+            except Exception as error:  # noqa: BLE001 - of any type: the thread is that of all leases
                 logger.warning("cannot find out whether another job saves into %s: %s", self.directory, error)
                 self._is_first |= self._written_at < 0  # nothing speaks against it
                 self._is_known.set()
@@ -400,7 +400,7 @@ def remove_dead_leases(store: LeaseStore, directory: str) -> None:
                 store.delete(info.path)
 
 
-# ---- who lives -----------------------------------------------------------------------------------------------------------
+# ---- who lives -------------------------------------------------------------------------------------------------------
 
 
 def _this_process() -> dict[str, Any]:
@@ -430,13 +430,14 @@ def _lives(owner: dict[str, Any]) -> bool | None:
     return isinstance(pid, int) and bool(started) and _start_of(pid) == started
 
 
-# ---- what keeps leases alive ---------------------------------------------------------------------------------------------
+# ---- what keeps leases alive -----------------------------------------------------------------------------------------
 
 
 class _Keeper:
     """Writes the leases of this process again and again, on a thread that lives as long as there are any.
 
-    It is there anyway, and no training waits for it: so it also cleans each directory up when the first lease on it begins.
+    It is there anyway, and no training waits for it: so it also cleans each directory up when the first lease on it
+    begins.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Local disks: direct I/O where the filesystem has it, and files that appear whole and durable or not at all.
 
-A file is written under a temporary name in its own directory, synced, renamed, and the directory synced. Direct I/O from
-page-aligned memory bypasses the page cache: about four times less processor time, no cold-cache penalty after idling, and
-nothing evicted that the training's data loading wants.
+A file is written under a temporary name in its own directory, synced, renamed, and the directory synced. Direct I/O
+from page-aligned memory bypasses the page cache: about four times less processor time, no cold-cache penalty after
+idling, and nothing evicted that the training's data loading wants.
 """
 
 from __future__ import annotations

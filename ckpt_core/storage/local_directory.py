@@ -1,9 +1,9 @@
 """Directories on a local filesystem that appear whole and durable under their name, or not at all.
 
-A directory is filled under a hidden name beside its final one, and renamed. One that is there already changes places with
-it in one step (``RENAME_EXCHANGE``); where the filesystem cannot do that, two renames do it, and :func:`restore` mends what
-a crash between them leaves. Everyone who writes into a hidden directory holds a shared lock on it, which tells the orphan of
-dead processes from work in progress.
+A directory is filled under a hidden name beside its final one, and renamed. One that is there already changes places
+with it in one step (``RENAME_EXCHANGE``); where the filesystem cannot do that, two renames do it, and :func:`restore`
+mends what a crash between them leaves. Everyone who writes into a hidden directory holds a shared lock on it, which
+tells the orphan of dead processes from work in progress.
 
 The functions here raise ``OSError``; :class:`~ckpt_core.storage.LocalStorage` makes it an error for the user.
 """
@@ -102,7 +102,8 @@ class StagingDirectories:
                 self._locks.pop(staging, None)
         with contextlib.suppress(OSError):
             if descriptor != -1:
-                # Closing alone would leave the lock to the forked workers of a data loader, who have the descriptor too.
+                # Closing alone would leave the lock to the forked workers of a data loader, who have the descriptor
+                # too.
                 fcntl.flock(descriptor, fcntl.LOCK_UN)
         with contextlib.suppress(OSError):
             os.close(descriptor)
@@ -231,7 +232,7 @@ def _replace_by_two_renames(staging: str, path: str, token: str) -> str:
 
 
 def _given_up(replaced: str, path: str) -> str:
-    """Give a replaced directory a name that :func:`restore` does not care about: it is about to lose its files, one by one."""
+    """Give a replaced directory a name that :func:`restore` does not care about: it is about to lose its files."""
     name = _hidden(path, uuid.uuid4().hex[:12])
     try:
         os.rename(replaced, name)

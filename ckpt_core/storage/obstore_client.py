@@ -1,7 +1,8 @@
-"""The bytes of objects on S3, Azure and GCS through ``obstore``: outside of Python, without its lock, with little processor time.
+"""The bytes of objects on S3, Azure and GCS through ``obstore``: outside of Python and without the GIL.
 
-The client of fsspec for the same store finds the credentials and the endpoint, and makes the small requests; obstore moves what is
-in the objects. Where it cannot, :class:`NotSuitableError` says why, and the client of fsspec does that too.
+The client of fsspec for the same store finds the credentials and the endpoint, and makes the small requests; obstore
+moves what is in the objects. Where it cannot, :class:`NotSuitableError` says why, and the client of fsspec does that
+too.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class ObstoreClient:
         options: Those of :data:`OBSTORE_OPTIONS`.
 
     Raises:
-        NotSuitableError: obstore is not installed, does not follow these settings, or this process is a fork of one that has used it.
+        NotSuitableError: obstore is not installed, does not follow these settings, or this process is a fork of one
+            that has used it.
     """
 
     def __init__(self, protocol: str, filesystem: Any, path: str, options: Mapping[str, Any]) -> None:
@@ -154,7 +156,8 @@ class ObstoreClient:
             once: Whether to give up soon.
 
         Raises:
-            IncompleteAnswerError: It is worth another attempt; obstore repeats by itself what the store refuses for the moment.
+            IncompleteAnswerError: It is worth another attempt; obstore repeats by itself what the store refuses for the
+                moment.
         """
         refuse_fork()
         store = self._reading if once else self._writing
@@ -185,7 +188,7 @@ class ObstoreClient:
         return file
 
     def size_made_by(self, mark: str, path: str) -> int | None:
-        """Return the size in bytes of an object, if it is the one that was begun with ``mark`` and the store says so."""
+        """Return the size in bytes of an object; None if it is not the one that was begun with ``mark``, or unknown."""
         try:
             found = self._obstore.get(self._reading, self._key(path), options={"head": True})
         except Exception as error:  # noqa: BLE001 - of any type that a client raises: nothing is known
@@ -278,7 +281,7 @@ class ObstoreWriter(FileWriter):
         failure: Exception | None = None
         try:
             self._file.close()
-        except Exception as error:  # noqa: BLE001 - raised below, if it is one: the store may have done it, and its answer was lost
+        except Exception as error:  # noqa: BLE001 - raised below, unless only the answer was lost
             failure = error
         found = self._client.size_made_by(self._mark, self._path)
         if failure is not None and found is None:
@@ -297,7 +300,7 @@ class ObstoreWriter(FileWriter):
             error = RuntimeError("the upload was abandoned")
             try:
                 file.__exit__(type(error), error, None)
-            except Exception as failure:  # noqa: BLE001 - the one that led here is the one to tell; what stays is an orphan
+            except Exception as failure:  # noqa: BLE001 - the first one counts; what stays is an orphan
                 logger.info("an abandoned upload could not be ended: %s", self._describe(failure).message)
         self._slots.clear()
         self._slot = bytearray()
@@ -312,7 +315,7 @@ def refuse_fork() -> None:
         raise NotSuitableError("this is a forked process: the threads of obstore stayed behind")
 
 
-# ---- what fsspec's clients have found out, in the words of obstore -----------------------------------------------------------
+# ---- what fsspec's clients have found out, in the words of obstore ---------------------------------------------------
 
 
 def _s3_settings(filesystem: Any, bucket: str) -> dict[str, Any]:

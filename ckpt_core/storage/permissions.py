@@ -70,8 +70,8 @@ def copy_file(source: str, target: str, replaced: os.stat_result, *, most: int =
 def adopt_tree(directory: str, replaced: str) -> None:
     """Give a directory of ours, and all that is in it, the permissions of the one that it replaces.
 
-    A file that was not there gets no more than the manifest of the old one had. One that other checkpoints share (a hard
-    link) is copied where it needs permissions of its own.
+    A file that was not there gets no more than the manifest of the old one had. One that other checkpoints share (a
+    hard link) is copied where it needs permissions of its own.
     """
     manifest = _file(os.path.join(replaced, MANIFEST_NAME))
     for folder, _, files in os.walk(directory):

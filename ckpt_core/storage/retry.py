@@ -55,7 +55,7 @@ _TRANSIENT_CLASSES = frozenset(
 
 
 class IncompleteAnswerError(Exception):
-    """The request is said to have succeeded, by an answer that is not the store's: empty, or of something in between."""
+    """The request is said to have succeeded, but the answer is not the store's: empty, or of something in between."""
 
 
 # A store that never answered is more likely a wrong address than an outage.

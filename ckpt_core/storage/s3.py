@@ -17,8 +17,8 @@ __all__ = ["abandoned_uploads", "s3_defaults"]
 def s3_defaults(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options for s3fs with what we rely on added where the user has not decided otherwise."""
     config = {
-        # The checksums that botocore adds otherwise cost a fifth of the processor time, and other stores than AWS answer
-        # ranged reads with ones that do not fit.
+        # The checksums that botocore adds otherwise cost a fifth of the processor time, and other stores than AWS
+        # answer ranged reads with ones that do not fit.
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
         "retries": {"max_attempts": 0},  # ours take over
@@ -53,7 +53,8 @@ def abandoned_uploads(
         filesystem: An ``s3fs.S3FileSystem``.
         directory: URL.
         silent_seconds: By the clock of the store.
-        empty: Whether those count of which no part has arrived. They cost nothing, and some servers do not tell when they began.
+        empty: Whether those count of which no part has arrived. They cost nothing, and some servers do not tell when
+            they began.
 
     Yields:
         Arguments of ``abort_multipart_upload``.

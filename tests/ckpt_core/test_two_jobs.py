@@ -313,7 +313,7 @@ def test_many_directories_do_not_use_up_descriptors(tmp_path: Path) -> None:
     assert not locked(tmp_path / "39")
 
 
-# ---- object stores -------------------------------------------------------------------------------------------------------
+# ---- object stores ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""The end of a process: saves to a store that nobody has waited for are there, and a forked process waits for nobody's."""
+"""The end of a process: saves that nobody has waited for are there, and a forked process waits for nobody's."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Directory checkpoints on every server that can be had on one machine: saved, replaced, read, copied, removed, walked back."""
+"""Directory checkpoints on every server: saved, replaced, read, copied, removed, walked back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whatever HTTP request of a save or a load of a directory fails, for a moment or for good: the old one or the new, whole."""
+"""Whatever request of a save or a load of a directory fails, once or for good: the old one or the new, whole."""
 
 from __future__ import annotations
 

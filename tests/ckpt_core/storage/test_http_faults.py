@@ -1,4 +1,4 @@
-"""Whatever HTTP request of a save, a load or a removal fails, for a moment or for good: the old file or the new, whole."""
+"""Whatever request of a save, a load or a removal fails, once or for good: the old file or the new, whole."""
 
 from __future__ import annotations
 

@@ -227,7 +227,7 @@ def test_a_filesystem_without_locks_is_no_obstacle(tmp_path: Path, monkeypatch: 
     assert (tmp_path / "a").read_bytes() == b"abc"
 
 
-# ---- reading past the page cache -------------------------------------------------------------------------------------------
+# ---- reading past the page cache -------------------------------------------------------------------------------------
 
 
 def drop_from_cache(path: Path) -> None:

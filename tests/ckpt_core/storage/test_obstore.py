@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import os
 import threading
@@ -345,7 +346,7 @@ def test_parts_are_as_large_as_the_number_of_parts_demands(writer: Any) -> None:
     assert 10**12 < part_bytes * 10_000 < 1.2 * 10**12
 
 
-# ---- faults ----------------------------------------------------------------------------------------------------------------
+# ---- faults ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_read_that_fails_is_made_again_by_fsspecs_client(server_of: ServerOf, fetched: list[Any]) -> None:
@@ -395,7 +396,7 @@ def test_what_is_sent_again_is_sent_whole(backend: str, size: int, server_of: Se
 @pytest.mark.parametrize("size", [len(CONTENT), 3 * 2**20], ids=["parts", "one request"])
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])
 def test_an_answer_in_the_place_of_the_stores_is_no_answer(backend: str, size: int, server_of: ServerOf) -> None:
-    """A proxy that says 200 to everything, for a moment or for good, gets no checkpoint declared saved that is not there."""
+    """A proxy that says 200 to everything gets no checkpoint declared saved that is not there."""
     server = server_of("moto")
     path = f"{server.new_bucket()}/a"
     direct = storage_for(path, dict(server.options))
@@ -446,7 +447,7 @@ def test_an_object_of_another_length_is_noticed(server_of: ServerOf, monkeypatch
         write(storage, path, CONTENT)
 
 
-# ---- a server that knows no ranges -------------------------------------------------------------------------------------------
+# ---- a server that knows no ranges -----------------------------------------------------------------------------------
 
 
 class Whole(BaseHTTPRequestHandler):
@@ -498,3 +499,63 @@ def test_a_checkpoint_is_read_as_it_was_saved(server_of: ServerOf, fetched: list
     assert torch.equal(found["w"], state["w"])
     assert torch.equal(found["b"], state["b"])
     assert fetched == []
+
+
+# ---- credentials that are renewed ----------------------------------------------------------------------------------------
+
+
+def asked_by(protocol: str, filesystem: Any) -> list[str]:
+    """What obstore sends as authorization when it uses the credentials of ``filesystem``, to a server that refuses."""
+    seen: list[str] = []
+
+    class Refuses(Whole):
+        def do_GET(self) -> None:
+            seen.append(self.headers.get("Authorization", ""))
+            self.send_response(403)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+    thread.start()
+    try:
+        from obstore.store import AzureStore, GCSStore
+
+        settings = {"az": obstore_client._azure_settings, "gs": obstore_client._gcs_settings}[protocol]
+        arguments = settings(filesystem, "bucket")
+        endpoint = f"http://127.0.0.1:{server.server_address[1]}"
+        arguments["config"] |= {"endpoint" if protocol == "az" else "base_url": endpoint}
+        store: Any = {"az": AzureStore, "gs": GCSStore}[protocol]
+        client = store("bucket", client_options={"allow_http": True}, retry_config={"max_retries": 0}, **arguments)
+        with pytest.raises(Exception, match="403"):
+            client.get_range("a", start=0, length=2)
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join(10)
+    return seen
+
+
+def test_an_identity_of_azure() -> None:
+    class Identity:
+        def get_token(self, scope: str) -> Any:
+            assert scope == "https://storage.azure.com/.default"
+            return type("Token", (), {"token": "of-azure", "expires_on": 4_000_000_000})
+
+    client = type("Client", (), {"url": "https://me.blob.example.org/", "account_name": "me", "credential": object()})
+    filesystem = type("Filesystem", (), {"service_client": client, "sync_credential": Identity()})
+    assert asked_by("az", filesystem) == ["Bearer of-azure"]
+
+
+def test_credentials_of_google() -> None:
+    class Credentials:
+        credentials: Any = None
+
+        def maybe_refresh(self) -> None:
+            expiry = datetime.datetime(2090, 1, 1)
+            self.credentials = type("Fresh", (), {"token": "of-google", "expiry": expiry})
+
+    found = Credentials()
+    found.credentials = object()
+    filesystem = type("Filesystem", (), {"credentials": found, "requester_pays": False, "_endpoint": None})
+    assert asked_by("gs", filesystem) == ["Bearer of-google"]

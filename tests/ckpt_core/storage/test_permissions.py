@@ -148,7 +148,7 @@ def test_nobody_else_can_look_into_a_directory_while_it_is_written(tmp_path: Pat
 
 
 def test_files_that_are_new_or_shared_with_another_checkpoint_are_closed_too(tmp_path: Path) -> None:
-    """A directory whose files are closed gets a file that it had not, and one that is a link to another checkpoint's."""
+    """A directory whose files are closed gets a new file, and one that is a link to another checkpoint's."""
     first, last = tmp_path / "1", tmp_path / "last"
     with DirectoryCheckpointer(strategy="sync") as checkpointer:
 
