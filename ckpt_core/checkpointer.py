@@ -229,7 +229,7 @@ class CheckpointerBase:
         return self._places.save_path(full_path(path))
 
     def _storage_for(self, path: str) -> Storage:
-        return self._storage or storage_for(path, self._storage_options if is_remote(path) else None)
+        return self._storage or storage_for(path, self._storage_options)
 
 
 class Checkpointer(CheckpointerBase):

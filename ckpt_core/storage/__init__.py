@@ -56,10 +56,10 @@ def storage_for(path: str | os.PathLike[str], storage_options: dict[str, Any] | 
 
     Args:
         path: A local path or a URL.
-        storage_options: For fsspec; refused for local paths.
+        storage_options: For stores; of them, local paths take ``"follow_links"`` only, see :class:`LocalStorage`.
     """
     if not is_remote(path):
-        return LocalStorage()
+        return LocalStorage(bool((storage_options or {}).get("follow_links")))
     from ckpt_core.storage.remote import remote_storage
 
     return remote_storage(os.fspath(path), storage_options)

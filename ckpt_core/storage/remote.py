@@ -25,6 +25,7 @@ def remote_storage(url: str, storage_options: Mapping[str, Any] | None = None) -
     """
     options = dict(storage_options or {})
     backend = options.pop("backend", "fsspec")
+    options.pop("follow_links", None)  # stores have none
     if backend == "obstore":
         from ckpt_core.storage.obstore_storage import ObstoreStorage
 

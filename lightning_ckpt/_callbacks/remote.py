@@ -25,7 +25,9 @@ def is_remote(path: Any) -> bool:
 
 def open_filesystem(directory: str, storage_options: Mapping[str, Any] | None) -> Any:
     """Return fsspec's filesystem of a URL; it takes the options of the plugin and remembers no listings."""
-    options = {name: value for name, value in (storage_options or {}).items() if name != "backend"}
+    options = {
+        name: value for name, value in (storage_options or {}).items() if name not in ("backend", "follow_links")
+    }
     filesystem, _ = fsspec.core.url_to_fs(directory, **{"use_listings_cache": False, **options})
     return filesystem
 
