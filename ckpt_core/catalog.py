@@ -188,7 +188,7 @@ class Catalog:
         self._suffix = suffix
         if tiers is not None and tiers.covers(self.root):
             storage = TieredStorage(tiers, local=storage, storage_options=storage_options)
-        self._storage = storage or storage_for(self.root, storage_options if is_remote(root) else None)
+        self._storage = storage or storage_for(self.root, storage_options)
         self._listeners = listeners
         self._stamps: dict[CheckpointInfo, Stamp | None] = {}  # None: not readable
         self.passed_over: dict[str, CheckpointError] = {}

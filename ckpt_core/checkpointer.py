@@ -96,7 +96,7 @@ class CheckpointerBase:
         return full if self._tiers is None else self._tiers.local_path(full)
 
     def _storage_for(self, path: str) -> Storage:
-        return self._storage or storage_for(path, self._storage_options if is_remote(path) else None)
+        return self._storage or storage_for(path, self._storage_options)
 
     def _to_read(self, path: str) -> Storage:
         """Return what a checkpoint is read from, in whichever tier it is."""

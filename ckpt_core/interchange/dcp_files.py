@@ -40,7 +40,7 @@ from ckpt_core.interchange.naming import ROOT, EntryPath, entry_name, split_path
 from ckpt_core.interchange.saving import Chunk, Value, save_alone
 from ckpt_core.interchange.streaming import TensorMemory, new_directory
 from ckpt_core.paths import StrPath
-from ckpt_core.storage import Storage, is_remote, storage_for
+from ckpt_core.storage import Storage, storage_for
 
 __all__ = ["check_dcp", "export_dcp", "import_dcp"]
 
@@ -64,7 +64,7 @@ def export_dcp(source: StrPath, target: StrPath, *, storage_options: dict[str, A
         StorageError: There is something at ``target`` already, or the disk refused.
     """
     path = full_path(source)
-    storage = storage_for(path, storage_options if is_remote(path) else None)
+    storage = storage_for(path, storage_options)
     with DirectoryCheckpoint(path, storage) as checkpoint, new_directory(target) as directory:
         # No copy ahead, one thread: tensors are asked for one after the other.
         writer = FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0)
@@ -171,7 +171,7 @@ def import_dcp(
         CheckpointCorruptedError: A file is missing or truncated, or does not hold what the metadata say.
     """
     origin, path = full_path(source), full_path(target)
-    storage = storage_for(origin, storage_options if is_remote(origin) else None)
+    storage = storage_for(origin, storage_options)
     entries = read_dcp_metadata(_bytes_of(storage, f"{origin}/{METADATA_NAME}"), path=f"{origin}/{METADATA_NAME}")
     if only is not None:
         missing = sorted(set(only) - {entry.path[0] for entry in entries})
@@ -214,7 +214,7 @@ def check_dcp(source: StrPath, *, storage_options: dict[str, Any] | None = None)
         CheckpointCorruptedError: A file is missing or truncated.
     """
     origin = full_path(source)
-    storage = storage_for(origin, storage_options if is_remote(origin) else None)
+    storage = storage_for(origin, storage_options)
     memory = TensorMemory()
     for entry in read_dcp_metadata(_bytes_of(storage, f"{origin}/{METADATA_NAME}"), path=f"{origin}/{METADATA_NAME}"):
         if entry.info is None:

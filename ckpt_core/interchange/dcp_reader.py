@@ -33,7 +33,7 @@ from ckpt_core.geometry import Box
 from ckpt_core.interchange.naming import ROOT, Entry, EntryPath, entries_of, entry_name, subtree
 from ckpt_core.interchange.streaming import TensorMemory
 from ckpt_core.paths import StrPath
-from ckpt_core.storage import Storage, is_remote, storage_for
+from ckpt_core.storage import Storage, storage_for
 
 __all__ = ["CkptStorageReader", "TensorBatches", "entries_by_name", "load_values", "structure_of"]
 
@@ -104,7 +104,7 @@ class CkptStorageReader(StorageReader):
         """Return DCP's description of the checkpoint; reads the manifest, and the arrays among the values."""
         if self._path is None:
             raise ValueError("name the checkpoint: CkptStorageReader(path), or load(..., checkpoint_id=path)")
-        storage = self._storage or storage_for(self._path, self._storage_options if is_remote(self._path) else None)
+        storage = self._storage or storage_for(self._path, self._storage_options)
         with DirectoryCheckpoint(self._path, storage) as checkpoint:
             self._checkpoint = checkpoint
             rank = self._own_rank()

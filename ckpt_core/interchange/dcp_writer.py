@@ -29,7 +29,7 @@ from ckpt_core.interchange.naming import EntryPath, split_path
 from ckpt_core.interchange.saving import Chunk, DirectorySave, RankShards, Value
 from ckpt_core.interchange.streaming import given
 from ckpt_core.paths import StrPath
-from ckpt_core.storage import Storage, is_remote, storage_for
+from ckpt_core.storage import Storage, storage_for
 
 __all__ = ["CkptStorageWriter", "value_chunks"]
 
@@ -164,7 +164,7 @@ class CkptStorageWriter(StorageWriter):
 
     def _storage_for_path(self) -> Storage:
         path = self._named_path()
-        return self._storage or storage_for(path, self._storage_options if is_remote(path) else None)
+        return self._storage or storage_for(path, self._storage_options)
 
     def _end(self) -> None:
         if self._cleanup is not None:

@@ -110,7 +110,7 @@ def export_model(
 
 @contextlib.contextmanager
 def _tensors_of(path: str, part: str | None, storage_options: dict[str, Any] | None) -> Iterator[dict[str, _Tensor]]:
-    storage = storage_for(path, storage_options if is_remote(path) else None)
+    storage = storage_for(path, storage_options)
     if not reader.is_directory_checkpoint(storage, path):
         yield _tensors_of_file(path, part or "state_dict", storage)
         return
@@ -199,7 +199,7 @@ def import_model(
         CheckpointCorruptedError: A file is missing, truncated or damaged where that shows, or a tensor is missing.
     """
     origin = full_path(source)
-    storage = storage_for(origin, storage_options if is_remote(origin) else None)
+    storage = storage_for(origin, storage_options)
     chunks = []
     memory = TensorMemory()
     for name, wanted in _files_of(storage, origin).items():

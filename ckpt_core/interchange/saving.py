@@ -42,7 +42,7 @@ from ckpt_core.geometry import Box
 from ckpt_core.interchange.naming import EntryPath, entry_name, nested
 from ckpt_core.interchange.streaming import LazyTensors, write_in_order
 from ckpt_core.memory import ScratchBuffers
-from ckpt_core.storage import Storage, is_remote, storage_for
+from ckpt_core.storage import Storage, storage_for
 
 __all__ = ["Chunk", "DirectorySave", "RankShards", "Value", "save_alone"]
 
@@ -220,7 +220,7 @@ def save_alone(
     order: Iterable[tuple[str, EntryPath]] = (),
 ) -> int:
     """Write a checkpoint by this process alone, one tensor in memory at a time; return its size in bytes."""
-    storage = storage_for(path, storage_options if is_remote(path) else None)
+    storage = storage_for(path, storage_options)
     save = DirectorySave(storage, path, f"import-{uuid.uuid4().hex[:16]}")
     try:
         shards = save.write(chunks, values, one_by_one=True)

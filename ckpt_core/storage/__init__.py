@@ -57,14 +57,14 @@ def storage_for(path: str | os.PathLike[str], storage_options: dict[str, Any] | 
     Args:
         path: A local path or a URL.
         storage_options: For fsspec's client of the store; and ``"backend"``: ``"fsspec"`` (obstore is not used),
-            ``"obstore"`` (an error where it cannot be used); left out, obstore is used where that is possible. Not for
-            local paths.
+            ``"obstore"`` (an error where it cannot be used); left out, obstore is used where that is possible. Of
+            them, local paths take ``"follow_links"`` only, see :class:`LocalStorage`.
 
     Raises:
         StorageError: There is no such backend, its package is not installed, or the options do not fit.
     """
     if not is_remote(path):
-        return LocalStorage()
+        return LocalStorage(bool((storage_options or {}).get("follow_links")))
     from ckpt_core.storage.fsspec_storage import FsspecStorage
 
     return FsspecStorage(os.fspath(path), storage_options)

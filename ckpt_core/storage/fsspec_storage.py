@@ -180,7 +180,9 @@ class FsspecStorage(Storage, LeaseStore):
                 remedy='choose "fsspec" or "obstore" as "backend"',
             )
         self._of_obstore = {name: options[name] for name in OBSTORE_OPTIONS if name in options}
-        given = {name: value for name, value in options.items() if name not in ("backend", *OBSTORE_OPTIONS)}
+        given = {
+            name: value for name, value in options.items() if name not in ("backend", "follow_links", *OBSTORE_OPTIONS)
+        }
         self._filesystem = _open_filesystem(url, given, self._secrets)
         shared = _SHARED.setdefault(self._filesystem, _Shared())
         self._retries = shared.retries

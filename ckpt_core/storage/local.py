@@ -157,14 +157,21 @@ def _make_directories(directory: str) -> None:
 
 
 class LocalStorage(Storage):
-    """Files on a local (or mounted) filesystem."""
+    """Files on a local (or mounted) filesystem.
 
-    def __init__(self) -> None:
+    Args:
+        follow_links: Whether files *inside* a checkpoint's directory may be symbolic links, as DVC and caches of the Hugging
+            Face Hub make them. A checkpoint of unknown origin could have any file be read in this way. A link to a whole
+            checkpoint is followed anyhow.
+    """
+
+    def __init__(self, follow_links: bool = False) -> None:
+        self._follow_links = follow_links
         self._staging = local_directory.StagingDirectories()
 
-    def __reduce__(self) -> tuple[type[LocalStorage], tuple[()]]:
+    def __reduce__(self) -> tuple[type[LocalStorage], tuple[bool]]:
         """A copy, and what a spawned process gets, has no directories in the making."""
-        return LocalStorage, ()
+        return LocalStorage, (self._follow_links,)
 
     def create(self, path: str, expected_size: int) -> FileWriter:
         return _LocalFileWriter(path, expected_size)
@@ -176,11 +183,12 @@ class LocalStorage(Storage):
         path = directory
         for component in name.split("/"):
             path = f"{path}/{component}"
-            if os.path.islink(path):
+            if os.path.islink(path) and not self._follow_links:
                 raise CheckpointCorruptedError(
                     "a file of the checkpoint is a symbolic link, which may lead to any other file",
                     path=path,
-                    remedy="if you trust the links, copy the checkpoint with the files that they lead to (cp -rL)",
+                    remedy='if you trust the links, set storage_options={"follow_links": True}, or copy the checkpoint '
+                    "with the files that they lead to (cp -rL)",
                 )
         return self.open(path)
 

@@ -29,6 +29,8 @@ __all__ = ["is_remote", "newest_requeued", "open_filesystem", "tell_of_checkpoin
 
 logger = logging.getLogger(__name__)
 
+#: In storage_options; fsspec does not know them.
+_OF_OUR_CLIENTS = ("backend", "client_options", "follow_links", "retry_config")
 _NAME = re.compile(r"hpc_ckpt_\d+\.ckpt$")
 
 
@@ -75,7 +77,7 @@ def is_remote(path: Any) -> bool:
 
 def open_filesystem(directory: str, storage_options: Mapping[str, Any] | None) -> Any:
     """Return fsspec's filesystem of a URL; it takes the options of the plugin and remembers no listings."""
-    options = {name: value for name, value in (storage_options or {}).items() if name != "backend"}
+    options = {name: value for name, value in (storage_options or {}).items() if name not in _OF_OUR_CLIENTS}
     filesystem, _ = fsspec.core.url_to_fs(directory, **{"use_listings_cache": False, **options})
     return filesystem
 

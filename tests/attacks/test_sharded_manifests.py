@@ -308,6 +308,7 @@ def test_a_link_in_the_place_of_a_file_is_refused(saved: Path, attack: Callable[
     assert isinstance(error, CheckpointCorruptedError)
     assert error.path == str(shard)
     assert "symbolic link" in str(error)
+    assert "follow_links" in str(error)
     assert "cp -rL" in str(error)
     assert "ssss" not in str(error)
 
