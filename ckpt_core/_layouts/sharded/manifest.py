@@ -43,6 +43,7 @@ __all__ = [
     "piece_name",
     "read_stamp",
     "shard_name",
+    "with_suffix",
 ]
 
 FORMAT_VERSION = 3
@@ -436,6 +437,12 @@ def per_rank_name(rank: int, world_size: int, suffix: str = "") -> str:
 def digests_name(rank: int, world_size: int, suffix: str = "") -> str:
     """Return the name of the file that holds the digests of a rank's files."""
     return f"{_numbered('rank', rank, world_size)}{suffix}.digests"
+
+
+def with_suffix(name: str, suffix: str) -> str:
+    """Return the name of a file that has a suffix, by the name of one that has none."""
+    stem, _, ending = name.rpartition(".")
+    return f"{stem}{suffix}.{ending}"
 
 
 def check_part_name(name: str) -> None:

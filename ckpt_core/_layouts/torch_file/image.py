@@ -131,7 +131,7 @@ class FileImage:
             self._settled.set()
 
     def wait_settled(self) -> None:
-        """Return when the image is not written any more: it is sealed or abandoned."""
+        """Return when nobody writes into the image any more: it is sealed or abandoned."""
         self._settled.wait()
 
     def _check(self) -> None:
