@@ -1,8 +1,9 @@
 """What the interpreter waits for before it ends, while everything still works.
 
-Functions of ``atexit``, and the wait for threads that are no daemons, come too late for an object store: executors take no more work by
-then, and without them its clients open no connection. What ``threading`` calls before that has no public way in: ``_register_atexit``
-(Python 3.9 to 3.14 at least), which ``concurrent.futures`` uses too. Without it, only what needs no new connection succeeds at the end.
+Functions of ``atexit``, and the wait for threads that are no daemons, come too late for an object store: executors take
+no more work by then, and without them its clients open no connection. What ``threading`` calls before that has no
+public way in: ``_register_atexit`` (Python 3.9 to 3.14 at least), which ``concurrent.futures`` uses too. Without it,
+only what needs no new connection succeeds at the end.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """When a checkpoint was committed, by its own account.
 
-Clocks of two nodes differ, and clocks are set back. What a process saves is newer than all that it has read before, whatever its
-clock says: a run that resumes from a checkpoint never saves one that looks older.
+Clocks of two nodes differ, and clocks are set back. What a process saves is newer than all that it has read before,
+whatever its clock says: a run that resumes from a checkpoint never saves one that looks older.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _clock = _Clock()
 
 
 def commit_time() -> float:
-    """Return the time of a commit that happens now: Unix time in seconds, later than all that were noted or returned before."""
+    """Return the time of a commit that happens now: Unix time in seconds, later than all noted or returned before."""
     return _clock.now()
 
 
@@ -97,7 +97,7 @@ NO_STAMP = Stamp()
 
 
 def step_in(state: Any, *, depth: int = 0) -> int | None:
-    """Return the step that a state, or the metadata of one, says it is of: a whole number under ``global_step`` or ``step``.
+    """Return the step that a state or its metadata name: a whole number under ``global_step`` or ``step``.
 
     Args:
         state: Anything.

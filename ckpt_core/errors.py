@@ -1,7 +1,7 @@
 """One tree of exceptions.
 
-Everything that goes wrong with a checkpoint is a :class:`CheckpointError`, so that one ``except`` is enough. Where Python
-or torch has an exception for the same thing, ours is also that one, so that existing handlers keep working::
+Everything that goes wrong with a checkpoint is a :class:`CheckpointError`, so that one ``except`` is enough. Where
+Python or torch has an exception for the same thing, ours is also that one, so that existing handlers keep working::
 
     CheckpointError
     ├── CheckpointNotFoundError   (also FileNotFoundError)        nothing there, or nothing usable
@@ -124,9 +124,10 @@ class RankFailedError(CheckpointError):
 
 
 def none_verifies(directory: str, passed_over: Mapping[str, CheckpointError]) -> CheckpointCorruptedError:
-    """Return the error for a look-up that found checkpoints of which none can be used: nothing may start from scratch then.
+    """Return the error for a look-up that found checkpoints of which none can be used.
 
-    It is no :class:`CheckpointNotFoundError`, which programs take for a directory that is still empty.
+    Nothing may start from scratch then, so it is not a :class:`CheckpointNotFoundError`, which programs take for a
+    directory that is still empty.
 
     Args:
         directory: Where the look-up was.

@@ -1,4 +1,4 @@
-"""What the engine tells about itself: frozen data passed to listeners, and a log file of it.
+"""What the engine reports: frozen data passed to listeners, and a log file of it.
 
 A listener is any callable that takes one :class:`Event`. It is called on the thread where the event happens (the
 training thread or the writer thread), so it must be quick and must not raise.
@@ -171,8 +171,8 @@ def notify(listeners: Sequence[Listener], event: Event) -> None:
 class EventLog:
     """A listener that appends each event to a file as one line of JSON.
 
-    Each line is one ``write`` to a file opened for appending, so that several threads and processes may share the file and
-    a killed process leaves whole lines only.
+    Each line is one ``write`` to a file opened for appending, so that several threads and processes may share the file
+    and a killed process leaves whole lines only.
 
     Args:
         path: The local file; its directory is created.

@@ -20,8 +20,8 @@ class StagingBuffer:
 
     Args:
         nbytes: Size in bytes; rounded up to whole pages.
-        pinned: Whether to lock the pages where CUDA is in use. On the thread that trains: on another one, CUDA would take
-            memory on the first device, whichever the process uses.
+        pinned: Whether to lock the pages where CUDA is in use. On the thread that trains: on another one, CUDA would
+            take memory on the first device, whichever the process uses.
 
     Raises:
         OutOfMemoryError: The system refuses so much.
@@ -38,13 +38,14 @@ class StagingBuffer:
         except (OSError, MemoryError, OverflowError) as error:
             raise OutOfMemoryError(
                 f"there is no memory for a buffer of {self.nbytes} bytes: {error}",
-                remedy="free memory or raise its limit (ulimit -v, the job's or the container's); strategy='sync' needs "
-                "112 MiB instead of a copy of the state",
+                remedy="free memory or raise its limit (ulimit -v, the job's or the container's); strategy='sync' "
+                "needs 112 MiB instead of a copy of the state",
             ) from error
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._map.madvise(mmap.MADV_HUGEPAGE)
         self.memory = memoryview(self._map)
-        # Not a tensor of inference mode, which could not be written to outside it: validation saves inside, training out.
+        # Not a tensor of inference mode, which could not be written to outside it: validation saves inside, training
+        # out.
         with torch.inference_mode(False):
             self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.tensor.zero_()
@@ -133,8 +134,8 @@ def storage_of(tensor: torch.Tensor, *, key: str) -> torch.UntypedStorage:
         ) from error
     if storage.nbytes() < tensor.nbytes and storage.nbytes() < _bytes_needed(tensor):
         raise SerializationError(
-            f"the tensor at {key} has a memory of {storage.nbytes()} bytes, which was freed or is too small for its shape "
-            f"{list(tensor.shape)}",
+            f"the tensor at {key} has a memory of {storage.nbytes()} bytes, which was freed or is too small for its "
+            f"shape {list(tensor.shape)}",
             key=key,
             remedy="gather or materialize it before it is saved (FSDP frees parameters between steps)",
         )

@@ -39,7 +39,8 @@ def run_parallel(
 ) -> None:
     """Call ``work`` on every job from several threads and raise the first error, after all threads have stopped.
 
-    The calling thread takes part, so that this also works while the interpreter shuts down, when no thread can be started.
+    The calling thread takes part, so that this also works while the interpreter shuts down, when no thread can be
+    started.
 
     Args:
         work: Called once for each job, on any of the threads.
@@ -79,7 +80,7 @@ def run_parallel(
         try:
             threading.Thread(target=help_out, args=(ended,), name="ckpt-io").start()
         except RuntimeError:
-            break  # the interpreter is shutting down: go on with the threads there are
+            break  # the interpreter is shutting down: use the threads there are
         helpers.append(ended)
     loop(meanwhile)
     for ended in helpers:

@@ -1,7 +1,7 @@
 """The safetensors format: element types, tensors as a header describes them, and headers written and read.
 
-A file is eight bytes with the length of the header (little-endian), the header (JSON, padded with spaces), and the tensors without
-a hole between them. Everything in a header that another program wrote is checked before it is believed.
+A file is eight bytes with the length of the header (little-endian), the header (JSON, padded with spaces), and the
+tensors without a hole between them. Everything in a header that another program wrote is checked before it is believed.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ def stored_as(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[str, tuple[in
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return ``tensor`` without gradient, as elements that every copy can move bit by bit, where it lies.
 
-    torch cannot copy some of its types. A tensor that is the conjugate or the negative of its memory stays what it is: it
-    is the copy that makes it so.
+    torch cannot copy some of its types. A tensor that is the conjugate or the negative of its memory stays what it is:
+    it is the copy that makes it so.
     """
     tensor = tensor.detach()
     if tensor.is_conj() or tensor.is_neg():

@@ -18,9 +18,10 @@ MOST_DOUBLINGS = 6
 class Grouping:
     """Divides the tensors of one part into those that change (group 0) and groups of those that do not.
 
-    A group is written once and linked from then on, as long as nothing in it changes and nothing joins it. So a tensor that
-    changes leaves its group, and tensors that are found to be unchanged make a new one. One that comes and goes has to stay
-    as it is for longer each time before it is taken for unchanged again: it would take the others' file with it.
+    A group is written once and linked from then on, as long as nothing in it changes and nothing joins it. So a tensor
+    that changes leaves its group, and tensors that are found to be unchanged make a new one. One that comes and goes
+    has to stay as it is for longer each time before it is taken for unchanged again: it would take the others' file
+    with it.
     """
 
     def __init__(self) -> None:
@@ -37,8 +38,8 @@ class Grouping:
 
         Args:
             sizes: Bytes of every tensor that is going to be saved.
-            unchanged: Those that seem to be as they were in the save before. All of them, or none, tell nothing: the state
-                was saved twice, or nothing is known.
+            unchanged: Those that seem to be as they were in the save before. All of them, or none, say nothing: the
+                state was saved twice, or nothing is known.
         """
         if not 0 < len(unchanged) < len(sizes):
             return self._groups

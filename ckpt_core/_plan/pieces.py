@@ -24,8 +24,8 @@ __all__ = ["LocalTensor", "Piece", "local_tensor"]
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
-# A state can have a hundred thousand of these: named tuples are made in a fraction of the time of a data class. Tensors have no
-# equality of one truth value, so neither have the next two.
+# A state can have a hundred thousand of these: named tuples are made in a fraction of the time of a data class. Tensors
+# have no equality of one truth value, so neither have the next two.
 class Piece(NamedTuple):
     """The elements of one box of a tensor.
 
@@ -48,7 +48,7 @@ class LocalTensor(NamedTuple):
     Args:
         dtype: Type of its elements.
         shape: Shape of the whole tensor.
-        pieces: What is on this rank; none where all elements are elsewhere. A tensor without elements has one piece,
+        pieces: What is on this rank; none where other ranks hold all elements. A tensor without elements has one piece,
             also without elements, on every rank it is on.
         holders: The ranks, ascending, that hold exactly these pieces, this one included; none if there are no pieces.
     """
@@ -133,7 +133,7 @@ def _part_of_dtensor(tensor: DTensor, key: str, rank: int) -> LocalTensor:
         share = _mesh_view(tensor.device_mesh, rank).share(shape, shardings)
     except ValueError as error:
         raise SerializationError(
-            f"the tensor at {key} has the {error}: that does not tell which of its elements are where",
+            f"the tensor at {key} has the {error}: that does not say which of its elements are where",
             key=key,
             remedy="redistribute() it to Shard and Replicate placements on a mesh of ascending ranks first",
         ) from None
@@ -188,7 +188,7 @@ class _MeshView:
         """Return what the rank holds of a tensor of this shape.
 
         Raises:
-            ValueError: The mesh does not tell.
+            ValueError: The mesh does not say.
         """
         share = self._shares.get((shape, shardings))
         if share is None:

@@ -54,7 +54,7 @@ def _add_format(parser: argparse.ArgumentParser) -> None:
 def _size(text: str) -> int:
     found = re.fullmatch(r"([0-9]+) *([A-Za-z]*)", text)
     if found is None or found[2].upper() not in _UNITS or int(found[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size like 500MB or 5GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 500MB or 5GB")
     return int(found[1]) * _UNITS[found[2].upper()]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import io
 import operator
@@ -26,7 +25,7 @@ from torch.futures import Future
 from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._layouts.sharded.matching import tensor_paths
 from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
-from ckpt_core._plan import Piece
+from ckpt_core._plan import LocalTensor, Piece
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.geometry import Box
@@ -161,7 +160,10 @@ class CkptStorageReader(StorageReader):
             pieces.setdefault(entry.where, []).append(Piece(Box(offset, tuple(item.lengths)), target))
             shapes[entry.where] = tuple(entry.value.shape)
             targets.append((item, target))
-        wanted = {where: Loaded(found[0].tensor.dtype, shapes[where], tuple(found)) for where, found in pieces.items()}
+        wanted = {
+            where: LocalTensor(found[0].tensor.dtype, shapes[where], tuple(found), ())
+            for where, found in pieces.items()
+        }
         found = load_values(self._checkpoint, part, self._own_rank(), wanted, [entry for _, entry in values])
         for item, target in targets:
             planner.commit_tensor(item, target)
@@ -175,21 +177,6 @@ class CkptStorageReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: StrPath) -> bool:
         """Return whether this could be a path: anything could."""
         return isinstance(checkpoint_id, (str, os.PathLike))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Loaded:
-    """What is to be filled of a tensor.
-
-    Attributes:
-        dtype: Type of its elements.
-        shape: Of the whole tensor.
-        pieces: What of it, and the memory that it goes into.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
 
 
 def structure_of(checkpoint: DirectoryCheckpoint, part: str, rank: int = 0) -> Any:
@@ -233,7 +220,7 @@ def load_values(
     checkpoint: DirectoryCheckpoint,
     part: str,
     rank: int,
-    tensors: Mapping[tuple[Hashable, ...], Loaded],
+    tensors: Mapping[tuple[Hashable, ...], LocalTensor],
     values: Sequence[Entry],
 ) -> list[Any]:
     """Fill tensors of a part, all together, and return entries that are not tensors, with the tensors that they hold.
@@ -245,7 +232,7 @@ def load_values(
         tensors: What to fill, by the keys below the part.
         values: The entries, from the part's structure.
     """
-    views: dict[int, Loaded] = {}
+    views: dict[int, LocalTensor] = {}
     into: dict[tuple[Hashable, ...], torch.Tensor] = {}
     for where, wanted in tensors.items():
         into[where] = torch.empty(0)  # stands for the pieces, wherever they are
@@ -254,7 +241,7 @@ def load_values(
         for inside, tensor in tensor_paths(entry.value, torch.Tensor):
             where, shape = (*entry.where, *inside), tuple(tensor.shape)
             into[where] = torch.empty(shape, dtype=tensor.dtype)
-            views[id(into[where])] = Loaded(tensor.dtype, shape, (Piece(Box.whole(shape), into[where]),))
+            views[id(into[where])] = LocalTensor(tensor.dtype, shape, (Piece(Box.whole(shape), into[where]),), ())
     if not into:
         return [entry.value for entry in values]
     with checkpoint:
@@ -305,7 +292,7 @@ class TensorBatches:
         made = self._memory.tensors(infos)
         self._loaded = {where: tensor for (where, _), tensor in zip(batch, made, strict=True)}
         targets = {
-            where: Loaded(info.dtype, info.shape, (Piece(Box.whole(info.shape), self._loaded[where]),))
+            where: LocalTensor(info.dtype, info.shape, (Piece(Box.whole(info.shape), self._loaded[where]),), ())
             for (where, _), info in zip(batch, infos, strict=True)
         }
         try:

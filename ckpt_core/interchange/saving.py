@@ -147,29 +147,63 @@ class DirectorySave:
         Raises:
             StorageError: The storage refused.
         """
-
-        def write(name: str, image: Image) -> int:
-            self._created.append(name)
-            target = f"{self._directory}/{name}"
-            if one_by_one:
-                return write_in_order(image, self._storage, target)
-            return write_image(image, self._storage, target, scratch=scratch)
-
         scratch = ScratchBuffers()
         try:
             with errors_name(self.path, written_to=self._directory):
-                return _write_shards(
-                    chunks,
-                    values,
-                    rank=rank,
-                    world_size=world_size,
-                    save_id=self.token,
-                    suffix=self._suffix,
-                    one_by_one=one_by_one,
-                    write=write,
-                )
+                return self._write(chunks, values, rank, world_size, scratch=None if one_by_one else scratch)
         finally:
             scratch.close()
+
+    def _write(
+        self,
+        chunks: Mapping[str, Sequence[Chunk]],
+        values: Mapping[str, Mapping[EntryPath, Value]],
+        rank: int,
+        world_size: int,
+        *,
+        scratch: ScratchBuffers | None,
+    ) -> RankShards:
+        files, images, sizes = [], [], {}
+        tensors: dict[str, dict[TensorId, TensorInfo]] = {}
+        for part, of_part in chunks.items():
+            table = tensors[part] = {(chunk.path, chunk.number): chunk.info for chunk in of_part}
+            if not of_part:
+                continue
+            infos = [TensorInfo(chunk.info.dtype, chunk.box.shape) for chunk in of_part]
+            order = file_order(infos)
+            ordered = [of_part[index] for index in order]
+            named = tuple(zip(_names(ordered), [infos[index] for index in order], strict=True))
+            layout = file_layout(named, (("rank", str(rank)),))
+            loads = [chunk.load for chunk in ordered]
+            sources = LazyTensors(loads) if scratch is None else [load() for load in loads]
+            image = SafetensorsImage(layout, layout.header(self.token), sources)
+            name = (
+                shard_name(part, self._suffix) if world_size == 1 else piece_name(part, rank, world_size, self._suffix)
+            )
+            sizes[name] = self._write_file(name, image, scratch)
+            images.append(image)
+            number_of = {tensor: number for number, tensor in enumerate(table)}
+            numbers = [number_of[chunk.path, chunk.number] for chunk in ordered]
+            offsets = [at for chunk in ordered for at in chunk.box.offset]
+            extents = [extent for chunk in ordered for extent in chunk.box.shape]
+            blocks = len(layout.blocks) - 1
+            files.append([name, part, layout.header_size, layout.size, blocks, [numbers, offsets, extents]])
+        digests = None
+        if images:
+            name = digests_name(rank, world_size, self._suffix)
+            written = DigestsImage(images)
+            sizes[name] = self._write_file(name, written, scratch)
+            data = written.tail()
+            digests = [name, len(data), digest(data)]
+        copied = {part: dict(of_part) for part, of_part in values.items()}
+        return RankShards(rank, self.token, tensors, copied, files, digests, sizes)
+
+    def _write_file(self, name: str, image: Image, scratch: ScratchBuffers | None) -> int:
+        self._created.append(name)
+        target = f"{self._directory}/{name}"
+        if scratch is None:
+            return write_in_order(image, self._storage, target)
+        return write_image(image, self._storage, target, scratch=scratch)
 
     def commit(
         self,
@@ -188,7 +222,9 @@ class DirectorySave:
             order: Part and path of entries, as they come in the state.
 
         Raises:
-            CheckpointError: What was written is no checkpoint, or the storage refused.
+            SerializationError: The ranks have not written one state, or ``metadata`` are not plain data.
+            CheckpointCorruptedError: Elements are missing, or there twice.
+            StorageError: A file is not seen here, or the storage refused.
         """
         manifest = _join_ranks(ranks, kind=kind, metadata=metadata, order=order, path=self.path)
         sizes = {name: size for rank in ranks for name, size in rank.sizes.items()}
@@ -232,64 +268,6 @@ def save_alone(
     return size
 
 
-def _write_shards(
-    chunks: Mapping[str, Sequence[Chunk]],
-    values: Mapping[str, Mapping[EntryPath, Value]],
-    *,
-    rank: int,
-    world_size: int,
-    save_id: str,
-    suffix: str,
-    one_by_one: bool,
-    write: Callable[[str, Image], int],
-) -> RankShards:
-    """Write a rank's files.
-
-    Args:
-        chunks: What it writes of each part.
-        values: The entries of each part that are not tensors, and that no other rank writes.
-        rank: Its number.
-        world_size: Number of ranks.
-        save_id: Goes into every file.
-        suffix: Of the files' names, where an older checkpoint has the plain ones.
-        one_by_one: Whether a tensor is loaded when its bytes are written, by one thread, and kept until the next one
-            is.
-        write: Writes a file and returns its size.
-    """
-    files, images, sizes = [], [], {}
-    tensors: dict[str, dict[TensorId, TensorInfo]] = {}
-    for part, of_part in chunks.items():
-        table = tensors[part] = {(chunk.path, chunk.number): chunk.info for chunk in of_part}
-        if not of_part:
-            continue
-        infos = [TensorInfo(chunk.info.dtype, chunk.box.shape) for chunk in of_part]
-        order = file_order(infos)
-        ordered = [of_part[index] for index in order]
-        named = tuple(zip(_names(ordered), [infos[index] for index in order], strict=True))
-        layout = file_layout(named, (("rank", str(rank)),))
-        loads = [chunk.load for chunk in ordered]
-        sources = LazyTensors(loads) if one_by_one else [load() for load in loads]
-        image = SafetensorsImage(layout, layout.header(save_id), sources)
-        name = shard_name(part, suffix) if world_size == 1 else piece_name(part, rank, world_size, suffix)
-        sizes[name] = write(name, image)
-        images.append(image)
-        number_of = {tensor: number for number, tensor in enumerate(table)}
-        numbers = [number_of[chunk.path, chunk.number] for chunk in ordered]
-        offsets = [at for chunk in ordered for at in chunk.box.offset]
-        extents = [extent for chunk in ordered for extent in chunk.box.shape]
-        blocks = len(layout.blocks) - 1
-        files.append([name, part, layout.header_size, layout.size, blocks, [numbers, offsets, extents]])
-    digests = None
-    if images:
-        name = digests_name(rank, world_size, suffix)
-        written = DigestsImage(images)
-        sizes[name] = write(name, written)
-        data = written.tail()
-        digests = [name, len(data), digest(data)]
-    copied = {part: dict(of_part) for part, of_part in values.items()}
-    return RankShards(rank, save_id, tensors, copied, files, digests, sizes)
-
-
 def _names(chunks: Iterable[Chunk]) -> list[str]:
     names: dict[str, None] = {}
     for chunk in chunks:
@@ -310,19 +288,7 @@ def _join_ranks(
     order: Iterable[tuple[str, EntryPath]],
     path: str,
 ) -> bytes:
-    """Return the manifest of what all ranks have written.
-
-    Args:
-        ranks: In their order.
-        kind: Of all parts.
-        metadata: Plain data to keep with the checkpoint.
-        order: Part and path of entries, as they come in the state.
-        path: The checkpoint, for messages.
-
-    Raises:
-        SerializationError: The ranks have not written one state, or ``metadata`` are not plain data.
-        CheckpointCorruptedError: Elements are missing, or there twice.
-    """
+    """Return the manifest of what all ranks have written; arguments and errors as for :meth:`DirectorySave.commit`."""
     encoded, tensors = encode_plain(dict(metadata), key="metadata")
     if tensors:
         raise SerializationError("the metadata hold a tensor", key=f"metadata.{tensors[0][0]}", remedy="save it")

@@ -74,9 +74,9 @@ def restore_gradients(
 def rebuild_ddp_buckets(model: Any) -> bool:
     """Give DDP its final gradient buckets now instead of after the first step.
 
-    DDP reduces the first step of a process in other buckets than all later ones. With three or more ranks the sums are then
-    added in another order, so the first step after a resume differs in the last bits from the same step of a run that
-    was not interrupted. There is no public way to ask for the final buckets.
+    DDP reduces the first step of a process in other buckets than all later ones. With three or more ranks the sums are
+    then added in another order, so the first step after a resume differs in the last bits from the same step of a run
+    that was not interrupted. There is no public way to ask for the final buckets.
 
     Args:
         model: The wrapped model, before its first step.

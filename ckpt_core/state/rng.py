@@ -44,7 +44,8 @@ def _numpy_state() -> tuple[Any, ...]:
         raise SerializationError(
             f"NumPy's global random generator was replaced by {type(generator).__name__}, whose state cannot be saved",
             key="numpy.random",
-            remedy="do without numpy.random.set_bit_generator: for other kinds, use a numpy.random.Generator of your own",
+            remedy="do without numpy.random.set_bit_generator: for other kinds, use a numpy.random.Generator of your "
+            "own",
         )
     return tuple(np.random.get_state(legacy=True))
 
@@ -87,7 +88,8 @@ class RngState:
     def restore(self) -> None:
         """Set the global generators; CUDA generators as far as both sides have the device.
 
-        The device that the process uses now goes on with the generator of the one that it used then, whatever their numbers.
+        The device that the process uses continues with the generator of the one that it used then, whatever their
+        numbers.
         """
         random.setstate(self.python)
         np.random.set_state(self.numpy)

@@ -14,10 +14,10 @@ def is_stateful(value: object) -> bool:
 
 
 def stay_stateful(wrapper: Any) -> None:
-    """Give an object that stands in front of ``wrapper.inner`` the methods of that one's state, if it has one, in its class.
+    """Give a wrapper the methods of its inner object's state, if that has one, in its class.
 
-    Since Python 3.12, ``isinstance(wrapper, Stateful)`` of a protocol looks for methods in the class: what ``__getattr__`` forwards does
-    not count, and torchdata's loaders would leave the object out of their state.
+    Since Python 3.12, ``isinstance(wrapper, Stateful)`` of a protocol looks for methods in the class: what
+    ``__getattr__`` forwards does not count, and torchdata's loaders would leave the object out of their state.
     """
     kind: Any = type(wrapper)
     shows_another = any("__class__" in vars(base) for base in kind.__mro__[:-1])  # and is taken for one of those

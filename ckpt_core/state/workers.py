@@ -1,8 +1,8 @@
 """The random generators of data loading workers.
 
-Each worker leaves its generators in shared memory after every batch it made. The main process, which knows how many batches
-of each worker were consumed, picks the matching record at a save; a new worker can be told to go on from it. So a resume
-need not load the data of the past again to bring the workers' generators to where they were.
+Each worker leaves its generators in shared memory after every batch it made. The main process, which knows how many
+batches of each worker were consumed, picks the matching record at a save; a new worker can continue from it. So
+a resume need not load the data of the past again to bring the workers' generators to where they were.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class RecordingCollate:
     Args:
         collate_fn: The loader's own one.
         log: Where to record.
-        resume: For each worker the packed generators to go on from, or ``None``.
-        throwaway: Number of workers (the first ones) that make one batch that nobody wants before they go on.
+        resume: For each worker the packed generators to continue from, or ``None``.
+        throwaway: Number of workers (the first ones) that make one batch that is dropped before they continue.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class RecordingCollate:
         return batch
 
     def install(self, worker: int) -> None:
-        """Set the generators of this worker process to those it is to go on from."""
+        """Set the generators of this worker process to those it continues from."""
         packed = self.resume[worker] if worker < len(self.resume) else None
         if packed is not None:
             unpack_rng(packed.numpy().tobytes()).restore()
 
 
 class WorkerInit:
-    """A ``worker_init_fn`` that calls the loader's own one and then lets a resumed worker go on.
+    """A ``worker_init_fn`` that calls the loader's own one and then lets a resumed worker continue.
 
     Args:
         worker_init_fn: The loader's own one, if it has one.

@@ -1,4 +1,4 @@
-"""Manifests made by an attacker, with a digest that is right: refused by name, without reading or filling what they want."""
+"""Manifests made by an attacker, with a digest that is right: refused by name, before anything is read or filled."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A directory of safetensors files with one manifest, written and read by any number of ranks (``docs/format_sharded.md``)."""
+"""Directories of safetensors files with one manifest, for any number of ranks (``docs/format_sharded.md``)."""
 
 from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._layouts.sharded.files import describe_file

@@ -1,4 +1,4 @@
-"""What a manifest says is in each part: structure, tensors, and which bytes of which file hold which elements; all checked.
+"""What a manifest says is in each part: structure, tensors, and where which elements are; all of it checked.
 
 There can be a million chunks, so they stay in arrays; only those that are asked for become objects.
 """
@@ -30,7 +30,7 @@ _FEW = 8  # chunks of a tensor up to which a loop is faster than an array
 _MOST_CELLS = 2**22  # of the grid in which overlaps are looked for
 
 
-# ---- where elements are ---------------------------------------------------------------------------------------------
+# ---- where elements are ----------------------------------------------------------------------------------------------
 
 
 class TensorTable:
@@ -146,7 +146,7 @@ def _numbers(values: Any) -> IntArray:
     if type(values) is not list or not set(map(type, values)) <= {int}:
         raise ValueError("chunks are not lists of numbers")
     if min(values, default=0) < 0 or max(values, default=0) >= 2**63:
-        raise ValueError("a chunk has a number that is no size and no index")
+        raise ValueError("a chunk has a number that is neither a size nor an index")
     return np.array(values, dtype=np.int64)
 
 
@@ -275,7 +275,7 @@ def _overlaps_another(begins: IntArray, ends: IntArray, row: int) -> bool:
     return int((low < high).all(axis=1).sum()) > 1
 
 
-# ---- parts ----------------------------------------------------------------------------------------------------------
+# ---- parts -----------------------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True)
@@ -459,10 +459,10 @@ def _references(record: PartRecord) -> list[Reference]:
         is_array = unresolved.nbytes is not None
         info = record.tensors[unresolved.index]
         if is_array and (info.dtype is not torch.uint8 or info.nbytes != unresolved.nbytes):
-            raise ValueError(f"{key} is no memory of an array")
+            raise ValueError(f"{key} is not the memory of an array")
         references.append(Reference(where, key, unresolved.index, is_array))
     if len({reference.index for reference in references}) != len(record.tensors):
-        raise ValueError(f"of {len(record.tensors)} tensors, some are no part of the state")
+        raise ValueError(f"of {len(record.tensors)} tensors, some are not part of the state")
     return references
 
 

@@ -1,7 +1,8 @@
 """Ranged reads: which bytes of a file a target needs, and how they get into it, every block compared with its digest.
 
-Long runs go straight into the target's memory, unless the storage is faster with aligned memory: a disk past the page cache.
-All others are read into scratch memory, neighbours together, and copied from there when their blocks were found to be right.
+Long runs go straight into the target's memory, unless the storage is faster with aligned memory: a disk past the page
+cache. All others are read into scratch memory, neighbours together, and copied from there when their blocks were found
+to be right.
 """
 
 from __future__ import annotations
@@ -216,7 +217,7 @@ def all_of(shard: Shard, *, past_cache: bool) -> Iterator[Job]:
 
 
 def _cuts(blocks: list[int], read: Read) -> Iterator[tuple[int, int, int, int]]:
-    """Yield ``(first, last, begin, end)``: a long run cut into what fills the blocks from first to last, and the two ends."""
+    """Yield ``(first, last, begin, end)``: a long run cut into whole blocks, and its two ends."""
     first = bisect.bisect_left(blocks, read.begin)
     behind = bisect.bisect_right(blocks, read.end) - 1
     if first >= behind:

@@ -1,7 +1,7 @@
 """The files of a directory checkpoint: found, of the right size and the right save, and their blocks compared.
 
-And what killed saves have left of them on an object store. On a local disk an unfinished directory has a name of its own and a
-lock. On a store, files stand below the final name, and it is the manifest that makes them a checkpoint.
+And what killed saves have left of them on an object store. On a local disk an unfinished directory has a name of its
+own and a lock. On a store, files stand below the final name, and it is the manifest that makes them a checkpoint.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SAVE_IN_HEADER = re.compile(rb'"save":"([^"]*)"')
 
 
 def describe_file(name: str, reader: FileReader) -> ExtraFile:
-    """Return the record of a file that somebody else wrote into the checkpoint.
+    """Return the record of a file that the caller added into the checkpoint.
 
     Args:
         name: Its path relative to the checkpoint's directory.
@@ -251,7 +251,7 @@ def _corrupted(message: str, path: str, key: str | None = None) -> CheckpointCor
     return CheckpointCorruptedError(message, path=path, key=key, remedy=_REMEDY)
 
 
-# ---- what killed saves have left on an object store -----------------------------------------------------------------
+# ---- what killed saves have left on an object store ------------------------------------------------------------------
 
 SILENT_SECONDS = 24 * 3600.0  # longer than any save takes between two files
 _DIGESTS = re.compile(r"rank-\d{5}-of-\d{5}(-[0-9A-Za-z-]+)?\.digests")
@@ -261,15 +261,16 @@ _LENGTH_BYTES = 8
 
 
 def remove_leftovers(storage: Storage, directory: str, *, silent_seconds: float = SILENT_SECONDS) -> list[str]:
-    """Delete the files of directory checkpoints that were never committed, or were being removed, and are not written any more.
+    """Delete the files of directory checkpoints that were never committed and are not written any more.
 
-    Only files that this package has written, by what is in them, in directories without a manifest to which nobody has added for
-    ``silent_seconds``. Everything else stays.
+    Only files that this package has written, by what is in them, in directories without a manifest to which nothing was
+    added for ``silent_seconds``. Everything else stays.
 
     Args:
         storage: An object store.
         directory: The directory that holds the checkpoints.
-        silent_seconds: Since the last change of any file directly in a checkpoint's directory, by the store's dates and our clock.
+        silent_seconds: Since the last change of any file directly in a checkpoint's directory, by the store's dates and
+            our clock.
 
     Returns:
         The paths of the directories.
@@ -298,7 +299,7 @@ def _is_abandoned(files: Sequence[FileInfo], silent_seconds: float) -> bool:
 
 
 def _is_ours(storage: Storage, file: FileInfo) -> bool:
-    """Return whether this package has written a file for a checkpoint: models have names like it, also those that we export."""
+    """Return whether this package wrote a file for a checkpoint: models, also exported ones, have such names too."""
     name = os.path.basename(file.path)
     if _DIGESTS.fullmatch(name):
         return True

@@ -62,7 +62,7 @@ _REMEDY = "resume from another checkpoint; this one cannot be repaired"
 
 @dataclasses.dataclass(frozen=True)
 class ExtraFile:
-    """A file of the checkpoint that somebody else wrote: kept as it is, its digest with it.
+    """A file of the checkpoint that the caller added: kept as it is, its digest with it.
 
     Attributes:
         name: Relative to the checkpoint's directory, with ``/`` between folders.
@@ -98,8 +98,8 @@ class ShardFile:
         header_size: Where its first tensor begins.
         size: Length in bytes.
         blocks: Number of its blocks, each of which has a digest.
-        chunks: Of its tensors in file order, not checked yet: their numbers, their offsets, their shapes; each a flat list.
-            None: all tensors, whole.
+        chunks: Of its tensors in file order, not checked yet: their numbers, their offsets, their shapes; each a flat
+            list. None: all tensors, whole.
         save_id: Which earlier save wrote it; None: that of the manifest.
     """
 
@@ -288,7 +288,7 @@ def _manifest(document: dict[str, Any]) -> Manifest:
     check_save_id(save_id)
     metadata = decode_plain(document["metadata"], [])
     if type(metadata) is not dict:
-        raise ValueError("the metadata are no dictionary")
+        raise ValueError("the metadata are not a dictionary")
     kinds = _mapping(document["kinds"])
     for name, kind in kinds.items():
         check_part_name(name)
@@ -347,7 +347,7 @@ def _part(document: Any) -> PartRecord:
 def _type(dtype: Any, shape: Any) -> TensorInfo:
     extent = tuple(map(_number, _list(shape)))
     if math.prod(max(1, size) for size in extent) * DTYPES[dtype].itemsize > _LARGEST_NUMBER:
-        raise ValueError(f"there is no tensor of shape {list(extent)}")
+        raise ValueError(f"there is not a tensor of shape {list(extent)}")
     return TensorInfo(DTYPES[dtype], extent)
 
 
@@ -371,25 +371,25 @@ def _extra_file(entry: Any, check: Callable[[str], None]) -> ExtraFile:
 
 def _number(value: Any) -> int:
     if type(value) is not int or not 0 <= value <= _LARGEST_NUMBER:
-        raise ValueError(f"{str(value)[:40]!r} is no size and no index")
+        raise ValueError(f"{str(value)[:40]!r} is neither a size nor an index")
     return value
 
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise TypeError(f"{str(value)[:40]!r} is no text")
+        raise TypeError(f"{str(value)[:40]!r} is not text")
     return value
 
 
 def _list(value: Any) -> list[Any]:
     if type(value) is not list:
-        raise TypeError(f"{str(value)[:40]!r} is no list")
+        raise TypeError(f"{str(value)[:40]!r} is not a list")
     return value
 
 
 def _mapping(value: Any) -> dict[str, Any]:
     if type(value) is not dict:
-        raise TypeError(f"{str(value)[:40]!r} is no object")
+        raise TypeError(f"{str(value)[:40]!r} is not an object")
     return value
 
 
@@ -419,7 +419,7 @@ def piece_name(part: str, rank: int, world_size: int, suffix: str = "") -> str:
 
 
 def group_name(part: str, rank: int, world_size: int, group: int, suffix: str = "") -> str:
-    """Return the name of the file that holds one group of the tensors that a rank writes of a part; 0: those that change."""
+    """Return the name of the file of one group of the tensors that a rank writes of a part; 0: those that change."""
     return shard_name(_numbered(part, rank, world_size) + (f"-unchanged-{group}" if group else ""), suffix)
 
 
@@ -472,10 +472,10 @@ def check_shard_name(name: str) -> None:
     """Refuse what cannot be the name of a file of ours: above all, a path.
 
     Raises:
-        ValueError: It is no plain file name.
+        ValueError: It is not a plain file name.
     """
     if _SHARD.fullmatch(name) is None:
-        raise ValueError(f"{name[:80]!r} is no name of a file of tensors")
+        raise ValueError(f"{name[:80]!r} is not the name of a file of tensors")
 
 
 def check_extra_name(name: str) -> None:
@@ -490,4 +490,4 @@ def check_extra_name(name: str) -> None:
         for component in components
     )
     if not plain or len(components) > _MOST_COMPONENTS or any(c in "\\:" or ord(c) < 32 for c in name):
-        raise ValueError(f"{name[:80]!r} is no relative path inside the checkpoint")
+        raise ValueError(f"{name[:80]!r} is not a relative path inside the checkpoint")

@@ -10,7 +10,7 @@ import torch
 
 from ckpt_core._layouts.safetensors import TensorInfo, dtype_name
 from ckpt_core._layouts.sharded.plain import identity_of
-from ckpt_core._layouts.sharded.writing import TensorPiece
+from ckpt_core._layouts.sharded.writing import TensorPiece, WholeTensor
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.tree import join_key
 
@@ -31,16 +31,8 @@ _SHOWN = 5  # keys in a message
 KeyPath = tuple[Hashable, ...]
 
 
-class LocalPieces(Protocol):
+class LocalPieces(WholeTensor, Protocol):
     """A tensor as this rank has it."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of its elements."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Extent of the whole tensor."""
 
     @property
     def pieces(self) -> Sequence[TensorPiece]:
@@ -83,7 +75,7 @@ class Match:
 
 
 def tensor_paths(tree: Any, kind: type) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield ``(path, leaf)`` for every leaf of a kind in the dictionaries, lists and tuples of ``tree``, in their order."""
+    """Yield ``(path, leaf)`` for every leaf of a kind in the dictionaries, lists and tuples of ``tree``, in order."""
     if isinstance(tree, kind):
         yield (), tree
     elif isinstance(tree, Mapping):

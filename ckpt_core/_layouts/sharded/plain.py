@@ -1,8 +1,8 @@
 """Nested state as JSON and a list of tensors, and back with the exact types. Never pickle.
 
-A tensor is the string ``"$<index>"``; a string that itself begins with ``$`` has another ``$`` before it. What JSON has no
-word for is an object with one key, the tag: ``{"$tuple": [...]}``. A dictionary is a JSON object where its keys are strings
-that do not begin with ``$``, and a ``$dict`` of pairs where they are not.
+A tensor is the string ``"$<index>"``; a string that itself begins with ``$`` has another ``$`` before it. What JSON has
+no word for is an object with one key, the tag: ``{"$tuple": [...]}``. A dictionary is a JSON object where its keys are
+strings that do not begin with ``$``, and a ``$dict`` of pairs where they are not.
 
 Tensors are tied if they are the same part of the same memory, so that one copy of the bytes is enough. torch's private
 ``UntypedStorage._cdata`` says that: the identity of a storage, which also storages without bytes have.
@@ -29,7 +29,7 @@ Json = Any  # what json.dumps takes and json.loads returns
 _MAXIMUM_DEPTH = 200
 _LARGEST_INTEGER = 2**63  # other programs' JSON readers need not go further
 _NUMPY_TYPE = re.compile(r"[<>|=][biufcmMSUVO]\d{1,9}(\[\d{0,9}\w{1,9}\])?")  # as NumPy writes them itself
-_MOST_OF_ONE_HASH = 100  # keys: numbers of 64 bits that somebody has not chosen for it share theirs with ten at most
+_MOST_OF_ONE_HASH = 100  # keys: numbers of 64 bits that were not chosen for it share theirs with ten at most
 _MOST_DIGITS = 16  # of the number of a tensor
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
@@ -37,8 +37,8 @@ _FACTORIES: dict[str, Callable[[], Any] | None] = {
     **{factory.__name__: factory for factory in (int, float, bool, str, list, dict, set)},
 }
 _REMEDY = (
-    "a directory checkpoint holds tensors and plain data only: keep the object out of the state, or save what it is made of "
-    "(numbers, strings, lists, dictionaries, tensors) and build it again on load"
+    "a directory checkpoint holds tensors and plain data only: keep the object out of the state, or save what it is "
+    "made of (numbers, strings, lists, dictionaries, tensors) and build it again on load"
 )
 
 
@@ -54,7 +54,7 @@ def encode_plain(tree: Any, *, key: str) -> tuple[Json, list[tuple[str, torch.Te
         ``tree``. Tensors that are the same part of the same memory (tied weights) are in it once, under the first name.
 
     Raises:
-        SerializationError: An object is no plain data, or contains itself; the error names its key.
+        SerializationError: An object is not plain data, or contains itself; the error names its key.
 
     Example:
         >>> encode_plain({"weight": torch.ones(2), "sizes": (1, 2)}, key="model")
@@ -202,10 +202,11 @@ def decode_plain(skeleton: Json, tensors: Sequence[Any] | Callable[[int], Any]) 
 
     Args:
         skeleton: From :func:`encode_plain`.
-        tensors: The tensors, or a function that returns the one of an index; it is called for every reference, in order.
+        tensors: The tensors, or a function that returns the one of an index; it is called for every reference, in
+            order.
 
     Raises:
-        ValueError: ``skeleton`` is none.
+        ValueError: ``skeleton`` is not valid.
     """
     resolve = tensors if callable(tensors) else tensors.__getitem__
     return _decode(skeleton, resolve, _array)
@@ -215,7 +216,7 @@ def decode_structure(skeleton: Json) -> tuple[Any, list[Unresolved]]:
     """Return the state with an :class:`Unresolved` for each reference to a tensor, and all of them in their order.
 
     Raises:
-        ValueError: ``skeleton`` is none.
+        ValueError: ``skeleton`` is not valid.
     """
     references: list[Unresolved] = []
 
@@ -283,7 +284,7 @@ class _Decoder:
             return self._resolve(int(digits))
         if digits[:1] == "$":
             return digits
-        raise ValueError(f"{text!r} is no reference to a tensor")
+        raise ValueError(f"{text!r} is not a reference to a tensor")
 
     def _items(self, items: Json, depth: int) -> Iterator[Any]:
         if not isinstance(items, list):
@@ -328,7 +329,7 @@ def _complex(real: Json, imaginary: Json) -> complex:
 def _plain_number(node: Json) -> Any:
     value = _Decoder(_no_tensor, _no_tensor).decode(node, 0)
     if type(value) not in (int, float):
-        raise TypeError(f"{value!r} is no number")
+        raise TypeError(f"{value!r} is not a number")
     return value
 
 
@@ -338,7 +339,7 @@ def _no_tensor(*_: Any) -> NoReturn:
 
 def _integer(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no size")
+        raise ValueError(f"{value!r} is not a size")
     return value
 
 
@@ -350,14 +351,14 @@ def _dtype_name(name: Any) -> str:
 
 def _numpy_type(text: Any) -> np.dtype[Any]:
     if _NUMPY_TYPE.fullmatch(str(text)) is None:
-        raise ValueError(f"{text!r} is no type of an array")
+        raise ValueError(f"{text!r} is not the type of an array")
     found = np.dtype(str(text))
     if found.hasobject or found.names is not None:
         raise ValueError(f"arrays of {text!r} hold more than plain numbers")
     return found
 
 
-# ---- tied tensors ---------------------------------------------------------------------------------------------------
+# ---- tied tensors ----------------------------------------------------------------------------------------------------
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -365,8 +366,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def identity_of(tensor: torch.Tensor) -> Hashable:
     """Return a value that two tensors share only if they are tied.
 
-    All ranks come to the same conclusion about tensors of which they hold different pieces, or none: what decides is never
-    an address. Of kinds of tensors that are not known here, only the very same object is tied to itself.
+    All ranks come to the same conclusion about tensors of which they hold different pieces, or none: what decides is
+    never an address. Of kinds of tensors that are not known here, only the very same object is tied to itself.
     """
     if type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_meta and not tensor.is_nested:
         try:

@@ -1,4 +1,4 @@
-"""Reading a directory checkpoint: what is in it, and the bytes that a rank needs, verified, straight into its tensors."""
+"""Reading a directory checkpoint: what is in it, and the bytes that a rank needs, straight into its tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import errno
 import functools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,8 +42,8 @@ class PartInfo:
     Attributes:
         name: Its name.
         kind: Who held it.
-        tensors: Its tensors by key; of the first rank that has any, where the part is per-rank. Tied ones are under each
-            of their keys.
+        tensors: Its tensors by key; of the first rank that has any, where the part is per-rank. Tied ones are under
+            each of their keys.
     """
 
     name: str
@@ -51,14 +51,12 @@ class PartInfo:
     tensors: Mapping[str, TensorInfo]
 
 
-@dataclasses.dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     box: Box
     tensor: torch.Tensor
 
 
-@dataclasses.dataclass(frozen=True)
-class _Whole:
+class _Whole(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     pieces: tuple[_Piece, ...]
@@ -120,7 +118,11 @@ class DirectoryCheckpoint:
         try:
             with self._files.open(MANIFEST_NAME) as reader:
                 if reader.size > _LARGEST_MANIFEST:
-                    raise CheckpointFormatError(f"a manifest of {reader.size} bytes is none", path=reader.path)
+                    raise CheckpointFormatError(
+                        f"a manifest of {reader.size} bytes is not valid: at most {_LARGEST_MANIFEST} are read",
+                        path=reader.path,
+                        remedy="check that the path is a checkpoint",
+                    )
                 return b"".join(map(bytes, file_pieces(reader)))
         except StorageError as error:
             if error.errno != errno.ENOTDIR:
@@ -128,8 +130,8 @@ class DirectoryCheckpoint:
             raise CheckpointFormatError(
                 f"{self.path} is one file, and a checkpoint that is a directory was expected",
                 path=self.path,
-                remedy="load it with what saves one file (ckpt_core.Checkpointer, SyncCheckpointIO, AsyncCheckpointIO), or give "
-                "the path of a directory",
+                remedy="load it with what saves one file (ckpt_core.Checkpointer, SyncCheckpointIO, "
+                "AsyncCheckpointIO), or give the path of a directory",
             ) from error
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError(
@@ -179,9 +181,10 @@ class DirectoryCheckpoint:
     ) -> Any:
         """Return a part of the state.
 
-        Every byte that is used is compared with its digest. A checkpoint that does not fit, that is of another version, or
-        that lacks a file or has a wrong one is refused before anything is changed. Damage inside a tensor is found when its
-        bytes arrive: the error names the file and the tensor, and what was loaded until then has been changed in ``into``.
+        Every byte that is used is compared with its digest. A checkpoint that does not fit, that is of another version,
+        or that lacks a file or has a wrong one is refused before anything is changed. Damage inside a tensor is found
+        when its bytes arrive: the error names the file and the tensor, and what was loaded until then has been changed
+        in ``into``.
 
         Args:
             part: Its name.
@@ -190,8 +193,9 @@ class DirectoryCheckpoint:
             local: Returns what of a tensor is on this rank. None: all of it, and only plain tensors are taken.
             rank: Whose part, if it is per-rank.
             map_location: Device of new tensors; the CPU by default.
-            strict: Whether tensors that only one of the two has are an error. If not, those that are not in the checkpoint
-                stay as they are, and those that are only there are returned without values, on the ``meta`` device.
+            strict: Whether tensors that only one of the two has are an error. If not, those that are not in the
+                checkpoint stay as they are, and those that are only there are returned without values, on the ``meta``
+                device.
 
         Returns:
             The state: the tensors of ``into``, and everything else as it was saved.
@@ -267,7 +271,7 @@ class DirectoryCheckpoint:
             scratch.close()
 
     def read_file(self, name: str) -> bytes:
-        """Return the bytes of a file that somebody else wrote into the checkpoint, verified.
+        """Return the bytes of a file that the caller added into the checkpoint, verified.
 
         Args:
             name: Its path relative to the checkpoint's directory.
@@ -286,8 +290,8 @@ class DirectoryCheckpoint:
         """Compare every byte with its digest, and check that every element of every tensor is there once.
 
         Raises:
-            CheckpointCorruptedError: A file is missing, truncated, of another save, or a byte differs; it names the file
-                and, where it can, the tensor.
+            CheckpointCorruptedError: A file is missing, truncated, of another save, or a byte differs; it names the
+                file and, where it can, the tensor.
         """
         shards = self._contents.check()
         extra = [file for rank in self._manifest.ranks for file in rank.extra_files]

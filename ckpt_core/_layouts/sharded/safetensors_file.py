@@ -1,11 +1,12 @@
-"""A safetensors file in the making: where every tensor goes, the blocks that have digests, and the image that is written.
+"""A safetensors file in the making: where every tensor goes, blocks and their digests, and the bytes to write.
 
-The header's padding lets the tensors begin at a multiple of 4096, and those whose size is not a multiple of 64 come last, so that
-nearly every tensor begins at one: a copy between addresses that differ below that takes half as long again.
+The header's padding lets the tensors begin at a multiple of 4096, and those whose size is not a multiple of 64 come
+last, so that nearly every tensor begins at one: a copy between addresses that differ below that takes half as long
+again.
 
-A block is the unit in which bytes are verified, and so read. The header is one block. A tensor is cut, from its own beginning,
-into about 64 blocks, so that reading a part of it costs little more than the part. Neighbouring tensors that are too small for
-that share a block.
+A block is the unit in which bytes are verified, and so read. The header is one block. A tensor is cut, from its own
+beginning, into about 64 blocks, so that reading a part of it costs little more than the part. Neighbouring tensors that
+are too small for that share a block.
 """
 
 from __future__ import annotations
@@ -98,8 +99,8 @@ def block_begins(header_size: int, sizes: Iterable[int]) -> IntArray:
 def file_order(tensors: Sequence[TensorInfo]) -> list[int]:
     """Return the indices of tensors in the order in which they stand in a file.
 
-    First come those that fill whole cache lines, as they are given, then the others by falling size of their elements. So every
-    element is aligned, and every tensor of the first ones to a cache line.
+    First come those that fill whole cache lines, as they are given, then the others by falling size of their elements.
+    So every element is aligned, and every tensor of the first ones to a cache line.
     """
 
     def place(index: int) -> int:
@@ -140,7 +141,7 @@ def file_layout(tensors: tuple[tuple[str, TensorInfo], ...], metadata: tuple[tup
 
     Args:
         tensors: Unique names, types and shapes, in file order.
-        metadata: What the header says about the file, beside the save's id.
+        metadata: What the header says about the file, besides the save's id.
 
     Raises:
         SerializationError: The names and shapes need a longer header than safetensors reads.
@@ -204,7 +205,7 @@ class SafetensorsImage:
         return self._layout.size
 
     def window(self, begin: int, scratch: StagingBuffer | None) -> memoryview:
-        """Return the page-aligned bytes of the window that starts at ``begin``, and keep the digests of what ends in it.
+        """Return the page-aligned bytes of the window at ``begin``, and keep the digests of the blocks that end in it.
 
         Args:
             begin: A multiple of ``WINDOW`` below ``region_size``.
@@ -265,9 +266,9 @@ class SafetensorsImage:
 
 
 def copy_now(source: torch.Tensor, begin: int, end: int, target: torch.Tensor, at: int) -> bool:
-    """Copy bytes of a tensor's elements to offset ``at`` of ``target``; False if they do not lie in one piece of host memory.
+    """Copy bytes of a tensor to offset ``at`` of ``target``; False if they are not one piece of host memory.
 
-    Not by torch, which takes five times as long for a small tensor, and whose own threads would spin beside ours.
+    Not by torch, which takes five times as long for a small tensor, and whose own threads would compete with ours.
     """
     if not (source.is_cpu and is_memory(source) and source.data_ptr()):  # torch says what it thinks of freed memory
         return False

@@ -245,7 +245,7 @@ class RankFiles:
             check_shard_name(name)
 
     def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Copy small tensors into ``buffer``, and yield what else is to be copied as ``(end, target, source)``, in order.
+        """Copy small tensors into ``buffer``, and yield what else to copy as ``(end, target, source)``, in order.
 
         Args:
             buffer: At least ``staged_size`` bytes.
@@ -282,7 +282,7 @@ class RankFiles:
         )
 
     def live_files(self) -> list[tuple[str, Image]]:
-        """Return names and images of the files, which take the tensors' bytes from where they are, when they are written.
+        """Return names and images of the files, which read the live tensors when they are written.
 
         Returns:
             The files in the order in which they are to be written, one after the other.
@@ -431,7 +431,7 @@ def _text(document: Json) -> str:
     return json.dumps(document, separators=(",", ":"), allow_nan=False)
 
 
-# ---- the manifest of all ranks --------------------------------------------------------------------------------------
+# ---- the manifest of all ranks ---------------------------------------------------------------------------------------
 
 
 def build_manifest(
@@ -440,13 +440,14 @@ def build_manifest(
     """Return the manifest's bytes: the checkpoint is committed when they are in place under ``MANIFEST_NAME``.
 
     Args:
-        reports: What :meth:`RankFiles.report` returned on each rank, in rank order; None for a rank that has written nothing.
+        reports: What :meth:`RankFiles.report` returned on each rank, in rank order; None for a rank that has written
+            nothing.
         metadata: Plain data to keep with the checkpoint.
         path: The checkpoint, for messages.
         stamp: What it says of its own age.
 
     Raises:
-        SerializationError: ``metadata`` are no plain data, or the ranks do not hold parts of one state.
+        SerializationError: ``metadata`` are not plain data, or the ranks do not hold parts of one state.
         CheckpointError: A report is missing or of another save.
     """
     encoded, tensors = encode_plain(dict(metadata), key="metadata")
@@ -482,8 +483,8 @@ def _check_reports(summaries: Sequence[dict[str, Any]], path: str | None) -> Non
     for rank, summary in enumerate(summaries):
         if (summary["rank"], summary["world_size"], summary["save"]) != (rank, len(summaries), first["save"]):
             raise CheckpointError(
-                f"the report of rank {rank} is of another save: rank {summary['rank']} of {summary['world_size']}, save "
-                f"{summary['save']} and not {first['save']}",
+                f"the report of rank {rank} is of another save: rank {summary['rank']} of {summary['world_size']}, "
+                f"save {summary['save']} and not {first['save']}",
                 path=path,
                 remedy="save on all ranks, the same number of times",
             )

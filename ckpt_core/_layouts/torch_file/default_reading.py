@@ -1,7 +1,7 @@
 """Whether the default way of reading, which runs no code, could read a file that is being written; and if not, why.
 
-What torch allows depends on the program (``add_safe_globals``), so torch itself is asked. Which keys are to blame is found
-by unpickling with stand-ins in the place of every type and function: no code of the state's own runs.
+What torch allows depends on the program (``add_safe_globals``), so torch itself is asked. Which keys are to blame is
+found by unpickling with stand-ins in the place of every type and function: no code of the state's own runs.
 """
 
 from __future__ import annotations

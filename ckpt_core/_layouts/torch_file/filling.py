@@ -1,4 +1,4 @@
-"""Pieces of records go from a file to where they belong, several at a time, each compared with its digest as it arrives."""
+"""Pieces of records go from a file to where they belong, in parallel, each compared with its digest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HashOf = Callable[[memoryview], str]
 
 
 class Piece(NamedTuple):
-    """Piece ``number`` of a record, from ``begin`` to ``end`` in the file, and the bytes of the tensor that it goes into, if any.
+    """Piece ``number`` of a record, from ``begin`` to ``end`` in the file, and the tensor that it goes into, as bytes.
 
     What stands before it, from ``gap`` on, belongs to no record and is read with it.
     """
@@ -49,7 +49,7 @@ def read_pieces(reader: FileReader, hash_of: HashOf, pieces: Iterable[Piece]) ->
 
 
 def _runs(pieces: Iterable[Piece], request_bytes: int) -> Iterator[list[Piece]]:
-    """Yield small neighbours together, for which one request to a store is better than several, and all others alone."""
+    """Yield small neighbours together, for which one request to a store is best, and all others alone."""
     run: list[Piece] = []
     is_empty = False  # the run, of all but what stands before its pieces
     for piece in sorted(pieces, key=lambda piece: piece.begin):

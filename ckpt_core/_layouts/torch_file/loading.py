@@ -1,9 +1,9 @@
 """Reading a torch file: every byte is compared with its digest before the caller sees a tensor.
 
-``torch.load`` builds the objects from verified bytes in memory, with empty storages (``torch.serialization.skip_data``);
-then the storages are filled from the file in parallel, each piece checked as it arrives. A pickle that needs its tensors'
-values while it is being read (sparse tensors, objects with a ``__setstate__``) cannot be loaded so; its file is verified
-first and then given to ``torch.load`` as it is.
+``torch.load`` builds the objects from verified bytes in memory, with empty storages
+(``torch.serialization.skip_data``); then the storages are filled from the file in parallel, each piece checked as it
+arrives. A pickle that needs its tensors' values while it is being read (sparse tensors, objects with a
+``__setstate__``) cannot be loaded so; its file is verified first and then given to ``torch.load`` as it is.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def load_torch_file(
 
     Raises:
         CheckpointCorruptedError: The file is empty, truncated, or a byte differs; the error names the tensor.
-        CheckpointFormatError: The file is no torch file, or of a newer format.
+        CheckpointFormatError: The file is not a torch file, or of a newer format.
         UnsafeCheckpointError: Reading it would run code and ``weights_only`` is not False.
     """
     opened = open_torch_file(reader)
@@ -139,7 +139,7 @@ def verify_torch_file(reader: FileReader) -> bool:
 
     Raises:
         CheckpointCorruptedError: The file is empty, truncated, or a byte differs; the error names the record.
-        CheckpointFormatError: The file is no torch file, or of a newer format.
+        CheckpointFormatError: The file is not a torch file, or of a newer format.
     """
     opened = open_torch_file(reader)
     if opened is None:
@@ -185,7 +185,7 @@ def _key_of(record: str | None, opened: OpenedFile, reader: FileReader) -> str |
 
 
 class _Anything(dict[Any, Any]):
-    """Stands for every object in a pickle that is only looked through: nothing that the file names is imported or called."""
+    """Stands for every object in a pickle that is only looked through: nothing in it is imported or called."""
 
     def __new__(cls, *_: Any, **__: Any) -> _Anything:
         return super().__new__(cls)
@@ -228,7 +228,7 @@ def glance_at_torch_file(reader: FileReader) -> Any:
 
 
 def _check_old_pickles(reader: FileReader) -> None:
-    """Refuse a file of torch before 1.6 that is cut off, and what is no torch file at all."""
+    """Refuse a file of torch before 1.6 that is cut off, and what is not a torch file at all."""
     file = io.BufferedReader(ReaderIO(reader))
     try:
         pickles = [[argument for _, argument, _ in pickletools.genops(file)] for _ in range(_OLD_PICKLES)]
@@ -245,7 +245,7 @@ def _check_old_pickles(reader: FileReader) -> None:
 def _build(opened: OpenedFile, reader: FileReader, map_location: MapLocation, weights_only: bool | None) -> Any:
     """Let torch build the objects from what was read.
 
-    It looks at bytes that may not have been verified; when it does not like them, they are, and what is told is the damage.
+    It looks at bytes that may not have been verified; if it refuses them, they are, and the error names the damage.
     """
     try:
         return _torch_load(SegmentIO(opened.segments, reader.size), reader.path, map_location, weights_only)
@@ -284,8 +284,8 @@ def translated_errors(path: str) -> Iterator[None]:
             raise UnsafeCheckpointError(
                 f"the checkpoint holds objects that are not plain data, and rebuilding them could run any code: {what}",
                 path=path,
-                remedy="pass weights_only=False if you trust the file's author (it can run any code), or allow the type "
-                "with torch.serialization.add_safe_globals",
+                remedy="pass weights_only=False if you trust the file's author (it can run any code), or allow the "
+                "type with torch.serialization.add_safe_globals",
             ) from error
         raise CheckpointFormatError(f"this is not a torch checkpoint: {_first_lines(error)}", path=path) from error
     except Exception as error:  # bytes that make no sense fail anywhere in torch and pickle

@@ -1,8 +1,9 @@
 """The manifest of a torch file (which bytes, which digests) and the footer that finds it.
 
-The manifest is one more record of the archive. The zip comment at the very end of the file, always ``FOOTER_SIZE`` bytes,
-says where the manifest's record begins and holds the digest of everything from there to the comment. So every byte of the
-file is covered: records by their digests, everything between them by the ``structure`` digest, the rest by the footer.
+The manifest is one more record of the archive. The zip comment at the very end of the file, always ``FOOTER_SIZE``
+bytes, says where the manifest's record begins and holds the digest of everything from there to the comment. So every
+byte of the file is covered: records by their digests, everything between them by the ``structure`` digest, the rest by
+the footer.
 """
 
 from __future__ import annotations
@@ -68,7 +69,8 @@ class Footer:
         version = int(match[1])
         if version != FORMAT_VERSION:
             raise CheckpointFormatError(
-                f"the checkpoint has format version {version}; this version of ckpt_core reads version {FORMAT_VERSION}",
+                f"the checkpoint has format version {version}; this version of ckpt_core reads version "
+                f"{FORMAT_VERSION}",
                 path=path,
                 remedy="upgrade ckpt_core to the version that wrote the checkpoint",
             )

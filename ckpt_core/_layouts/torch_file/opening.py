@@ -1,7 +1,7 @@
 """Opening a torch file: everything but the tensors is read and verified, by few requests.
 
-Our files end with what is no tensor, so one read of the end brings nearly all of it. What stands right before a tensor (its
-header in the archive, and padding) is left to who reads the tensor.
+Our files end with what is not a tensor, so one read of the end brings nearly all of it. What stands right before a
+tensor (its header in the archive, and padding) is left to who reads the tensor.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class OpenedFile(NamedTuple):
     Attributes:
         manifest: Verified.
         segments: What was read, verified but for the gaps.
-        gaps: What was read of the bytes that belong to no record, by the name of the record behind them; before the manifest's own
-            record, by that name.
+        gaps: What was read of the bytes that belong to no record, by the name of the record behind them; before the
+            manifest's own record, by that name.
     """
 
     manifest: Manifest
@@ -71,7 +71,8 @@ class OpenedFile(NamedTuple):
 
         Args:
             reader: The file.
-            memories: The memory, as bytes, that a tensor's record goes into; those that are not there are only verified.
+            memories: The memory, as bytes, that a tensor's record goes into; those that are not there are only
+                verified.
         """
         found: list[Piece] = []
         tensors = set(self.manifest.storages)
@@ -111,11 +112,11 @@ def _gap_begins(manifest: Manifest) -> list[int]:
 
 
 def open_torch_file(reader: FileReader) -> OpenedFile | None:
-    """Read and verify everything but the tensors and what stands right before them; None if the file holds no digests of ours.
+    """Read and verify all but the tensors and what stands right before them; None if there are no digests of ours.
 
     Raises:
         CheckpointCorruptedError: The file is empty, truncated, or a byte differs.
-        CheckpointFormatError: The file is no torch file, or of a newer format.
+        CheckpointFormatError: The file is not a torch file, or of a newer format.
     """
     path, size = reader.path, reader.size
     end = _End(reader)
@@ -165,7 +166,7 @@ def read_stamp(reader: FileReader) -> Stamp | None:
 
     Raises:
         CheckpointCorruptedError: The file is empty, truncated, or its end is damaged.
-        CheckpointFormatError: The file is no torch file, or of a newer format.
+        CheckpointFormatError: The file is not a torch file, or of a newer format.
     """
     found = _read_tail(reader, _End(reader))
     return None if found is None else Stamp.read(found[2])
@@ -296,7 +297,7 @@ def _is_as_written(reader: FileReader, record: zipfile.ZipInfo) -> bool:
 
 
 def _check_archive(file: io.RawIOBase, size: int, path: str) -> list[zipfile.ZipInfo]:
-    """Return the records of an archive; refuse one that torch cannot have written, such as one that unpacks to more than it is."""
+    """Return the records of an archive; refuse what torch cannot have written, such as one that unpacks to more."""
     try:
         with zipfile.ZipFile(io.BufferedReader(file)) as archive:
             records = archive.infolist()

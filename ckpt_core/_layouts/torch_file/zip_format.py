@@ -1,7 +1,8 @@
 """The part of the zip format that a torch file needs: stored records at aligned offsets, sizes beyond 4 GiB, a comment.
 
-Written by hand because the staged buffer is the file image: every record's offset must be known, and its header written,
-before its data exists, and the data must never pass through Python. Source: PKWARE's APPNOTE 6.3, sections 4.3 and 4.5.3.
+Written by hand because the staged buffer is the file image: every record's offset must be known, and its header
+written, before its data exists, and the data must never pass through Python. Source: PKWARE's APPNOTE 6.3, sections 4.3
+and 4.5.3.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A damaged directory checkpoint is an error that says which file and which tensor, and changes nothing where it can."""
+"""A damaged directory checkpoint is an error that names file and tensor, and changes nothing where it can."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_nothing_is_changed_when_a_file_is_wrong(tmp_path: Path, kind: str) -> N
         (b'"older"', b'"other"', "older and not other"),
         (b'"older"', b'"../up"', "cannot be the id"),
         (b'"older"', b'"older","x"', "makes no sense"),
-        (b'"older"', b"7", "is no text"),
+        (b'"older"', b"7", "is not text"),
     ],
 )
 def test_a_file_of_an_earlier_save_is_held_to_what_the_manifest_says(

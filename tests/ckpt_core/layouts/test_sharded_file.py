@@ -1,4 +1,4 @@
-"""The safetensors files: other programs open them, blocks cover them, and every way to write one gives the same bytes."""
+"""The safetensors files: other programs open them, blocks cover them, and all ways to write give the same bytes."""
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def test_misuse_is_an_error() -> None:
         RankFiles([part, part], rank=0, world_size=1, save_id="s")
     with pytest.raises(ValueError, match="rank 0 alone"):
         RankFiles([part], rank=1, world_size=2, save_id="s")
-    with pytest.raises(ValueError, match="no name"):
+    with pytest.raises(ValueError, match="not the name"):
         RankFiles([part], rank=0, world_size=1, save_id="s", suffix="/../x")
     own = part_of("rng", "per-rank", {"a": torch.ones(3)})
     piece = own.pieces["a"][0]
