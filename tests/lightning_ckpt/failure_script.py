@@ -22,6 +22,7 @@ from torch.distributed._composable.fsdp import fully_shard
 
 import ckpt_core.checkpointer as checkpointer_module
 import lightning_ckpt
+from ckpt_core import awaited_paths
 from lightning_ckpt import ResumableCheckpoint
 from tests.lightning_ckpt.reliable_cases import Callback, FillsDisk, GatedStorage, model_of, names, trainer_of
 
@@ -34,7 +35,8 @@ class Opens(Callback):
     def on_exception(self, trainer: Any, *_: Any) -> None:
         pending = trainer.strategy.checkpoint_io.checkpointer.pending
         saved = Path(trainer.checkpoint_callback.dirpath)
-        self.at_exception = [list(pending), names(saved) if saved.exists() else []]
+        with awaited_paths.waiting_for_nothing():
+            self.at_exception = [list(pending), names(saved) if saved.exists() else []]
         threading.Timer(0.2, GatedStorage.opened.set).start()
 
 

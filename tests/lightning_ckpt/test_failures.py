@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import ckpt_core.checkpointer as checkpointer_module
-from ckpt_core import StorageError, verify
+from ckpt_core import StorageError, awaited_paths, verify
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
 from tests.lightning_ckpt.features import needs_save_on_exception
 from tests.lightning_ckpt.reliable_cases import (
@@ -209,7 +209,8 @@ def test_an_exception_of_the_user_surfaces_and_the_save_under_way_is_finished(
 
     class Opens(Callback):
         def on_exception(self, *_: Any) -> None:
-            under_way.append((plugin.checkpointer.pending, names(tmp_path / "saved")))
+            with awaited_paths.waiting_for_nothing():
+                under_way.append((plugin.checkpointer.pending, names(tmp_path / "saved")))
             threading.Timer(0.2, gate.set).start()
 
     (tmp_path / "saved").mkdir()
