@@ -200,12 +200,13 @@ def test_settings_that_obstore_does_not_follow(
 def test_a_proxy_of_the_environment(server_of: ServerOf, monkeypatch: pytest.MonkeyPatch) -> None:
     server = server_of("moto")
     path = f"{server.new_bucket()}/a"
+    options = {**server.options, "backend": "obstore", "default_block_size": 2**20}  # a client of its own is connected
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     monkeypatch.setenv("NO_PROXY", "example.org")
     with pytest.raises(StorageError, match="a proxy in the environment"):
-        storage_for(path, {**server.options, "backend": "obstore"})
+        storage_for(path, options)
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    storage_for(path, {**server.options, "backend": "obstore"})
+    storage_for(path, options)
 
 
 def test_credentials_are_those_that_s3fs_finds(
