@@ -64,6 +64,7 @@ coverage: $(READY)
 lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python tools/check_lines.py
 	$(BIN)/mypy
 	$(BIN)/python tools/run_docs.py README.md $(sort $(wildcard docs/*.md))
 

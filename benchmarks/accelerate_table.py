@@ -1,4 +1,4 @@
-"""``Accelerator.save_state``: ours and stock, beside what the machine allows at best; and what attaching costs per step."""
+"""``Accelerator.save_state``: ours, stock, and what the machine allows at best; and what attaching costs per step."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Model(torch.nn.Module):
 
 
 def _prepared(state: dict[str, Any], **options: Any) -> Accelerator:
-    """Return an Accelerator with a model and an optimizer that hold the tensors of ``state``; with options, one of ours."""
+    """Return an Accelerator whose model and optimizer hold the tensors of ``state``; with options, one of ours."""
     accelerator = Accelerator(cpu=True)
     if options:
         attach(accelerator, **options)

@@ -1,4 +1,4 @@
-"""What checkpoints cost an asynchronous training: updates per second without any, unaligned, aligned, and stopping the world.
+"""What checkpoints cost an asynchronous training: updates per second without any, and with three kinds of them.
 
 Runs of all ways take turns, in another order each time, so that whatever else changes on the machine meets all of them.
 How much the runs without checkpoints differ among themselves is the noise, and is printed beside the differences. CPU

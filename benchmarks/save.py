@@ -1,8 +1,8 @@
 """Contenders of the save benchmark: ours, Lightning's, and what the machine allows at best.
 
-A contender is a pair of functions: ``save`` returns when training may continue (the stall ends there), ``finish`` returns
-when the checkpoint is durable. Each save has a path of its own, and the checkpoint before is deleted untimed: a disk
-may take longer to delete a file than to write one.
+A contender is a pair of functions: ``save`` returns when training may continue (the stall ends there), ``finish``
+returns when the checkpoint is durable. Each save has a path of its own, and the checkpoint before is deleted untimed: a
+disk may take longer to delete a file than to write one.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def measure(
     idle_seconds: float,
     makers: dict[str, Make] = CONTENDERS,
 ) -> dict[str, Timing]:
-    """Time every contender in turn, round by round, each save after ``idle_seconds`` of idling; the first round is a warm-up."""
+    """Time every contender in turn, each save after ``idle_seconds`` of idling; the first round is a warm-up."""
     contenders = {name: make(state, directory / f"{i}.ckpt") for i, (name, make) in enumerate(makers.items())}
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
     names = list(contenders)
@@ -206,7 +206,7 @@ def measure(
 
 
 def peak_extra_memory(state: dict[str, Any], directory: Path, make: Make, *, saves: int) -> float:
-    """Return the most memory in bytes that a contender used beyond the state, over ``saves`` saves one after the other."""
+    """Return the most memory in bytes that a contender used beyond the state, over ``saves`` saves in a row."""
     process = psutil.Process()
     before = process.memory_info().rss
     contender = make(state, directory / "memory.ckpt")

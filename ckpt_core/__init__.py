@@ -1,4 +1,4 @@
-"""Training state to durable, verified checkpoints and back; the engine under ``lightning_ckpt`` and ``accelerate_ckpt``."""
+"""Training state to durable, verified checkpoints and back: the engine of the plugins."""
 
 from ckpt_core import policies, storage
 from ckpt_core._pipeline.reader import verify

@@ -1,17 +1,18 @@
-"""Whoever touches a path whose save is under way waits for the save: a script may use what it has just saved, as after ``torch.save``.
+"""Whoever touches a path whose save is under way waits for it: a script may use what it has just saved.
 
-A save in the background leaves nothing under its name until it is committed. A script that lists, opens, copies, renames or
-deletes it must not find nothing there, nor may what it deleted appear later. So the *access* waits, and whoever touches nothing waits for
-nothing. There are two ways of noticing one, which together see all that is done in Python:
+A save in the background leaves nothing under its name until it is committed. A script that lists, opens, copies,
+renames or deletes it must not find nothing there, nor may what it deleted appear later. So the *access* waits, and
+whoever touches nothing waits for nothing. There are two ways of noticing one, which together see all that is done in
+Python:
 
-- an audit hook (:func:`sys.addaudithook`) sees files opened, directories listed, made, renamed, copied and deleted, wherever the
-  function was imported from, and programs started, which may do anything;
-- ``os.stat``, ``os.lstat`` and ``os.access``, behind ``os.path.exists``, ``Path.is_dir`` and the like, raise no audit event. They are
-  replaced by functions that do the same.
+- an audit hook (:func:`sys.addaudithook`) sees files opened, directories listed, made, renamed, copied and deleted,
+  wherever the function was imported from, and programs started, which may do anything;
+- ``os.stat``, ``os.lstat`` and ``os.access``, behind ``os.path.exists``, ``Path.is_dir`` and the like, raise no audit
+  event. They are replaced by functions that do the same.
 
-Neither can be undone, and so neither is there before the first save that asks for it. Compiled code that opens files itself has to
-call :func:`wait_for`. Our own accesses, those of writing threads and of log handlers (whose lock the writing thread may need) do not
-wait, nor do forked processes, in which nobody writes.
+Neither can be undone, and so neither is there before the first save that asks for it. Compiled code that opens files
+itself has to call :func:`wait_for`. Our own accesses, those of writing threads and of log handlers (whose lock the
+writing thread may need) do not wait, nor do forked processes, in which nobody writes.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def expect(path: str, ended: threading.Event) -> Callable[[], None]:
 
 
 def wait_for(path: Any) -> None:
-    """Return when no save of a path, or of a directory that it is in, is under way; for a function in the place of another one."""
+    """Return when no save of a path, or of a directory that it is in, is under way; for replaced functions."""
     if _expected:
         _wait(_ITSELF, (path,), caller=sys._getframe(2))
 

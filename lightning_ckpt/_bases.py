@@ -1,7 +1,8 @@
 """The base classes of the installed Lightning packages.
 
-``lightning`` and ``pytorch_lightning`` are two distributions with two sets of classes. A Trainer accepts only plugins that
-derive from its own, and looks for "last" and "best" only in callbacks that do. Ours derive from both where both are installed.
+``lightning`` and ``pytorch_lightning`` are two distributions with two sets of classes. A Trainer accepts only plugins
+that derive from its own, and looks for "last" and "best" only in callbacks that do. Ours derive from both where both
+are installed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What is done between two batches, of which signals and saves in the background may tell at any time.
 
-SLURM's requeue signal and SIGTERM: their handlers only note them. A handler that saves, or tells the other ranks, waits for
-ranks that are in the gradient exchange of the very batch that it has interrupted. All ranks save, requeue or end at the same
-boundary, also where one of them alone was signalled.
+SLURM's requeue signal and SIGTERM: their handlers only note them. A handler that saves, or tells the other ranks, waits
+for ranks that are in the gradient exchange of the very batch that it has interrupted. All ranks save, requeue or end at
+the same boundary, also where one of them alone was signalled.
 
 Loggers that upload checkpoints: they are told of one when it is durable (:mod:`lightning_ckpt._observers`).
 """

@@ -1,7 +1,8 @@
 """Tells loggers of a checkpoint when it is durable, with the values that belong to it.
 
-Lightning calls ``Logger.after_save_checkpoint`` when ``save_checkpoint`` has returned. Of a save in the background there is no
-file yet then, or still that of the save before: a logger that uploads checkpoints would give it the score of this save.
+Lightning calls ``Logger.after_save_checkpoint`` when ``save_checkpoint`` has returned. Of a save in the background
+there is no file yet then, or still that of the save before: a logger that uploads checkpoints would give it the score
+of this save.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ class Observers:
             self.tell_ended()
 
     def _before_change(self, path: Any, *, removes: bool) -> None:
-        """A checkpoint is about to be replaced or deleted: tell loggers of older saves that look at it, while they can."""
+        """A checkpoint is about to be replaced or deleted: call the loggers of older saves while it is there."""
         known, step = self._checkpointer.known_as(path), self._trainer.global_step
         if any(known in untold.mentioned and (removes or untold.step != step) for untold in self._untold):
             self.tell_all()

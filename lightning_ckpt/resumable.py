@@ -24,10 +24,10 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
     """A ``ModelCheckpoint`` with which a resumed run ends with the bits of a run that was never interrupted.
 
     While it is on the Trainer, *every* checkpoint saved through the Trainer (by this callback, by another one, by
-    ``trainer.save_checkpoint``) carries the exact state of all ranks under the key ``"lightning_ckpt"``: random generators,
-    data position, random generators of data loading workers, gradients of an open accumulation window, open metrics, and
-    the point of the training loop. ``trainer.fit(ckpt_path=...)`` goes on from there. Where exactness cannot be had, the
-    resume says why in one warning.
+    ``trainer.save_checkpoint``) carries the exact state of all ranks under the key ``"lightning_ckpt"``: random
+    generators, data position, random generators of data loading workers, gradients of an open accumulation window, open
+    metrics, and the point of the training loop. ``trainer.fit(ckpt_path=...)`` goes on from there. Where exactness
+    cannot be had, the resume says why in one warning.
 
     Args:
         dirpath: Directory of the checkpoints, also a URL; by default the logger's directory.
@@ -48,12 +48,12 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         save_on_train_epoch_end: Whether to save at the end of the training epoch instead of after validation.
         enable_version_counter: Whether to add ``-v1`` and so on rather than replace a file.
         exact: Whether to capture and restore the exact state; without it this is a ``ModelCheckpoint``.
-        data_resume: How loaders get back to where they were. ``"auto"``: by skipping in the sampler, by the loader's own
-            state where it has one, else by reading again. ``"replay"``: always by reading again, which is slow but needs
-            nothing of the data set but that it is deterministic.
-        retention: Which checkpoints of this callback to keep (:mod:`ckpt_core.policies`) besides those that ``save_top_k``
-            keeps: one is deleted when neither wants it. With ``save_top_k=-1``, which saves them all, the policy alone says
-            what stays. The best, the last and the one that the run was resumed from always stay.
+        data_resume: How loaders get back to where they were. ``"auto"``: by skipping in the sampler, by the loader's
+            own state where it has one, else by reading again. ``"replay"``: always by reading again, which is slow but
+            needs nothing of the data set but that it is deterministic.
+        retention: Which checkpoints of this callback to keep (:mod:`ckpt_core.policies`) besides those that
+            ``save_top_k`` keeps: one is deleted when neither wants it. With ``save_top_k=-1``, which saves them all,
+            the policy alone says what stays. The best, the last and the one that the run was resumed from always stay.
 
     Raises:
         CheckpointError: At the start of a fit, when this release of Lightning is not supported.

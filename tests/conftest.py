@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests. Helpers that are no fixtures live in ``tests/support`` as ``tests.support.<module>``."""
+"""Fixtures shared by all tests. Helpers that are no fixtures live in ``tests/support``."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ PROCESS_MODULES = {"subprocess", "multiprocessing", "torch.multiprocessing"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first, mark what starts processes or servers, and skip tests marked ``gpu`` where there is none."""
+    """Put the longest files first, mark what starts processes or servers, skip ``gpu`` where there is none."""
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path, len(places)))
     for item in items:
@@ -269,7 +269,7 @@ def _fork_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable
 
 @pytest.fixture
 def fork_script(tmp_path: Path, _fork_servers: Callable[[tuple[str, ...]], ForkServer]) -> ScriptRunner:
-    """``run_script`` for code that does not mind being forked from a process that has imported for it, which saves seconds.
+    """``run_script`` for code that may be forked from a process that has imported for it, which saves seconds.
 
     ``fork_script(script, *args, modules=CORE, ranks=None, env=None, cwd=None, timeout=120, check=True)``: ``modules``
     is what has been imported; with ``ranks`` so many processes run the script, with the variables that a launcher would

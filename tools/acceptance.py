@@ -121,7 +121,7 @@ def tests_folder(checkout: Path) -> Path:
 
 
 def install_extra_packages() -> None:
-    """Install what the tests need beyond the environment; without it, the tests that need it fail or skip on stock too."""
+    """Install what the tests need beyond the environment; without it, some fail or skip on stock too."""
     for module, requirements in EXTRA_PACKAGES.items():
         if importlib.util.find_spec(module) is None and not (PACKAGES / module).is_dir():
             command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(PACKAGES)]

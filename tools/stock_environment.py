@@ -1,4 +1,4 @@
-"""An environment like the one that runs, without this project: what is installed can change programs that do not use it."""
+"""An environment like the one that runs, without this project: being installed can change programs."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ def _renamed(manifest: bytes, new_names: Mapping[str, str]) -> bytes:
 
 @contextlib.contextmanager
 def errors_name(path: str, *, written_to: str) -> Iterator[None]:
-    """Let errors name files below ``path``, where the user knows them, and not below the directory that they are written to."""
+    """Let errors name files below ``path``, where the user knows them, and not where they are written to."""
     try:
         yield
     except CheckpointError as error:

@@ -291,7 +291,7 @@ class Storage(abc.ABC):
             raise
 
     def begin_directory(self, path: str, token: str) -> str:
-        """Begin a checkpoint that is a directory; each process that writes into it does; it ends with ``leave_directory``.
+        """Begin a directory checkpoint, in each process that writes into it; ended by ``leave_directory``.
 
         Args:
             path: The directory's final path.

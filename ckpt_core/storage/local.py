@@ -160,9 +160,9 @@ class LocalStorage(Storage):
     """Files on a local (or mounted) filesystem.
 
     Args:
-        follow_links: Whether files *inside* a checkpoint's directory may be symbolic links, as DVC and caches of the Hugging
-            Face Hub make them. A checkpoint of unknown origin could have any file be read in this way. A link to a whole
-            checkpoint is followed anyhow.
+        follow_links: Whether files *inside* a checkpoint's directory may be symbolic links, as DVC and caches of the
+            Hugging Face Hub make them. A checkpoint of unknown origin could have any file be read in this way. A link
+            to a whole checkpoint is followed anyhow.
     """
 
     def __init__(self, follow_links: bool = False) -> None:

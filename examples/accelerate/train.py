@@ -4,8 +4,8 @@ accelerate launch train.py --output_dir runs/stock
 accelerate launch -m accelerate_ckpt --strategy async train.py --output_dir runs/ours
 accelerate launch -m accelerate_ckpt --strategy async train.py --output_dir runs/ours --resume_from runs/ours/step_60
 
-Interrupt the second one and resume with the third: it ends with the weights of a run that was never interrupted. Without
-the flag it does not, because what Accelerate saves is not enough for that.
+Interrupt the second one and resume with the third: it ends with the weights of a run that was never interrupted.
+Without the flag it does not, because what Accelerate saves is not enough for that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``transformers.Trainer`` with our checkpoints: a tiny GPT-2, made from a configuration, learns Python's standard library.
+"""``transformers.Trainer`` with our checkpoints: a tiny GPT-2 learns Python's standard library.
 
 python transformers_trainer.py --output_dir runs/gpt2
 python transformers_trainer.py --output_dir runs/gpt2    # after a crash: the same command

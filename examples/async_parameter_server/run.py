@@ -1,4 +1,4 @@
-"""Two parameter servers, three workers at different iterations, Data-1 to Data-9; all are killed. What is the checkpoint?
+"""Two parameter servers, three workers at different iterations; all are killed. What is the checkpoint?
 
     python examples/async_parameter_server/run.py --output async_demo
 

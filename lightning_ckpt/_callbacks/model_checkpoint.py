@@ -1,4 +1,4 @@
-"""A ``ModelCheckpoint`` that knows our plugins: background failures, copies instead of second saves, verified look-ups."""
+"""A ``ModelCheckpoint`` that knows our plugins: failures, copies instead of second saves, verified look-ups."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self._has_trained = True
-            # One watch per Trainer: several would announce a failure several times. The last callback has it, which must
-            # wait for what all of them save on an exception.
+            # One watch per Trainer: several would announce a failure several times. The last callback has it, which
+            # must wait for what all of them save on an exception.
             if [cb for cb in trainer.callbacks if isinstance(cb, ReliableModelCheckpoint)][-1] is self:
                 self._watch = OutcomeWatch(trainer)
 

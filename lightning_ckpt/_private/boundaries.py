@@ -1,9 +1,9 @@
 """The private parts of Lightning between two batches, and its signal handlers.
 
-No hook of a callback is called when a batch is over with all that belongs to it, a validation for instance, and a plugin has no
-hooks at all. Handlers of signals are methods of a private object that are registered after ``setup``: what stands on the
-object by then is what is registered. :func:`lightning_ckpt._private.guard.missing_boundaries` finds out if a release of
-Lightning has moved one; the names are the same in 2.5 to 2.7 and in both packages.
+No hook of a callback is called when a batch is over with all that belongs to it, a validation for instance, and a
+plugin has no hooks at all. Handlers of signals are methods of a private object that are registered after ``setup``:
+what stands on the object by then is what is registered. :func:`lightning_ckpt._private.guard.missing_boundaries` finds
+out if a release of Lightning has moved one; the names are the same in 2.5 to 2.7 and in both packages.
 """
 
 from __future__ import annotations
@@ -101,7 +101,8 @@ class TrainerBoundaries:
 
         return teardown
 
-    # ---- signals -------------------------------------------------------------------------------------------------------
+    # ---- signals
+    # -------------------------------------------------------------------------------------------------------
 
     def instead_of_requeue(self, note: Callable[[], None]) -> Callable[[], None]:
         """Let the handler of SLURM's requeue signal call ``note``; return what the handler would have done."""

@@ -1,4 +1,4 @@
-"""Calls of ours before functions of Lightning for which it has no hook, in processes in which one of our objects was made.
+"""Calls of ours before functions of Lightning that have no hook, where one of our objects was made.
 
 Nothing is replaced in a program that only has this package installed, or only imports it.
 """

@@ -1,9 +1,9 @@
 """The private parts of Lightning that exact resume needs.
 
 Lightning has no public hook between "the loaders are known" and "their iterators are made", none around the fetch of a
-batch, and no way to go on in the middle of an epoch, of a batch's end or of a validation. Everything needed for that is here,
-each use with its reason. The names are the same in Lightning 2.5 to 2.7 and in both packages; :mod:`lightning_ckpt._private.guard`
-finds out at the start of a fit, with one clear error, if a release has moved one.
+batch, and no way to go on in the middle of an epoch, of a batch's end or of a validation. Everything needed for that is
+here, each use with its reason. The names are the same in Lightning 2.5 to 2.7 and in both packages;
+:mod:`lightning_ckpt._private.guard` finds out at the start of a fit, with one clear error, if a release has moved one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ __all__ = [
 def checkpoint_directory(callback: Any, trainer: Any) -> str:
     """Where a ``ModelCheckpoint`` keeps its files.
 
-    Before ``setup`` the directory may still depend on the logger, and Lightning resolves ``ckpt_path`` before ``setup``.
+    Before ``setup`` the directory may still depend on the logger, and Lightning resolves ``ckpt_path`` before
+    ``setup``.
     """
     resolve = getattr(callback, "_ModelCheckpoint__resolve_ckpt_dir", None)
     found = callback.dirpath if resolve is None else resolve(trainer)
@@ -35,8 +36,8 @@ def checkpoint_directory(callback: Any, trainer: Any) -> str:
 def model_averaging(strategy: Any) -> tuple[Any, Any]:
     """Return what averages the weights of a ``DDPStrategy``, and the state of its communication hook.
 
-    The first is ``None`` until the strategy is set up for ``fit``, and where weights are not averaged; so is the second where
-    there is no hook. Neither has a public name.
+    The first is ``None`` until the strategy is set up for ``fit``, and where weights are not averaged; so is the second
+    where there is no hook. Neither has a public name.
     """
     return getattr(strategy, "_model_averager", None), getattr(strategy, "_ddp_comm_state", None)
 
@@ -63,8 +64,8 @@ class Internals:
     def before_iterators(self, call: Callable[[], None]) -> None:
         """Call just before Lightning makes the iterators of newly loaded training loaders.
 
-        ``_load_combined_loader_states`` is the only thing Lightning calls between knowing the loaders and iterating over
-        them. Ours replaces it, because what Lightning does there is a part of what we do.
+        ``_load_combined_loader_states`` is the only thing Lightning calls between knowing the loaders and iterating
+        over them. Ours replaces it, because what Lightning does there is a part of what we do.
         """
         replace(self.fit_loop, "_load_combined_loader_states", lambda _: call)
 
@@ -118,10 +119,10 @@ class Internals:
         replace_once(self.checkpoints, "_restore_modules_and_callbacks", restore)
 
     def finish_resume(self, wanted: Callable[[], bool], finished: Callable[[], None]) -> None:
-        """Let the fit restore the training state of the checkpoint that it resumes from, whatever is restored before that.
+        """Let the fit restore the training state of the checkpoint that it resumes from.
 
-        Between modules and training state Lightning calls ``on_fit_start``. A checkpoint that is restored there takes the
-        place of the other, of which counters and optimizers would never be restored.
+        Between modules and training state Lightning calls ``on_fit_start``. A checkpoint that is restored there takes
+        the place of the other, of which counters and optimizers would never be restored.
 
         Args:
             wanted: Whether the checkpoint is still to be restored.
@@ -332,7 +333,7 @@ class Internals:
 
     @staticmethod
     def make_idle_iterator(combined: Any) -> None:
-        """Give the combined loader its iterator, of which Lightning asks the length, without iterators of the loaders."""
+        """Give the combined loader its iterator, whose length Lightning asks, without the loaders' iterators."""
         module = _defining_module(combined)
         iterator_class = module._SUPPORTED_MODES[combined._mode]["iterator"]
         combined._iterator = iterator_class(combined.flattened, combined._limits)

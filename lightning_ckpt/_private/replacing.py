@@ -12,7 +12,7 @@ __all__ = ["Live", "replace", "replace_once"]
 
 
 class Live:
-    """Belongs to a run under way in this process: a copy of what holds it, and what a spawned process gets, holds None."""
+    """Belongs to a run under way in this process: copies, also those for other processes, hold None."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()

@@ -1,7 +1,7 @@
 """Takes ``Fabric.save`` and ``Fabric.load`` on all ranks to :class:`~lightning_ckpt.ShardedCheckpointIO`.
 
-Fabric's DDP calls a plugin on rank 0 only, and its sharded strategies refuse one. As with the Trainer, the methods of the strategy
-are replaced on the instance.
+Fabric's DDP calls a plugin on rank 0 only, and its sharded strategies refuse one. As with the Trainer, the methods of
+the strategy are replaced on the instance.
 """
 
 from __future__ import annotations

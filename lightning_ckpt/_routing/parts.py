@@ -60,7 +60,7 @@ def parts_of(checkpoint: Mapping[str, Any], *, rank: int, buffers: Collection[st
 
 
 def metadata_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what is asked of a checkpoint before it is loaded: whether it can be resumed from, and what was the best."""
+    """Return what is asked of a checkpoint before it is loaded: can it be resumed from, what was the best."""
     found: dict[str, Any] = {name: checkpoint[name] for name in ("epoch", "global_step") if name in checkpoint}
     if "optimizer_states" in checkpoint:
         found["optimizer_states"] = len(checkpoint["optimizer_states"])

@@ -1,9 +1,9 @@
-"""Post-localSGD: from some step on, each rank has weights and moments of its own, and the weights are averaged now and then.
+"""Post-localSGD: from some step on, each rank has weights of its own, which are averaged now and then.
 
-``DDPStrategy(model_averaging_period=..., ddp_comm_state=PostLocalSGDState(...))`` averages gradients over all ranks up to
-``start_localSGD_iter``, and from then on weights, every so many steps. Lightning saves the weights and moments of rank 0, and
-neither of the two counters. Here each rank's own are saved, and the counters; and where everybody looks for a model and its
-optimizers are the means over all ranks, which is what the next averaging would make of the weights.
+``DDPStrategy(model_averaging_period=..., ddp_comm_state=PostLocalSGDState(...))`` averages gradients over all ranks up
+to ``start_localSGD_iter``, and from then on weights, every so many steps. Lightning saves the weights and moments of
+rank 0, and neither of the two counters. Here each rank's own are saved, and the counters; and where everybody looks for
+a model and its optimizers are the means over all ranks, which is what the next averaging would make of the weights.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class PostLocalSgd:
         return self._is_wrapped and self.ranks_differ and self._gathering.all_are_here()
 
     def fit_started(self) -> None:
-        """The strategy is set up: from now on, what is saved as the model and its optimizers are means where ranks differ."""
+        """From now on, what is saved as the model and its optimizers are means where ranks differ."""
         averager, _ = model_averaging(self._trainer.strategy)
         if averager is None or self._is_wrapped:
             return

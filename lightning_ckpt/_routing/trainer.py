@@ -117,14 +117,14 @@ def refuse_strategy(strategy: Any) -> None:
     bases = {cls.__name__ for cls in type(strategy).__mro__}
     if "DeepSpeedStrategy" in bases or "XLAStrategy" in bases or "XLAFSDPStrategy" in bases:
         raise CheckpointError(
-            f"ShardedCheckpointIO does not work with {type(strategy).__name__}, whose engine writes its own checkpoints",
+            f"ShardedCheckpointIO does not work with {type(strategy).__name__}, which writes checkpoints of its own",
             remedy="leave the plugin out, or train with FSDPStrategy, ModelParallelStrategy or DDP",
         )
     if getattr(strategy, "_state_dict_type", None) == "full" or not getattr(
         strategy, "_save_distributed_checkpoint", True
     ):
         raise CheckpointError(
-            f"{type(strategy).__name__} is told to gather the whole state on one rank, and ShardedCheckpointIO is there so "
+            f"{type(strategy).__name__} gathers the whole state on one rank, and ShardedCheckpointIO is there so "
             "that no rank has to",
             remedy="FSDPStrategy(state_dict_type='sharded') or ModelParallelStrategy(save_distributed_checkpoint=True)",
         )
@@ -165,7 +165,7 @@ def _replace_methods(trainer: Any, strategy: Any, plugin: RankCheckpointIO) -> N
 
 
 def keeps_whole_gradients(strategy: Any) -> bool:
-    """Return whether each rank holds gradients of all parameters, unlike the parameters, while it accumulates (FSDP1)."""
+    """Return whether each rank holds gradients of all parameters while it accumulates (FSDP1)."""
     return any(cls.__name__ == "FSDPStrategy" for cls in type(strategy).__mro__)
 
 

@@ -39,7 +39,7 @@ class Worlds:
         self._found: dict[str, tuple[Found, Found]] = {}
 
     def __getitem__(self, cell: str) -> tuple[list[dict[str, str]], list[dict[str, str]]]:
-        """Return for each rank what was not the same bit for bit: with and without the plugin, and after each resume."""
+        """Return for each rank what was not the same bit for bit: without the plugin, and after each resume."""
         if cell not in self._found:
             (group,) = (group for group in self._groups if cell in group)
             whole, resumed = (self._run(mode, group) for mode in ("run", "resume"))

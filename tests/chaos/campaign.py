@@ -1,4 +1,4 @@
-"""The kill campaign: trainings killed at chosen and at random instants, judged after every kill, resumed, and compared."""
+"""The kill campaign: trainings killed at chosen and random instants, judged, resumed, and compared."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a run's checkpoints are, looked at without the help of what is judged: with system calls, or with requests of S3."""
+"""Where a run's checkpoints are, looked at without the engine: with system calls, or requests of S3."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _files_of(manifest: bytes) -> set[str]:
-    """The names of the files that a manifest names, and its own; those that callers have added are not expected here."""
+    """The names of the files that a manifest names, and its own; those of callers are not expected here."""
     content = json.loads(manifest)
     found = {MANIFEST}
     for rank in content["ranks"]:

@@ -1,4 +1,4 @@
-"""Which checkpoint is the newest one: what it says of itself counts, whatever copies and clocks do to the file system's dates."""
+"""Which checkpoint is the newest one: what it says of itself counts, not the file system's dates."""
 
 from __future__ import annotations
 
@@ -179,7 +179,8 @@ def test_a_store_that_was_synchronised_in_another_order(server_of: Callable[[str
     assert [(info.step, info.is_directory) for info in infos] == [(11, True), (10, False), (9, False), (8, False)]
 
 
-# ---- those that say less -----------------------------------------------------------------------------------------------
+# ---- those that say less
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -294,7 +295,8 @@ def test_ls_shows_the_account(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "file date" in lines["c"]
 
 
-# ---- nothing that cannot be read is the newest -------------------------------------------------------------------------
+# ---- nothing that cannot be read is the newest
+# -------------------------------------------------------------------------
 
 
 def old_format(path: Path) -> bytes:

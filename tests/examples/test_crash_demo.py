@@ -118,7 +118,7 @@ def test_comparison_by_itself_tells_by_its_exit_status(
 
 
 def log_jobs_and_saves(directory: Path, *jobs: dict[str, Any], cut_off: bool = False) -> None:
-    """Add to a run by hand what its driver and its saves would log: a save after the first step, and one after the next."""
+    """Add to a run by hand what its driver and saves would log: a save after the first step and the next."""
     (directory / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for job in jobs))
     events = []
     for moment, path in ((0.6, "first.ckpt"), (1.6, "second.ckpt")):

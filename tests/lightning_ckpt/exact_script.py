@@ -1,7 +1,7 @@
 """Trains for the tests of exact resume, each time in a process of its own.
 
-``exact_script.py`` reads one specification per line from its standard input. For each it forks one process per rank from
-its clean self (nothing has been trained in it), which saves the time of the imports, and answers with their exit
+``exact_script.py`` reads one specification per line from its standard input. For each it forks one process per rank
+from its clean self (nothing has been trained in it), which saves the time of the imports, and answers with their exit
 statuses. Each rank writes ``RESULT.<rank>.json``, or is killed right after a save. A specification::
 
     {"options": {...}, "trainer": {...}, "seed": 1, "save": ["hook", count] | null, "kill": true, "checkpoint": "path",

@@ -1,4 +1,4 @@
-"""Small training runs whose checkpoints are too large to be waited for, so that they are really saved in the background."""
+"""Small training runs whose checkpoints are too large to be waited for: they are saved in the background."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Trains on several gloo ranks for the tests of sharded checkpoints, each time in processes of their own.
 
-Reads one specification per line from its standard input, forks one process per rank from its clean self, which saves the time
-of the imports, and answers with their exit statuses. Each rank writes ``RESULT.<rank>.json``. See :class:`Spec`.
+Reads one specification per line from its standard input, forks one process per rank from its clean self, which saves
+the time of the imports, and answers with their exit statuses. Each rank writes ``RESULT.<rank>.json``. See
+:class:`Spec`.
 """
 
 from __future__ import annotations
@@ -58,9 +59,10 @@ class Spec:
         manual: Steps of the user's own, each after so many batches; 0 for Lightning's.
         average: Whether to average the weights.
         after: What to do after ``fit``: ``"save"``, ``"validate"`` and ``"test"`` with ``ckpt_path="best"``.
-        save_at: Hook and number of its call at which to save to ``DIRECTORY/saved.ckpt``, and whether to be killed then.
-        fault: ``{"rank": 1 or None for all, "save": "step=6", "act": "fail" | "kill"}``: what happens in the middle of a save.
-            ``"late": 9``: rank 0 only hears of it in the 9th batch.
+        save_at: Hook and number of its call at which to save to ``DIRECTORY/saved.ckpt``, and whether to be killed
+            then.
+        fault: ``{"rank": 1 or None for all, "save": "step=6", "act": "fail" | "kill"}``: what happens in the middle of
+            a save. ``"late": 9``: rank 0 only hears of it in the 9th batch.
     """
 
     ranks: int

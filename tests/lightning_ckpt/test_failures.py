@@ -302,7 +302,8 @@ def test_nothing_is_left_after_fit(tmp_path: Path) -> None:
     assert trainer.state.status == "finished"
 
 
-# ---- several processes ------------------------------------------------------------------------------------------------
+# ---- several processes
+# ------------------------------------------------------------------------------------------------
 
 
 class Ranks:

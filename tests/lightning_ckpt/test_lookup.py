@@ -73,7 +73,8 @@ def steps_after(trainer: Any) -> int:
     return int(trainer.model.batches)
 
 
-# ---- last -------------------------------------------------------------------------------------------------------------
+# ---- last
+# -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("newest", ["step=2.ckpt", "last.ckpt", "anything.ckpt"])
@@ -261,7 +262,8 @@ def test_a_kill_between_a_save_and_its_second_name(tmp_path: Path, fork_script: 
     assert torch.load(saved / "last.ckpt")["global_step"] == BATCHES
 
 
-# ---- best -------------------------------------------------------------------------------------------------------------
+# ---- best
+# -------------------------------------------------------------------------------------------------------------
 
 
 MONITORED = {"monitor": "loss", "save_top_k": -1}
@@ -363,7 +365,8 @@ def test_a_run_after_a_look_at_the_best_deletes_nothing_of_it(tmp_path: Path) ->
     assert names(saved) == ["new-step=6.ckpt", "step=6.ckpt"]
 
 
-# ---- in memory --------------------------------------------------------------------------------------------------------
+# ---- in memory
+# --------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

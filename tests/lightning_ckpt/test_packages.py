@@ -74,7 +74,8 @@ def test_a_stock_callback_beside_ours_carries_the_exact_state(package: str, tmp_
         assert STATE_KEY in torch.load(tmp_path / folder / "step=6.ckpt")
 
 
-# ---- one of the two packages ------------------------------------------------------------------------------------------
+# ---- one of the two packages
+# ------------------------------------------------------------------------------------------
 
 ONLY = """
 import sys
@@ -144,7 +145,8 @@ def test_what_a_package_itself_lacks_is_not_taken_for_its_absence(run_script: An
     assert "No module named 'lightning_utilities'" in failed.stderr.splitlines()[-1]
 
 
-# ---- the command line -------------------------------------------------------------------------------------------------
+# ---- the command line
+# -------------------------------------------------------------------------------------------------
 
 CONFIGURATION = """
 trainer:

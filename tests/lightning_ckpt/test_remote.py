@@ -157,7 +157,7 @@ class Place:
 
 
 def look_up(folder: Path) -> None:
-    """Take what another process has written down, and write down what is found: by a test, a fit and an unpickled callback."""
+    """Take what another process wrote down; write down what a test, a fit and an unpickled callback find."""
     place: Place = pickle.loads((folder / "place").read_bytes())
     callback = pickle.loads((folder / "callback").read_bytes())  # as in a spawned process: its __init__ is not called
     if place.local is not None:

@@ -145,8 +145,8 @@ def test_the_same_trainer_leaves_the_files_that_lightning_would_leave(
     assert_same_files(one_trainer_twice, SETTINGS[name], tmp_path)
 
 
-# Lightning forgets in a resume what it saved last: it writes a file of its own in place of the link, and one more at the
-# end of a training that saved nothing since.
+# Lightning forgets in a resume what it saved last: it writes a file of its own in place of the link, and one more at
+# the end of a training that saved nothing since.
 FORGOTTEN = ("link", "link, best 2", "link alone", "second epochs")
 RESUMED = {
     name: chosen

@@ -1,4 +1,4 @@
-"""A script finds what it has just saved in the middle of a fit, as it does without us, and nothing is slower until it looks."""
+"""A script finds what it has just saved in mid-fit, as without us, and nothing waits until it looks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds and kills all descendants of a process: launchers put ranks into sessions of their own, and children outlive parents."""
+"""Finds and kills all descendants of a process, also in sessions of their own and without parents."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ class ForkServer:
     def run(
         self, code: str, args: list[str], *, cwd: Path, environments: Sequence[Mapping[str, str]], timeout: float
     ) -> Outcome:
-        """Run code as ``python -c`` would, in a process for each environment; what they have started is killed at the end."""
+        """Run code as ``python -c`` would, in a process for each environment; all that they started is killed."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._count += 1
         outputs = [

@@ -16,7 +16,7 @@ _MOST_SECONDS = 200.0
 
 
 def run_two(work: Callable[[str], None], first_has_saved: Callable[[], bool]) -> None:
-    """Fork job A, which does ``work("A")``, and job B when A has saved; print what each was told of the other, as JSON."""
+    """Fork job A, which does ``work("A")``, and job B when A has saved; print what each heard of the other."""
     children = {}
     for job in "AB":
         child = os.fork()

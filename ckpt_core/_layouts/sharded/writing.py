@@ -152,8 +152,8 @@ class RankFiles:
         parts: The parts of the state, the same ones on all ranks.
         rank: The rank, from 0.
         world_size: Number of ranks.
-        save_id: 1 to 64 letters, digits and dashes: unique to the save, the same on all ranks. It is in every file. Where it is
-            not known yet, :meth:`identify` sets it.
+        save_id: 1 to 64 letters, digits and dashes: unique to the save, the same on all ranks. It is in every file.
+            Where it is not known yet, :meth:`identify` sets it.
         suffix: Comes before the extension of the files' names, where an older checkpoint has the plain names.
 
     Attributes:
@@ -227,7 +227,7 @@ class RankFiles:
         return _File(name, part, layout, layout.header(self._save_id), ordered, _is_all(chunks, count))
 
     def identify(self, save_id: str, suffix: str) -> None:
-        """Give the files the id of their save and the suffix of their names, where they were laid out before both were known.
+        """Give the files the id of their save and the suffix of their names, which were not known at first.
 
         Args:
             save_id: As for the class.

@@ -72,7 +72,8 @@ def _region(sizes: tuple[int, ...]) -> _Region:
 class FileImage:
     """The bytes of a torch file, either staged in a buffer of ours or still in the live tensors.
 
-    It can be written while it is being made: :meth:`window` waits for its bytes, and :meth:`tail` comes after :meth:`add_pickle`.
+    It can be written while it is being made: :meth:`window` waits for its bytes, and :meth:`tail` comes after
+    :meth:`add_pickle`.
 
     Args:
         region: The layout of the tensors.

@@ -1,14 +1,15 @@
-"""What a disk may hold after a crash, in the manner of ALICE and CrashMonkey: any legal reordering of what was not synced.
+"""What a disk may hold after a crash, as in ALICE and CrashMonkey: any reordering of what was not synced.
 
-:class:`Recorder` writes down what is done to a directory tree. Of that, :func:`crash_states` makes the trees that may be found
+:class:`Recorder` writes down what is done to a directory tree. Of that, :func:`crash_states` makes the trees that may
+be found
 after the power went out at any moment:
 
 * bytes written to a file are certain when the file was synced after; before, each block may be there or not;
-* a name (made, removed, renamed, exchanged, linked) is certain when its directory was synced after; before, each change may be
-  there or not, whatever became of the others. One rename is one change, of both its names.
+* a name (made, removed, renamed, exchanged, linked) is certain when its directory was synced after; before, each change
+  may be there or not, whatever became of the others. One rename is one change, of both its names.
 
-Nothing is taken from what one filesystem happens to do: neither that names change in order, nor that syncing a new file makes
-its name durable, too.
+Nothing is taken from what one filesystem happens to do: neither that names change in order, nor that syncing a new file
+makes its name durable, too.
 """
 
 from __future__ import annotations
@@ -229,7 +230,7 @@ class Recorder:
 
 
 def crash_states(recorder: Recorder, rng: random.Random) -> Iterator[tuple[int, Tree]]:
-    """Yield the trees that may be found after a crash, each one once, with the number of operations that had been begun.
+    """Yield the trees that may be found after a crash, each once, with the number of operations begun.
 
     The trees of all moments after the last operation come with the number of all operations.
     """

@@ -1,4 +1,4 @@
-"""Directories after crashes, errors of the disk and full disks: the old checkpoint or the new one, and no rubbish for long."""
+"""Directories after crashes and disk errors: the old checkpoint or the new one, and no rubbish for long."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_an_orphan_that_is_being_removed_is_not_joined(tmp_path: Path, monkeypat
 
 
 def test_what_is_being_deleted_is_not_given_its_name_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another job is between its own two renames of the same directory while the first one deletes what it has replaced."""
+    """Another job is between its two renames of a directory while the first deletes what it has replaced."""
     monkeypatch.setattr(local_directory, "_exchange", lambda *_: False)
     path, away = tmp_path / "a", tmp_path / "away"
     delete, met = local_directory._delete, []
@@ -353,7 +353,8 @@ def test_a_read_only_parent(tmp_path: Path) -> None:
     assert names(tmp_path) == ["file"]
 
 
-# ---- the catalog -------------------------------------------------------------------------------------------------------
+# ---- the catalog
+# -------------------------------------------------------------------------------------------------------
 
 
 def damage(path: Path) -> None:

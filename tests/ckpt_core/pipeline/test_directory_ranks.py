@@ -1,4 +1,4 @@
-"""Saves of real processes that have nothing in common but a store: their outcome, also when one is killed or stopped."""
+"""Saves of real processes that share a store only: their outcome, also when one is killed or stopped."""
 
 from __future__ import annotations
 
@@ -358,8 +358,8 @@ def test_tensors_are_whole_again_in_another_world(fork_script: ScriptRunner, tmp
 NOT_SHARED = (
     PREAMBLE
     + """
-from ckpt_core._pipeline import directory_save
-directory_save._LISTING_SECONDS = 0.5
+from ckpt_core._pipeline import directories
+directories._LISTING_SECONDS = 0.5
 
 class AnotherMachine(LocalStorage):
     # The same paths, on a disk of its own.

@@ -34,7 +34,8 @@ OLD = {"w": tensor_of(torch.uint8, 50_000), "name": "old"}
 NEW = {"w": tensor_of(torch.uint8, 60_000, seed=1), "name": "new"}
 
 
-# ---- the system calls under the local storage ---------------------------------------------------------------------------
+# ---- the system calls under the local storage
+# ---------------------------------------------------------------------------
 
 
 class SystemCalls:
@@ -183,7 +184,8 @@ def test_every_system_call_fails(
             with Checkpointer(strategy="sync") as next_run:  # whose first save removes orphans
                 next_run.save(OLD, path)
             assert visible(directory) == sorted(os.listdir(directory)), f"an orphan stays: {failed}"
-    # Cleaning up may fail, and so may giving a descriptor back when the bytes are durable, and reading how old the others are.
+    # Cleaning up may fail, and so may giving a descriptor back when the bytes are durable, and reading how old the
+    # others are.
     assert survived <= {"scandir", "close", "unlink", "open", "fstat", "preadv", "stat", "lseek"}
 
 
@@ -250,7 +252,8 @@ def test_a_disk_that_fills_up_after_some_windows(number: int, tmp_path: Path) ->
     checkpointer.close()
 
 
-# ---- any storage, by FaultyStorage ------------------------------------------------------------------------------------------
+# ---- any storage, by FaultyStorage
+# ------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(params=["disk", "memory"])
@@ -394,7 +397,8 @@ class TestWithoutFaultsItIsAStorageLikeAnyOther(StorageContract):
         return FaultyStorage(storage_for(*place))
 
 
-# ---- a storage that hangs ---------------------------------------------------------------------------------------------------
+# ---- a storage that hangs
+# ---------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture

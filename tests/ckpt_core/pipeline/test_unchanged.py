@@ -240,7 +240,8 @@ def test_nothing_is_linked_when_it_is_not_wanted(tmp_path: Path) -> None:
         assert {file.stat().st_nlink for file in path.iterdir()} == {1}
 
 
-# ---- damage ------------------------------------------------------------------------------------------------------------------
+# ---- damage
+# ------------------------------------------------------------------------------------------------------------------
 
 
 def damage(path: Path) -> None:

@@ -502,7 +502,8 @@ def test_a_checkpoint_is_read_as_it_was_saved(server_of: ServerOf, fetched: list
     assert fetched == []
 
 
-# ---- credentials that are renewed ----------------------------------------------------------------------------------------
+# ---- credentials that are renewed
+# ----------------------------------------------------------------------------------------
 
 
 def asked_by(protocol: str, filesystem: Any) -> list[str]:

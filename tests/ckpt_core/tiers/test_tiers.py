@@ -1,4 +1,4 @@
-"""Two tiers: committed on a local disk, uploaded in the background; which copy is read; what is lost when something fails."""
+"""Two tiers: committed on a local disk, uploaded in the background; which copy is read; what failures cost."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-# ---- which path is which ----------------------------------------------------------------------------------------------
+# ---- which path is which
+# ----------------------------------------------------------------------------------------------
 
 
 def test_a_path_of_either_tier_names_the_pair(tmp_path: Path) -> None:
@@ -190,7 +191,8 @@ def test_a_save_outside_of_both_is_refused_and_a_load_is_not(setting: Setting, t
         assert run.exists(elsewhere)
 
 
-# ---- uploads ----------------------------------------------------------------------------------------------------------
+# ---- uploads
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("strategy", ["sync", "async"])
@@ -274,7 +276,8 @@ def test_a_copy_of_the_checkpointer_has_the_same_tiers(setting: Setting) -> None
     assert setting.names_here() == ["1"]
 
 
-# ---- failures ---------------------------------------------------------------------------------------------------------
+# ---- failures
+# ---------------------------------------------------------------------------------------------------------
 
 
 def test_a_failed_upload_is_counted_and_made_up_for(setting: Setting, caplog: pytest.LogCaptureFixture) -> None:
@@ -391,7 +394,8 @@ def test_a_file_replaced_during_its_upload_is_not_taken_for_what_it_was(tmp_path
     assert setting.value_there("last") == 2
 
 
-# ---- removal and room on the local disk --------------------------------------------------------------------------------
+# ---- removal and room on the local disk
+# --------------------------------------------------------------------------------
 
 
 def test_removal_is_of_both_and_waits_for_the_upload_of_the_successor(setting: Setting, gate: threading.Event) -> None:
@@ -493,7 +497,8 @@ def test_no_room_is_made_while_the_store_is_down(setting: Setting) -> None:
     assert setting.names_here() == ["0", "1", "2"]
 
 
-# ---- reading ----------------------------------------------------------------------------------------------------------
+# ---- reading
+# ----------------------------------------------------------------------------------------------------------
 
 
 def test_the_local_copy_is_read_where_it_is_whole(setting: Setting) -> None:

@@ -1,4 +1,4 @@
-"""A process that is killed while it uploads to a real S3 server: what the store shows then, and what the next process does."""
+"""A process is killed while it uploads to a real S3 server: what is there, and what the next one does."""
 
 from __future__ import annotations
 
