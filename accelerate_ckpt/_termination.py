@@ -1,4 +1,4 @@
-"""A process that is told to end finishes the saves that are under way, and then ends as it would have.
+"""A process that receives a signal to end finishes the saves that are under way, and then ends as it would have.
 
 Schedulers, container runtimes and launchers send SIGTERM. By default the process is gone at once, and with it the save
 in the background that a script without us would have waited for. A handler in Python alone does not help: the main

@@ -4,7 +4,7 @@ SLURM's requeue signal and SIGTERM: their handlers only note them. A handler tha
 for ranks that are in the gradient exchange of the very batch that it has interrupted. All ranks save, requeue or end at
 the same boundary, also where one of them alone was signalled.
 
-Loggers that upload checkpoints: they are told of one when it is durable (:mod:`lightning_ckpt._observers`).
+Loggers that upload checkpoints: they learn of one when it is durable (:mod:`lightning_ckpt._observers`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def watch_boundaries(trainer: Any) -> None:
     missing = missing_boundaries(trainer)
     if missing:
         logger.warning(
-            "this release of Lightning has no %s: signals are handled inside their handlers, and loggers are told of "
+            "this release of Lightning has no %s: signals are handled inside their handlers, and loggers learn of "
             "checkpoints before they are durable",
             ", ".join(missing),
         )

@@ -119,6 +119,6 @@ class Observers:
 
 
 def _observes(logger: Any) -> bool:
-    """Return whether a logger does anything when it is told of a checkpoint."""
+    """Return whether a logger does anything when it learns of a checkpoint."""
     bases = [cls for cls in type(logger).__mro__ if "after_save_checkpoint" in vars(cls)]
     return bool(bases) and bases[0].__name__ != "Logger"  # the base class does nothing

@@ -1,4 +1,4 @@
-"""The callback that makes a Lightning run go on bit for bit."""
+"""The callback that makes a Lightning run resume bit for bit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
     While it is on the Trainer, *every* checkpoint saved through the Trainer (by this callback, by another one, by
     ``trainer.save_checkpoint``) carries the exact state of all ranks under the key ``"lightning_ckpt"``: random
     generators, data position, random generators of data loading workers, gradients of an open accumulation window, open
-    metrics, and the point of the training loop. ``trainer.fit(ckpt_path=...)`` goes on from there. Where exactness
+    metrics, and the point of the training loop. ``trainer.fit(ckpt_path=...)`` resumes from there. Where exactness
     cannot be had, the resume says why in one warning.
 
     Args:

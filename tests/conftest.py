@@ -39,8 +39,10 @@ CORE = ("torch._dynamo", "ckpt_core")
 LIGHTNING = ("lightning.pytorch.cli", "ckpt_core", "lightning_ckpt")
 _RUN_FILE = "import runpy, sys; sys.argv[0] = {0!r}; runpy.run_path({0!r}, run_name='__main__')"
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as a shell has it that runs the tests in the background
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell that runs the tests in the background ignores the first for them, and nohup the second.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 # No test passes or fails by the clock.
 settings.register_profile("no deadline", deadline=None)

@@ -260,7 +260,7 @@ class LoaderPosition:
         if waiting is None and self._opening is not None and self._opening.is_unused(self._run.uses):
             waiting = self._opening.state
         if waiting is not None:
-            # saved again before the script went on
+            # saved again before the script continued
             return dict(waiting)
         phase, iteration = self._phase, int(self.loader.iteration)
         if phase == INSIDE and self._is_finished:

@@ -295,7 +295,7 @@ def names_of(ranks: Collection[int]) -> str:
 
 def _went_on(what: str, rank: int, absent: Collection[int]) -> RankFailedError:
     return RankFailedError(
-        f"{what} was called on rank {rank}, and not on {names_of(absent)}, which went on without it",
+        f"{what} was called on rank {rank}, and not on {names_of(absent)}, which continued without it",
         remedy=f"call {what} on all ranks, not under `if is_main_process` or another condition on the rank",
     )
 

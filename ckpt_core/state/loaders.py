@@ -1,7 +1,7 @@
 """Where each loader of a run is, and how it gets there again.
 
-There is one tracker for each loader. It knows nothing of the training loop: it is told the number of batches that count
-as consumed in the current pass, and gives a state made of tensors and plain data.
+There is one tracker for each loader. It knows nothing of the training loop: it is given the number of batches that
+count as consumed in the current pass, and gives a state made of tensors and plain data.
 """
 
 from __future__ import annotations

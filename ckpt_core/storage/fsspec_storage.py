@@ -501,7 +501,7 @@ class FsspecStorage(Storage, LeaseStore):
                 self.fetch(probe, 16, 48)
             self.delete(probe)
         except CheckpointError:
-            return False  # it is not obstore's fault: whoever writes is told
+            return False  # it is not obstore's fault: whoever writes gets the error
         client.has_written = failure is None
         identity = self._identity_of(path)
         if failure is not None and identity is not None:

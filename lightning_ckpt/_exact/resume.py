@@ -59,7 +59,7 @@ class Resume:
         checkpoint[_MARK] = str(self._path)
 
     def keeps(self, checkpoint: Mapping[str, Any]) -> bool:
-        """Return whether a restored checkpoint is what this run resumes from, or was saved by it before it went on."""
+        """Return whether a restored checkpoint is what this run resumes from, or an earlier one of its own."""
         same = self._internals.checkpoints._ckpt_path == self._path
         return same or checkpoint.get(_MARK) == str(self._path)
 

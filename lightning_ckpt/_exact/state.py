@@ -125,7 +125,7 @@ class ExactState(Live):
             shared, mine = self._loaded[Kind.REPLICATED.value], self._loaded["mine"]
             self._internals.set_progress(shared["progress"])
             counters, own = shared.get("post_local_sgd", {}), mine.get("post_local_sgd", {})
-            shared["notes"] += self._post_local_sgd.restore(counters, own, elsewhere=self._is_resharded(self._loaded))
+            shared["notes"] += self._post_local_sgd.restore(counters, own, resharded=self._is_resharded(self._loaded))
             self._internals.instead_of_next_epoch_start(self._continue)
 
     def _moment(self, rng: RngState) -> _Moment:

@@ -1,8 +1,8 @@
 """The private parts of Lightning that exact resume needs.
 
 Lightning has no public hook between "the loaders are known" and "their iterators are made", none around the fetch of a
-batch, and no way to go on in the middle of an epoch, of a batch's end or of a validation. Everything needed for that is
-here, each use with its reason. The names are the same in Lightning 2.5 to 2.7 and in both packages;
+batch, and no way to resume in the middle of an epoch, of a batch's end or of a validation. Everything needed for that
+is here, each use with its reason. The names are the same in Lightning 2.5 to 2.7 and in both packages;
 :mod:`lightning_ckpt._private.guard` finds out at the start of a fit, with one clear error, if a release has moved one.
 """
 
@@ -202,7 +202,7 @@ class Internals:
         return {kind: {name: int(getattr(of, name)) for name in names} for kind, of in current.items()}
 
     def set_progress(self, progress: dict[str, Any]) -> None:
-        """Undo :meth:`progress`, and tell the loops that they are not restarting: they just go on."""
+        """Undo :meth:`progress`, and tell the loops that they are not restarting: they just continue."""
         epoch_loop = self.epoch_loop
         self.fit_loop.epoch_progress.load_state_dict(progress["epoch"])
         epoch_loop.batch_progress.load_state_dict(progress["batch"])
@@ -220,7 +220,7 @@ class Internals:
             if hasattr(loop, "reset_restart_stage"):
                 loop.reset_restart_stage()
 
-    # ---- going on in the middle --------------------------------------------------------------------------------------
+    # ---- resuming in the middle -------------------------------------------------------------------------------------
 
     def instead_of_next_epoch_start(self, call: Callable[[Callable[[], None]], None]) -> None:
         """Let the start of the next epoch be ``call(original)``."""
@@ -228,7 +228,7 @@ class Internals:
         replace_once(self.fit_loop, "on_advance_start", lambda: call(original))
 
     def continue_epoch(self, enter: Callable[[], None], batches: int) -> None:
-        """Let the next run of the epoch loop go on after ``batches`` batches instead of beginning.
+        """Let the next run of the epoch loop continue after ``batches`` batches instead of beginning.
 
         Args:
             enter: Called when the loop is entered; makes the iterators.

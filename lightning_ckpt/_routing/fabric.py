@@ -124,7 +124,7 @@ def _save(
 
 
 def _buffers(value: Any, found: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of a model: each rank has updated its own, and DDP goes on with those of rank 0."""
+    """Those of a model: each rank has updated its own, and DDP continues with those of rank 0."""
     if not isinstance(value, nn.Module):
         return {}
     names = {name.removeprefix("module.") for name, _ in value.named_buffers()}

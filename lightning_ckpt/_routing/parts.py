@@ -39,7 +39,7 @@ def parts_of(checkpoint: Mapping[str, Any], *, rank: int, buffers: Collection[st
 
     Weights and optimizers are parts of their own, so that each can be read alone; their tensors may be distributed. The
     rest is that of rank 0: only there has it everything, and ranks may differ in it. So are the buffers: each rank has
-    updated its own with its own batches, and DDP goes on with those of rank 0.
+    updated its own with its own batches, and DDP continues with those of rank 0.
 
     Args:
         checkpoint: What the Trainer gives its strategy; the callbacks and hooks of the user have changed it already.

@@ -146,13 +146,14 @@ class PostLocalSgd:
         host: dict[str, Any] = _on_host(own) if on_host else own
         return host
 
-    def restore(self, counters: Mapping[str, Any], own: Mapping[str, Any], *, elsewhere: bool) -> list[str]:
+    def restore(self, counters: Mapping[str, Any], own: Mapping[str, Any], *, resharded: bool) -> list[str]:
         """Undo :meth:`counters` and :meth:`capture`, after Lightning has loaded what it saves.
 
         Args:
             counters: Those of the checkpoint; empty if it was saved without post-localSGD.
             own: What this rank had of its own.
-            elsewhere: Whether another number of ranks saved it; all ranks go on with what Lightning has loaded, then.
+            resharded: Whether another number of ranks saved it; all ranks continue with what Lightning has loaded,
+                then.
 
         Returns:
             Why that is not exact.
@@ -165,9 +166,9 @@ class PostLocalSgd:
         averager.step, hook.iter = counters["averager"], counters["hook"]
         if not counters["differ"]:
             return []
-        if elsewhere:
+        if resharded:
             whose = "their means" if counters["saves_means"] else "those of rank 0"
-            return [f"each rank had weights and moments of its own (post-localSGD): all go on with {whose}"]
+            return [f"each rank had weights and moments of its own (post-localSGD): all continue with {whose}"]
         module = self._trainer.lightning_module.state_dict()
         with torch.no_grad():
             for name, value in own["weights"].items():

@@ -121,7 +121,7 @@ def test_a_save_without_rank_zero_is_an_error_at_once(ranks: Ranks, tmp_path: Pa
     names = {"strategy": "async", "saved": str(tmp_path), "saves": [2], "savers": [1], "joint": 0}
     results = ranks.run(RUN + "    import os\n" + TRAINED.replace("train(9)", ALONE), 2, **names)
     assert results[1].told["error"] == "RankFailedError"
-    assert "called on rank 1, and not on rank 0, which went on without it" in results[1].told["message"]
+    assert "called on rank 1, and not on rank 0, which continued without it" in results[1].told["message"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -147,7 +147,7 @@ def test_fsdp_on_one_rank_alone_is_an_error_at_once(ranks: Ranks, tmp_path: Path
     names = {"version": 2, "accumulation": 1, "seed": 0, "alone": False}
     results = ranks.run(FSDP + alone, 2, saved=str(tmp_path / "saved"), **names)
     assert results[0].told["error"] == "RankFailedError", results
-    assert "called on rank 0, and not on rank 1, which went on without it" in results[0].told["message"]
+    assert "called on rank 0, and not on rank 1, which continued without it" in results[0].told["message"]
     assert list(tmp_path.iterdir()) == []
 
 

@@ -129,7 +129,7 @@ def test_another_number_of_ranks_goes_on_with_the_mean_and_says_so(
 ) -> None:
     path = whole(io, 2).saved / f"step={BETWEEN}.ckpt"
     resumed = runs.run(tmp_path / "saved", "other", ranks=ranks, io=io, ckpt_path=str(path), steps=13)
-    said = "this run averages no weights" if ranks == 1 else "(post-localSGD): all go on with their means"
+    said = "this run averages no weights" if ranks == 1 else "(post-localSGD): all continue with their means"
     assert said in resumed[0]["warnings"][0]
     assert len({str(result["started"]) for result in resumed}) == 1
     if ranks == 3:
@@ -147,7 +147,7 @@ def test_a_save_after_the_fit_has_the_ranks_own(runs: Runs, whole: Callable[...,
     resumed = runs.run(saved, "resumed", io=io, ckpt_path=path, steps=7)
     assert [result["started"] for result in resumed] == whole(io, 2).after(BETWEEN)
     elsewhere = runs.run(saved, "elsewhere", io=io, ranks=3, ckpt_path=path, steps=7)
-    assert "all go on with those of rank 0" in elsewhere[0]["warnings"][0]
+    assert "all continue with those of rank 0" in elsewhere[0]["warnings"][0]
 
 
 def test_ranks_do_not_write_one_model_together_unless_the_callback_makes_one_of_theirs(
