@@ -15,7 +15,7 @@ import torch
 
 import ckpt_core.checkpointer as checkpointer_module
 import lightning_ckpt.io as io_module
-from ckpt_core import CheckpointNotFoundError, StorageError, options, verify
+from ckpt_core import CheckpointNotFoundError, StorageError, awaited_paths, options, verify
 from ckpt_core.storage import FileWriter, LocalStorage
 from lightning_ckpt import AsyncCheckpointIO, SyncCheckpointIO
 
@@ -95,7 +95,8 @@ def gate(monkeypatch: pytest.MonkeyPatch, everything_is_large: None) -> Iterator
             return super().create(path, expected_size)
 
     monkeypatch.setattr(checkpointer_module, "storage_for", lambda *_: GatedStorage())
-    yield gate
+    with awaited_paths.waiting_for_nothing():  # the tests look at what is there meanwhile
+        yield gate
     gate.opened.set()
 
 
