@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         fixtures = set(getattr(item, "fixturenames", ()))
         if "servers" in fixtures:
             item.add_marker("server")
-        if item.path.relative_to(ROOT / "tests").parts[0] in TRAINING_FOLDERS:
+        if TRAINING_FOLDERS.intersection(item.path.parts):
             item.add_marker("training")
         if fixtures & PROCESS_FIXTURES or _starts_processes(item.path):
             item.add_marker("process")
