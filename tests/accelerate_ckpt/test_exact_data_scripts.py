@@ -331,6 +331,7 @@ def test_an_iteration_that_is_made_in_another_way_is_an_error(monkeypatch: pytes
         run.epoch()
 
 
+@pytest.mark.slow
 def test_launched_for_real(tmp_path: Path) -> None:
     """Fresh interpreters, started by ``accelerate launch``, save and load with ``save_state`` and ``load_state``."""
     cells = ["default_workers", "seedable_skip", "default_accumulate"]

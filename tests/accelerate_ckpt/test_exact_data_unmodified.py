@@ -603,6 +603,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.slow
 def test_killed_and_resumed_for_real(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SKIPS_BY_CONTINUE)

@@ -179,6 +179,7 @@ def test_options_are_taken_with_hyphens_too(plain: RunScript, tmp_path: Path) ->
     assert refused.returncode == 2 and "--max_pending: max_pending must be a whole number" in refused.stderr
 
 
+@pytest.mark.slow
 def test_a_spawned_worker_finds_the_scripts_classes(run_script: RunScript, tmp_path: Path) -> None:
     write(
         tmp_path / "train.py",

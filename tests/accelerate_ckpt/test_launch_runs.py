@@ -154,6 +154,7 @@ def test_a_last_save_that_fails_fails_the_run(run_script: RunScript, tmp_path: P
     assert Catalog(tmp_path / "saved", suffix="").checkpoints() == []
 
 
+@pytest.mark.slow
 def test_options_reach_the_checkpoints_a_flag_before_a_variable_before_the_file(
     run_script: RunScript, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ def ends(printed: str) -> list[str]:
     return sorted(re.findall(r"worker \d ends with [0-9a-f]{64}", printed))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_a_killed_run_goes_on_bit_for_bit(tmp_path: Path) -> None:
     arguments, dice = ("--workers", 3, "--window", 4, "--batches", 40), random.Random(1)

@@ -31,6 +31,7 @@ def test_every_batch_is_used_once_whoever_goes_on(tmp_path: Path) -> None:
         assert len(opened.load("workers")) == 4
 
 
+@pytest.mark.slow
 def test_one_worker_goes_on_bit_for_bit(tmp_path: Path) -> None:
     arguments = ("--workers", 1, "--batches", 40, "--every", 0.05, "--start-method", "fork")
     finish("hogwild.py", tmp_path / "whole", *arguments)

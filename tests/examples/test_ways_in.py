@@ -52,7 +52,7 @@ def assert_same_training(first: Path, second: Path) -> None:
     ("config", "io"),
     [
         ("plugins.yaml", "AsyncCheckpointIO"),
-        ("strategy.yaml", "SyncCheckpointIO"),
+        pytest.param("strategy.yaml", "SyncCheckpointIO", marks=pytest.mark.slow),
         ("tiers.yaml", "AsyncCheckpointIO"),
     ],
 )

@@ -48,6 +48,7 @@ def test_the_plugin_is_enough(fork_script: ScriptRunner, tmp_path: Path, package
     assert len(list(saved.glob("optimizer-*-of-00002.safetensors"))) == 2, "both ranks have written"
 
 
+@pytest.mark.slow
 def test_the_plugin_is_enough_in_spawned_processes(run_script: ScriptRunner, tmp_path: Path) -> None:
     directory, script = tmp_path / "checkpoints", tmp_path / "script.py"
     script.write_text(SCRIPT)

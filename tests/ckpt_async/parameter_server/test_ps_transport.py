@@ -414,7 +414,7 @@ class ImpatientCluster(Cluster):
 
 
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", ["shard-1", COORDINATOR])
+@pytest.mark.parametrize("name", [pytest.param("shard-1", marks=pytest.mark.slow), COORDINATOR])
 def test_a_frozen_server_ends_the_training_and_is_named(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
