@@ -229,8 +229,10 @@ def test_the_death_of_rank_0_is_told_to_the_others(fault: str, strategy: str, fo
     words = "is gone" if fault == "SIGKILL" else "has not answered for 3 s"
     assert f"rank 0, which keeps the record of a save, {words}" in outcome["message"]
     assert outcome["seconds"] < 20
-    # A stopped rank 0 may go on: what it was writing is not taken from it before it is dead.
-    assert len(names) == (1 if fault == "SIGKILL" else 2)
+    assert "a" in names
+    # A stopped rank 0 may go on: what it was writing is not taken from it before it is dead. Of a killed one the
+    # kernel closes the connection and the lock at two moments: the others may find it still locked.
+    assert fault == "SIGKILL" or len(names) == 2
     assert names_after_next == ["a", "next"]
 
 
