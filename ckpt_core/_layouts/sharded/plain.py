@@ -11,7 +11,9 @@ Tensors are tied if they are the same part of the same memory, so that one copy 
 from __future__ import annotations
 
 import collections
+import datetime
 import math
+import pathlib
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -84,9 +86,9 @@ class _Encoder:
             return "$" + node if node.startswith("$") else node
         if isinstance(node, torch.Tensor):
             return self._reference(node, name)
-        encode = _ENCODERS.get(kind)
-        if encode is not None:
-            return encode(node)
+        encoded = _ENCODERS[kind](node) if kind in _ENCODERS else None
+        if encoded is not None:
+            return encoded
         if kind in _CONTAINERS:
             return self._encode_container(node, name)
         if isinstance(node, np.generic) and not node.dtype.hasobject and node.dtype.names is None:
@@ -138,6 +140,8 @@ class _Encoder:
         if kind in (set, frozenset):
             return {_CONTAINERS[kind]: [self._hashable(value, name) for value in node]}
         items = [self.encode(value, join_key(name, index)) for index, value in enumerate(node)]
+        if kind is collections.deque:
+            return {"$deque": [node.maxlen, items]}
         return items if kind is list else {_CONTAINERS[kind]: items}
 
     def _hashable(self, value: Any, name: str) -> Json:
@@ -157,22 +161,46 @@ class _Encoder:
         raise SerializationError(message, key=join_key(self._key, name) if name else self._key, remedy=remedy)
 
 
+def _slice(value: slice) -> Json:
+    parts = [value.start, value.stop, value.step]
+    return {"$slice": parts} if all(part is None or type(part) is int for part in parts) else None
+
+
+def _moment(tag: str, value: datetime.datetime | datetime.time) -> Json:
+    # a time zone with rules of its own has no name that any machine knows
+    fixed = value.tzinfo is None or type(value.tzinfo) is datetime.timezone
+    return {tag: value.isoformat()} if fixed and not value.fold else None
+
+
 _CONTAINERS: dict[type, str] = {
     dict: "$dict",
     collections.OrderedDict: "$ordered",
     collections.Counter: "$counter",
     collections.defaultdict: "$defaultdict",
+    collections.deque: "$deque",
     list: "$list",
     tuple: "$tuple",
     torch.Size: "$size",
     set: "$set",
     frozenset: "$frozenset",
 }
+_PATHS: dict[type, type[pathlib.PurePath]] = {  # a path of the other system comes back as one of this machine's
+    pathlib.PurePosixPath: pathlib.PurePosixPath,
+    pathlib.PureWindowsPath: pathlib.PureWindowsPath,
+    pathlib.PosixPath: pathlib.Path,
+    pathlib.WindowsPath: pathlib.Path,
+}
 _ENCODERS: dict[type, Callable[[Any], Json]] = {
     complex: lambda value: {"$complex": [_number(value.real), _number(value.imag)]},
     bytes: lambda value: {"$bytes": value.hex()},
     bytearray: lambda value: {"$bytearray": value.hex()},
     range: lambda value: {"$range": [_number(part) for part in (value.start, value.stop, value.step)]},
+    slice: _slice,
+    datetime.datetime: lambda value: _moment("$datetime", value),
+    datetime.time: lambda value: _moment("$time", value),
+    datetime.date: lambda value: {"$date": value.isoformat()},
+    datetime.timedelta: lambda value: {"$timedelta": [value.days, value.seconds, value.microseconds]},
+    **{kind: lambda value: {"$path": [type(value).__name__, str(value)]} for kind in _PATHS},
     torch.dtype: lambda value: {"$dtype": str(value).removeprefix("torch.")},
     torch.device: lambda value: {"$device": str(value)},
 }
@@ -269,6 +297,9 @@ class _Decoder:
         if tag == "$defaultdict":
             factory, pairs = value
             return collections.defaultdict(_FACTORIES[factory], self._pairs(pairs, depth))
+        if tag == "$deque":
+            longest, items = value
+            return collections.deque(self._items(items, depth), longest)
         if tag in ("$dict", "$ordered", "$counter"):
             return _COLLECTIONS[tag](self._pairs(value, depth))
         items = list(self._items(value, depth))
@@ -316,6 +347,12 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     "$bytes": bytes.fromhex,
     "$bytearray": bytearray.fromhex,
     "$range": lambda value: range(*(int(_plain_number(part)) for part in value)),
+    "$slice": lambda value: slice(*(part if part is None else int(part) for part in value)),
+    "$datetime": datetime.datetime.fromisoformat,
+    "$time": datetime.time.fromisoformat,
+    "$date": datetime.date.fromisoformat,
+    "$timedelta": lambda value: datetime.timedelta(*(int(part) for part in value)),
+    "$path": lambda value: _path(*value),
     "$dtype": lambda value: getattr(torch, _dtype_name(value)),
     "$device": lambda value: torch.device(str(value)),
     "$scalar": lambda value: np.frombuffer(bytes.fromhex(value[1]), _numpy_type(value[0]))[0],
@@ -324,6 +361,10 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
 
 def _complex(real: Json, imaginary: Json) -> complex:
     return complex(_plain_number(real), _plain_number(imaginary))
+
+
+def _path(kind: str, path: str) -> pathlib.PurePath:
+    return {known.__name__: build for known, build in _PATHS.items()}[kind](path)
 
 
 def _plain_number(node: Json) -> Any:

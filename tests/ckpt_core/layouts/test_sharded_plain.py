@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import collections
+import datetime
+import enum
 import json
 import math
 import pickle
 import threading
-from pathlib import Path
+import zoneinfo
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -46,6 +49,10 @@ VALUES = [
     *(range(3), range(5, 1, -2), torch.float32, torch.float8_e4m3fn, torch.Size([2, 3]), torch.device("cuda", 1)),
     *(collections.OrderedDict(b=1, a=2), collections.Counter("aab"), collections.defaultdict(list, a=[1])),
     *(collections.defaultdict(None, {1: 2}), collections.defaultdict(int)),
+    *(collections.deque([1, (2,)], maxlen=3), collections.deque(), slice(1, None, -2), slice(None)),
+    *(datetime.datetime(2026, 1, 2, 3, 4, 5, 6), datetime.datetime(2026, 1, 2, tzinfo=datetime.timezone.utc)),
+    *(datetime.date(2026, 1, 2), datetime.time(3, 4), datetime.timedelta(-1, 2, 3)),
+    *(PurePosixPath("a/ä"), PureWindowsPath("c:\\a"), Path("/b")),
     *(np.float64(0.1), np.int8(-3), np.bool_(True), np.datetime64("2026-01-02"), np.float32("nan")),
 ]
 
@@ -144,7 +151,10 @@ class Text(str):
         (lambda: 0, "function"),
         (Point(1, 2), "Point"),
         (Text("a"), "Text"),
-        (Path("/x"), "Path"),
+        (slice(torch.ones(1)), "slice"),
+        (datetime.datetime(2026, 1, 2, tzinfo=zoneinfo.ZoneInfo("Europe/Berlin")), "datetime"),
+        (datetime.time(2, fold=1), "time"),
+        (enum.Enum("Color", "RED")(1), "Color"),
         (np.array([object()]), "ndarray"),
         (np.zeros(1, dtype=[("a", "f4")]), "ndarray"),
         (collections.defaultdict(Path), "defaultdict"),
@@ -211,6 +221,13 @@ BAD = [
         {"$scalar": ["<f4", "0"]},
         {"$complex": ["$0", 1]},
         {"$complex": [1]},
+        {"$path": ["Path", "x"]},
+        {"$path": ["PosixPath", ["x"]]},
+        {"$date": 3},
+        {"$datetime": "today"},
+        {"$deque": [-1, []]},
+        {"$deque": [1]},
+        {"$slice": ["a"]},
     ),
     *(
         {"$defaultdict": ["eval", []]},
