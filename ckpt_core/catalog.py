@@ -26,11 +26,13 @@ from ckpt_core.parallel import run_parallel
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 from ckpt_core.tiers import LEDGER_NAME, TieredStorage, Tiers, read_ledger
 
-__all__ = ["Catalog", "CheckpointInfo", "disagreement", "newest_first"]
+__all__ = ["RECORD_OF_RESUMES", "Catalog", "CheckpointInfo", "disagreement", "newest_first"]
 
 logger = logging.getLogger(__name__)
 
 
+RECORD_OF_RESUMES = ".ckpt-resumes.json"  # see ckpt_core.resume
+_RECORDS = (LEDGER_NAME, RECORD_OF_RESUMES)  # beside the checkpoints
 _READERS = 8  # threads
 _STEP_IN_NAME = re.compile(r"(?:step|checkpoint)[=_-]?([0-9]+)")
 _NUMBER = re.compile(r"[0-9]+")
@@ -242,12 +244,16 @@ class Catalog:
         found = []
         for file, is_directory in files + directories:
             name = os.path.basename(file.path)
-            if name.endswith(self._suffix) and name != LEDGER_NAME:
+            if name.endswith(self._suffix) and name not in _RECORDS:
                 modified = committed[name].committed if name in committed else file.modified
                 found.append(CheckpointInfo(file.path, file.size, modified, is_directory))
         return found
 
-    def newest_verified(self, accept: Callable[[Any], bool] | None = None) -> CheckpointInfo | None:
+    def newest_verified(
+        self,
+        accept: Callable[[Any], bool] | None = None,
+        order: Callable[[list[CheckpointInfo]], list[CheckpointInfo]] | None = None,
+    ) -> CheckpointInfo | None:
         """Return the newest checkpoint whose bytes all match their digests, or None if there is none at all.
 
         Each damaged one is named in a warning, and is in :attr:`passed_over`. A file without digests (another
@@ -257,12 +263,15 @@ class Catalog:
         Args:
             accept: Called with a checkpoint's state, its tensors without values, or with the metadata of a directory
                 (:func:`ckpt_core._pipeline.reader.peek`); says whether it is of the kind that is looked for.
+            order: Called with all of them, the newest first; returns them in the order in which they are tried, such as
+                :meth:`ckpt_core.resume.ResumeAttempts.in_order`.
 
         Raises:
             CheckpointCorruptedError: There are checkpoints, some of them damaged, and none that can be used.
         """
         self.passed_over = {}
-        infos = self.checkpoints()
+        by_age = self.checkpoints()
+        infos = by_age if order is None else order(by_age)
         for index, info in enumerate(infos):
             try:
                 verify(info.path, storage=self._storage)
@@ -275,7 +284,8 @@ class Catalog:
                 notify(self._listeners, CheckpointSkipped(path=info.path, reason=error.message))
                 self.passed_over[info.path] = error
                 continue
-            self._warn_of_disagreement(info, infos[index + 1 :], accept)
+            if infos == by_age:  # otherwise something newer was stepped over, and is named already
+                self._warn_of_disagreement(info, infos[index + 1 :], accept)
             return info
         if self.passed_over:
             raise none_verifies(self.root, self.passed_over)

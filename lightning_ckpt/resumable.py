@@ -30,7 +30,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
     cannot be had, the resume says why in one warning.
 
     Args:
-        dirpath: Directory of the checkpoints, also a URL; by default the logger's directory.
+        dirpath: Directory of the checkpoints, also a URL; by default the logger's directory (but see ``resume``).
         filename: Name pattern of the checkpoints, such as ``"{epoch}-{step}"``.
         monitor: Name of the logged quantity that ranks the checkpoints.
         verbose: Whether to say when a checkpoint is saved.
@@ -54,6 +54,12 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         retention: Which checkpoints of this callback to keep (:mod:`ckpt_core.policies`) besides those that
             ``save_top_k`` keeps: one is deleted when neither wants it. With ``save_top_k=-1``, which saves them all,
             the policy alone says what stays. The best, the last and the one that the run was resumed from always stay.
+        resume: ``"auto"``: ``trainer.fit`` without ``ckpt_path`` continues from the newest checkpoint that verifies, or
+            starts from the beginning where there is none, which it says in one line; :attr:`resumed` tells which. A
+            ``ckpt_path`` that is given wins. Without ``dirpath``, the checkpoints are then in ``checkpoints`` in the
+            Trainer's ``default_root_dir``, so that each start finds those of the one before.
+        resume_attempts: After how many starts in a row that ended without a newer checkpoint ``"auto"`` tries an older
+            one first; None: never.
 
     Raises:
         CheckpointError: At the start of a fit, when this release of Lightning is not supported.
@@ -85,6 +91,8 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         exact: bool = True,
         data_resume: Literal["auto", "replay"] = "auto",
         retention: RetentionPolicy | None = None,
+        resume: Literal["auto"] | None = None,
+        resume_attempts: int | None = 3,
     ) -> None:
         if data_resume not in ("auto", "replay"):
             raise ValueError(f"data_resume must be 'auto' or 'replay', not {data_resume!r}")
@@ -105,6 +113,8 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
             save_on_train_epoch_end=save_on_train_epoch_end,
             enable_version_counter=enable_version_counter,
             retention=retention,
+            resume=resume,
+            resume_attempts=resume_attempts,
         )
         check_callback(self)
         self.exact = exact

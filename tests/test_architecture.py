@@ -20,6 +20,7 @@ LAYERS = (
     {"options"},
     {"checkpointer", "directory", "separate"},
     {"policies"},
+    {"resume"},
     {"catalog"},
     {"tiers"},
     {"_pipeline"},

@@ -61,6 +61,7 @@ EXPORTED = {
         "numbers_in",
         "to_delete",
     },
+    "ckpt_core.resume": {"ResumeAttempts", "ResumePoint", "newest_to_resume", "only_checkpoints"},
     "ckpt_core.storage": {
         "MANIFEST_NAME",
         "Fault",

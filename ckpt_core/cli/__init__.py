@@ -16,10 +16,13 @@ from ckpt_core._pipeline import reader
 from ckpt_core.catalog import Catalog, CheckpointInfo
 from ckpt_core.cli.interchange import add_commands
 from ckpt_core.errors import CheckpointError
+from ckpt_core.resume import only_checkpoints
 from ckpt_core.storage import local_path, storage_for
 from ckpt_core.tree import leaves
 
-__all__ = ["main"]
+__all__ = ["NOTHING_TO_RESUME", "main"]
+
+NOTHING_TO_RESUME = 3
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,7 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: The words after ``ckpt``; those of this process, if not given.
 
     Returns:
-        The exit code: 0 if all went well, 1 if a checkpoint is missing or damaged.
+        The exit code: 0 if all went well, 1 if a checkpoint is missing or damaged; of ``latest``, 3 if there is nothing
+        to resume.
     """
     options = _parser().parse_args(arguments)
     try:
@@ -53,6 +57,17 @@ def _parser() -> argparse.ArgumentParser:
     ls = commands.add_parser("ls", help="list the checkpoints of a directory, the newest first")
     ls.add_argument("directory")
     ls.set_defaults(run=_ls)
+
+    latest = commands.add_parser(
+        "latest",
+        help="print the path of the newest checkpoint of a directory that verifies, for scripts",
+        description="Print the path of the newest checkpoint of a directory that verifies. Exit status: 0 if there is "
+        "one, 3 if there is nothing to resume (no checkpoints, or no such directory), 1 if there are checkpoints and "
+        "none verifies, or the directory cannot be read.",
+    )
+    latest.add_argument("directory")
+    latest.add_argument("--json", action="store_true", help="print path, step, time of the commit and bytes as JSON")
+    latest.set_defaults(run=_latest)
 
     inspect = commands.add_parser("inspect", help="show what a checkpoint holds (every byte is verified)")
     inspect.add_argument("path")
@@ -87,6 +102,17 @@ def _ls(options: argparse.Namespace) -> int:
         known_by = "file date" if info.committed is None else ""
         step = "" if info.step is None else f"step {info.step}"
         print(f"{date}  {known_by:9}  {step:>12}  {info.size:>14,}  {info.path}")
+    return 0
+
+
+def _latest(options: argparse.Namespace) -> int:
+    catalog = Catalog(options.directory, suffix="", storage_options=options.storage_options)
+    info = catalog.newest_verified(order=only_checkpoints)
+    if info is None:
+        print(f"ckpt: there is nothing to resume in {options.directory}", file=sys.stderr)
+        return NOTHING_TO_RESUME
+    about = {"path": info.path, "step": info.step, "committed": info.committed, "bytes": info.size}
+    print(json.dumps(about) if options.json else info.path)
     return 0
 
 
@@ -162,8 +188,7 @@ def _expand(paths: Sequence[str], storage_options: dict[str, Any] | None) -> lis
 
 
 def _checkpoints(directory: str, storage_options: dict[str, Any] | None) -> list[CheckpointInfo]:
-    found = Catalog(directory, suffix="", storage_options=storage_options).checkpoints()
-    return [info for info in found if info.is_directory or info.path.endswith(".ckpt")]
+    return only_checkpoints(Catalog(directory, suffix="", storage_options=storage_options).checkpoints())
 
 
 def _prune(options: argparse.Namespace) -> int:

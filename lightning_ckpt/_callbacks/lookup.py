@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import datetime
 import functools
+import glob
 import logging
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import fsspec
@@ -25,7 +26,7 @@ import fsspec
 from ckpt_core import Catalog, CheckpointInfo
 from ckpt_core.errors import CheckpointError
 
-__all__ = ["is_remote", "newest_requeued", "open_filesystem", "tell_of_checkpoint"]
+__all__ = ["is_remote", "left_in_another_version", "newest_requeued", "open_filesystem", "tell_of_checkpoint"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,17 +35,21 @@ _OF_OUR_CLIENTS = ("backend", "client_options", "follow_links", "retry_config")
 _NAME = re.compile(r"hpc_ckpt_\d+\.ckpt$")
 
 
-def newest_requeued(catalog: Catalog, root: str, directory: str) -> CheckpointInfo | None:
+def newest_requeued(
+    catalog: Catalog,
+    root: str,
+    directory: str,
+    order: Callable[[list[CheckpointInfo]], list[CheckpointInfo]] = list,
+) -> CheckpointInfo | None:
     """Return the newest checkpoint of a requeue that verifies and belongs to this run, or None.
 
     Args:
         catalog: Of ``root``.
         root: ``default_root_dir`` of the Trainer.
         directory: Where the callback keeps its checkpoints.
+        order: As for :meth:`ckpt_core.Catalog.newest_verified`.
     """
-    for info in catalog.checkpoints():
-        if _NAME.match(info.name) is None:
-            continue
+    for info in order([info for info in catalog.checkpoints() if _NAME.match(info.name)]):
         try:
             if _is_of_run(catalog.peek(info.path), root, directory):
                 catalog.check(info.path)
@@ -68,6 +73,20 @@ def _is_of_run(state: Any, root: str, directory: str) -> bool:
         path == directory or os.path.realpath(path) == wanted or (moved and path.endswith(os.sep + inside))
         for path in saved_in
     )
+
+
+def left_in_another_version(directory: str) -> str | None:
+    """Return where an earlier start of a script without ``dirpath`` has left its checkpoints, None if nowhere.
+
+    Args:
+        directory: Where this start will leave them: ``.../version_3/checkpoints``.
+    """
+    logs, _, version = os.path.dirname(directory).rpartition(os.sep)
+    if is_remote(directory) or not version.startswith("version_"):
+        return None
+    for other in sorted(glob.glob(os.path.join(glob.escape(logs), "version_*", "checkpoints", "*.ckpt")), reverse=True):
+        return os.path.dirname(other)
+    return None
 
 
 def is_remote(path: Any) -> bool:

@@ -6,19 +6,27 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 from weakref import proxy
 
 from ckpt_core import Catalog, CheckpointInfo
 from ckpt_core.catalog import newest_first
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ckpt_core.policies import RetentionHistory, RetentionPolicy
+from ckpt_core.resume import ResumeAttempts, ResumePoint
 from ckpt_core.tiers import Tiers
 from lightning_ckpt._bases import ModelCheckpointBase
 from lightning_ckpt._boundaries import watch_boundaries
-from lightning_ckpt._callbacks.lookup import is_remote, newest_requeued, open_filesystem, tell_of_checkpoint
+from lightning_ckpt._callbacks.lookup import (
+    is_remote,
+    left_in_another_version,
+    newest_requeued,
+    open_filesystem,
+    tell_of_checkpoint,
+)
 from lightning_ckpt._callbacks.outcomes import OutcomeWatch, raise_as_rank_0
-from lightning_ckpt._private.hooks import before_look_ups
+from lightning_ckpt._callbacks.resume import AutoResume, find_resume, point_of, stable_directory
+from lightning_ckpt._private.hooks import before_look_ups, without_a_path
 from lightning_ckpt._private.loops import checkpoint_directory
 from lightning_ckpt._routing.trainer import is_routed, raise_on_all_ranks
 from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
@@ -34,7 +42,18 @@ _PLUGINS = (TorchFileIO, ShardedCheckpointIO)
 class ReliableModelCheckpoint(ModelCheckpointBase):
     """What :class:`~lightning_ckpt.ResumableCheckpoint` adds to ``ModelCheckpoint`` besides the exact state."""
 
-    def __init__(self, *, retention: RetentionPolicy | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        *,
+        retention: RetentionPolicy | None = None,
+        resume: Literal["auto"] | None = None,
+        resume_attempts: int | None = 3,
+        **settings: Any,
+    ) -> None:
+        if resume not in (None, "auto"):
+            raise ValueError(
+                f"resume must be 'auto' or None, not {resume!r}: a path is given to trainer.fit(ckpt_path=)"
+            )
         if retention is not None and not isinstance(retention, RetentionPolicy):
             raise TypeError(f"retention must be a policy such as ckpt_core.policies.KeepLatest, not {retention!r}")
         self._retention = RetentionHistory(retention) if retention is not None else None
@@ -54,16 +73,24 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         self._watch: OutcomeWatch | None = None
         self._saved_by_this_trigger: str | None = None
         self._copy_of: str | None = None
+        self._resumed: ResumePoint | None = None
+        self._auto = AutoResume(resume_attempts) if resume == "auto" else None
         before_look_ups(_introduce)
+        if self._auto is not None:
+            without_a_path(find_resume)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         before_look_ups(_introduce)  # in a process that was spawned, too
+        if self._auto is not None:
+            without_a_path(find_resume)
 
     def meet(self, trainer: Any) -> None:
         """Learn from the plugin of a Trainer how to reach the checkpoints."""
         plugin = trainer.strategy.checkpoint_io
         self._plugin = plugin if isinstance(plugin, _PLUGINS) else None
+        if self._auto is not None and self.dirpath is None:
+            self.dirpath = stable_directory(trainer)  # not that of the logger, which is another one at each start
         known = self._storage_options, self._tiers
         self._storage_options, self._tiers = _storage_options_of(trainer), _tiers_of(trainer)
         if known != (self._storage_options, self._tiers):
@@ -75,6 +102,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         watch_boundaries(trainer)
         self.meet(trainer)
         super().setup(trainer, pl_module, stage)
+        if self._auto is not None and stage == "fit":
+            self._auto.begin(trainer)
         if stage == "fit":
             self._has_trained = True
             # One watch per Trainer: several would announce a failure several times. The last callback has it, which
@@ -106,6 +135,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             logger.exception("could not save a checkpoint on the exception %r", exception)
         if self._watch is not None:
             self._watch.after_exception()
+        if self._auto is not None and _was_told_to_end(exception):
+            self._auto.end(trainer)
 
     def _all_ranks_are_here(self) -> bool:
         return True
@@ -115,6 +146,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()  # some strategies never tear their plugin down
+        if self._auto is not None and stage == "fit":
+            self._auto.end(trainer)
 
     def file_exists(self, filepath: Any, trainer: Any) -> bool:
         plugin = trainer.strategy.checkpoint_io
@@ -260,6 +293,34 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
     def _is_in_dirpath(self, path: Any) -> bool:
         return self.dirpath is not None and _same(os.path.dirname(os.fspath(path)), self.dirpath)
 
+    # ---- resume ------------------------------------------------------------------------------------------------------
+
+    @property
+    def auto_resume(self) -> AutoResume | None:
+        """What ``resume="auto"`` does; None without it."""
+        return self._auto
+
+    def look_for_resume(self, trainer: Any) -> CheckpointInfo | None:
+        """Return the checkpoint that ``resume="auto"`` continues from; called on each rank by itself."""
+        if self._auto is None:
+            return None
+        self.meet(trainer)
+        options = {"storage_options": _storage_options_of(trainer), "tiers": _tiers_of(trainer)}
+        attempts = self._auto.look(checkpoint_directory(self, trainer), **options)
+        found = self.newest(trainer, attempts)
+        self._passed_over |= set(attempts.stepped_over)
+        return found
+
+    @property
+    def resumed(self) -> ResumePoint | None:
+        """Where the last ``fit`` has continued; None if there was nothing to resume, or it was not asked to."""
+        return self._resumed
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        if trainer.state.fn == "fit":
+            self._resumed = point_of(os.fspath(trainer.ckpt_path or ""), checkpoint)
+
     # ---- ckpt_path="last" and "best" ---------------------------------------------------------------------------------
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
@@ -269,37 +330,61 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             CheckpointCorruptedError: There are checkpoints, but none of them verifies.
         """
         directory = checkpoint_directory(self, trainer)
-        requeued = self._newest_requeued(directory, trainer)
+        found = self.newest(trainer)
         is_local = not is_remote(directory) and _tiers_of(trainer) is None
-        try:
-            found = self._newest_verified(directory, trainer)
-        except CheckpointCorruptedError:
-            if requeued is None:
-                raise
-            found = None
-        if requeued is not None and (found is None or newest_first([requeued, found])[0] is requeued):
-            return {requeued.path}
         if found is None:
+            left = left_in_another_version(directory) if self.dirpath is None else None
+            if left is not None:
+                logger.warning(
+                    "there is no checkpoint in %s, where this run saves, but there are some in %s: give "
+                    "ResumableCheckpoint a dirpath, or resume='auto', so that each start finds those of the one before",
+                    directory,
+                    left,
+                )
             return super()._find_last_checkpoints(trainer) if is_local else set()
+        if os.path.dirname(found.path) != directory:
+            return {found.path}  # of a requeue
         # Of what several callbacks have found, the Trainer takes the last one by date.
         if not is_local or len(trainer.checkpoint_callbacks) > 1:
             tell_of_checkpoint(trainer, found.path, found.modified if found.committed is None else found.committed)
         return {found.path}
 
-    def _newest_requeued(self, directory: str, trainer: Any) -> CheckpointInfo | None:
+    def newest(self, trainer: Any, attempts: ResumeAttempts | None = None) -> CheckpointInfo | None:
+        """Return the newest checkpoint of the directory that verifies, whatever its name, or one of a requeue.
+
+        Args:
+            trainer: Of either package.
+            attempts: Which checkpoints are stepped over.
+
+        Raises:
+            CheckpointCorruptedError: There are checkpoints, but none of them verifies.
+        """
+        directory = checkpoint_directory(self, trainer)
+        order = list if attempts is None else attempts.in_order
+        requeued = self._newest_requeued(directory, trainer, order)
+        try:
+            found = self._newest_verified(directory, trainer, order)
+        except CheckpointCorruptedError:
+            if requeued is None:
+                raise
+            found = None
+        infos = order(newest_first([info for info in (requeued, found) if info is not None]))
+        return infos[0] if infos else None
+
+    def _newest_requeued(self, directory: str, trainer: Any, order: Any) -> CheckpointInfo | None:
         root = os.fspath(trainer.default_root_dir)
         if is_remote(root) or not os.path.isdir(root):
             return None
-        return newest_requeued(self._catalog(root, trainer), root, directory)
+        return newest_requeued(self._catalog(root, trainer), root, directory, order)
 
     def _catalog(self, directory: Any, trainer: Any = None) -> Catalog:
         options = _storage_options_of(trainer) if trainer is not None else self._storage_options
         tiers = _tiers_of(trainer) if trainer is not None else self._tiers
         return Catalog(directory, suffix=self.FILE_EXTENSION, storage_options=options, tiers=tiers)
 
-    def _newest_verified(self, directory: Any, trainer: Any = None) -> CheckpointInfo | None:
+    def _newest_verified(self, directory: Any, trainer: Any = None, order: Any = None) -> CheckpointInfo | None:
         catalog = self._catalog(directory, trainer)
-        newest = catalog.newest_verified(_is_training_state)
+        newest = catalog.newest_verified(_is_training_state, order)
         self._passed_over = set(catalog.passed_over)
         if newest is None:
             return None
@@ -390,6 +475,10 @@ def _copy(trainer: Any, plugin: TorchFileIO | ShardedCheckpointIO, source: str, 
         raise_on_all_ranks(copy, world_size=trainer.world_size)
     else:
         raise_as_rank_0(trainer, copy if trainer.is_global_zero else _nothing)
+
+
+def _was_told_to_end(exception: BaseException) -> bool:
+    return isinstance(exception, KeyboardInterrupt) or type(exception).__name__ == "SIGTERMException"
 
 
 def _nothing() -> None:

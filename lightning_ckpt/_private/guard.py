@@ -50,7 +50,13 @@ _CONNECTOR = (
     "update_train_epoch_metrics",
     "update_train_step_metrics",
 )
-_CHECKPOINTS = ("_ckpt_path", "_loaded_checkpoint", "_restore_modules_and_callbacks", "restore_training_state")
+_CHECKPOINTS = (
+    "_ckpt_path",
+    "_loaded_checkpoint",
+    "_restore_modules_and_callbacks",
+    "_user_managed",
+    "restore_training_state",
+)
 _MODEL_CHECKPOINT = (
     "_ModelCheckpoint__resolve_ckpt_dir",
     "_find_last_checkpoints",

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt_core.errors import CheckpointError
 from lightning_ckpt._bases import CheckpointIOBase, ModelCheckpointBase
 
-__all__ = ["before_look_ups", "before_saves_of_fabric", "before_setup"]
+__all__ = ["before_look_ups", "before_saves_of_fabric", "before_setup", "without_a_path"]
 
 _Call = Callable[[Any], None]
 
@@ -50,6 +50,44 @@ def before_look_ups(call: Callable[[Any], None]) -> None:
         module = importlib.import_module(f"{package}.trainer.connectors.checkpoint_connector")
         connector = getattr(module, "_CheckpointConnector", None)
         _call_first(connector, "_select_ckpt_path", lambda self: call(self.trainer), package, same=call)
+
+
+def without_a_path(find: Callable[[Any], list[str | None]]) -> None:
+    """Let every Trainer ask ``find(trainer)`` what a ``fit`` without ``ckpt_path`` resumes from.
+
+    There is a public ``trainer.ckpt_path`` to set, but Lightning then warns about every path that a user gives. Nobody
+    is asked by a Trainer that has trained already, whose state is further than any checkpoint, by ``fast_dev_run``, and
+    by the trial fits of Lightning's tuners. Does nothing a second time.
+
+    Args:
+        find: A function, and always the same. Returns an empty list if it has nothing to say, else one with the path,
+            None for a fresh start.
+    """
+    for package in _trainers():
+        connector = importlib.import_module(f"{package}.trainer.connectors.checkpoint_connector")._CheckpointConnector
+        original = connector._select_ckpt_path
+        if getattr(original, "asks_without_a_path", None) is find:
+            continue
+
+        def select(
+            self: Any, state_fn: Any, ckpt_path: Any = None, *args: Any, _original: Any = original, **kw: Any
+        ) -> Any:
+            trainer = self.trainer
+            if ckpt_path is None and state_fn == "fit" and not self._user_managed and _is_a_first_start(trainer):
+                found = find(trainer)
+                if found:
+                    return found[0]
+            return _original(self, state_fn, ckpt_path, *args, **kw)
+
+        wrapped: Any = functools.wraps(original)(select)
+        wrapped.asks_without_a_path = find
+        connector._select_ckpt_path = wrapped
+
+
+def _is_a_first_start(trainer: Any) -> bool:
+    is_trial = any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)
+    has_begun = trainer.global_step or trainer.fit_loop.epoch_progress.current.ready
+    return not (trainer.fast_dev_run or is_trial or has_begun)
 
 
 def before_saves_of_fabric(call: _Call) -> None:

@@ -1,0 +1,192 @@
+"""Where a run that nobody watches resumes: the newest checkpoint that verifies, and on which it does not crash.
+
+A run may crash on its newest checkpoint each time: the weights are not finite, the data after it cannot be read, memory
+does not suffice. A scheduler that starts it again would do so for ever. So a small file beside the checkpoints counts
+how often in a row a run was resumed from one and ended before there was a newer one; from the third time on, an older
+one is tried first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import logging
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from ckpt_core.catalog import RECORD_OF_RESUMES, Catalog, CheckpointInfo
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_core.storage import local_path, storage_for
+from ckpt_core.tiers import Tiers
+
+__all__ = ["ResumeAttempts", "ResumePoint", "newest_to_resume", "only_checkpoints"]
+
+logger = logging.getLogger(__name__)
+
+_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class ResumePoint:
+    """Where a run continues.
+
+    Attributes:
+        path: The checkpoint, a local path or URL.
+        step: Optimizer steps taken; None if the checkpoint does not say.
+        epoch: The epoch in which it was saved, the first is 0; None as above.
+        batch: Batches of this epoch that were used, on each rank; None as above.
+    """
+
+    path: str
+    step: int | None = None
+    epoch: int | None = None
+    batch: int | None = None
+
+    def __str__(self) -> str:
+        known = [f"{name} {value}" for name in ("step", "epoch", "batch") if (value := getattr(self, name)) is not None]
+        return f"{self.path} ({', '.join(known)})" if known else self.path
+
+
+class ResumeAttempts:
+    """How often in a row runs were resumed from the checkpoints of one directory, and got to no newer one.
+
+    All ranks may read it; one of them calls :meth:`begin` and :meth:`end`, when all have looked. A record that cannot
+    be read or written is as if there were none, with a warning: it never stops a run.
+
+    Args:
+        root: The directory of the checkpoints, also a URL.
+        limit: After how many attempts a checkpoint is stepped over; None: never.
+        storage_options: For fsspec.
+        tiers: The record is kept in the local tier, if ``root`` lies in one.
+
+    Raises:
+        ValueError: ``limit`` is not at least 1.
+    """
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        limit: int | None = 3,
+        *,
+        storage_options: dict[str, Any] | None = None,
+        tiers: Tiers | None = None,
+    ) -> None:
+        if limit is not None and limit < 1:
+            raise ValueError(f"the number of attempts must be at least 1, not {limit}")
+        directory = local_path(root)
+        if tiers is not None and tiers.covers(directory):
+            directory = tiers.local_path(directory)
+        self._path = f"{directory.rstrip('/')}/{RECORD_OF_RESUMES}"
+        self._storage = storage_for(directory, storage_options)
+        self._limit = limit
+        self._stepped_over: list[CheckpointInfo] = []
+
+    def in_order(self, infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+        """Return checkpoints in their order, but those on which the run has crashed too often last; say which."""
+        infos, counts = list(infos), self._read()
+        last = [info for info in infos if self._limit is not None and counts.get(_key(info), 0) >= self._limit]
+        newly = [info for info in last if info not in self._stepped_over]
+        self._stepped_over += newly
+        newer = itertools.takewhile(lambda info: info in last, infos)  # of the others nobody would ask
+        for info in [info for info in newer if info in newly]:
+            logger.warning(
+                "stepped over the checkpoint %s: the run was resumed from it %d times in a row and ended each time "
+                "before it had saved another one; to use it nevertheless, name it or delete %s",
+                info.path,
+                counts[_key(info)],
+                self._path,
+            )
+        return [info for info in infos if info not in last] + last
+
+    @property
+    def stepped_over(self) -> list[str]:
+        """The paths that :meth:`in_order` has put last."""
+        return [info.path for info in self._stepped_over]
+
+    def begin(self, info: CheckpointInfo) -> None:
+        """Note that a run is being resumed from a checkpoint."""
+        counts = self._read()
+        keys = {_key(each) for each in [*self._stepped_over, info]}
+        counts = {key: count for key, count in counts.items() if key in keys}  # others belong to crashes before
+        counts[_key(info)] = counts.get(_key(info), 0) + 1
+        self._write(counts)
+
+    def end(self) -> None:
+        """Note that the run has ended as it should, or was told to end: what it was resumed from is sound."""
+        try:
+            if self._storage.exists(self._path):
+                self._storage.remove(self._path)
+        except CheckpointError as error:
+            logger.warning("%s cannot be deleted, so this end counts as a crash: %s", self._path, error)
+
+    def _read(self) -> dict[str, int]:
+        try:
+            with self._storage.open(self._path) as reader:
+                data = bytearray(reader.size)
+                reader.read_into(0, memoryview(data))
+            record = json.loads(data)
+            return {str(key): int(count) for key, count in record["attempts"].items()}
+        except CheckpointNotFoundError:
+            return {}
+        except (CheckpointError, ValueError, KeyError, TypeError, AttributeError) as error:
+            logger.warning("%s cannot be read, so no checkpoint is stepped over: %s", self._path, error)
+            return {}
+
+    def _write(self, counts: dict[str, int]) -> None:
+        data = json.dumps({"version": _VERSION, "attempts": counts}).encode()
+        try:
+            writer = self._storage.create(self._path, len(data))
+            try:
+                writer.write_at(0, memoryview(bytearray(data)))
+                writer.commit(len(data))
+            except BaseException:
+                writer.abort()
+                raise
+        except CheckpointError as error:
+            logger.warning("%s cannot be written, so crashes are not counted: %s", self._path, error)
+
+
+def _key(info: CheckpointInfo) -> str:
+    # Copies hold the same state, as "last.ckpt" does; another save under the same name does not.
+    return info.name if info.committed is None else f"{info.step}@{info.committed!r}"
+
+
+def newest_to_resume(
+    root: str | os.PathLike[str],
+    *,
+    attempts: int | None = 3,
+    storage_options: dict[str, Any] | None = None,
+    tiers: Tiers | None = None,
+) -> ResumePoint | None:
+    """Return where a run of one's own continues, None if there is nothing to resume; counts as an attempt.
+
+    With several ranks, call it on one of them, and let the others know what it has returned.
+
+    Args:
+        root: The directory of the checkpoints, also a URL: those that are directories, and files ``*.ckpt``.
+        attempts: After how many attempts in a row from one checkpoint, without a newer one, an older one is tried
+            first; None: never.
+        storage_options: For fsspec.
+        tiers: Look in both tiers.
+
+    Raises:
+        CheckpointCorruptedError: There are checkpoints, and none of them verifies.
+
+    Example:
+        >>> newest_to_resume("no/such/directory") is None
+        True
+    """
+    counted = ResumeAttempts(root, attempts, storage_options=storage_options, tiers=tiers)
+    catalog = Catalog(root, suffix="", storage_options=storage_options, tiers=tiers)
+    info = catalog.newest_verified(order=lambda infos: counted.in_order(only_checkpoints(infos)))
+    if info is None:
+        return None
+    counted.begin(info)
+    return ResumePoint(info.path, info.step)
+
+
+def only_checkpoints(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Return those that are directories, or files with the usual ending: what else a directory of a run holds, goes."""
+    return [info for info in infos if info.is_directory or info.path.endswith(".ckpt")]

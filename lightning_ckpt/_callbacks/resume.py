@@ -1,0 +1,126 @@
+"""``resume="auto"``: what a ``fit`` without ``ckpt_path`` continues from.
+
+Each rank looks for itself, before the ranks are connected, as for ``ckpt_path="last"``. When they are, they compare
+what they have found, and rank 0 counts the attempt.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_core import CheckpointInfo
+from ckpt_core.catalog import newest_first
+from ckpt_core.errors import RankFailedError
+from ckpt_core.resume import ResumeAttempts, ResumePoint
+from lightning_ckpt._callbacks.lookup import is_remote
+from lightning_ckpt._private.loops import checkpoint_directory
+from lightning_ckpt._routing.trainer import raise_on_all_ranks
+
+__all__ = ["AutoResume", "find_resume", "point_of", "say", "stable_directory"]
+
+
+class AutoResume:
+    """What one callback finds, and how often the run was resumed from it.
+
+    Args:
+        limit: After how many attempts in a row a checkpoint is stepped over; None: never.
+
+    Raises:
+        ValueError: It is not at least 1.
+    """
+
+    def __init__(self, limit: int | None) -> None:
+        if limit is not None and limit < 1:
+            raise ValueError(f"resume_attempts must be at least 1, or None, not {limit!r}")
+        self._limit = limit
+        self._attempts: ResumeAttempts | None = None
+        self._asked = False
+        self._chosen: CheckpointInfo | None = None
+
+    def look(self, directory: str, **options: Any) -> ResumeAttempts:
+        """Return what is known of attempts to resume from the checkpoints of a directory; the callback looks now.
+
+        Args:
+            directory: Where they are.
+            **options: Of :class:`~ckpt_core.resume.ResumeAttempts`.
+        """
+        self._asked, self._attempts = True, ResumeAttempts(directory, self._limit, **options)
+        return self._attempts
+
+    def choose(self, info: CheckpointInfo | None) -> None:
+        """Note what the Trainer continues from."""
+        self._chosen = info
+
+    def begin(self, trainer: Any) -> None:
+        """Compare the choice with that of the other ranks and count the attempt; all ranks together.
+
+        Raises:
+            RankFailedError: The ranks have found different checkpoints; on all of them.
+        """
+        if not self._asked:
+            return
+        mine = None if self._chosen is None else self._chosen.path
+        theirs = trainer.strategy.broadcast(mine)
+
+        def compare() -> None:
+            if mine != theirs:
+                raise RankFailedError(
+                    f"rank {trainer.global_rank} would resume from {mine or 'nothing'}, and rank 0 from "
+                    f"{theirs or 'nothing'}",
+                    remedy="give all ranks the same directory: on several machines it must be on a shared filesystem "
+                    "or a store",
+                )
+
+        raise_on_all_ranks(compare, world_size=trainer.world_size)
+        if self._chosen is not None and self._attempts is not None and trainer.is_global_zero:
+            self._attempts.begin(self._chosen)
+
+    def end(self, trainer: Any) -> None:
+        """Note that the run has not crashed."""
+        if self._chosen is not None and self._attempts is not None and trainer.is_global_zero:
+            self._attempts.end()
+        self._chosen, self._asked = None, False
+
+
+def find_resume(trainer: Any) -> list[str | None]:
+    """Return what a ``fit`` without a path continues from, as :func:`~lightning_ckpt._private.hooks.without_a_path`."""
+    callbacks = [callback for callback in trainer.callbacks if getattr(callback, "auto_resume", None) is not None]
+    if not callbacks:
+        return []
+    found = {}
+    for callback in callbacks:
+        info = callback.look_for_resume(trainer)
+        if info is not None:
+            found[info] = callback
+    newest = newest_first(found)[0] if found else None
+    for callback in callbacks:
+        callback.auto_resume.choose(newest if newest is not None and found[newest] is callback else None)
+    if newest is None:
+        places = ", ".join(checkpoint_directory(callback, trainer) for callback in callbacks)
+        say(trainer, f"There is nothing to resume in {places}: this run starts from the beginning.")
+        return [None]
+    return [newest.path]
+
+
+def say(trainer: Any, message: str) -> None:
+    """Say a line on rank 0, where Lightning says its own."""
+    if trainer.is_global_zero:
+        logging.getLogger(type(trainer).__module__.partition(".trainer.")[0]).info(message)
+
+
+def stable_directory(trainer: Any) -> str:
+    """Return where a callback without ``dirpath`` keeps its checkpoints, whatever version a logger gives this start."""
+    root = os.fspath(trainer.default_root_dir)
+    return f"{root.rstrip('/')}/checkpoints" if is_remote(root) else os.path.realpath(os.path.join(root, "checkpoints"))
+
+
+def point_of(path: str, checkpoint: Mapping[str, Any]) -> ResumePoint:
+    """Return what a checkpoint of the Trainer says of where it was saved."""
+    try:
+        batch = int(checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"])
+    except (KeyError, TypeError):
+        batch = None
+    return ResumePoint(path, checkpoint.get("global_step"), checkpoint.get("epoch"), batch)

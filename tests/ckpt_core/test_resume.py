@@ -1,0 +1,152 @@
+"""Where a run that nobody watches resumes, and what ``ckpt latest`` tells a script."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_core import CheckpointCorruptedError, Checkpointer, DirectoryCheckpointer, Kind, Part
+from ckpt_core.catalog import RECORD_OF_RESUMES, Catalog
+from ckpt_core.cli import main
+from ckpt_core.resume import ResumePoint, newest_to_resume
+from ckpt_core.tiers import Tiers
+
+
+def save(directory: Path, *steps: int) -> None:
+    checkpointer = Checkpointer(strategy="sync")
+    for step in steps:
+        checkpointer.save({"weight": torch.full((9,), float(step)), "global_step": step}, directory / f"{step}.ckpt")
+
+
+def damage(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[100] ^= 1
+    path.write_bytes(data)
+
+
+def taken(directory: Path, attempts: int | None = 3) -> str | None:
+    point = newest_to_resume(directory, attempts=attempts)
+    return None if point is None else os.path.basename(point.path)
+
+
+def test_nothing_to_resume_is_none(tmp_path: Path) -> None:
+    assert newest_to_resume(tmp_path / "missing") is None
+    assert newest_to_resume(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "metrics.csv").write_text("a,b")
+    assert newest_to_resume(tmp_path) is None
+
+
+def test_a_checkpoint_from_which_the_run_never_gets_on_is_stepped_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, 2, 3)
+    assert [taken(tmp_path) for _ in range(5)] == ["3.ckpt"] * 3 + ["2.ckpt"] * 2
+    assert "stepped over the checkpoint" in caplog.text
+    assert str(tmp_path / "3.ckpt") in caplog.text
+    assert (tmp_path / "3.ckpt").exists()
+    save(tmp_path, 4)  # the run got on
+    caplog.clear()
+    assert [taken(tmp_path) for _ in range(3)] == ["4.ckpt"] * 3
+    assert caplog.text == ""
+    assert taken(tmp_path) == "2.ckpt"
+
+
+def test_copies_of_it_are_stepped_over_and_another_save_of_that_name_is_not(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    os.link(tmp_path / "2.ckpt", tmp_path / "last.ckpt")
+    assert [taken(tmp_path, attempts=1) for _ in range(2)] == ["last.ckpt", "1.ckpt"]
+    save(tmp_path, 2)
+    assert taken(tmp_path, attempts=1) == "2.ckpt"
+
+
+def test_when_the_run_crashes_on_all_of_them_the_newest_is_tried_again(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    assert [taken(tmp_path, attempts=1) for _ in range(3)] == ["2.ckpt", "1.ckpt", "2.ckpt"]
+
+
+def test_a_damaged_older_one_is_worse_than_one_on_which_the_run_crashes(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    damage(tmp_path / "1.ckpt")
+    assert [taken(tmp_path, attempts=1) for _ in range(2)] == ["2.ckpt", "2.ckpt"]
+    damage(tmp_path / "2.ckpt")
+    with pytest.raises(CheckpointCorruptedError):
+        taken(tmp_path)
+
+
+def test_none_is_stepped_over_without_a_limit(tmp_path: Path) -> None:
+    save(tmp_path, 1, 2)
+    assert {taken(tmp_path, attempts=None) for _ in range(5)} == {"2.ckpt"}
+    with pytest.raises(ValueError, match="at least 1, not 0"):
+        taken(tmp_path, attempts=0)
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"attempts": {"a": "b"}}', '{"attempts": 3}'])
+def test_a_record_that_cannot_be_read_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
+) -> None:
+    save(tmp_path, 1)
+    (tmp_path / RECORD_OF_RESUMES).write_text(content)
+    assert taken(tmp_path) == "1.ckpt"
+    assert "cannot be read, so no checkpoint is stepped over" in caplog.text
+
+
+def test_the_record_is_no_checkpoint(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    taken(tmp_path)
+    assert (tmp_path / RECORD_OF_RESUMES).exists()
+    assert [info.name for info in Catalog(tmp_path, suffix="").checkpoints()] == ["1.ckpt"]
+
+
+def test_tiers_keep_the_record_on_the_local_disk(tmp_path: Path) -> None:
+    save(tmp_path / "local" / "run", 1, 2)
+    tiers = Tiers.of(str(tmp_path / "local"), str(tmp_path / "remote"), None)
+    points = [newest_to_resume(tmp_path / "remote" / "run", attempts=1, tiers=tiers) for _ in range(2)]
+    assert [point and point.step for point in points] == [2, 1]
+    assert not (tmp_path / "remote").exists()
+
+
+def test_what_is_known_of_a_point_is_said() -> None:
+    assert str(ResumePoint("a.ckpt", step=7, batch=3)) == "a.ckpt (step 7, batch 3)"
+    assert str(ResumePoint("a.ckpt")) == "a.ckpt"
+
+
+# ---- ckpt latest -----------------------------------------------------------------------------------------------------
+
+
+def test_latest_prints_a_path_for_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save(tmp_path, 1, 2)
+    assert main(["latest", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / '2.ckpt'}\n"
+    damage(tmp_path / "2.ckpt")
+    assert main(["latest", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["path"], found["step"]) == (str(tmp_path / "1.ckpt"), 1)
+    assert found["bytes"] == (tmp_path / "1.ckpt").stat().st_size
+    damage(tmp_path / "1.ckpt")
+    assert main(["latest", str(tmp_path)]) == 1
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", [".", "missing"])
+def test_latest_tells_a_first_start_by_its_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / "notes.txt").write_text("not a checkpoint")
+    assert main(["latest", str(tmp_path / name)]) == 3
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "nothing to resume" in captured.err
+
+
+def test_latest_finds_directories(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with DirectoryCheckpointer(strategy="sync") as checkpointer:
+        for step in (1, 2):
+            part = Part("model", {"weight": torch.ones(3)}, Kind.REPLICATED)
+            checkpointer.save([part], tmp_path / f"checkpoint_{step}", step=step)
+    assert main(["latest", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'checkpoint_2'}\n"

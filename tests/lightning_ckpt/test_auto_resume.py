@@ -1,0 +1,165 @@
+"""``ResumableCheckpoint(resume="auto")``: what a ``fit`` without ``ckpt_path`` continues from."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_core import CheckpointCorruptedError
+from ckpt_core.resume import ResumePoint
+from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
+from tests.lightning_ckpt.reliable_cases import BATCHES, NUMBERS, model_of, names, trainer_of
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+]
+
+
+def started(root: Path, *, raise_at: int | None = None, steps: int = BATCHES, fits: bool = True, **options: Any) -> Any:
+    trainer_options = options.pop("trainer", {})
+    settings = {"every_n_train_steps": 1, "save_top_k": -1, "filename": "{step}", "resume": "auto", **options}
+    fit = settings.pop("fit", {})
+    callback = ResumableCheckpoint(**settings)
+    trainer = trainer_of(
+        root, [callback], plugins=[AsyncCheckpointIO()], **{"max_epochs": 1, "max_steps": steps, **trainer_options}
+    )
+    trainer.callback = callback
+    if fits:
+        trainer.fit(model_of(raise_at=raise_at), **fit)
+    return trainer
+
+
+def crash(root: Path, **options: Any) -> Any:
+    with pytest.raises(ValueError, match="on fire"):
+        started(root, raise_at=1, **options)
+
+
+def taken(trainer: Any) -> str | None:
+    return trainer.callback.resumed and os.path.basename(trainer.callback.resumed.path)
+
+
+@pytest.mark.parametrize("logger", [True, False])
+def test_a_script_without_a_directory_finds_itself_again(tmp_path: Path, logger: bool) -> None:
+    first = started(tmp_path, steps=4, trainer={"logger": logger})
+    assert first.callback.resumed is None
+    second = started(tmp_path, trainer={"logger": logger})
+    saved = tmp_path / "checkpoints"
+    assert second.callback.resumed == ResumePoint(str(saved / "step=4.ckpt"), step=4, epoch=0, batch=4)
+    assert second.model.batches == BATCHES - 4
+    assert torch.equal(second.model.weight, torch.full((NUMBERS,), float(BATCHES)))
+    assert [name for name in names(saved) if name.startswith(".")] == []  # ended well: no attempt is on record
+
+
+def test_a_first_start_says_so_in_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="lightning.pytorch")
+    started(tmp_path, dirpath=tmp_path / "here", steps=1)
+    lines = [record.getMessage() for record in caplog.records if "nothing to resume" in record.getMessage()]
+    assert lines == [f"There is nothing to resume in {tmp_path / 'here'}: this run starts from the beginning."]
+
+
+def test_a_path_that_is_given_wins(tmp_path: Path) -> None:
+    saved = tmp_path / "checkpoints"
+    started(tmp_path, steps=4)
+    assert taken(started(tmp_path, fit={"ckpt_path": saved / "step=2.ckpt"})) == "step=2.ckpt"
+    trainer = started(tmp_path, fits=False)
+    trainer.ckpt_path = str(saved / "step=1.ckpt")
+    trainer.fit(model_of())
+    assert taken(trainer) == "step=1.ckpt"
+
+
+def test_what_the_trainer_has_trained_itself_is_continued(tmp_path: Path) -> None:
+    trainer = started(tmp_path, steps=2)
+    started(tmp_path, steps=5)
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(trainer.lightning_module)
+    assert trainer.global_step == 4
+    assert trainer.callback.resumed is None
+
+
+def test_trials_and_validations_resume_nothing(tmp_path: Path) -> None:
+    started(tmp_path, steps=4)
+    trainer = started(tmp_path, trainer={"fast_dev_run": True, "max_steps": -1, "limit_val_batches": 1})
+    assert trainer.callback.resumed is None
+    model = model_of()
+    trainer = started(tmp_path, fits=False, trainer={"limit_val_batches": 1})
+    trainer.validate(model, verbose=False)
+    assert float(model.weight.sum()) == 0.0
+
+
+def test_damaged_checkpoints_are_passed_over_and_never_lead_to_a_fresh_start(tmp_path: Path) -> None:
+    started(tmp_path, steps=2)
+    saved = tmp_path / "checkpoints"
+    for number, expected in ((2, "step=1.ckpt"), (1, None)):
+        path = saved / f"step={number}.ckpt"
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+        if expected is None:
+            with pytest.raises(CheckpointCorruptedError):
+                started(tmp_path, steps=2, every_n_train_steps=50)
+        else:
+            assert taken(started(tmp_path, steps=1, every_n_train_steps=50)) == expected
+
+
+def test_a_checkpoint_on_which_the_run_crashes_is_stepped_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    started(tmp_path, steps=3)
+    saved = tmp_path / "checkpoints"
+    for _ in range(3):
+        crash(tmp_path)
+    assert "stepped over" not in caplog.text
+    trainer = started(tmp_path, save_top_k=1)
+    assert taken(trainer) == "step=2.ckpt"
+    assert f"stepped over the checkpoint {saved / 'step=3.ckpt'}" in caplog.text
+    assert (saved / "step=3.ckpt").exists()
+    assert taken(started(tmp_path, steps=9, trainer={"max_epochs": 2})) == f"step={BATCHES}.ckpt"
+
+
+def test_an_end_that_was_asked_for_is_no_crash(tmp_path: Path) -> None:
+    started(tmp_path, steps=3)
+    for _ in range(4):
+        trainer = started(tmp_path, steps=3)  # nothing left to train
+        assert taken(trainer) == "step=3.ckpt"
+    for _ in range(2):
+        crash(tmp_path, resume_attempts=1)
+    assert taken(started(tmp_path, steps=3, resume_attempts=None)) == "step=3.ckpt"
+
+
+def test_the_newest_of_several_callbacks_is_taken(tmp_path: Path) -> None:
+    def trainer_with(steps: int) -> Any:
+        settings: dict[str, Any] = {"save_top_k": -1, "filename": "{step}", "resume": "auto"}
+        often = ResumableCheckpoint(tmp_path / "often", every_n_train_steps=1, **settings)
+        seldom = ResumableCheckpoint(tmp_path / "seldom", every_n_train_steps=3, **settings)
+        trainer = trainer_of(tmp_path, [seldom, often], plugins=[SyncCheckpointIO()], max_epochs=1, max_steps=steps)
+        trainer.fit(model_of())
+        return trainer
+
+    trainer_with(4)
+    trainer = trainer_with(BATCHES)
+    assert trainer.model.batches == BATCHES - 4
+    assert [callback.resumed.step for callback in trainer.checkpoint_callbacks] == [4, 4]
+
+
+def test_last_without_a_directory_is_told_where_the_checkpoints_are(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        started(tmp_path, resume=None, steps=2, fit={"ckpt_path": "last"}, trainer={"logger": True})
+    told = [record.getMessage() for record in caplog.records if "give ResumableCheckpoint a dirpath" in record.message]
+    assert len(told) == 1
+    assert str(tmp_path / "lightning_logs" / "version_0" / "checkpoints") in told[0]
+
+
+def test_other_values_are_refused() -> None:
+    with pytest.raises(ValueError, match="resume must be 'auto' or None, not 'last'"):
+        ResumableCheckpoint(resume="last")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="resume_attempts must be at least 1, or None, not 0"):
+        ResumableCheckpoint(resume="auto", resume_attempts=0)
