@@ -1,27 +1,33 @@
 """Training state to durable, verified checkpoints and back: the engine of the plugins."""
 
-from ckpt_core import policies, storage
-from ckpt_core._pipeline.reader import verify
-from ckpt_core.catalog import Catalog, CheckpointInfo
-from ckpt_core.checkpointer import Checkpointer
-from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer
-from ckpt_core.errors import (
-    CheckpointCorruptedError,
-    CheckpointError,
-    CheckpointFormatError,
-    CheckpointNotFoundError,
-    OutOfMemoryError,
-    RankFailedError,
-    SerializationError,
-    SnapshotTornError,
-    StateMismatchError,
-    StorageError,
-    UnsafeCheckpointError,
-)
-from ckpt_core.events import EventLog
-from ckpt_core.ranks import RankGroup
-from ckpt_core.state.kinds import Kind, Part
-from ckpt_core.tiers import Tiers
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ckpt_core import policies, storage
+    from ckpt_core._pipeline.reader import verify
+    from ckpt_core.catalog import Catalog, CheckpointInfo
+    from ckpt_core.checkpointer import Checkpointer
+    from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer
+    from ckpt_core.errors import (
+        CheckpointCorruptedError,
+        CheckpointError,
+        CheckpointFormatError,
+        CheckpointNotFoundError,
+        OutOfMemoryError,
+        RankFailedError,
+        SerializationError,
+        SnapshotTornError,
+        StateMismatchError,
+        StorageError,
+        UnsafeCheckpointError,
+    )
+    from ckpt_core.events import EventLog
+    from ckpt_core.ranks import RankGroup
+    from ckpt_core.state.kinds import Kind, Part
+    from ckpt_core.tiers import Tiers
 
 __all__ = [
     "Catalog",
@@ -51,3 +57,35 @@ __all__ = [
 ]
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "Catalog": "catalog",
+    "CheckpointInfo": "catalog",
+    "Checkpointer": "checkpointer",
+    "DirectoryCheckpoint": "directory",
+    "DirectoryCheckpointer": "directory",
+    "EventLog": "events",
+    "Kind": "state.kinds",
+    "Part": "state.kinds",
+    "RankGroup": "ranks",
+    "Tiers": "tiers",
+    "verify": "_pipeline.reader",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import torch when something needs it: the help of the ``ckpt`` command does not."""
+    if name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = _HOMES.get(name, "errors" if name.endswith("Error") and name in __all__ else None)
+    if home is not None:
+        value = getattr(importlib.import_module(f"{__name__}.{home}"), name)
+        globals()[name] = value
+        return value
+    module = f"{__name__}.{name}"
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name != module:
+            raise
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}") from None

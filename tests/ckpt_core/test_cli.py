@@ -1,13 +1,18 @@
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part
-from ckpt_core.cli import main
+from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part, __version__
+from ckpt_core._layouts.torch_file import FORMAT_VERSION
+from ckpt_core.cli import listing, main
+from ckpt_core.cli.parser import parse
 
 
 @pytest.fixture
@@ -48,15 +53,130 @@ def test_verify_tells_whole_from_damaged(directory: Path, capsys: pytest.Capture
     assert damaged.startswith(f"DAMAGED  {directory / 'a.ckpt'}")
 
 
+@pytest.mark.parametrize("words", [["--json", "ls", "{}"], ["ls", "--json", "{}"], ["ls", "{}", "--json"]])
+def test_an_option_of_all_verbs_stands_in_any_place(
+    directory: Path, capsys: pytest.CaptureFixture[str], words: list[str]
+) -> None:
+    assert main([word.format(directory) for word in words]) == 0
+    newest, older = json.loads(capsys.readouterr().out)
+    assert (newest["path"], newest["state"], newest["kind"]) == (str(directory / "b.ckpt"), "committed", "file")
+    assert newest["bytes"] == (directory / "b.ckpt").stat().st_size
+    assert (older["step"], newest["step"]) == (7, None)
+
+
+def test_storage_options_come_together_from_before_and_behind_the_verb() -> None:
+    words = ["--storage-options", '{"anon": true}', "ls", "s3://x", "--endpoint-url", "http://here", "--profile", "me"]
+    options = parse(words, [listing.add_commands])
+    assert options is not None
+    assert options.storage_options == {"anon": True, "endpoint_url": "http://here", "profile": "me"}
+    bare = parse(["ls"], [listing.add_commands])
+    assert bare is not None and bare.storage_options is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["inspct", "x"], "there is no command 'inspct': did you mean inspect?"),
+        (["ls", "--jsno"], "did you mean --json?"),
+        (["--storage-options", "{", "ls"], "not JSON"),
+        (["ls", "--storage-options", "3"], "not a JSON object"),
+    ],
+)
+def test_what_is_misspelt_ends_with_code_2_and_a_suggestion(
+    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_without_words_it_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    assert "\n    verify " in capsys.readouterr().out
+
+
+def test_it_says_its_version_and_what_formats_it_writes(directories: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    written = json.loads((directories / "step=1" / "manifest.json").read_bytes())["version"]
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"ckpt {__version__} (formats: file {FORMAT_VERSION}, directory {written})\n"
+
+
+def test_the_help_does_not_wait_for_torch() -> None:
+    program = "import sys; from ckpt_core.cli import main; main(['ls', '--help'])"
+    program = f"import atexit, sys; atexit.register(lambda: print('torch' in sys.modules)); {program}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.endswith("False\n")
+
+
+def test_a_reader_that_has_ended_is_no_error(directory: Path) -> None:
+    # More than a pipe holds, so that the command is still writing when the reader ends.
+    Checkpointer(strategy="sync").save({"many": list(range(20_000))}, directory / "many.ckpt")
+    program = (
+        f"from ckpt_core.cli import main; import sys; sys.exit(main(['inspect', {str(directory / 'many.ckpt')!r}]))"
+    )
+    command = f'{sys.executable} -c "$PROGRAM" | head -1; exit ${{PIPESTATUS[0]}}'
+    environment = {**os.environ, "PROGRAM": program}
+    done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr, len(done.stdout.splitlines())) == (141, "", 1)
+
+
+def test_ls_of_what_is_not_there_is_an_error(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("ls", "clean", "verify"):
+        assert main([verb, str(directory / "nope")]) != 0
+        captured = capsys.readouterr()
+        assert captured.out == "" and "there is no such file, directory or bucket" in captured.err
+
+
+def test_ls_of_a_directory_without_checkpoints_says_so(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (directory / "logs").mkdir()
+    (directory / "logs" / "notes.txt").write_text("no checkpoint")
+    assert main(["ls", str(directory / "logs")]) == 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"no checkpoints in {directory / 'logs'} (1 other file)\n"
+
+
+def test_ls_points_to_checkpoints_below_and_lists_them(directories: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = directories / "runs" / "a"
+    runs.mkdir(parents=True)
+    Checkpointer(strategy="sync").save({"step": 3}, runs / "last.ckpt")
+    assert main(["ls", str(directories / "runs")]) == 0
+    assert f"1 below it, such as in {runs}: ckpt ls -r {directories / 'runs'}" in capsys.readouterr().err
+    assert main(["ls", "-r", str(directories), "--json"]) == 0
+    names = [os.path.relpath(found["path"], directories) for found in json.loads(capsys.readouterr().out)]
+    assert names == ["step=2", "step=1", "runs/a/last.ckpt"]
+
+
+@pytest.mark.parametrize("name", ["a.ckpt", "step=1", "./step=1/"])
+def test_ls_of_a_checkpoint_lists_it(
+    directory: Path, directories: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(directory)
+    assert main(["ls", name]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert os.path.normpath(line.split()[-1]) == os.path.normpath(name)
+
+
+def test_ls_says_what_state_a_checkpoint_is_in(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"step": 9}, directory / "stock.ckpt")
+    (directory / "b.ckpt").write_bytes((directory / "b.ckpt").read_bytes()[:-7])
+    assert main(["ls", str(directory), "--json"]) == 0
+    found = {os.path.basename(entry["path"]): entry["state"] for entry in json.loads(capsys.readouterr().out)}
+    assert found == {"a.ckpt": "committed", "b.ckpt": "damaged", "stock.ckpt": "no digests"}
+
+
 def test_errors_are_one_message_and_exit_code_1(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(directory / "missing.ckpt")]) == 1
     assert "CheckpointNotFoundError" in capsys.readouterr().err
 
 
-def test_prune_deletes_orphans_only(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clean_deletes_orphans_only(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     orphan = directory / ".c.ckpt.0123456789ab.ckpt-part"
     orphan.write_bytes(b"half")
-    assert main(["prune", str(directory)]) == 0
+    assert main(["clean", str(directory)]) == 0
     assert capsys.readouterr().out == f"deleted {orphan}\n"
     assert sorted(path.name for path in directory.iterdir()) == ["a.ckpt", "b.ckpt"]
 
@@ -98,10 +218,10 @@ def test_directories_are_checkpoints_too(directories: Path, capsys: pytest.Captu
     assert "CheckpointCorruptedError" in capsys.readouterr().err
 
 
-def test_prune_deletes_unfinished_directories(directories: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_clean_deletes_unfinished_directories(directories: Path, capsys: pytest.CaptureFixture[str]) -> None:
     orphan = directories / ".step=3.0123456789ab-0-3.ckpt-part"
     orphan.mkdir()
     (orphan / "model.safetensors").write_bytes(b"half")
-    assert main(["prune", str(directories)]) == 0
+    assert main(["clean", str(directories)]) == 0
     assert capsys.readouterr().out == f"deleted {orphan}\n"
     assert sorted(path.name for path in directories.iterdir()) == ["logs", "notes.txt", "step=1", "step=2"]

@@ -105,15 +105,15 @@ def test_one_that_is_committed_meanwhile_stays(scene: Any, monkeypatch: pytest.M
     assert names(storage, root) == sorted([*before, f"step=2/{MANIFEST_NAME}"])
 
 
-def test_ckpt_prune(scene: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ckpt_clean(scene: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     root, storage, options = scene
-    prune = ["--storage-options", json.dumps(options), "prune", root]
-    assert main(prune) == 0
+    clean = ["--storage-options", json.dumps(options), "clean", root]
+    assert main(clean) == 0
     assert capsys.readouterr().out == ""
     day = leftovers.SILENT_SECONDS
     now = time.time
     monkeypatch.setattr(leftovers.time, "time", lambda: now() + day + 60.0)
-    assert main(prune) == 0
+    assert main(clean) == 0
     assert capsys.readouterr().out == f"deleted {root}/step=2\n"
     assert names(storage, root) == [
         "step=1/manifest.json",

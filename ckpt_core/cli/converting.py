@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import argparse
 import re
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from argparse import _SubParsersAction
+from ckpt_core.cli.parser import Commands, Options
 
 __all__ = ["add_commands"]
 
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def add_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the two commands.
-
-    Args:
-        commands: Those of ``ckpt``.
-    """
-    export = commands.add_parser("export", help="write a checkpoint in the format of another program")
+def add_commands(commands: Commands) -> None:
+    """Add the verbs of this file."""
+    export = commands.add("export", _export, help="write a checkpoint in the format of another program")
     export.add_argument("path", help="a checkpoint that is a directory; for safetensors, a torch file too")
     export.add_argument("target", help="a local directory that is not there yet")
     _add_format(export)
@@ -31,15 +25,13 @@ def add_commands(commands: _SubParsersAction[argparse.ArgumentParser]) -> None:
     export.add_argument(
         "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="safetensors: of one file (5GB)"
     )
-    export.set_defaults(run=_export)
 
-    bring = commands.add_parser("import", help="make a checkpoint of one of another program")
+    bring = commands.add("import", _import, help="make a checkpoint of one of another program")
     bring.add_argument("path", help="a directory that dcp.save wrote, or the directory of a model")
     bring.add_argument("target", help="the checkpoint")
     _add_format(bring)
     bring.add_argument("--part", default="model", help="safetensors: the part that the model becomes (model)")
     bring.add_argument("--only", nargs="+", metavar="KEY", help="dcp: first keys of what is wanted of the state")
-    bring.set_defaults(run=_import)
 
 
 def _add_format(parser: argparse.ArgumentParser) -> None:
@@ -58,7 +50,7 @@ def _size(text: str) -> int:
     return int(found[1]) * _UNITS[found[2].upper()]
 
 
-def _export(options: argparse.Namespace) -> int:
+def _export(options: Options) -> int:
     from ckpt_core import interchange  # it needs torch.distributed, which takes a second that other commands do not
 
     if options.format == "dcp":
@@ -76,7 +68,7 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _import(options: argparse.Namespace) -> int:
+def _import(options: Options) -> int:
     from ckpt_core import interchange
 
     if options.format == "dcp":

@@ -1,0 +1,121 @@
+"""The checkpoints that a path of the command line means."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from ckpt_core.errors import CheckpointNotFoundError
+
+if TYPE_CHECKING:
+    from ckpt_core.catalog import CheckpointInfo
+
+__all__ = ["Found", "find", "missing"]
+
+_ENDING = ".ckpt"  # of files that are taken for checkpoints where a directory is named
+_LEVELS_OF_A_HINT = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What is at a path.
+
+    Attributes:
+        path: As it was given.
+        checkpoints: The checkpoint that is there; or those directly in the directory, the newest first.
+        others: How many other files are directly in the directory.
+        is_checkpoint: Whether the path itself is a checkpoint, or any other file, and not a directory of them.
+    """
+
+    path: str
+    checkpoints: list[CheckpointInfo]
+    others: int = 0
+    is_checkpoint: bool = False
+
+    def hint(self, storage_options: dict[str, Any] | None) -> str:
+        """Return why there are none, and where some are."""
+        text = f"no checkpoints in {self.path}"
+        if self.others:
+            text += f" ({self.others} other file{'s' * (self.others > 1)})"
+        below = [found for found in walk(self.path, storage_options, levels=_LEVELS_OF_A_HINT) if found.checkpoints]
+        if not below:
+            return text
+        total = sum(len(found.checkpoints) for found in below)
+        return f"{text}; {total} below it, such as in {below[0].path}: ckpt ls -r {self.path}"
+
+
+def missing(path: str) -> CheckpointNotFoundError:
+    """Return the error for a path at which nothing is."""
+    return CheckpointNotFoundError(
+        f"there is no such file, directory or bucket: {path}",
+        path=path,
+        remedy="check the path; of a store also --endpoint-url, --profile and AWS_ENDPOINT_URL, AWS_PROFILE",
+    )
+
+
+def find(path: str, storage_options: dict[str, Any] | None) -> Found:
+    """Return what is at a path.
+
+    Args:
+        path: A checkpoint, or a directory of checkpoints; path or URL.
+        storage_options: For fsspec.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is there.
+        StorageError: The storage does not say.
+    """
+    from ckpt_core._pipeline.reader import is_directory_checkpoint
+    from ckpt_core.catalog import Catalog
+    from ckpt_core.storage import is_remote, local_path, storage_for
+
+    place = local_path(path)
+    place = place.rstrip("/") or place
+    storage = storage_for(place, storage_options)
+    is_file = os.path.isfile(place) if not is_remote(place) else False
+    if is_file or is_directory_checkpoint(storage, place):
+        return Found(path, [_info_of(place, storage_options)], is_checkpoint=True)
+    found = Catalog(place, suffix="", storage_options=storage_options).checkpoints()
+    kept = [info for info in found if info.is_directory or info.path.endswith(_ENDING)]
+    if not found:
+        if is_remote(place) and "/" in place.partition("://")[2]:
+            try:
+                return Found(path, [_info_of(place, storage_options)], is_checkpoint=True)
+            except CheckpointNotFoundError:
+                pass  # no file either
+        if not storage.exists(place) and not storage.subdirectories(place):
+            raise missing(path)
+    return Found(path, kept, others=len(found) - len(kept))
+
+
+def _info_of(path: str, storage_options: dict[str, Any] | None) -> CheckpointInfo:
+    from ckpt_core.catalog import Catalog
+
+    directory, name = os.path.split(path)
+    for info in Catalog(directory or ".", suffix=name, storage_options=storage_options).checkpoints():
+        if info.name == name:
+            return dataclasses.replace(info, path=path)
+    raise missing(path)
+
+
+def walk(path: str, storage_options: dict[str, Any] | None, *, levels: int = 100) -> Iterator[Found]:
+    """Yield what is in each directory below a path that is no checkpoint.
+
+    Args:
+        path: A directory; path or URL.
+        storage_options: For fsspec.
+        levels: How deep to look.
+    """
+    from ckpt_core.storage import local_path, storage_for
+
+    place = local_path(path).rstrip("/")
+    for directory in sorted(storage_for(place, storage_options).subdirectories(place)):
+        if os.path.basename(directory.rstrip("/")).startswith("."):
+            continue
+        found = find(directory, storage_options)
+        if found.is_checkpoint:
+            continue
+        yield found
+        if levels > 1:
+            yield from walk(directory, storage_options, levels=levels - 1)

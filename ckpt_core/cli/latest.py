@@ -1,0 +1,38 @@
+"""``ckpt latest``: what to resume from, for scripts."""
+
+from __future__ import annotations
+
+import sys
+
+from ckpt_core.cli.output import print_json
+from ckpt_core.cli.parser import Commands, Exit, Options
+
+__all__ = ["add_commands"]
+
+
+def add_commands(commands: Commands) -> None:
+    """Add the verb of this file."""
+    latest = commands.add(
+        "latest",
+        _latest,
+        help="print the path of the newest checkpoint of a directory that verifies",
+        epilog="Exit codes: 0 there is one, 3 there is nothing to resume (no checkpoints, or no such directory),\n"
+        "1 there are checkpoints and none verifies, or the directory cannot be read.",
+    )
+    latest.add_argument("directory")
+
+
+def _latest(options: Options) -> int:
+    from ckpt_core.catalog import Catalog
+    from ckpt_core.resume import only_checkpoints
+
+    catalog = Catalog(options.directory, suffix="", storage_options=options.storage_options)
+    info = catalog.newest_verified(order=only_checkpoints)
+    if info is None:
+        print(f"ckpt: there is nothing to resume in {options.directory}", file=sys.stderr)
+        return Exit.MISSING
+    if options.json:
+        print_json({"path": info.path, "step": info.step, "committed": info.committed, "bytes": info.size})
+    else:
+        print(info.path)
+    return Exit.OK

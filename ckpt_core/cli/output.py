@@ -1,0 +1,68 @@
+"""What the command prints: tables, sizes and ages for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+__all__ = ["age", "count", "print_json", "print_table", "printable", "short_size", "styled"]
+
+_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
+_AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
+_STYLES = {"bold": 1, "red": 31, "green": 32, "yellow": 33, "dim": 2}
+
+
+def short_size(nbytes: float) -> str:
+    """Return a size for people: ``short_size(13_512_000)`` is ``"13.5 MB"``."""
+    exponent = 0 if nbytes < 1000 else min(int(math.log10(nbytes) / 3), len(_UNITS) - 1)
+    value = nbytes / 1000**exponent
+    return f"{value:.0f} {_UNITS[exponent]}" if exponent == 0 else f"{value:.1f} {_UNITS[exponent]}"
+
+
+def age(then: float) -> str:
+    """Return how long ago a Unix time in seconds is: ``"3 h ago"``."""
+    seconds = time.time() - then
+    for unit, name in _AGES:
+        if seconds >= unit:
+            return f"{seconds / unit:.0f} {name} ago"
+    return "now"
+
+
+def count(number: int, thing: str) -> str:
+    """Return ``"1 rank"`` or ``"2 ranks"``."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
+def printable(text: str) -> str:
+    """Return text without what would break the line or control the terminal."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def styled(text: str, style: str) -> str:
+    """Return text in a style (``"bold"``, ``"red"``, ...), where a person reads it on a terminal."""
+    return f"\033[{_STYLES[style]}m{text}\033[0m" if text and sys.stdout.isatty() else text
+
+
+def print_json(value: Any) -> None:
+    """Print a JSON document; what JSON has no type for is printed as text."""
+    print(json.dumps(value, indent=2, default=str))
+
+
+def print_table(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> None:
+    """Print rows in columns that are as wide as they must be, without a heading; the last one is not padded.
+
+    Args:
+        rows: Their cells.
+        right: Numbers of the columns that are aligned to the right.
+    """
+    found = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*found, strict=True)]
+    for row in found:
+        cells = [
+            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
+        print("  ".join([*cells[:-1], row[-1]]))

@@ -1,0 +1,169 @@
+"""What every verb of the command has in common: options that stand in any place, exit codes, suggestions.
+
+A file of verbs has one function, ``add_commands(commands)``, which calls :meth:`Commands.add` for each verb, and is
+listed in :mod:`ckpt_core.cli`. Modules of the engine are imported inside of the functions that run: the help must not
+wait for torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import enum
+import importlib.metadata
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from argparse import _SubParsersAction
+
+__all__ = ["Commands", "Exit", "Options", "parse"]
+
+Options = argparse.Namespace
+FORMATS = {"file": 1, "directory": 3}  # what is written; a test compares them with the layouts
+_UNKNOWN_VERB = re.compile(r"invalid choice: '([^']*)'")
+_UNKNOWN_OPTION = re.compile(r"unrecognized arguments: .*?(--[a-z-]+)")
+_OPTION = re.compile(r"--[a-z][a-z-]+")
+
+
+class Exit(enum.IntEnum):
+    """What the command returns.
+
+    Attributes:
+        OK: All went well.
+        FAILED: A checkpoint is damaged, two differ, or the work could not be done.
+        USAGE: The words of the command make no sense.
+        MISSING: Nothing is there.
+        FOREIGN: What is there is no checkpoint that can be judged.
+        INTERRUPTED: Ctrl-C, as shells have it.
+        CLOSED_PIPE: Who reads the output has ended (``| head``), as shells have it.
+    """
+
+    OK = 0
+    FAILED = 1
+    USAGE = 2
+    MISSING = 3
+    FOREIGN = 4
+    INTERRUPTED = 130
+    CLOSED_PIPE = 141
+
+
+class _Parser(argparse.ArgumentParser):
+    """An argument parser that suggests what may have been meant."""
+
+    verbs: Mapping[str, argparse.ArgumentParser] = {}
+
+    def error(self, message: str) -> NoReturn:
+        unknown = _UNKNOWN_VERB.search(message)
+        if unknown is not None and self.verbs:
+            message = f"there is no command {unknown[1]!r}" + _suggestion(unknown[1], self.verbs)
+        elif (option := _UNKNOWN_OPTION.search(message)) is not None:
+            helps = [self.format_help(), *(parser.format_help() for parser in self.verbs.values())]
+            message += _suggestion(option[1], {name for text in helps for name in _OPTION.findall(text)})
+        self.print_usage(sys.stderr)
+        self.exit(Exit.USAGE, f"{self.prog}: {message}\n")
+
+
+def _suggestion(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=0.5)
+    return f": did you mean {near[0]}?" if near else ""
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        formats = ", ".join(f"{name} {version}" for name, version in FORMATS.items())
+        print(f"ckpt {importlib.metadata.version('ckpt-plugins')} (formats: {formats})")
+        parser.exit()
+
+
+class Commands:
+    """The verbs of the command.
+
+    Args:
+        parsers: Those of argparse.
+    """
+
+    def __init__(self, parsers: _SubParsersAction[_Parser]) -> None:
+        self._parsers = parsers
+
+    def add(self, name: str, run: Callable[[Options], int], *, help: str, epilog: str = "") -> argparse.ArgumentParser:
+        """Add a verb, and return its parser.
+
+        Args:
+            name: The verb.
+            run: Called with the options; returns the exit code. Errors that are a ``CheckpointError`` it may raise.
+            help: What it does, in one line.
+            epilog: An example, or the exit codes, where they are more than 0 and 1.
+        """
+        parser = self._parsers.add_parser(
+            name,
+            help=help,
+            description=help[0].upper() + help[1:] + ".",
+            epilog=epilog,
+            parents=[_common()],
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.set_defaults(run=run)
+        return parser
+
+
+def parse(arguments: Sequence[str] | None, add_commands: Sequence[Callable[[Commands], None]]) -> Options | None:
+    """Return the options; None if there is nothing to run, and the help was printed.
+
+    Args:
+        arguments: The words after ``ckpt``; those of this process, if None.
+        add_commands: Those of the files of verbs, in the order of the help.
+    """
+    parser = _Parser(
+        prog="ckpt",
+        description="Look at, trust and move checkpoints.",
+        epilog="ckpt COMMAND --help says more. Exit codes: 0 well, 1 not, 2 usage; those of a command are in its help.",
+        parents=[_common()],
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of the package and its formats")
+    parsers = parser.add_subparsers(metavar="COMMAND", parser_class=_Parser)
+    commands = Commands(parsers)
+    for add in add_commands:
+        add(commands)
+    parser.verbs = dict(parsers.choices)
+    # Defaults are here and not in the parsers, where those of a verb would replace what was said before it.
+    defaults = Options(json=False, quiet=False, storage_options=None, endpoint_url=None, profile=None, run=None)
+    options = parser.parse_args(arguments, defaults)
+    if options.run is None:
+        parser.print_help()
+        return None
+    options.storage_options = _storage_options(options)
+    return options
+
+
+def _common() -> _Parser:
+    parser = _Parser(add_help=False, argument_default=argparse.SUPPRESS)
+    group = parser.add_argument_group("everywhere")
+    group.add_argument("--json", action="store_true", help="print one JSON document")
+    group.add_argument("-q", "--quiet", action="store_true", help="no progress")
+    group.add_argument("--endpoint-url", metavar="URL", help="of an object store (or AWS_ENDPOINT_URL)")
+    group.add_argument("--profile", metavar="NAME", help="of the credentials (or AWS_PROFILE)")
+    group.add_argument(
+        "--storage-options", type=json_object, metavar="JSON", help="passed to fsspec for URLs; not for secrets"
+    )
+    return parser
+
+
+def _storage_options(options: Options) -> dict[str, Any] | None:
+    given = {"endpoint_url": options.endpoint_url, "profile": options.profile}
+    merged = {**(options.storage_options or {}), **{name: value for name, value in given.items() if value is not None}}
+    return merged or None
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Return a JSON object, for an option."""
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError("not a JSON object")
+    return value
