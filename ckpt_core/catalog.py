@@ -8,7 +8,7 @@ import logging
 import os
 import re
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ckpt_core._layouts.sharded.files import remove_leftovers
@@ -26,7 +26,14 @@ from ckpt_core.parallel import run_parallel
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 from ckpt_core.tiers import LEDGER_NAME, TieredStorage, Tiers, read_ledger
 
-__all__ = ["RECORD_OF_RESUMES", "Catalog", "CheckpointInfo", "disagreement", "newest_first"]
+__all__ = [
+    "RECORD_OF_RESUMES",
+    "Catalog",
+    "CheckpointInfo",
+    "disagreement",
+    "newest_first",
+    "warn_of_passed_over",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -155,6 +162,18 @@ def disagreement(newest: CheckpointInfo, other: CheckpointInfo) -> str | None:
     return None
 
 
+def warn_of_passed_over(problems: Mapping[str, CheckpointError], taken: str | None) -> None:
+    """Log a warning for each checkpoint that a look-up has passed over.
+
+    Args:
+        problems: What is wrong with each of them, by path, the newest first.
+        taken: The checkpoint that was found instead; None if there is none.
+    """
+    instead = "" if taken is None else f"; took {taken} instead"
+    for path, error in problems.items():
+        logger.warning("passed over the checkpoint %s: %s%s", path, error.message, instead)
+
+
 class Catalog:
     """The committed checkpoints directly in one directory, be they files or directories.
 
@@ -280,14 +299,15 @@ class Catalog:
             except CheckpointNotFoundError:
                 continue  # deleted meanwhile
             except CheckpointError as error:
-                logger.warning("passed over the checkpoint %s: %s", info.path, error.message)
                 notify(self._listeners, CheckpointSkipped(path=info.path, reason=error.message))
                 self.passed_over[info.path] = error
                 continue
             if infos == by_age:  # otherwise something newer was stepped over, and is named already
                 self._warn_of_disagreement(info, infos[index + 1 :], accept)
+            warn_of_passed_over(self.passed_over, info.path)
             return info
         if self.passed_over:
+            warn_of_passed_over(self.passed_over, None)
             raise none_verifies(self.root, self.passed_over)
         return None
 

@@ -31,12 +31,14 @@ __all__ = [
     "Event",
     "EventLog",
     "Listener",
+    "RunSummary",
     "SaveCommitted",
     "SaveFailed",
     "SaveStarted",
     "SnapshotTaken",
     "UploadFailed",
     "notify",
+    "size_in_words",
 ]
 
 logger = logging.getLogger(__name__)
@@ -157,6 +159,7 @@ class UploadFailed(Event):
 
 
 Listener = Callable[[Event], None]
+_UNITS = ("bytes", "kB", "MB", "GB", "TB")
 
 
 def notify(listeners: Sequence[Listener], event: Event) -> None:
@@ -166,6 +169,98 @@ def notify(listeners: Sequence[Listener], event: Event) -> None:
             listener(event)
         except Exception:
             logger.exception("an event listener failed on %s", type(event).__name__)
+
+
+class RunSummary:
+    """A listener that adds up what checkpointing has cost a run, as seen by this process.
+
+    Attributes:
+        saves: Checkpoints that became durable, under any name.
+        failures: Saves and uploads that failed.
+        uploads: Checkpoints that were uploaded.
+        bytes: Size of the last checkpoint in bytes.
+        stall_seconds: Time that training stood still, all saves together.
+        longest_stall_seconds: The longest of them.
+        commit_seconds: Time from the end of the stall until the last checkpoint was durable.
+        loaded: The last checkpoint that was read; None if there was none.
+
+    Example:
+        >>> from ckpt_core.events import RunSummary, SaveCommitted, SnapshotTaken
+        >>> summary = RunSummary()
+        >>> summary(SnapshotTaken(path="a.ckpt", bytes=13_600_000, stall_seconds=0.02))
+        >>> summary(SaveCommitted(path="a.ckpt", bytes=13_600_000, background_seconds=0.1))
+        >>> summary.in_words(run_seconds=10)
+        '1 checkpoint saved (13.6 MB); training stood still for 0.02 s, 0.20 % of the run'
+    """
+
+    def __init__(self) -> None:
+        self.loaded: CheckpointLoaded | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Count from zero, for another run in the same process; what was read before it belongs to it."""
+        self.saves = self.failures = self.uploads = self.bytes = 0
+        self.stall_seconds = self.longest_stall_seconds = self.commit_seconds = 0.0
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, SnapshotTaken):
+            self.stall_seconds += event.stall_seconds
+            self.longest_stall_seconds = max(self.longest_stall_seconds, event.stall_seconds)
+        elif isinstance(event, SaveCommitted):
+            self.saves += 1
+            self.bytes = event.bytes
+            self.commit_seconds = event.background_seconds
+        elif isinstance(event, SaveFailed | UploadFailed):
+            self.failures += 1
+        elif isinstance(event, CheckpointUploaded):
+            self.uploads += 1
+        elif isinstance(event, CheckpointLoaded):
+            self.loaded = event
+
+    def metrics(self, run_seconds: float) -> dict[str, float]:
+        """Return the figures of the last save and of the run, by the names under which trackers show them.
+
+        Args:
+            run_seconds: How long the run has taken until now.
+        """
+        return {
+            "checkpoint/bytes": float(self.bytes),
+            "checkpoint/commit_seconds": self.commit_seconds,
+            "checkpoint/stall_seconds_total": self.stall_seconds,
+            "checkpoint/share_of_run": self.stall_seconds / run_seconds if run_seconds > 0 else 0.0,
+            "checkpoint/saves": float(self.saves),
+            "checkpoint/failures": float(self.failures),
+        }
+
+    def in_words(self, run_seconds: float) -> str:
+        """Return one line about the run.
+
+        Args:
+            run_seconds: How long it took.
+        """
+        each = f" ({size_in_words(self.bytes)}{' each' if self.saves > 1 else ''})" if self.saves else ""
+        parts = [f"{self.saves} checkpoint{'' if self.saves == 1 else 's'} saved{each}"]
+        if self.saves:
+            share = f", {self.stall_seconds / run_seconds:.2%} of the run".replace("%", " %") if run_seconds > 0 else ""
+            most = f", {self.longest_stall_seconds:.2f} s at most" if self.saves > 1 else ""
+            parts.append(f"training stood still for {self.stall_seconds:.2f} s{most}{share}")
+        if self.uploads:
+            parts.append(f"{self.uploads} uploaded")
+        if self.failures:
+            parts.append(f"{self.failures} FAILED")
+        return "; ".join(parts)
+
+
+def size_in_words(nbytes: int) -> str:
+    """Return a size such as ``"13.6 MB"``, in powers of 1000.
+
+    Args:
+        nbytes: Bytes.
+    """
+    size, unit = float(nbytes), 0
+    while size >= 999.95 and unit < len(_UNITS) - 1:
+        size, unit = size / 1000, unit + 1
+    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{nbytes} bytes"
 
 
 class EventLog:

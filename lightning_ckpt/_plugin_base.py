@@ -7,7 +7,7 @@ from abc import abstractmethod
 from typing import Any, Union
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, awaited_paths
-from ckpt_core.events import Event, SaveFailed, SaveStarted
+from ckpt_core.events import Event, RunSummary, SaveFailed, SaveStarted
 from lightning_ckpt._bases import CheckpointIOBase
 
 __all__ = ["ReliableCheckpointIO", "SaveOutcomes", "StrPath"]
@@ -39,9 +39,11 @@ class ReliableCheckpointIO(CheckpointIOBase):
 
     Attributes:
         outcomes: Hears of all its saves.
+        summary: Adds up what they cost.
     """
 
     outcomes: SaveOutcomes
+    summary: RunSummary
 
     @property
     @abstractmethod

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ckpt_core import Checkpointer
 from ckpt_core.errors import CheckpointNotFoundError
+from ckpt_core.events import RunSummary
 from ckpt_core.options import CheckpointerOptions, wait_if_small
 from lightning_ckpt._boundaries import watch_boundaries
 from lightning_ckpt._plugin_base import ReliableCheckpointIO, SaveOutcomes, StrPath
@@ -28,8 +29,8 @@ class TorchFileIO(ReliableCheckpointIO):
     def __init__(self, options: CheckpointerOptions) -> None:
         self.storage_options = options.storage_options
         self.tiers = options.tiers
-        self.outcomes = SaveOutcomes()
-        self._checkpointer = Checkpointer(**options.settings(self.outcomes))
+        self.outcomes, self.summary = SaveOutcomes(), RunSummary()
+        self._checkpointer = Checkpointer(**options.settings(self.outcomes, self.summary))
         self._told_about_callback = False
         before_setup(_watch)
 

@@ -15,6 +15,7 @@ from lightning_ckpt._callbacks.model_checkpoint import ReliableModelCheckpoint
 from lightning_ckpt._exact.mismatch import name_mismatches, unwrap
 from lightning_ckpt._exact.state import KEY, ExactState
 from lightning_ckpt._private.guard import check_callback
+from lightning_ckpt._report import RunReport
 from lightning_ckpt.io import NO_STATE_KEY
 
 __all__ = ["ResumableCheckpoint"]
@@ -60,6 +61,9 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
             Trainer's ``default_root_dir``, so that each start finds those of the one before.
         resume_attempts: After how many starts in a row that ended without a newer checkpoint ``"auto"`` tries an older
             one first; None: never.
+        log_metrics: Whether the Trainer's loggers get the figures of each save: ``checkpoint/bytes``,
+            ``checkpoint/commit_seconds``, ``checkpoint/stall_seconds_total``, ``checkpoint/share_of_run``,
+            ``checkpoint/saves`` and ``checkpoint/failures``, as rank 0 sees them. Needs one of our plugins.
 
     Raises:
         CheckpointError: At the start of a fit, when this release of Lightning is not supported.
@@ -93,6 +97,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         retention: RetentionPolicy | None = None,
         resume: Literal["auto"] | None = None,
         resume_attempts: int | None = 3,
+        log_metrics: bool = False,
     ) -> None:
         if data_resume not in ("auto", "replay"):
             raise ValueError(f"data_resume must be 'auto' or 'replay', not {data_resume!r}")
@@ -119,6 +124,8 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         check_callback(self)
         self.exact = exact
         self.data_resume = data_resume
+        self.log_metrics = log_metrics
+        self._report: RunReport | None = None
         self._state: ExactState | None = None
         self._seconds_since_check: float | None = None
         self._being_saved: tuple[str, int] | None = None
@@ -129,6 +136,8 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         name_mismatches(trainer)
+        if stage == "fit" and self._is_first_callback(trainer):
+            self._report = RunReport(trainer, log_metrics=self.log_metrics)
         if self.exact and stage == "fit":
             self._state = ExactState.of(trainer, self.data_resume == "replay", self._warn_inexact)
 
@@ -141,6 +150,9 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
             self._state.save(checkpoint)
         if KEY not in checkpoint:
             checkpoint[NO_STATE_KEY] = "outside of a fit" if self.exact else "by ResumableCheckpoint(exact=False)"
+
+    def _is_first_callback(self, trainer: Any) -> bool:
+        return next(cb for cb in trainer.callbacks if isinstance(cb, ResumableCheckpoint)) is self
 
     def _is_first(self, trainer: Any) -> bool:
         # The callbacks on a Trainer share the exact state; all ranks take part in each gathering of it.
@@ -190,6 +202,8 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._report is not None:
+            self._report.after_batch()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_end(trainer, pl_module)
@@ -199,6 +213,9 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         unwrap(trainer)
         super().teardown(trainer, pl_module, stage)
+        report, self._report = self._report, None
+        if report is not None:
+            report.close()
         if self._state is not None:
             self._state.release()
 

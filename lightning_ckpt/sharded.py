@@ -10,6 +10,7 @@ import torch
 
 from ckpt_core import DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError
+from ckpt_core.events import RunSummary
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.ranks import RankGroup
 from lightning_ckpt._plugin_base import SaveOutcomes, StrPath
@@ -85,8 +86,8 @@ class ShardedCheckpointIO(RankCheckpointIO):
         )
         self.storage_options = storage_options
         self.tiers = options.tiers
-        self.outcomes = SaveOutcomes()
-        self._settings = {**options.settings(self.outcomes), "commit_timeout": commit_timeout}
+        self.outcomes, self.summary = SaveOutcomes(), RunSummary()
+        self._settings = {**options.settings(self.outcomes, self.summary), "commit_timeout": commit_timeout}
         self._checkpointer: DirectoryCheckpointer | None = None
         self._ranks = RankGroup.alone()
         self._buffers: Callable[[], Collection[str]] = tuple

@@ -36,7 +36,9 @@ EXPORTED = {
         "SaveFailed",
         "SaveStarted",
         "SnapshotTaken",
+        "RunSummary",
         "UploadFailed",
+        "size_in_words",
         "notify",
     },
     "ckpt_core.interchange": {

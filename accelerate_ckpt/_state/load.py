@@ -26,7 +26,7 @@ from accelerate_ckpt._state.parts import (
 )
 from accelerate_ckpt._state.session import Session
 from accelerate_ckpt._state.stock import StockCheckpoint, check_custom_objects
-from ckpt_core.catalog import CheckpointInfo, disagreement
+from ckpt_core.catalog import CheckpointInfo, disagreement, warn_of_passed_over
 from ckpt_core.directory import DirectoryCheckpoint
 from ckpt_core.errors import (
     CheckpointError,
@@ -36,6 +36,7 @@ from ckpt_core.errors import (
     UnsafeCheckpointError,
     none_verifies,
 )
+from ckpt_core.events import size_in_words
 from ckpt_core.state.elastic import average_gradients
 from ckpt_core.state.gradients import restore_gradients
 
@@ -203,15 +204,16 @@ def first_usable(
                 if (reason := disagreement(info, other)) is not None:
                     log.warning("took %s for the newest checkpoint: %s", info.path, reason)
                     break
+            warn_of_passed_over(problems, info.path)
             return info.path
         if isinstance(problem, UnsafeCheckpointError):
             # An older one would lose what was trained since, and this one would run its code: the user decides.
             if found[index + 1 :]:
                 problem.remedy = f"{problem.remedy}; to go back to an older one, name it: {found[index + 1].path!r}"
             raise problem
-        log.warning("passed over the checkpoint %s: %s", info.path, problem.message)
         problems[info.path] = problem
     if problems:
+        warn_of_passed_over(problems, None)
         raise none_verifies(root, problems)
     return None
 
@@ -261,7 +263,7 @@ class _Ours:
             check_custom_objects(about["custom_objects"], len(accelerator._custom_objects), path)
             session.local_sgd.check(about["local_sgd"], self._saved_world_size, session.world_size, path)
             _check_parts(accelerator, checkpoint, path)
-            self._about = about
+            self._about, self._size = about, checkpoint.size
             self._own = checkpoint.load(RANK, rank=self._rank)
             self._states = {name: checkpoint.load(name, rank=self._rank) for name in _states_to_read(accelerator)}
             self._gradients = self._read_gradients(checkpoint)
@@ -307,6 +309,7 @@ class _Ours:
         # Last, because it sets the random generators, and what comes before may draw from them.
         has_own = self._rank == session.rank
         session.data.restore(own["data"], saved_world_size=self._saved_world_size, has_own=has_own)
+        session.announce(f"resuming from {self._path}: step {session.step} ({size_in_words(self._size)}, verified)")
 
     def _load_models(self) -> None:
         accelerator = self._session.accelerator

@@ -7,6 +7,8 @@ import collections
 import contextlib
 import itertools
 import logging
+import sys
+import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -22,6 +24,7 @@ from accelerate_ckpt._state.outcomes import OutcomeWatch
 from accelerate_ckpt.config import CheckpointConfig
 from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.errors import StateMismatchError
+from ckpt_core.events import RunSummary
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.ranks import Agreement, RankGroup
 
@@ -143,11 +146,12 @@ class Session:
             event_log=config.event_log,
         )
         self.tiers = options.tiers
+        self._begin, self._summary = time.monotonic(), RunSummary()
         self.checkpointer = DirectoryCheckpointer(
             ranks=ranks,
             slice_replicated=config.slices_replicated,
             commit_timeout=config.commit_timeout,
-            **options.settings(),
+            **options.settings(self._summary),
         )
         self.agreement = Agreement(ranks.rank, ranks.world_size, store, config.commit_timeout)
         if store is not None:
@@ -181,6 +185,14 @@ class Session:
             self.told.add(topic)
             if self.rank == 0:
                 log.warning("%s", message)
+
+    def announce(self, message: str) -> None:
+        """Print a line on rank 0: through logging where the script has set that up, else to the standard error."""
+        if self.rank == 0:
+            if log.hasHandlers():
+                log.info("%s", message)
+            else:
+                print(message, file=sys.stderr, flush=True)  # noqa: T201  as Lightning shows its own
 
     def model_prepared(self, model: Any) -> None:
         """Note what Accelerate has wrapped a model in; it keeps the model itself."""
@@ -295,6 +307,9 @@ class Session:
                 self.checkpointer.close()
             finally:
                 self.agreement.leave()
+                if self._summary.saves or self._summary.failures:
+                    self.announce(self._summary.in_words(time.monotonic() - self._begin))
+                    self._summary.begin()
 
 
 def open_session(accelerator: Any, config: CheckpointConfig) -> Session:

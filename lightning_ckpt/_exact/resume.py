@@ -27,7 +27,7 @@ class Resume:
 
     def __init__(self, internals: Internals) -> None:
         self._internals = internals
-        self._path: Any = None
+        self.path: Any = None
         self._kept: dict[str, Any] = {}
         self.is_loading = False
         self.awaits_training_state = False
@@ -41,7 +41,7 @@ class Resume:
             self.is_loading = False
         connector = self._internals.checkpoints
         if connector._loaded_checkpoint:
-            self._path, self.awaits_training_state = connector._ckpt_path, True
+            self.path, self.awaits_training_state = connector._ckpt_path, True
             precision = type(self._internals.trainer.precision_plugin).__qualname__
             for name in (*_PROGRESS, *_TRAINING_STATE, precision):
                 if name in connector._loaded_checkpoint:
@@ -56,12 +56,12 @@ class Resume:
     def put_into(self, checkpoint: dict[str, Any]) -> None:
         """Let a checkpoint that is saved before training continues hold what it continues from."""
         checkpoint.update(self._kept)
-        checkpoint[_MARK] = str(self._path)
+        checkpoint[_MARK] = str(self.path)
 
     def keeps(self, checkpoint: Mapping[str, Any]) -> bool:
         """Return whether a restored checkpoint is what this run resumes from, or an earlier one of its own."""
-        same = self._internals.checkpoints._ckpt_path == self._path
-        return same or checkpoint.get(_MARK) == str(self._path)
+        same = self._internals.checkpoints._ckpt_path == self.path
+        return same or checkpoint.get(_MARK) == str(self.path)
 
     def give_up(self) -> None:
         """Another checkpoint has taken the place of the one to resume from."""

@@ -37,6 +37,7 @@ from lightning_ckpt._exact.resume import Resume
 from lightning_ckpt._private.guard import check
 from lightning_ckpt._private.loops import Internals
 from lightning_ckpt._private.replacing import Live
+from lightning_ckpt._report import announce, resumed_in_words
 from lightning_ckpt._routing.gathering import Gathering
 from lightning_ckpt._routing.parts import GRADIENTS_KEY, keep_apart, put_back
 from lightning_ckpt._routing.post_local_sgd import PostLocalSgd
@@ -395,6 +396,8 @@ class ExactState(Live):
         causes += [setting] if setting is not None else []
         if causes or shared["notes"]:
             self._warn("; ".join([*shared["notes"], *causes]))
+        exact = not causes and not shared["notes"]
+        announce(self._trainer, resumed_in_words(self._trainer, self._resume.path, shared["progress"], exact=exact))
         if resharded:
             shared = continue_elastic(self._data, shared, mine["data"], begin_window_again=self._begins_window_again)
         if shared["validation_made"]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +57,19 @@ def test_a_run_goes_on_as_if_it_had_not_stopped(tmp_path: Path, strategy: str, a
     resumed.train(12)
     assert resumed.losses == whole.losses[11:]
     assert_same(resumed.state(), whole.state())
+
+
+def test_it_says_where_it_resumes_and_what_its_saves_cost(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="accelerate_ckpt")
+    run = Run(accelerator_of())
+    run.train(3, save_after=3, path=tmp_path / "saved")
+    run.accelerator.load_state(tmp_path / "saved")
+    run.accelerator.end_training()
+    resumed, ended = (record.getMessage() for record in caplog.records if record.levelno == logging.INFO)
+    assert re.fullmatch(rf"resuming from {re.escape(str(tmp_path))}/saved: step 3 \(\d+\.\d kB, verified\)", resumed)
+    assert re.fullmatch(
+        r"1 checkpoint saved \(\d+\.\d kB\); training stood still for \d\.\d\d s, \d+\.\d\d % of the run", ended
+    )
 
 
 def test_the_path_is_returned_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,84 @@
+"""The lines on the Trainer's console that say what a run resumed from and what its checkpoints have cost."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_core.events import RunSummary, size_in_words
+from lightning_ckpt._plugin_base import ReliableCheckpointIO
+
+__all__ = ["RunReport", "announce", "resumed_in_words"]
+
+
+def announce(trainer: Any, message: str) -> None:
+    """Print a line on rank 0, where Lightning prints its own.
+
+    Args:
+        trainer: Of either package.
+        message: The line.
+    """
+    if trainer.is_global_zero:
+        package = type(trainer).__module__.partition(".trainer")[0]
+        # a child of the package's logger, which has a handler and shows INFO
+        parent = package if package in ("lightning.pytorch", "pytorch_lightning") else "lightning.pytorch"
+        logging.getLogger(f"{parent}.lightning_ckpt").info("%s", message)
+
+
+def summary_of(trainer: Any) -> RunSummary | None:
+    """Return what our plugin on a Trainer has added up; None with any other plugin."""
+    plugin = trainer.strategy.checkpoint_io
+    return plugin.summary if isinstance(plugin, ReliableCheckpointIO) else None
+
+
+def resumed_in_words(trainer: Any, path: Any, progress: Mapping[str, Any], *, exact: bool) -> str:
+    """Return the line about a resume.
+
+    Args:
+        trainer: Its counters are as they were.
+        path: The checkpoint.
+        progress: The counters of the training loop.
+        exact: Whether nothing is known that makes the run differ.
+    """
+    batch = progress["batch"]["current"]["processed"]
+    words = [f"resuming from {path}: epoch {trainer.current_epoch}, batch {batch}, step {trainer.global_step}"]
+    summary = summary_of(trainer)
+    if summary is not None and summary.loaded is not None:
+        loaded = summary.loaded
+        checked = " and verified" if loaded.verified else ", not verified (it has no digests)"
+        words.append(f"{size_in_words(loaded.bytes)} read{checked} in {loaded.seconds:.1f} s")
+    words.append("exact" if exact else "not exact, see the warning")
+    return "; ".join(words)
+
+
+class RunReport:
+    """Says what the checkpoints of one fit have cost: to its loggers after each save, on the console at its end.
+
+    Args:
+        trainer: Its plugin is connected.
+        log_metrics: Whether its loggers get the figures.
+    """
+
+    def __init__(self, trainer: Any, *, log_metrics: bool) -> None:
+        self._trainer = trainer
+        self._log_metrics = log_metrics
+        self._begin = time.monotonic()
+        self._logged = 0
+        self._summary = summary_of(trainer)
+        if self._summary is not None:
+            self._summary.begin()
+
+    def after_batch(self) -> None:
+        """Give the loggers the figures of the last save, once, when a batch has ended since."""
+        if self._log_metrics and self._summary is not None and self._summary.saves > self._logged:
+            self._logged = self._summary.saves
+            metrics = self._summary.metrics(time.monotonic() - self._begin)
+            for logger in self._trainer.loggers if self._trainer.is_global_zero else []:
+                logger.log_metrics(metrics, step=self._trainer.global_step)
+
+    def close(self) -> None:
+        """Print the line about the run, if there is anything to say."""
+        if self._summary is not None and (self._summary.saves or self._summary.failures):
+            announce(self._trainer, self._summary.in_words(time.monotonic() - self._begin))

@@ -1,0 +1,97 @@
+"""What a run says of its checkpoints: where it resumed, what they cost, in words and to its loggers."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO, SyncCheckpointIO
+from tests.lightning_ckpt.exact_cases import MemoryLogger
+from tests.lightning_ckpt.reliable_cases import BATCHES, model_of, trainer_of
+
+pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
+
+PLUGINS = [SyncCheckpointIO, AsyncCheckpointIO, ShardedCheckpointIO]
+
+
+@pytest.fixture
+def lines() -> Iterator[list[str]]:
+    found: list[str] = []
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            found.append(record.getMessage())
+
+    handler, logger = Handler(), logging.getLogger("lightning.pytorch.lightning_ckpt")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    yield found
+    logger.removeHandler(handler)
+    logger.setLevel(logging.NOTSET)
+
+
+def saver(folder: Path, every: int = 2, **options: Any) -> ResumableCheckpoint:
+    return ResumableCheckpoint(folder, every_n_train_steps=every, save_top_k=-1, save_last=True, **options)
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.__name__)
+def test_it_says_where_it_resumes_and_what_its_saves_cost(plugin: Any, tmp_path: Path, lines: list[str]) -> None:
+    callbacks = [saver(tmp_path), saver(tmp_path / "more", every=4)]
+    trainer_of(tmp_path, callbacks, plugins=[plugin()], max_steps=8).fit(model_of())
+    (line,) = lines
+    assert re.fullmatch(
+        r"12 checkpoints saved \(\d{3}\.\d kB each\); training stood still for \d+\.\d\d s, \d+\.\d\d s at most, "
+        r"\d+\.\d\d % of the run",
+        line,
+    ), "two callbacks save four states and two, each under two names"
+
+    lines.clear()
+    trainer_of(tmp_path, [saver(tmp_path)], plugins=[plugin()]).fit(model_of(), ckpt_path="last")
+    resumed, ended = lines
+    read = "" if plugin is ShardedCheckpointIO else r"; \d{3}\.\d kB read and verified in \d+\.\d s"
+    assert re.fullmatch(rf"resuming from \S+: epoch 1, batch 2, step 8{read}; exact", resumed)
+    assert ended.startswith("4 checkpoints saved")
+
+
+def test_a_resume_that_is_not_exact_says_so(tmp_path: Path, lines: list[str]) -> None:
+    trainer_of(tmp_path, [saver(tmp_path)], plugins=[SyncCheckpointIO()], max_steps=4).fit(model_of())
+    lines.clear()
+    trainer = trainer_of(tmp_path, [saver(tmp_path)], plugins=[SyncCheckpointIO()], accumulate_grad_batches=2)
+    with pytest.warns(UserWarning, match="cannot be promised to be exact"):
+        trainer.fit(model_of(), ckpt_path="last")
+    assert lines[0].endswith("; not exact, see the warning")
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.__name__)
+def test_loggers_get_the_figures_of_each_save(plugin: Any, tmp_path: Path) -> None:
+    logger = MemoryLogger()
+    callbacks = [saver(tmp_path, log_metrics=True)]
+    trainer_of(tmp_path, callbacks, plugins=[plugin()], logger=logger, max_epochs=1).fit(model_of())
+    rows = [(step, row) for step, row in logger.rows if "checkpoint/saves" in row]
+    assert rows and rows[-1][0] <= BATCHES
+    assert [row["checkpoint/saves"] for _, row in rows] == sorted({row["checkpoint/saves"] for _, row in rows})
+    for _, row in rows:
+        assert row["checkpoint/bytes"] > 200_000
+        assert row["checkpoint/failures"] == 0
+        assert 0 < row["checkpoint/share_of_run"] <= 1
+        assert row["checkpoint/stall_seconds_total"] > 0
+
+
+def test_loggers_get_nothing_unless_asked(tmp_path: Path) -> None:
+    logger = MemoryLogger()
+    trainer_of(tmp_path, [saver(tmp_path)], plugins=[SyncCheckpointIO()], logger=logger, max_epochs=1).fit(model_of())
+    assert not [row for _, row in logger.rows if any(name.startswith("checkpoint/") for name in row)]
+
+
+def test_nothing_is_said_of_saves_that_are_not_ours(tmp_path: Path, lines: list[str]) -> None:
+    trainer_of(tmp_path, [saver(tmp_path)], max_steps=4).fit(model_of())
+    trainer_of(tmp_path, [ModelCheckpoint(tmp_path / "stock")], plugins=[SyncCheckpointIO()], max_steps=2).fit(
+        model_of()
+    )
+    assert lines == []
