@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ckpt_core.cli import converting, latest, listing, tidying, verifying
+from ckpt_core.cli import converting, inspecting, latest, listing, tidying, verifying
 from ckpt_core.cli.parser import Exit, parse
 from ckpt_core.errors import CheckpointError
 
@@ -20,6 +20,7 @@ __all__ = ["main"]
 _VERBS = (
     listing.add_commands,
     latest.add_commands,
+    inspecting.add_commands,
     verifying.add_commands,
     converting.add_commands,
     tidying.add_commands,

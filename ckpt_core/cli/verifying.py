@@ -1,92 +1,113 @@
-"""``ckpt verify`` and ``ckpt inspect``."""
+"""``ckpt verify``: is it what was saved?"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+import dataclasses
+import sys
+import time
+from typing import Any
 
 from ckpt_core.cli.finding import find
-from ckpt_core.cli.output import count, printable
-from ckpt_core.cli.parser import Commands, Options
-from ckpt_core.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
+from ckpt_core.cli.output import count, print_json, printable, short_size, styled
+from ckpt_core.cli.parser import Commands, Exit, Options
+from ckpt_core.errors import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+)
 
 __all__ = ["add_commands"]
 
+_STATE: dict[type[CheckpointError], str] = {
+    CheckpointCorruptedError: "DAMAGED",
+    CheckpointNotFoundError: "MISSING",
+    CheckpointFormatError: "FOREIGN",
+}
+_EXIT = {"whole": 0, "no digests": 0, "DAMAGED": Exit.FAILED, "ERROR": Exit.FAILED}
+_EXIT |= {"MISSING": Exit.MISSING, "FOREIGN": Exit.FOREIGN}
+_WORST = (Exit.FAILED, Exit.MISSING, Exit.FOREIGN, Exit.OK)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Verdict:
+    path: str
+    state: str
+    message: str = ""
+    key: str | None = None
+    file: str | None = None
+    size: int = 0
+
 
 def add_commands(commands: Commands) -> None:
-    """Add the verbs of this file."""
-    inspect = commands.add("inspect", _inspect, help="show what a checkpoint holds (every byte is verified)")
-    inspect.add_argument("path")
-
-    verify = commands.add("verify", _verify, help="compare every byte with its digest")
+    """Add the verb of this file."""
+    verify = commands.add(
+        "verify",
+        _verify,
+        help="compare every byte with its digest",
+        epilog="whole       every byte is the one that was saved\n"
+        "no digests  another program's, and as whole as it can be known (CRC-32 of each record)\n"
+        "DAMAGED     bytes differ or are missing: the file, and the key of the tensor\n"
+        "MISSING     nothing is there\n"
+        "FOREIGN     no checkpoint, or of a version that is not known here\n"
+        "ERROR       it could not be read\n\n"
+        "Exit codes: 0 whole or no digests, 1 DAMAGED or ERROR, 3 MISSING or nothing to verify, 4 FOREIGN;\n"
+        "of several checkpoints, the first of 1, 3, 4 that occurs.",
+    )
     verify.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint, or a directory of them")
 
 
-def _inspect(options: Options) -> int:
-    from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
-    from ckpt_core._pipeline import reader
-    from ckpt_core.storage import local_path, storage_for
-    from ckpt_core.tree import leaves
-
-    path = local_path(options.path)
-    storage = storage_for(path, options.storage_options)
-    if reader.is_directory_checkpoint(storage, path):
-        with DirectoryCheckpoint(path, storage) as checkpoint:
-            _inspect_directory(checkpoint)
-        return 0
-    state, verified, size = reader.load(path, map_location="cpu", storage_options=options.storage_options)
-    print(f"{options.path}: {size:,} bytes, {'verified' if verified else 'no digests: written by another program'}")
-    for name, leaf in leaves(state):
-        print(f"  {printable(name)}: {_describe(leaf)}")
-    return 0
-
-
-def _inspect_directory(checkpoint: DirectoryCheckpoint) -> None:
-    from ckpt_core.tree import leaves
-
-    checkpoint.verify()
-    print(f"{checkpoint.path}: {checkpoint.size:,} bytes, saved by {count(checkpoint.world_size, 'rank')}, verified")
-    for name, leaf in leaves(checkpoint.metadata, "metadata"):
-        print(f"  {printable(name)}: {_describe(leaf)}")
-    for part in checkpoint.parts.values():
-        print(f"  {part.name}: {part.kind}, {count(len(part.tensors), 'tensor')}")
-        for key, tensor in part.tensors.items():
-            print(f"    {printable(key)}: {_describe(tensor)}")
-    for file, size in checkpoint.files.items():
-        print(f"  {size:>14,}  {file}")
-
-
-def _describe(leaf: Any) -> str:
-    import torch
-
-    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
-        return f"{str(leaf.dtype).removeprefix('torch.')}, nested, {count(leaf.size(0), 'tensor')}"
-    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
-    try:
-        text = repr(leaf)
-    except ValueError:  # an integer that is longer than Python turns into digits
-        return f"an integer of {leaf.bit_length()} bits" if isinstance(leaf, int) else f"a {type(leaf).__name__}"
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
 def _verify(options: Options) -> int:
-    from ckpt_core._pipeline import reader
+    from ckpt_core.cli.progress import progress
 
-    failed = False
-    for path in _expand(options.paths, options.storage_options):
+    verdicts: list[_Verdict] = []
+    sizes: dict[str, int] = {}
+    for path in options.paths:
         try:
-            verified = reader.verify(path, storage_options=options.storage_options)
+            found = find(path, options.storage_options)
         except CheckpointError as error:
-            failed = True
-            print(f"DAMAGED  {path}: {error.message}")
-        else:
-            print(f"{'whole' if verified else 'no digests'}  {path}")
-    return int(failed)
+            verdicts.append(_Verdict(path, _STATE.get(type(error), "ERROR"), error.message))
+            continue
+        if not found.checkpoints:
+            verdicts.append(_Verdict(path, "MISSING", f"nothing to verify: {found.hint(options.storage_options)}"))
+        sizes.update({info.path: info.size for info in found.checkpoints})
+    started, read = time.perf_counter(), 0
+    with progress(options, "verify", sum(sizes.values())) as advance:
+        for path, size in sizes.items():
+            verdicts.append(_verdict(path, size, options.storage_options, advance))
+            read += size
+    seconds = time.perf_counter() - started
+    if options.json:
+        print_json([{**dataclasses.asdict(verdict), "state": verdict.state.lower()} for verdict in verdicts])
+    else:
+        for verdict in verdicts:
+            print(_line(verdict))
+        if sys.stderr.isatty() and sizes:
+            speed = f"{short_size(read)} in {seconds:.1f} s, {short_size(read / seconds)}/s"
+            print(f"{count(len(sizes), 'checkpoint')}, {speed}", file=sys.stderr)
+    codes = {_EXIT[verdict.state] for verdict in verdicts}
+    return next(code for code in _WORST if code in codes)
 
 
-def _expand(paths: Sequence[str], storage_options: dict[str, Any] | None) -> list[str]:
-    return [info.path for path in paths for info in find(path, storage_options).checkpoints]
+def _verdict(path: str, size: int, storage_options: dict[str, Any] | None, advance: Any) -> _Verdict:
+    from ckpt_core._pipeline import reader
+    from ckpt_core.cli.progress import Watched
+    from ckpt_core.storage import storage_for
+
+    try:
+        verified = reader.verify(path, storage=Watched(storage_for(path, storage_options), advance))
+    except CheckpointError as error:
+        return _Verdict(path, _STATE.get(type(error), "ERROR"), error.message, error.key, error.path, size)
+    return _Verdict(path, "whole" if verified else "no digests", size=size)
+
+
+def _line(verdict: _Verdict) -> str:
+    path = printable(verdict.path)
+    if not verdict.message:
+        return f"{styled(verdict.state, 'green' if verdict.state == 'whole' else 'yellow')}  {path}"
+    text = f"{styled(verdict.state, 'red')}  {path}: {printable(verdict.message)}"
+    if verdict.key is not None and verdict.key not in verdict.message:
+        text += f", key {printable(verdict.key)}"
+    if verdict.file is not None and verdict.file.rstrip("/") != verdict.path.rstrip("/"):
+        text += f" ({printable(verdict.file)})"
+    return text

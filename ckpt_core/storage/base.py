@@ -27,6 +27,7 @@ __all__ = [
     "REMOTE_REQUEST_BYTES",
     "REMOTE_THREADS",
     "Claim",
+    "CountingReader",
     "FileInfo",
     "FileReader",
     "FileWriter",
@@ -150,6 +151,37 @@ class FileReader(abc.ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class CountingReader(FileReader):
+    """Another reader, whose bytes are counted.
+
+    Args:
+        reader: Reads.
+        count: Called with the number of bytes, from any thread, when they are there.
+    """
+
+    def __init__(self, reader: FileReader, count: Callable[[int], None]) -> None:
+        self.path = reader.path
+        self.size = reader.size
+        self.request_bytes = reader.request_bytes
+        self._reader = reader
+        self._count = count
+
+    @property
+    def threads(self) -> int:
+        return self._reader.threads
+
+    @property
+    def passes_cache(self) -> bool:
+        return self._reader.passes_cache
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        self._reader.read_into(offset, target)
+        self._count(len(target))
+
+    def close(self) -> None:
+        self._reader.close()
 
 
 class Claim(abc.ABC):

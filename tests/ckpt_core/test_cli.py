@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import io
 import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part, __version__
@@ -36,12 +40,69 @@ def test_ls_lists_newest_first(directory: Path, capsys: pytest.CaptureFixture[st
     assert [line.split()[-1] for line in lines] == [str(directory / "b.ckpt"), str(directory / "a.ckpt")]
 
 
-def test_inspect_shows_every_leaf(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["inspect", str(directory / "a.ckpt")]) == 0
+def test_inspect_shows_a_card_and_a_tree(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layers = {f"layers.{index}.weight": torch.ones(4, 4) for index in range(3)}
+    state = {"loops": {"fit": {"a": 1, "b": 2}}, "state_dict": layers, "epoch": 3, "global_step": 8}
+    Checkpointer(strategy="sync").save(
+        {**state, "pytorch-lightning_version": "2.6", "lightning_ckpt": {"version": 1}}, directory / "run.ckpt"
+    )
+    assert main(["inspect", str(directory / "run.ckpt"), "--depth", "1"]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == "kind file"
+    assert lines[2].startswith("state committed ")
+    assert lines[3:9] == [
+        "digests not compared here (--verify)",
+        "step 8",
+        "epoch 3",
+        "framework Lightning 2.6",
+        "resume is exact yes",
+        "parameters 48 (with buffers)",
+    ]
+    assert lines[10] == "of these state_dict 192 B"
+    # what has tensors comes first
+    assert lines[12:14] == ["state_dict.layers 3 tensors, 192 B", "loops.fit 2 values"]
+
+    assert main(["inspect", str(directory / "run.ckpt"), "--all"]) == 0
     out = capsys.readouterr().out
-    assert "verified" in out
-    assert "weight: float32[2, 3]" in out
-    assert "step: 7" in out
+    assert "  0.weight: float32[4, 4]\n" in out and "  b: 2\n" in out
+
+
+def test_inspect_says_why_a_resume_is_not_exact(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"state_dict": {}, "pytorch-lightning_version": "2.6", "global_step": 1}
+    Checkpointer(strategy="sync").save(state, directory / "bare.ckpt")
+    assert main(["inspect", "--json", str(directory / "bare.ckpt")]) == 0
+    card = json.loads(capsys.readouterr().out)
+    assert (card["exact"], card["step"], card["verified"]) == ("no: saved without ResumableCheckpoint", 1, None)
+    assert card["entries"]["global_step"] == "1"
+
+
+def test_inspect_reads_no_tensor_and_verifies_on_demand(directories: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = directories / "step=1"
+    data = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(data[:-1] + b"x")
+    assert main(["inspect", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "directory, saved by 1 rank" in out and "not compared here" in out
+    assert "model.weight: float32[2, 3]" in out and "metadata.step: 1" in out
+    assert main(["inspect", "--verify", str(path)]) == 1
+    assert "the bytes of 'model.weight' differ" in capsys.readouterr().err
+    assert main(["inspect", "--verify", str(directories / "step=2")]) == 0
+    assert "every byte verified" in capsys.readouterr().out
+
+
+def test_inspect_of_objects_says_what_is_not_plain(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"state_dict": {"w": torch.ones(2)}, "config": Namespace(a=1), "step": 4}, directory / "stock.ckpt")
+    assert main(["inspect", str(directory / "stock.ckpt")]) == 0
+    out = capsys.readouterr().out
+    assert "argparse.Namespace" in out and "none: another program's" not in out
+
+
+def test_inspect_of_a_directory_of_checkpoints_names_the_newest(
+    directories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(directories)]) == 1
+    error = capsys.readouterr().err
+    assert f"with 2 checkpoints, and no checkpoint, the newest is {directories / 'step=2'}" in error
 
 
 def test_verify_tells_whole_from_damaged(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,6 +112,68 @@ def test_verify_tells_whole_from_damaged(directory: Path, capsys: pytest.Capture
     damaged, whole = sorted(capsys.readouterr().out.splitlines()[2:])
     assert whole == f"whole  {directory / 'b.ckpt'}"
     assert damaged.startswith(f"DAMAGED  {directory / 'a.ckpt'}")
+
+
+def verdicts(capsys: pytest.CaptureFixture[str], *paths: Path) -> tuple[int, list[dict[str, Any]]]:
+    code = main(["verify", "--json", *map(str, paths)])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_verify_tells_what_is_wrong_by_words_and_exit_code(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, (missing,) = verdicts(capsys, directory / "nope.ckpt")
+    assert (code, missing["state"]) == (3, "missing")
+
+    (directory / "empty").mkdir()
+    code, (empty,) = verdicts(capsys, directory / "empty")
+    assert (code, empty["state"]) == (3, "missing")
+    assert empty["message"].startswith("nothing to verify: no checkpoints in ")
+
+    safetensors.torch.save_file({"w": torch.ones(2)}, directory / "m.safetensors")
+    code, (foreign,) = verdicts(capsys, directory / "m.safetensors")
+    assert (code, foreign["state"]) == (4, "foreign")
+
+    torch.save({"step": 9}, directory / "stock.ckpt")
+    code, (stock,) = verdicts(capsys, directory / "stock.ckpt")
+    assert (code, stock["state"]) == (0, "no digests")
+
+    code, found = verdicts(capsys, directory / "nope.ckpt", directory / "m.safetensors", directory / "a.ckpt")
+    assert (code, [entry["state"] for entry in found]) == (3, ["missing", "foreign", "whole"])
+    damage(directory / "a.ckpt")
+    assert verdicts(capsys, directory / "nope.ckpt", directory / "a.ckpt")[0] == 1
+
+
+def test_verify_names_the_key_of_a_damaged_tensor(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"state_dict": {f"model.layer.{index}.weight": torch.full((100,), index + 0.5) for index in range(3)}}
+    Checkpointer(strategy="sync").save(state, directory / "run.ckpt")
+    data = (directory / "run.ckpt").read_bytes()
+    wanted = torch.full((100,), 1.5).numpy().tobytes()
+    assert data.count(wanted) == 1
+    (directory / "run.ckpt").write_bytes(data.replace(wanted, wanted[:-1] + b"x"))
+    code, (found,) = verdicts(capsys, directory / "run.ckpt")
+    assert (code, found["state"], found["key"]) == (1, "damaged", "state_dict.model.layer.1.weight")
+
+
+def test_what_cannot_be_read_is_not_called_damaged(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (directory / "loop.ckpt").symlink_to("loop.ckpt")
+    code, (found,) = verdicts(capsys, directory / "loop.ckpt")
+    assert (code, found["state"]) == (1, "error")
+
+
+def test_progress_is_shown_on_a_terminal_and_counts_every_byte(
+    directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    console = io.StringIO()
+    monkeypatch.setattr(console, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", console)
+    monkeypatch.setenv("TERM", "xterm")
+    path = directory / "big.ckpt"
+    Checkpointer(strategy="sync").save({"w": torch.zeros(1_000_000)}, path)
+    assert main(["verify", str(path)]) == 0
+    shown = console.getvalue()
+    assert "verify" in shown and f"{path.stat().st_size / 1e6:.1f}" in shown and "1 checkpoint, 4.0 MB in" in shown
+    console.truncate(0)
+    assert main(["verify", "--quiet", str(path)]) == 0
+    assert "\x1b" not in console.getvalue()
 
 
 @pytest.mark.parametrize("words", [["--json", "ls", "{}"], ["ls", "--json", "{}"], ["ls", "{}", "--json"]])
@@ -114,9 +237,7 @@ def test_the_help_does_not_wait_for_torch() -> None:
 def test_a_reader_that_has_ended_is_no_error(directory: Path) -> None:
     # More than a pipe holds, so that the command is still writing when the reader ends.
     Checkpointer(strategy="sync").save({"many": list(range(20_000))}, directory / "many.ckpt")
-    program = (
-        f"from ckpt_core.cli import main; import sys; sys.exit(main(['inspect', {str(directory / 'many.ckpt')!r}]))"
-    )
+    program = f"from ckpt_core.cli import main; import sys; sys.exit(main(['inspect', '--all', {str(directory / 'many.ckpt')!r}]))"
     command = f'{sys.executable} -c "$PROGRAM" | head -1; exit ${{PIPESTATUS[0]}}'
     environment = {**os.environ, "PROGRAM": program}
     done = subprocess.run(["bash", "-c", command], env=environment, capture_output=True, text=True, check=False)
@@ -124,8 +245,8 @@ def test_a_reader_that_has_ended_is_no_error(directory: Path) -> None:
 
 
 def test_ls_of_what_is_not_there_is_an_error(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for verb in ("ls", "clean", "verify"):
-        assert main([verb, str(directory / "nope")]) != 0
+    for verb in ("ls", "clean", "inspect"):
+        assert main([verb, str(directory / "nope")]) == 1
         captured = capsys.readouterr()
         assert captured.out == "" and "there is no such file, directory or bucket" in captured.err
 
@@ -198,14 +319,6 @@ def test_directories_are_checkpoints_too(directories: Path, capsys: pytest.Captu
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines] == [str(directories / "step=2"), str(directories / "step=1")]
 
-    assert main(["inspect", str(directories / "step=1")]) == 0
-    out = capsys.readouterr().out
-    assert "saved by 1 rank, verified" in out
-    assert "metadata.step: 1" in out
-    assert "model: replicated, 1 tensor" in out
-    assert "weight: float32[2, 3]" in out
-    assert "model.safetensors" in out
-
     assert main(["verify", str(directories)]) == 0
     data = (directories / "step=1" / "model.safetensors").read_bytes()
     (directories / "step=1" / "model.safetensors").write_bytes(data[:-1] + b"x")
@@ -214,8 +327,6 @@ def test_directories_are_checkpoints_too(directories: Path, capsys: pytest.Captu
     damaged, whole = capsys.readouterr().out.splitlines()
     assert damaged.startswith(f"DAMAGED  {directories / 'step=1'}")
     assert whole == f"whole  {directories / 'step=2'}"
-    assert main(["inspect", str(directories / "step=1")]) == 1
-    assert "CheckpointCorruptedError" in capsys.readouterr().err
 
 
 def test_clean_deletes_unfinished_directories(directories: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from ckpt_core._layouts.sharded.contents import Shard
 from ckpt_core._layouts.sharded.manifest import ExtraFile, Manifest
@@ -20,7 +20,7 @@ from ckpt_core._layouts.sharded.safetensors_file import DIGEST_BYTES
 from ckpt_core.digest import digest, digest_of_parts
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ckpt_core.parallel import run_parallel
-from ckpt_core.storage.base import MANIFEST_NAME, FileInfo, FileReader, Storage
+from ckpt_core.storage.base import MANIFEST_NAME, CountingReader, FileInfo, FileReader, Storage
 
 __all__ = ["SILENT_SECONDS", "Files", "describe_file", "file_pieces", "remove_leftovers"]
 
@@ -95,7 +95,7 @@ class Files:
         Raises:
             CheckpointNotFoundError: There is none.
         """
-        return _CountingReader(self._storage.open_inside(self._directory, name), self._count)
+        return CountingReader(self._storage.open_inside(self._directory, name), self._count)
 
     def _count(self, nbytes: int) -> None:
         with self._lock:
@@ -221,30 +221,6 @@ class Files:
         with self._lock:
             while self._readers:
                 self._readers.popitem()[1].close()
-
-
-class _CountingReader(FileReader):
-    def __init__(self, reader: FileReader, count: Callable[[int], None]) -> None:
-        self.path = reader.path
-        self.size = reader.size
-        self.request_bytes = reader.request_bytes
-        self._reader = reader
-        self._count = count
-
-    @property
-    def threads(self) -> int:
-        return self._reader.threads
-
-    @property
-    def passes_cache(self) -> bool:
-        return self._reader.passes_cache
-
-    def read_into(self, offset: int, target: memoryview) -> None:
-        self._reader.read_into(offset, target)
-        self._count(len(target))
-
-    def close(self) -> None:
-        self._reader.close()
 
 
 def _corrupted(message: str, path: str, key: str | None = None) -> CheckpointCorruptedError:

@@ -169,6 +169,39 @@ class DirectoryCheckpoint:
         """Return the ranks that have saved a part of their own under this name."""
         return tuple(rank for rank, record in enumerate(self._manifest.ranks) if part in record.parts)
 
+    def peek(self, part: str, *, rank: int = 0) -> Any:
+        """Return a part of the state without its tensors' bytes: they are on the ``meta`` device.
+
+        Nothing is read: the manifest says all of it. The values of NumPy arrays are undefined.
+
+        Args:
+            part: Its name.
+            rank: Whose part, if it is per-rank.
+
+        Raises:
+            CheckpointNotFoundError: The checkpoint has no such part.
+            StateMismatchError: That rank did not save the part.
+        """
+        contents = self._contents.part(part, rank)
+        references = iter(contents.references)
+
+        def stand_in(_: int) -> torch.Tensor:
+            reference = next(references)
+            return contents.record.tensors[reference.index].empty(None if reference.is_array else "meta")
+
+        with self._contents.sense(part):
+            return decode_plain(contents.record.skeleton, stand_in)
+
+    @property
+    def bytes_of_parts(self) -> Mapping[str, int]:
+        """Bytes of the files of each part, of all ranks together; parts that each rank has of its own are one."""
+        found: dict[str, int] = {}
+        for rank in self._manifest.ranks:
+            for file in rank.files:
+                name = "of each rank" if file.part is None else file.part
+                found[name] = found.get(name, 0) + file.size
+        return found
+
     def load(
         self,
         part: str,

@@ -193,6 +193,6 @@ def test_inspect_shows_what_python_does_not_print(tmp_path: Path, capsys: pytest
         checkpointer.save(parts, tmp_path / "a", metadata={"big": 10**5000, "seen": {10**5000}}, step=1)
     assert main(["inspect", str(tmp_path / "a")]) == 0
     out = capsys.readouterr().out
-    assert "metadata.big: an integer of 16610 bits" in out
-    assert "metadata.seen: a set" in out
+    assert "  big: an integer of 16610 bits" in out
+    assert "  seen: a set" in out
     assert "a\\x1b[2J\\nb: float32[2]" in out

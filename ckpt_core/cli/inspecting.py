@@ -1,0 +1,276 @@
+"""``ckpt inspect``: what is in a checkpoint, from its manifest alone."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckpt_core.cli.finding import find
+from ckpt_core.cli.listing import state_of
+from ckpt_core.cli.output import age, count, print_json, print_table, printable, short_size, styled
+from ckpt_core.cli.parser import Commands, Exit, Options
+from ckpt_core.errors import CheckpointFormatError, UnsafeCheckpointError
+
+if TYPE_CHECKING:
+    from ckpt_core.catalog import CheckpointInfo
+
+__all__ = ["add_commands", "described"]
+
+_DEPTH = 2  # levels of the tree
+_DEEPEST = 50
+_LONGEST = 80  # characters of a value
+_MODELS = ("model", "state_dict", "module")  # where a model is, in the words of those who save one
+# Where frameworks say of themselves that they wrote a checkpoint: their version, and whether a resume is exact.
+_LIGHTNING, _LIGHTNING_STATE, _LIGHTNING_LACKS = (
+    "pytorch-lightning_version",
+    "lightning_ckpt",
+    "lightning_ckpt_no_exact_state",
+)
+_ACCELERATE = "accelerate_ckpt"
+
+
+def add_commands(commands: Commands) -> None:
+    """Add the verb of this file."""
+    inspect = commands.add(
+        "inspect",
+        _inspect,
+        help="show what a checkpoint holds; its tensors are not read",
+        epilog="The tree shows tensors and bytes below each name; --all shows every tensor and value.",
+    )
+    inspect.add_argument("path", help="a checkpoint: a file or a directory, path or URL")
+    inspect.add_argument("--depth", type=_depth, default=_DEPTH, metavar="N", help=f"levels of the tree ({_DEPTH})")
+    inspect.add_argument("--all", action="store_const", const=None, dest="depth", help="every level")
+    inspect.add_argument("--verify", action="store_true", help="compare every byte with its digest first")
+
+
+def _depth(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of levels")
+    return int(text)
+
+
+def _inspect(options: Options) -> int:
+    found = find(options.path, options.storage_options)
+    if not found.is_checkpoint:
+        newest = f", the newest is {found.checkpoints[0].path}" if found.checkpoints else ""
+        raise CheckpointFormatError(
+            f"this is a directory with {count(len(found.checkpoints), 'checkpoint')}, and no checkpoint{newest}",
+            path=options.path,
+            remedy=f"ckpt ls {options.path}",
+        )
+    (info,) = found.checkpoints
+    verified = _verified(info.path, options) if options.verify else None
+    card, entries = _about(info, options.storage_options)
+    card["verified"] = verified
+    if options.json:
+        values = {name: _as_json(leaf) for name, leaf in entries}
+        print_json({"path": info.path, **card, "entries": values})
+        return Exit.OK
+    print(styled(printable(options.path), "bold"))
+    print_table([(f"  {name}", text) for name, text in _card_lines(card)])
+    if options.depth != 0 and card["problem"] is None:
+        print()
+        tree = _Tree()
+        for name, leaf in entries:
+            tree.add(name, leaf)
+        for line in tree.lines(options.depth):
+            print(line)
+    return Exit.OK
+
+
+def _verified(path: str, options: Options) -> bool:
+    from ckpt_core._pipeline import reader
+    from ckpt_core.cli.progress import Watched, progress
+    from ckpt_core.storage import storage_for
+
+    size = find(path, options.storage_options).checkpoints[0].size
+    with progress(options, "verify", size) as advance:
+        return reader.verify(path, storage=Watched(storage_for(path, options.storage_options), advance))
+
+
+# ---- the card --------------------------------------------------------------------------------------------------------
+
+
+def _about(
+    info: CheckpointInfo, storage_options: dict[str, Any] | None
+) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
+    """Return what a checkpoint says of itself, and its leaves by key, tensors without values."""
+    from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
+    from ckpt_core._pipeline import reader
+    from ckpt_core.storage import storage_for
+    from ckpt_core.tree import leaves
+
+    card: dict[str, Any] = {
+        "kind": "directory" if info.is_directory else "file",
+        "state": state_of(info).lower(),
+        "step": info.step,
+        "epoch": None,
+        "committed": info.committed,
+        "framework": None,
+        "ranks": None,
+        "parameters": None,
+        "bytes": info.size,
+        "bytes_by_part": {},
+        "exact": None,
+        "problem": None,
+    }
+    storage = storage_for(info.path, storage_options)
+    if not info.is_directory:
+        try:
+            state = reader.peek(info.path, storage=storage)
+        except UnsafeCheckpointError as error:
+            card["problem"] = error.message
+            return card, []
+        card["bytes_by_part"] = _bytes_by_key(state)
+        if isinstance(state, Mapping):
+            _say(card, state, state)
+        return card, list(leaves(state))
+    with DirectoryCheckpoint(info.path, storage) as checkpoint:
+        card["ranks"] = checkpoint.world_size
+        card["bytes_by_part"] = dict(checkpoint.bytes_of_parts)
+        ranks = {name: checkpoint.ranks_with(name) for name in checkpoint.parts}
+        parts = {
+            name: checkpoint.peek(name, rank=ranks[name][0] if ranks[name] else 0)
+            for name, part in checkpoint.parts.items()
+            if part.kind != "per-rank" or ranks[name]
+        }
+        trainer = parts.get("trainer")
+        rest = trainer.get("checkpoint") if isinstance(trainer, Mapping) else None
+        _say(card, {**checkpoint.metadata, **(rest if isinstance(rest, Mapping) else {})}, parts)
+        entries = list(leaves(checkpoint.metadata, "metadata"))
+        return card, entries + [entry for name, part in parts.items() for entry in leaves(part, name)]
+
+
+def _say(card: dict[str, Any], values: Mapping[Any, Any], parts: Mapping[Any, Any]) -> None:
+    """Add to the card what a framework says of itself."""
+    from ckpt_core.tree import tensors
+
+    accelerate = values.get(_ACCELERATE)
+    if _LIGHTNING in values:
+        card["framework"] = f"Lightning {values[_LIGHTNING]}"
+        card["step"] = values.get("global_step", card["step"])
+        lacks = values.get(_LIGHTNING_LACKS)
+        card["exact"] = "yes" if _LIGHTNING_STATE in values else f"no: {lacks or 'saved without ResumableCheckpoint'}"
+    elif isinstance(accelerate, Mapping):
+        card["framework"] = f"Accelerate {accelerate.get('accelerate')}, torch {accelerate.get('torch')}"
+    epoch = values.get("epoch")
+    card["epoch"] = epoch if isinstance(epoch, int) else None
+    model = next((parts[name] for name in _MODELS if isinstance(parts.get(name), Mapping)), None)
+    if model is not None:
+        card["parameters"] = sum(tensor.numel() for _, tensor in _distinct(tensors(model)))
+
+
+def _distinct(found: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
+    """Yield tensors of which each is another one: of those that share one memory, the first."""
+    seen: set[int] = set()
+    for name, tensor in found:
+        memory = id(tensor) if tensor.is_meta or tensor.is_nested else tensor.untyped_storage()._cdata
+        if memory not in seen:
+            seen.add(memory)
+            yield name, tensor
+
+
+def _bytes_by_key(state: Any) -> dict[str, int]:
+    from ckpt_core.tree import tensors
+
+    found: dict[str, int] = {}
+    for name, tensor in _distinct(tensors(state)):
+        first = name.partition(".")[0]
+        found[first] = found.get(first, 0) + tensor.nbytes
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def _card_lines(card: Mapping[str, Any]) -> list[tuple[str, str]]:
+    verified = {None: "not compared here (--verify)", True: "every byte verified", False: "none: another program's"}
+    with_buffers = " (with buffers)" if card["kind"] == "file" else ""
+    lines = {
+        "kind": card["kind"] + ("" if card["ranks"] is None else f", saved by {count(card['ranks'], 'rank')}"),
+        "state": card["state"] + ("" if card["committed"] is None else f" {age(card['committed'])}"),
+        "digests": verified[card["verified"]],
+        "step": card["step"],
+        "epoch": card["epoch"],
+        "framework": card["framework"],
+        "resume is exact": card["exact"],
+        "parameters": None if card["parameters"] is None else f"{card['parameters']:,}" + with_buffers,
+        "size": f"{short_size(card['bytes'])} ({card['bytes']:,} bytes)",
+        "of these": ", ".join(f"{name} {short_size(size)}" for name, size in card["bytes_by_part"].items()) or None,
+        "not readable": card["problem"],
+    }
+    return [(name, str(value)) for name, value in lines.items() if value is not None]
+
+
+# ---- the tree --------------------------------------------------------------------------------------------------------
+
+
+class _Tree:
+    """What is below a name; names end at dots."""
+
+    def __init__(self) -> None:
+        self.children: dict[str, _Tree] = {}
+        self.leaves: list[Any] = []
+        self.tensors = 0
+        self.values = 0
+        self.bytes = 0
+
+    def add(self, name: str, leaf: Any) -> None:
+        """Add a leaf below a name."""
+        node = self
+        for part in name.split(".", _DEEPEST):
+            node = node.children.setdefault(part, _Tree())
+            if hasattr(leaf, "dtype"):
+                node.tensors += 1
+                node.bytes += leaf.nbytes
+            else:
+                node.values += 1
+        node.leaves.append(leaf)
+
+    def lines(self, depth: int | None, indent: str = "") -> Iterator[str]:
+        """Yield the lines that show so many levels, all of them if None; what has tensors first."""
+        if depth == 0:
+            return
+        for first, below in sorted(self.children.items(), key=lambda item: item[1].tensors == 0):
+            name, node = below.shortened(first)
+            for leaf in node.leaves:
+                yield f"{indent}{printable(name)}: {described(leaf)}"
+            if node.children:
+                yield f"{indent}{printable(name)}  {node.summary()}"
+                yield from node.lines(None if depth is None else depth - 1, indent + "  ")
+
+    def shortened(self, name: str) -> tuple[str, _Tree]:
+        """Return the first name from here on that does not only lead to another one, and what is there."""
+        node = self
+        while len(node.children) == 1 and not node.leaves:
+            ((more, node),) = node.children.items()
+            name += f".{more}"
+        return name, node
+
+    def summary(self) -> str:
+        parts = []
+        if self.tensors:
+            parts.append(f"{count(self.tensors, 'tensor')}, {short_size(self.bytes)}")
+        if self.values:
+            parts.append(count(self.values, "value"))
+        return ", ".join(parts)
+
+
+def described(leaf: Any) -> str:
+    """Return what a leaf of the state is, in one line: type and shape of a tensor, or the value."""
+    import torch
+
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested:
+        return f"{str(leaf.dtype).removeprefix('torch.')}, nested, {count(leaf.size(0), 'tensor')}"
+    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    try:
+        text = repr(leaf)
+    except ValueError:  # an integer that is longer than Python turns into digits
+        return f"an integer of {leaf.bit_length()} bits" if isinstance(leaf, int) else f"a {type(leaf).__name__}"
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
+
+
+def _as_json(leaf: Any) -> Any:
+    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+        shape = None if getattr(leaf, "is_nested", False) else list(leaf.shape)
+        return {"dtype": str(leaf.dtype).removeprefix("torch."), "shape": shape}
+    return leaf if isinstance(leaf, (str, float, bool, type(None))) else described(leaf)
