@@ -26,7 +26,7 @@ from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.naming import EntryPath, split_path
-from ckpt_core.interchange.saving import Chunk, DirectorySave, RankShards, Value
+from ckpt_core.interchange.saving import Chunk, RankShards, UnconnectedSave, Value
 from ckpt_core.interchange.streaming import given
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, storage_for
@@ -109,7 +109,7 @@ class CkptStorageWriter(StorageWriter):
         self._metadata = dict(metadata or {})
         self._storage_options = storage_options
         self._storage = storage
-        self._held: DirectorySave | None = None
+        self._held: UnconnectedSave | None = None
         self._cleanup: weakref.finalize[..., Any] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class CkptStorageWriter(StorageWriter):
         self._end()
         session = _session(os.getpid())
         number = _last_saves.get(session, 0) + 1
-        held = DirectorySave(self._storage_for_path(), self._named_path(), f"dcp-{session}-{number}")
+        held = UnconnectedSave(self._storage_for_path(), self._named_path(), f"dcp-{session}-{number}")
         # DCP does not say that another rank has failed: what is not finished ends with the next save, or this object.
         self._held, self._cleanup = held, weakref.finalize(self, held.abandon)
         return [
@@ -174,7 +174,7 @@ class CkptStorageWriter(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's tensors, durably."""
         own: _SaveNumber = plan.storage_data
-        save = DirectorySave(self._storage_for_path(), self._named_path(), own.token())
+        save = UnconnectedSave(self._storage_for_path(), self._named_path(), own.token())
         try:
             chunks, values = self._contents(plan, planner)
             guard = TornSnapshotGuard([chunk.load() for of_part in chunks.values() for chunk in of_part])

@@ -44,7 +44,7 @@ from ckpt_core.interchange.streaming import LazyTensors, write_in_order
 from ckpt_core.memory import ScratchBuffers
 from ckpt_core.storage import Storage, storage_for
 
-__all__ = ["Chunk", "DirectorySave", "RankShards", "Value", "save_alone"]
+__all__ = ["Chunk", "RankShards", "UnconnectedSave", "Value", "save_alone"]
 
 Image = SafetensorsImage | DigestsImage
 TensorId = tuple[EntryPath, int]  # of an entry, or of the tensors inside of a value
@@ -106,7 +106,7 @@ class RankShards:
     sizes: dict[str, int]
 
 
-class DirectorySave:
+class UnconnectedSave:
     """One process's part in the making of a checkpoint.
 
     Args:
@@ -257,7 +257,7 @@ def save_alone(
 ) -> int:
     """Write a checkpoint by this process alone, one tensor in memory at a time; return its size in bytes."""
     storage = storage_for(path, storage_options)
-    save = DirectorySave(storage, path, f"import-{uuid.uuid4().hex[:16]}")
+    save = UnconnectedSave(storage, path, f"import-{uuid.uuid4().hex[:16]}")
     try:
         shards = save.write(chunks, values, one_by_one=True)
         size = save.commit([shards], kind=kind, metadata={}, order=order)
@@ -288,7 +288,7 @@ def _join_ranks(
     order: Iterable[tuple[str, EntryPath]],
     path: str,
 ) -> bytes:
-    """Return the manifest of what all ranks have written; arguments and errors as for :meth:`DirectorySave.commit`."""
+    """Return the manifest of what all ranks have written; arguments, errors as for :meth:`UnconnectedSave.commit`."""
     encoded, tensors = encode_plain(dict(metadata), key="metadata")
     if tensors:
         raise SerializationError("the metadata hold a tensor", key=f"metadata.{tensors[0][0]}", remedy="save it")
