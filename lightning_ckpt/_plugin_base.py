@@ -7,10 +7,11 @@ from abc import abstractmethod
 from typing import Any, Union
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, awaited_paths
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_core.events import Event, RunSummary, SaveFailed, SaveStarted
 from lightning_ckpt._bases import CheckpointIOBase
 
-__all__ = ["ReliableCheckpointIO", "SaveOutcomes", "StrPath"]
+__all__ = ["ReliableCheckpointIO", "SaveOutcomes", "StrPath", "load_other_layout"]
 
 StrPath = Union[str, "os.PathLike[str]"]
 
@@ -72,3 +73,36 @@ class ReliableCheckpointIO(CheckpointIOBase):
                 f"`{name}`. Please implement your custom `CheckpointIO` to define how you'd like to use "
                 f"`storage_options`, or give them to `{name}(storage_options=...)`: they hold for every save there"
             )
+
+
+def load_other_layout(
+    plugin: Any, path: StrPath, failure: CheckpointError, *, map_location: Any | None, weights_only: bool | None
+) -> dict[str, Any]:
+    """Return a checkpoint that a plugin's own layout is not: a file, a directory, or one of Lightning's strategies.
+
+    Args:
+        plugin: Asks, with ``storage_options`` and ``tiers``.
+        path: The checkpoint.
+        failure: Why it is not of the plugin's own layout; raised where it is of no other.
+        map_location: As for the plugin.
+        weights_only: As for the plugin.
+
+    Raises:
+        CheckpointError: It is damaged, or of no layout that is known.
+    """
+    from ckpt_core.interchange import load_whole
+
+    try:
+        found = load_whole(
+            path,
+            map_location=map_location,
+            weights_only=weights_only,
+            storage_options=plugin.storage_options,
+            tiers=plugin.tiers,
+            of_trainer=True,
+        )
+    except (CheckpointNotFoundError, StorageError):
+        raise failure from failure.__cause__
+    if isinstance(found, dict):
+        return found
+    raise failure

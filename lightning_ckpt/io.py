@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from ckpt_core import Checkpointer
-from ckpt_core.errors import CheckpointNotFoundError
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_core.events import RunSummary
 from ckpt_core.options import CheckpointerOptions, wait_if_small
 from lightning_ckpt._boundaries import watch_boundaries
-from lightning_ckpt._plugin_base import ReliableCheckpointIO, SaveOutcomes, StrPath
+from lightning_ckpt._plugin_base import ReliableCheckpointIO, SaveOutcomes, StrPath, load_other_layout
 from lightning_ckpt._private.hooks import before_setup
 
 __all__ = ["AsyncCheckpointIO", "SyncCheckpointIO", "TorchFileIO", "training_goes_on"]
@@ -74,6 +74,9 @@ class TorchFileIO(ReliableCheckpointIO):
     ) -> dict[str, Any]:
         """Load a checkpoint and verify every byte of it; one whose save is under way is waited for.
 
+        Directories of :class:`~lightning_ckpt.ShardedCheckpointIO`, and of Lightning's own sharded strategies, are read
+        too.
+
         Args:
             path: Local path or URL.
             map_location: As for ``torch.load``; the CPU, if not given, as in Lightning's own plugin.
@@ -86,8 +89,11 @@ class TorchFileIO(ReliableCheckpointIO):
         location = (lambda storage, _: storage) if map_location is None else map_location
         try:
             state: dict[str, Any] = self.checkpointer.load(path, map_location=location, weights_only=weights_only)
-        except CheckpointNotFoundError as error:  # in the words of Lightning's own plugin
-            raise CheckpointNotFoundError(f"Checkpoint file not found: {path}", path=error.path) from error
+        except (CheckpointNotFoundError, StorageError) as error:
+            failure: CheckpointError = error
+            if isinstance(error, CheckpointNotFoundError):  # in the words of Lightning's own plugin
+                failure = CheckpointNotFoundError(f"Checkpoint file not found: {path}", path=error.path)
+            return load_other_layout(self, path, failure, map_location=map_location, weights_only=weights_only)
         return state
 
     def teardown(self) -> None:

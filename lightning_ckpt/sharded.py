@@ -9,21 +9,22 @@ from typing import Any, Literal
 import torch
 
 from ckpt_core import DirectoryCheckpointer
-from ckpt_core.errors import CheckpointError
+from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 from ckpt_core.events import RunSummary
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.ranks import RankGroup
-from lightning_ckpt._plugin_base import SaveOutcomes, StrPath
-from lightning_ckpt._private.hooks import before_saves_of_fabric, before_setup
-from lightning_ckpt._routing.fabric import route_fabric
-from lightning_ckpt._routing.parts import (
+from ckpt_core.state.trainer_parts import (
     GRADIENTS_KEY,
     gradients_of,
     metadata_of,
     optimizer_part,
     parts_of,
     rest_of,
+    whole,
 )
+from lightning_ckpt._plugin_base import SaveOutcomes, StrPath, load_other_layout
+from lightning_ckpt._private.hooks import before_saves_of_fabric, before_setup
+from lightning_ckpt._routing.fabric import route_fabric
 from lightning_ckpt._routing.trainer import RankCheckpointIO, route
 from lightning_ckpt.io import training_goes_on
 
@@ -183,25 +184,22 @@ class ShardedCheckpointIO(RankCheckpointIO):
     ) -> dict[str, Any]:
         """Load a checkpoint whole and verify every byte of it; one whose save is under way is waited for.
 
+        Files of the other plugins, and directories of Lightning's own sharded strategies, are read too.
+
         Args:
             path: Local path or URL.
             map_location: Device of the tensors; the CPU, if not given.
-            weights_only: Makes no difference: there are no other objects than plain data in it.
+            weights_only: As for ``torch.load``, of a checkpoint that is one file; directories hold plain data only.
 
         Raises:
             CheckpointError: It is missing, damaged, foreign or of a newer format.
         """
-        with self.checkpointer.load(path) as opened:
-            checkpoint, buffers, order = rest_of(opened)
-            checkpoint.update(self._gradients(opened))
-            model = {**opened.load("model", map_location=map_location), **buffers}
-            if order is not None:
-                checkpoint["state_dict"] = {name: model[name] for name in order}
-            count = opened.metadata.get("optimizer_states")
-            if count is not None:
-                states = [opened.load(optimizer_part(index), map_location=map_location) for index in range(count)]
-                checkpoint["optimizer_states"] = states
-        return checkpoint
+        try:
+            opened = self.checkpointer.load(path)
+        except (CheckpointFormatError, CheckpointNotFoundError) as error:
+            return load_other_layout(self, path, error, map_location=map_location, weights_only=weights_only)
+        with opened:
+            return whole(opened, self._ranks_of_gradients(opened), map_location=map_location)
 
     def load_into(
         self, path: StrPath, model: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]], *, strict: bool = True
@@ -219,7 +217,8 @@ class ShardedCheckpointIO(RankCheckpointIO):
         """
         with self.checkpointer.load(path) as opened:
             rest, buffers, _ = rest_of(opened)
-            rest.update(self._gradients(opened))
+            gradients = gradients_of(opened, self._ranks_of_gradients(opened))
+            rest.update({GRADIENTS_KEY: gradients} if any(gradients.values()) else {})
             weights = {name: value for name, value in model.items() if name not in buffers}
             opened.load("model", into=weights, strict=strict)
             with torch.no_grad():
@@ -228,10 +227,9 @@ class ShardedCheckpointIO(RankCheckpointIO):
             states = [opened.load(optimizer_part(i), into=state) for i, state in enumerate(optimizers)]
         return rest, states
 
-    def _gradients(self, opened: Any) -> dict[str, Any]:
+    def _ranks_of_gradients(self, opened: Any) -> Sequence[int]:
         same = opened.world_size == self._ranks.world_size
-        found = gradients_of(opened, [self._ranks.rank] if same else range(opened.world_size))
-        return {GRADIENTS_KEY: found} if any(found.values()) else {}
+        return [self._ranks.rank] if same else range(opened.world_size)
 
     def teardown(self) -> None:
         """Wait for the background, free its memory and raise a failure that was not raised yet."""

@@ -1,11 +1,19 @@
-"""``ckpt export`` and ``ckpt import``: checkpoints of other programs."""
+"""``ckpt convert``, ``export`` and ``import``: from one layout into another, and checkpoints of other programs."""
 
 from __future__ import annotations
 
 import argparse
 import re
+import sys
+from typing import TYPE_CHECKING
 
-from ckpt_core.cli.parser import Commands, Options
+from ckpt_core.cli.finding import find
+from ckpt_core.cli.output import print_json, short_size
+from ckpt_core.cli.parser import Commands, Exit, Options
+from ckpt_core.errors import CheckpointFormatError
+
+if TYPE_CHECKING:
+    from ckpt_core.storage import Storage
 
 __all__ = ["add_commands"]
 
@@ -14,6 +22,24 @@ _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "M
 
 def add_commands(commands: Commands) -> None:
     """Add the verbs of this file."""
+    convert = commands.add(
+        "convert",
+        _convert,
+        help="write a checkpoint in another layout: one file, a directory, DCP, or safetensors",
+        epilog="What SOURCE is, is found out: a torch file, a directory of this package, DCP's own format (that, too,\n"
+        "of Lightning's FSDP and ModelParallel strategies, with meta.pt), a Hugging Face model.\n"
+        "--to file makes one .ckpt of what many ranks have saved; load_from_checkpoint takes it.",
+    )
+    convert.add_argument("source", metavar="SOURCE", help="a checkpoint; path or URL")
+    convert.add_argument("target", metavar="TARGET", help="path or URL; of dcp and safetensors, a new local directory")
+    convert.add_argument("--to", required=True, choices=("file", "directory", "dcp", "safetensors"), help="the layout")
+    convert.add_argument("--part", help="safetensors: where the model is (model; in a torch file, state_dict)")
+    convert.add_argument("--prefix", help="safetensors: left out of the tensors' names (that which all of them have)")
+    convert.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="safetensors: of one file")
+    convert.add_argument(
+        "--trust-pickle", action="store_true", help="load objects that are not plain data: the file can run any code"
+    )
+
     export = commands.add("export", _export, help="write a checkpoint in the format of another program")
     export.add_argument("path", help="a checkpoint that is a directory; for safetensors, a torch file too")
     export.add_argument("target", help="a local directory that is not there yet")
@@ -43,6 +69,76 @@ def _add_format(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _convert(options: Options) -> int:
+    from ckpt_core import interchange
+    from ckpt_core._pipeline.reader import is_directory_checkpoint
+    from ckpt_core.checkpointer import full_path
+    from ckpt_core.storage import storage_for
+
+    found = find(options.source, options.storage_options)  # what is not there is an error that says so
+    path = full_path(options.source)
+    storage = storage_for(path, options.storage_options)
+    is_ours = is_directory_checkpoint(storage, path)
+    is_model = not is_ours and not found.is_checkpoint and _holds_a_model(storage, path)
+    weights_only = False if options.trust_pickle else None
+    given = {"storage_options": options.storage_options}
+    size: int | None = None
+    if options.to == "dcp":
+        if not is_ours:
+            raise CheckpointFormatError(
+                "dcp needs a checkpoint that is a directory",
+                path=options.source,
+                remedy=f"ckpt convert {options.source} DIRECTORY --to directory, and convert that",
+            )
+        interchange.export_dcp(path, options.target, **given)
+    elif options.to == "safetensors":
+        prefix = options.prefix
+        if prefix is None:
+            prefix = _common_prefix(path, options.part, storage)
+            if prefix:
+                print(f"left {prefix!r} out of the tensors' names (--prefix '' keeps it)", file=sys.stderr)
+        interchange.export_model(
+            path, options.target, part=options.part, prefix=prefix, max_shard_size=options.max_shard_size, **given
+        )
+    elif is_model and options.to == "directory":
+        size = interchange.import_model(path, options.target, part=options.part or "model", **given)
+    elif is_model:
+        raise CheckpointFormatError(
+            "a Hugging Face model becomes a directory only",
+            path=options.source,
+            remedy=f"ckpt convert {options.source} {options.target} --to directory",
+        )
+    else:
+        convert = interchange.convert_to_file if options.to == "file" else interchange.convert_to_directory
+        size = convert(path, options.target, weights_only=weights_only, **given)
+    if options.json:
+        print_json({"path": options.target, "layout": options.to, "bytes": size})
+    else:
+        print(f"wrote {options.target}" + ("" if size is None else f": {short_size(size)}"))
+    return Exit.OK
+
+
+def _holds_a_model(storage: Storage, path: str) -> bool:
+    return any(file.path.endswith((".safetensors", ".safetensors.index.json")) for file in storage.list(path))
+
+
+def _common_prefix(path: str, part: str | None, storage: Storage) -> str:
+    """Return the first name, with its dot, that all tensors of a model have in common; none if they have none."""
+    from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
+    from ckpt_core._pipeline.reader import is_directory_checkpoint, peek
+    from ckpt_core.tree import tensors
+
+    if is_directory_checkpoint(storage, path):
+        with DirectoryCheckpoint(path, storage) as checkpoint:
+            names = list(checkpoint.parts[part or "model"].tensors) if (part or "model") in checkpoint.parts else []
+    else:
+        state = peek(path, storage=storage)
+        model = state.get(part or "state_dict", {}) if isinstance(state, dict) else {}
+        names = [name for name, _ in tensors(model)]
+    first = {name.partition(".")[0] + "." if "." in name else "" for name in names}
+    return first.pop() if len(first) == 1 else ""
+
+
 def _size(text: str) -> int:
     found = re.fullmatch(r"([0-9]+) *([A-Za-z]*)", text)
     if found is None or found[2].upper() not in _UNITS or int(found[1]) == 0:
@@ -70,11 +166,19 @@ def _export(options: Options) -> int:
 
 def _import(options: Options) -> int:
     from ckpt_core import interchange
+    from ckpt_core.storage import storage_for
 
     if options.format == "dcp":
         size = interchange.import_dcp(
             options.path, options.target, only=options.only, storage_options=options.storage_options
         )
+        rest = f"{options.path.rstrip('/')}/meta.pt"
+        if storage_for(rest, options.storage_options).exists(rest):
+            print(
+                f"left out {rest}, in which Lightning has epoch, step, loops and callbacks: "
+                "ckpt convert --to directory takes them",
+                file=sys.stderr,
+            )
     else:
         size = interchange.import_model(
             options.path, options.target, part=options.part, storage_options=options.storage_options

@@ -1,22 +1,32 @@
 """Other programs' checkpoints: PyTorch's DCP and Hugging Face's safetensors models, read and written.
 
 ``dcp_reader``, ``dcp_writer``: what ``torch.distributed.checkpoint`` needs to load and save our checkpoints.
-``dcp_format``, ``dcp_files``: its own format. ``model_files``: a model as safetensors files. ``naming``, ``saving``,
-``streaming``:
-    what they share.
+``dcp_format``, ``dcp_files``: its own format. ``model_files``: a model as safetensors files. ``trainer_files``: a
+Trainer's checkpoint, from any layout into one file or one directory. ``naming``, ``saving``, ``streaming``: what they
+share.
 """
 
 from ckpt_core.interchange.dcp_files import check_dcp, export_dcp, import_dcp
 from ckpt_core.interchange.dcp_reader import CkptStorageReader
 from ckpt_core.interchange.dcp_writer import CkptStorageWriter
 from ckpt_core.interchange.model_files import export_model, import_model
+from ckpt_core.interchange.trainer_files import (
+    convert_to_directory,
+    convert_to_file,
+    is_stock_distributed,
+    load_whole,
+)
 
 __all__ = [
     "CkptStorageReader",
     "CkptStorageWriter",
     "check_dcp",
+    "convert_to_directory",
+    "convert_to_file",
     "export_dcp",
     "export_model",
     "import_dcp",
     "import_model",
+    "is_stock_distributed",
+    "load_whole",
 ]

@@ -36,13 +36,13 @@ from ckpt_core.geometry import Box
 from ckpt_core.interchange.dcp_format import METADATA_NAME, DcpEntry, Location, load_stored, read_dcp_metadata
 from ckpt_core.interchange.dcp_reader import TensorBatches, entries_by_name, load_values
 from ckpt_core.interchange.dcp_writer import value_chunks
-from ckpt_core.interchange.naming import ROOT, EntryPath, entry_name, split_path
+from ckpt_core.interchange.naming import ROOT, EntryPath, entry_name, nested, split_path
 from ckpt_core.interchange.saving import Chunk, Value, save_alone
 from ckpt_core.interchange.streaming import TensorMemory, new_directory
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, storage_for
 
-__all__ = ["check_dcp", "export_dcp", "import_dcp"]
+__all__ = ["check_dcp", "export_dcp", "import_dcp", "read_dcp"]
 
 _REMEDY = "copy the checkpoint again, or import another one"
 
@@ -197,6 +197,53 @@ def import_dcp(
                 chunks.setdefault(part, []).append(Chunk(below, 0, entry.info, box, load))
     order = [split_path(entry.path) for entry in entries]
     return save_alone(path, chunks, values, kind="sharded", order=order, storage_options=storage_options)
+
+
+def read_dcp(source: StrPath, *, storage_options: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return the state of a checkpoint in DCP's own format, all of it in memory; no code from it is run.
+
+    Keys of dictionaries are text, as DCP has them.
+
+    Args:
+        source: The DCP checkpoint: a directory or a URL.
+        storage_options: Passed to fsspec for URLs.
+
+    Raises:
+        CheckpointError: As :func:`import_dcp`.
+    """
+    origin = full_path(source)
+    storage = storage_for(origin, storage_options)
+    entries = read_dcp_metadata(_bytes_of(storage, f"{origin}/{METADATA_NAME}"), path=f"{origin}/{METADATA_NAME}")
+    memory = TensorMemory()
+    found: dict[EntryPath, Any] = {}
+    for entry in entries:
+        if entry.info is None:
+            found[entry.path] = _Leaf(load_stored(storage, origin, entry, entry.chunks[0][1], memory))
+            continue
+        whole = entry.info.empty()
+        for box, location in entry.chunks:
+            if box.numel:
+                begins = zip(box.offset, box.end, strict=True)
+                target = whole[tuple(slice(begin, end) for begin, end in begins)]
+                target.copy_(_ChunkLoader(storage, origin, entry, box, location, memory)())
+        found[entry.path] = _Leaf(whole)
+    state: dict[str, Any] = _without_leaves(nested(found))
+    return state
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaf:
+    """A value, which may itself be a dictionary."""
+
+    value: Any
+
+
+def _without_leaves(node: Any) -> Any:
+    if isinstance(node, _Leaf):
+        return node.value
+    if isinstance(node, dict):
+        return {key: _without_leaves(value) for key, value in node.items()}
+    return [_without_leaves(value) for value in node] if isinstance(node, list) else node
 
 
 def check_dcp(source: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:

@@ -29,8 +29,10 @@ from ckpt_core.state.ddp import rebuild_ddp_buckets
 from ckpt_core.state.gradients import capture_gradients, restore_gradients
 from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
 from ckpt_core.state.rng import RngState, capture_generators, restore_generators
+from ckpt_core.state.trainer_parts import GRADIENTS_KEY
 from lightning_ckpt._exact.counters import Accumulation, Counters, undo_unfinished
 from lightning_ckpt._exact.elastic_state import continue_elastic, elastic_causes, state_for_rank
+from lightning_ckpt._exact.gradients_apart import keep_apart, put_back
 from lightning_ckpt._exact.loaders import TrainingData
 from lightning_ckpt._exact.metrics import MetricsMoment, restore_metrics, torchmetrics_of
 from lightning_ckpt._exact.resume import Resume
@@ -39,7 +41,6 @@ from lightning_ckpt._private.loops import Internals
 from lightning_ckpt._private.replacing import Live
 from lightning_ckpt._report import announce, resumed_in_words
 from lightning_ckpt._routing.gathering import Gathering
-from lightning_ckpt._routing.parts import GRADIENTS_KEY, keep_apart, put_back
 from lightning_ckpt._routing.post_local_sgd import PostLocalSgd
 from lightning_ckpt._routing.trainer import is_routed, keeps_whole_gradients
 from lightning_ckpt.io import NO_STATE_KEY

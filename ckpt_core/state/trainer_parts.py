@@ -1,4 +1,7 @@
-"""What the Trainer collects for a checkpoint, as the parts of a directory checkpoint, and back."""
+"""What Lightning's Trainer collects for a checkpoint, as the parts of a directory checkpoint, and back.
+
+Names of keys only: Lightning need not be installed to convert one layout into the other.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,17 @@ from typing import Any
 
 import torch
 
-from ckpt_core import Kind, Part
+from ckpt_core.state.kinds import Kind, Part
 
 __all__ = [
     "GRADIENTS_KEY",
     "gradients_of",
-    "keep_apart",
+    "is_of_trainer",
     "metadata_of",
     "optimizer_part",
     "parts_of",
-    "put_back",
     "rest_of",
+    "whole",
 ]
 
 _MODEL = "model"
@@ -25,8 +28,6 @@ _REST = "trainer"
 _GRADIENTS = "gradients"
 # in the Trainer's checkpoint: gradients of an open accumulation window, of which each rank has its own
 GRADIENTS_KEY = "lightning_ckpt_gradients"
-# beside the gradients, and no name that a parameter can have
-_POST_LOCAL_SGD = "post-localSGD/"
 
 
 def optimizer_part(index: int) -> str:
@@ -95,29 +96,29 @@ def gradients_of(opened: Any, ranks: Iterable[int]) -> dict[int, Any]:
     return {rank: opened.load(_GRADIENTS, rank=rank) for rank in ranks}
 
 
-def keep_apart(mine: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide a rank's exact state into what is as large as the weights, which each rank writes itself, and the rest.
+def is_of_trainer(opened: Any) -> bool:
+    """Return whether an open directory checkpoint was made of a Trainer's."""
+    return {_MODEL, _REST, _GRADIENTS} <= set(opened.parts)
+
+
+def whole(opened: Any, ranks: Iterable[int], *, map_location: Any | None = None) -> dict[str, Any]:
+    """Return a checkpoint as the Trainer collected it, all of its tensors whole.
 
     Args:
-        mine: The exact state of this rank.
+        opened: The open checkpoint.
+        ranks: Those whose gradients of an open accumulation window are wanted.
+        map_location: Device of the tensors; the CPU, if not given.
     """
-    large = dict(mine["gradients"])
-    if mine["post_local_sgd"]:
-        large[_POST_LOCAL_SGD] = mine["post_local_sgd"]
-    return large, {**mine, "gradients": {}, "post_local_sgd": {}}
-
-
-def put_back(state: Mapping[str, Any], apart: Mapping[int, Any]) -> dict[str, Any]:
-    """Undo :func:`keep_apart` in the exact state of all ranks.
-
-    Args:
-        state: The exact state of all ranks.
-        apart: What some ranks wrote themselves, by rank.
-    """
-    ranks = list(state[Kind.PER_RANK.value])
-    for rank, saved in apart.items():
-        if rank < len(ranks) and ranks[rank] is not None:
-            gradients = dict(saved)
-            own = gradients.pop(_POST_LOCAL_SGD, {})
-            ranks[rank] = {**ranks[rank], "gradients": gradients, "post_local_sgd": own}
-    return {**state, Kind.PER_RANK.value: ranks}
+    checkpoint, buffers, order = rest_of(opened)
+    gradients = gradients_of(opened, ranks)
+    if any(gradients.values()):
+        checkpoint[GRADIENTS_KEY] = gradients
+    model = {**opened.load(_MODEL, map_location=map_location), **buffers}
+    if order is not None:
+        checkpoint["state_dict"] = {name: model[name] for name in order}
+    count = opened.metadata.get("optimizer_states")
+    if count is not None:
+        checkpoint["optimizer_states"] = [
+            opened.load(optimizer_part(index), map_location=map_location) for index in range(count)
+        ]
+    return checkpoint

@@ -1,0 +1,176 @@
+"""A Trainer's checkpoint in any layout: one file, our directories, those of Lightning's sharded strategies."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt_core._layouts.torch_file import load_torch_file
+from ckpt_core.checkpointer import Checkpointer, full_path
+from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer
+from ckpt_core.errors import CheckpointFormatError
+from ckpt_core.interchange.dcp_files import read_dcp
+from ckpt_core.interchange.dcp_format import METADATA_NAME
+from ckpt_core.paths import StrPath
+from ckpt_core.state.kinds import Kind, Part
+from ckpt_core.state.trainer_parts import is_of_trainer, metadata_of, parts_of, whole
+from ckpt_core.storage import storage_for
+from ckpt_core.tiers import Tiers
+
+__all__ = ["convert_to_directory", "convert_to_file", "is_stock_distributed", "load_whole"]
+
+_STOCK_REST = "meta.pt"  # what Lightning writes beside DCP's files: everything but weights and optimizers
+_OPTIMIZER = re.compile(r"optimizer_([0-9]+)")
+
+
+def load_whole(
+    source: StrPath,
+    *,
+    map_location: Any | None = None,
+    weights_only: bool | None = None,
+    storage_options: dict[str, Any] | None = None,
+    tiers: Tiers | None = None,
+    of_trainer: bool = False,
+) -> Any:
+    """Return the state of a checkpoint of any layout, all of it in memory, every byte verified that has a digest.
+
+    Of a directory that is no Trainer's, that is a dictionary of its parts; of a part that each rank has of its own, a
+    list of what the ranks have. Of a directory of Lightning's sharded strategies (DCP's files and ``meta.pt``), it is
+    what the Trainer collected.
+
+    Args:
+        source: Path or URL.
+        map_location: Device of the tensors; the CPU, if not given.
+        weights_only: As for ``torch.load``; directories hold no other objects than plain data.
+        storage_options: Passed to fsspec for a URL.
+        tiers: Look in both tiers.
+        of_trainer: Refuse directories that were not made of a Trainer's checkpoint.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is there.
+        CheckpointFormatError: It is no Trainer's, and was to be one.
+        CheckpointError: It is damaged, or not readable.
+    """
+    path = full_path(source)
+    settings: dict[str, Any] = {"strategy": "sync", "storage_options": storage_options, "tiers": tiers}
+    with DirectoryCheckpointer(**settings) as directories:
+        if directories.exists(path):
+            with directories.load(path) as opened:
+                if is_of_trainer(opened):
+                    return whole(opened, range(opened.world_size), map_location=map_location)
+                if of_trainer:
+                    raise CheckpointFormatError(
+                        f"the directory holds the parts {', '.join(opened.parts)}, which are not those of a Trainer's "
+                        "checkpoint",
+                        path=path,
+                        remedy="load it with what saved it, or take its weights: ckpt convert --to safetensors",
+                    )
+                return _parts(opened)
+    if is_stock_distributed(path, storage_options):
+        return _load_stock(path, weights_only, storage_options)
+    location = (lambda storage, _: storage) if map_location is None else map_location
+    with Checkpointer(**settings) as files:
+        return files.load(path, map_location=location, weights_only=weights_only)
+
+
+def _parts(opened: DirectoryCheckpoint) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, part in opened.parts.items():
+        if part.kind != "per-rank":
+            found[name] = opened.load(name)
+        else:
+            found[name] = [opened.load(name, rank=rank) for rank in opened.ranks_with(name)]
+    return found
+
+
+def is_stock_distributed(source: StrPath, storage_options: dict[str, Any] | None = None) -> bool:
+    """Return whether there is a checkpoint in DCP's own format, such as Lightning's sharded strategies write."""
+    path = full_path(source)
+    return storage_for(path, storage_options).exists(f"{path}/{METADATA_NAME}")
+
+
+def _load_stock(path: str, weights_only: bool | None, storage_options: dict[str, Any] | None) -> dict[str, Any]:
+    state = read_dcp(path, storage_options=storage_options)
+    storage = storage_for(path, storage_options)
+    if not storage.exists(f"{path}/{_STOCK_REST}"):
+        return state
+    with storage.open(f"{path}/{_STOCK_REST}") as reader:
+        rest, _ = load_torch_file(reader, map_location="cpu", weights_only=weights_only)
+    if "state_dict" not in state:  # FSDPStrategy has another name for it than ModelParallelStrategy
+        state["state_dict"] = state.pop("model", {})
+    numbers = sorted(int(found[1]) for found in map(_OPTIMIZER.fullmatch, state) if found is not None)
+    if numbers:
+        # Keyed by names of parameters, whose order in the groups is what load_state_dict goes by.
+        state["optimizer_states"] = [state.pop(f"optimizer_{number}") for number in numbers]
+    return {**rest, **state}
+
+
+def convert_to_file(
+    source: StrPath,
+    target: StrPath,
+    *,
+    weights_only: bool | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> int:
+    """Write a checkpoint of any layout as one file that ``torch.load`` reads, and return its size in bytes.
+
+    Of a Trainer's, that is a file that ``load_from_checkpoint`` takes, and with which a run is resumed; saves of many
+    ranks become one. All of the state is in memory meanwhile. The file is committed now: among other checkpoints, it is
+    the newest.
+
+    Args:
+        source: Path or URL.
+        target: Path or URL of the file, which is replaced if it is there.
+        weights_only: As for ``torch.load``.
+        storage_options: Passed to fsspec for URLs.
+
+    Raises:
+        CheckpointError: See :func:`load_whole`; or the storage refused.
+    """
+    state = load_whole(source, weights_only=weights_only, storage_options=storage_options)
+    with Checkpointer(strategy="sync", storage_options=storage_options) as files:
+        return files.save(state, target)
+
+
+def convert_to_directory(
+    source: StrPath,
+    target: StrPath,
+    *,
+    weights_only: bool | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> int:
+    """Write a checkpoint of any layout as a directory of safetensors files, and return its size in bytes.
+
+    Of a Trainer's, that is what ``ShardedCheckpointIO`` saves; otherwise each dictionary of the state becomes a part,
+    and the rest a part ``root``. All of the state is in memory meanwhile. The directory is committed now: among other
+    checkpoints, it is the newest.
+
+    Args:
+        source: Path or URL.
+        target: Path or URL of the directory; a checkpoint that is there is replaced.
+        weights_only: As for ``torch.load``.
+        storage_options: Passed to fsspec for URLs.
+
+    Raises:
+        SerializationError: Something in the state is no plain data; it names the key.
+        CheckpointError: See :func:`load_whole`; or the storage refused.
+    """
+    state = load_whole(source, weights_only=weights_only, storage_options=storage_options)
+    if not isinstance(state, Mapping):
+        raise CheckpointFormatError(
+            f"the state is a {type(state).__name__} and not a dictionary", path=os.fspath(source)
+        )
+    metadata: dict[str, Any] = {}
+    if "state_dict" in state and "global_step" in state:
+        parts, metadata = parts_of(state, rank=0), metadata_of(state)
+        step = state["global_step"]
+    else:
+        dictionaries = {name: value for name, value in state.items() if isinstance(value, Mapping)}
+        rest = {name: value for name, value in state.items() if name not in dictionaries}
+        parts = [Part(str(name), value, Kind.REPLICATED) for name, value in dictionaries.items()]
+        parts += [Part("root", rest, Kind.REPLICATED)] if rest else []
+        step = state.get("step")
+    with DirectoryCheckpointer(strategy="sync", storage_options=storage_options) as directories:
+        return directories.save(parts, target, metadata=metadata, step=step if isinstance(step, int) else None)

@@ -1,0 +1,147 @@
+"""Checkpoints of one layout under the plugin of another, of Lightning's own sharded strategies, and converted ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.utils.data import DataLoader
+
+from ckpt_core import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointFormatError,
+    DirectoryCheckpointer,
+    Kind,
+    Part,
+)
+from ckpt_core.cli import main
+from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO, SyncCheckpointIO
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+FILE, DIRECTORY = AsyncCheckpointIO, ShardedCheckpointIO
+SAVED, END = 5, 12
+
+
+class Model(pl.LightningModule):
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        layers = [
+            torch.nn.Linear(8, width),
+            torch.nn.BatchNorm1d(width),
+            torch.nn.Dropout(0.5),
+            torch.nn.Linear(width, 1),
+        ]
+        self.model = torch.nn.Sequential(*layers)
+
+    def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        return self.model(batch).pow(2).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        # two groups, in which the parameters are not in the order of the model's
+        last, first = self.model[3].parameters(), self.model[:2].parameters()
+        return torch.optim.Adam([{"params": last, "lr": 0.1}, {"params": first}], lr=0.01)
+
+
+def train(plugin: Any, directory: Path, steps: int, ckpt_path: Path | None = None) -> tuple[pl.Trainer, dict[str, Any]]:
+    pl.seed_everything(1, verbose=False)
+    model = Model()
+    callback = ResumableCheckpoint(dirpath=directory, filename="{step}", every_n_train_steps=SAVED, save_top_k=-1)
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    trainer = pl.Trainer(max_steps=steps, accelerator="cpu", plugins=[plugin()], callbacks=[callback], **quiet)
+    data = torch.randn(64, 8, generator=torch.Generator().manual_seed(0))
+    trainer.fit(model, DataLoader(data, batch_size=8, shuffle=True), ckpt_path=ckpt_path)
+    return trainer, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> bool:
+    return found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    return train(FILE, tmp_path_factory.mktemp("whole"), END)[1]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A checkpoint of step 5, as a file, a directory, and as Lightning's ModelParallelStrategy saves it."""
+    root = tmp_path_factory.mktemp("saved")
+    trainer, _ = train(FILE, root / "file", SAVED)
+    train(DIRECTORY, root / "directory", SAVED)
+    state = torch.load(root / "file" / "step=5.ckpt", weights_only=True)
+    # what ModelParallelStrategy.save_checkpoint does, with torch's own names of an optimizer's parameters
+    optimizer = get_optimizer_state_dict(trainer.lightning_module, trainer.optimizers[0])
+    dcp.save(
+        {"state_dict": state.pop("state_dict"), "optimizer_0": optimizer}, checkpoint_id=root / "stock", no_dist=True
+    )
+    state.pop("optimizer_states")
+    torch.save(state, root / "stock" / "meta.pt")
+    return {
+        "file": root / "file" / "step=5.ckpt",
+        "directory": root / "directory" / "step=5.ckpt",
+        "stock": root / "stock",
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "plugin"),
+    [
+        ("file", ShardedCheckpointIO),
+        ("directory", AsyncCheckpointIO),
+        ("directory", SyncCheckpointIO),
+        ("stock", ShardedCheckpointIO),
+        ("stock", AsyncCheckpointIO),
+    ],
+)
+def test_a_run_resumes_exactly_from_a_checkpoint_of_another_layout(
+    uninterrupted: dict[str, Any], saved: dict[str, Path], tmp_path: Path, layout: str, plugin: Any
+) -> None:
+    _, found = train(plugin, tmp_path, END, saved[layout])
+    assert same(found, uninterrupted)
+
+
+@pytest.mark.parametrize("layout", ["directory", "stock"])
+def test_a_converted_file_is_one_that_lightning_loads_and_resumes_from(
+    uninterrupted: dict[str, Any], saved: dict[str, Path], tmp_path: Path, layout: str
+) -> None:
+    target = tmp_path / "one.ckpt"
+    assert main(["convert", str(saved[layout]), str(target), "--to", "file"]) == 0
+    wanted = torch.load(saved["file"], weights_only=True)["state_dict"]
+    assert same(dict(Model.load_from_checkpoint(target, weights_only=True).state_dict()), wanted)
+    assert same(train(FILE, tmp_path / "run", END, target)[1], uninterrupted)
+
+
+@pytest.mark.parametrize("layout", ["file", "stock"])
+def test_a_converted_directory_is_one_that_a_run_resumes_from(
+    uninterrupted: dict[str, Any], saved: dict[str, Path], tmp_path: Path, layout: str
+) -> None:
+    target = tmp_path / "step=5"
+    assert main(["convert", str(saved[layout]), str(target), "--to", "directory"]) == 0
+    assert main(["verify", str(target)]) == 0
+    assert same(train(DIRECTORY, tmp_path / "run", END, target)[1], uninterrupted)
+
+
+@pytest.mark.parametrize("plugin", [FILE, DIRECTORY])
+def test_what_is_of_no_layout_is_refused_for_what_it_is(saved: dict[str, Path], tmp_path: Path, plugin: Any) -> None:
+    with pytest.raises(CheckpointError, match=r"found|no checkpoint at"):
+        plugin().load_checkpoint(tmp_path / "nope.ckpt")
+
+    with DirectoryCheckpointer(strategy="sync") as directories:
+        directories.save([Part("model", {"w": torch.ones(2)}, Kind.REPLICATED)], tmp_path / "other")
+    if plugin is FILE:
+        with pytest.raises(CheckpointFormatError, match="holds the parts model, which are not those of a Trainer's"):
+            plugin().load_checkpoint(tmp_path / "other")
+
+    damaged = tmp_path / "damaged.ckpt"
+    data = bytearray(saved["file"].read_bytes())
+    data[200] ^= 1
+    damaged.write_bytes(data)
+    with pytest.raises(CheckpointCorruptedError):
+        plugin().load_checkpoint(damaged)
