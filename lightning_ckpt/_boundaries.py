@@ -2,7 +2,7 @@
 
 SLURM's requeue signal and SIGTERM: their handlers only note them. A handler that saves, or tells the other ranks, waits
 for ranks that are in the gradient exchange of the very batch that it has interrupted. All ranks save, requeue or end at
-the same boundary, also where one of them alone was signalled.
+the same boundary, also where one of them alone was signalled. So it is with other notices that the run is to end.
 
 Loggers that upload checkpoints: they learn of one when it is durable (:mod:`lightning_ckpt._observers`).
 """
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ckpt_core.preemption import Notices, Preemption, SignalNotes, exit_status
 from ckpt_core.ranks import Call, Meeting, connect_store
 from lightning_ckpt._observers import Observers
 from lightning_ckpt._private.boundaries import TrainerBoundaries
@@ -26,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_lightning_ckpt_boundaries"
 _REQUEUE = "save and requeue"
-_TERMINATE = "end"
+_TERMINATE = "SIGTERM"
 
 
 def watch_boundaries(trainer: Any) -> None:
@@ -66,8 +67,15 @@ class _Between(Live):
         self._requeue = self._terminate = None
         if is_connected or trainer.world_size == 1:
             self._requeue = self._boundaries.instead_of_requeue(lambda: self._meeting.ask(_REQUEUE))
-        if is_connected:  # Lightning's handler for a single process only notes the signal, too
+        # Lightning's handler for a single process only notes the signal, too, and ends before this can save or requeue.
+        self._saver = next((cb for cb in trainer.callbacks if getattr(cb, "preemption", None) is not None), None)
+        is_ours = self._saver is not None or self._boundaries.requeue_signal is not None
+        if is_connected or (is_ours and trainer.world_size == 1):
             self._terminate = self._boundaries.instead_of_terminate(lambda: self._meeting.ask(_TERMINATE))
+        preemption = Preemption(signals=()) if self._saver is None else self._saver.preemption
+        others = [name for name in preemption.signals if name not in (_TERMINATE, self._boundaries.requeue_signal)]
+        self._notices = Notices(preemption, self._meeting.ask)
+        self._signals = SignalNotes(others, self._meeting.ask)
 
     def _reached(self, position: tuple[int, int]) -> None:
         self._observers.tell_ended()
@@ -84,12 +92,17 @@ class _Between(Live):
                 self._requeue()
             else:
                 logger.error("the job is not requeued: the other ranks do not answer, and cannot save")
-        if _TERMINATE in call.requests and self._terminate is not None and not is_over:
+        reasons = sorted(call.requests - {_REQUEUE})
+        if reasons and self._terminate is not None and not is_over:
             if not call.together:
-                logger.warning("SIGTERM ends this rank alone: the other ranks do not answer")
-            self._terminate()
+                logger.warning("%s ends this rank alone: the other ranks do not answer", " and ".join(reasons))
+            elif self._saver is not None and self._trainer.state.fn == "fit":
+                self._saver.save_before_end(self._trainer, " and ".join(reasons))
+            self._terminate(exit_status(reasons))
 
     def _close(self) -> None:
         vars(self._trainer).pop(_ATTRIBUTE, None)
+        self._notices.close()
+        self._signals.close()
         self._meeting.close()
         self._observers.close()

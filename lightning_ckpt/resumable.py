@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from ckpt_core.policies import RetentionPolicy
+from ckpt_core.preemption import Preemption
 from lightning_ckpt._callbacks.model_checkpoint import ReliableModelCheckpoint
 from lightning_ckpt._exact.mismatch import name_mismatches, unwrap
 from lightning_ckpt._exact.state import KEY, ExactState
@@ -39,7 +40,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
             (a hard one with ``AsyncCheckpointIO``, whose file is still being written). With our plugins neither costs a
             second write.
         save_top_k: Number of best checkpoints to keep; -1 keeps all.
-        save_on_exception: Whether to save when training raises. SIGTERM raises too, after the batch.
+        save_on_exception: Whether to save when training raises.
         save_weights_only: Whether to save the weights only; such a checkpoint cannot be resumed exactly.
         mode: ``"min"`` or ``"max"``: which ``monitor`` is better.
         auto_insert_metric_name: Whether names of quantities are put into the file name.
@@ -64,6 +65,10 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         log_metrics: Whether the Trainer's loggers get the figures of each save: ``checkpoint/bytes``,
             ``checkpoint/commit_seconds``, ``checkpoint/stall_seconds_total``, ``checkpoint/share_of_run``,
             ``checkpoint/saves`` and ``checkpoint/failures``, as rank 0 sees them. Needs one of our plugins.
+        preempt: What makes the run save ``preempted-step=N.ckpt`` after the batch, on all ranks at the same one, and
+            end with ``SIGTERMException`` and the exit status 143 when it is durable: True, SIGTERM; names of signals
+            (``"SIGTERM,SIGUSR1"``); or a :class:`ckpt_core.preemption.Preemption`, which also knows deadlines and
+            notices, whose exit status is 75. False: SIGTERM ends the run without a save.
 
     Raises:
         CheckpointError: At the start of a fit, when this release of Lightning is not supported.
@@ -98,6 +103,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         resume: Literal["auto"] | None = None,
         resume_attempts: int | None = 3,
         log_metrics: bool = False,
+        preempt: bool | str | Preemption = True,
     ) -> None:
         if data_resume not in ("auto", "replay"):
             raise ValueError(f"data_resume must be 'auto' or 'replay', not {data_resume!r}")
@@ -120,6 +126,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
             retention=retention,
             resume=resume,
             resume_attempts=resume_attempts,
+            preempt=preempt,
         )
         check_callback(self)
         self.exact = exact

@@ -42,6 +42,7 @@ LAYERS = (
         "events",
         "errors",
         "paths",
+        "preemption",
     },
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}

@@ -67,6 +67,7 @@ EXPORTED = {
         "numbers_in",
         "to_delete",
     },
+    "ckpt_core.preemption": {"EXIT_NOTICE", "Notices", "Preemption", "SignalNotes", "exit_status"},
     "ckpt_core.resume": {"ResumeAttempts", "ResumePoint", "newest_to_resume", "only_checkpoints"},
     "ckpt_core.storage": {
         "MANIFEST_NAME",

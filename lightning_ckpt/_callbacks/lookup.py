@@ -26,13 +26,20 @@ import fsspec
 from ckpt_core import Catalog, CheckpointInfo
 from ckpt_core.errors import CheckpointError
 
-__all__ = ["is_remote", "left_in_another_version", "newest_requeued", "open_filesystem", "tell_of_checkpoint"]
+__all__ = [
+    "is_remote",
+    "left_in_another_version",
+    "newest_requeued",
+    "older_requeued",
+    "open_filesystem",
+    "tell_of_checkpoint",
+]
 
 logger = logging.getLogger(__name__)
 
 #: In storage_options; fsspec does not know them.
 _OF_OUR_CLIENTS = ("backend", "client_options", "follow_links", "retry_config")
-_NAME = re.compile(r"hpc_ckpt_\d+\.ckpt$")
+_NAME = re.compile(r"hpc_ckpt_(\d+)\.ckpt$")
 
 
 def newest_requeued(
@@ -57,6 +64,30 @@ def newest_requeued(
         except CheckpointError as error:
             logger.warning("passed over the checkpoint %s: %s", info.path, error.message)
     return None
+
+
+def older_requeued(catalog: Catalog, root: str, directory: str, resumed: str) -> list[str]:
+    """Return the checkpoints of earlier requeues of a run that has been resumed from that of the last one.
+
+    Args:
+        catalog: Of ``root``.
+        root: ``default_root_dir`` of the Trainer.
+        directory: Where the callback keeps its checkpoints.
+        resumed: What the run was resumed from; unless that is a checkpoint of a requeue, there are none.
+    """
+    if _NAME.match(os.path.basename(resumed)) is None or not _is_same(os.path.dirname(resumed), root):
+        return []
+    number = _number_of(resumed)
+    found = [path for path in catalog.paths() if _NAME.match(os.path.basename(path)) and _number_of(path) < number]
+    return [path for path in found if _is_of_run(catalog.peek(path), root, directory)]
+
+
+def _is_same(directory: str, other: str) -> bool:
+    return os.path.realpath(directory) == os.path.realpath(other)
+
+
+def _number_of(path: str) -> int:
+    return int(_NAME.match(os.path.basename(path)).group(1))  # type: ignore[union-attr]
 
 
 def _is_of_run(state: Any, root: str, directory: str) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 from weakref import proxy
 
@@ -13,6 +13,7 @@ from ckpt_core import Catalog, CheckpointInfo
 from ckpt_core.catalog import newest_first
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ckpt_core.policies import RetentionHistory, RetentionPolicy
+from ckpt_core.preemption import Preemption
 from ckpt_core.resume import ResumeAttempts, ResumePoint
 from ckpt_core.tiers import Tiers
 from lightning_ckpt._bases import ModelCheckpointBase
@@ -21,11 +22,12 @@ from lightning_ckpt._callbacks.lookup import (
     is_remote,
     left_in_another_version,
     newest_requeued,
+    older_requeued,
     open_filesystem,
     tell_of_checkpoint,
 )
 from lightning_ckpt._callbacks.outcomes import OutcomeWatch, raise_as_rank_0
-from lightning_ckpt._callbacks.resume import AutoResume, find_resume, point_of, stable_directory
+from lightning_ckpt._callbacks.resume import AutoResume, find_resume, point_of, say, stable_directory
 from lightning_ckpt._private.hooks import before_look_ups, without_a_path
 from lightning_ckpt._private.loops import checkpoint_directory
 from lightning_ckpt._routing.trainer import is_routed, raise_on_all_ranks
@@ -37,6 +39,7 @@ __all__ = ["ReliableModelCheckpoint"]
 logger = logging.getLogger(__name__)
 
 _PLUGINS = (TorchFileIO, ShardedCheckpointIO)
+_PREEMPTED = "preempted-step="
 
 
 class ReliableModelCheckpoint(ModelCheckpointBase):
@@ -48,6 +51,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         retention: RetentionPolicy | None = None,
         resume: Literal["auto"] | None = None,
         resume_attempts: int | None = 3,
+        preempt: Any = True,
         **settings: Any,
     ) -> None:
         if resume not in (None, "auto"):
@@ -74,6 +78,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         self._saved_by_this_trigger: str | None = None
         self._copy_of: str | None = None
         self._resumed: ResumePoint | None = None
+        self._preemption = Preemption.of(preempt)
+        self._is_ending = False
         self._auto = AutoResume(resume_attempts) if resume == "auto" else None
         before_look_ups(_introduce)
         if self._auto is not None:
@@ -105,6 +111,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         if self._auto is not None and stage == "fit":
             self._auto.begin(trainer)
         if stage == "fit":
+            self._is_ending = False
             self._has_trained = True
             # One watch per Trainer: several would announce a failure several times. The last callback has it, which
             # must wait for what all of them save on an exception.
@@ -127,7 +134,9 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             plugin.checkpointer.drain()  # so that no rank hears of a failure later than others, in the save below
             plugin.checkpointer.take_failure()  # was logged, and would be raised in place of what happened now
         try:
-            if not self.save_on_exception or self._all_ranks_are_here():
+            if self._is_ending:
+                pass  # saved what there is
+            elif not self.save_on_exception or self._all_ranks_are_here():
                 super().on_exception(trainer, pl_module, exception)
             else:
                 logger.error("no checkpoint is saved on %r, because not all ranks have stopped", exception)
@@ -217,6 +226,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         if not self._is_in_dirpath(self._last_checkpoint_saved):
             self._last_checkpoint_saved = ""  # that of another directory: nothing to link to
         self._leave_passed_over_alone()
+        if self._preemption is not None:
+            self._remove_on_rank_0(trainer, lambda: self._older_of_requeues(trainer))
 
     def _leave_passed_over_alone(self) -> None:
         """Let new checkpoints have other names than the damaged ones, which somebody may still want to look at."""
@@ -292,6 +303,75 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
 
     def _is_in_dirpath(self, path: Any) -> bool:
         return self.dirpath is not None and _same(os.path.dirname(os.fspath(path)), self.dirpath)
+
+    # ---- a run that is told to end -----------------------------------------------------------------------------------
+
+    @property
+    def preemption(self) -> Preemption | None:
+        """What tells a run to save and end; None if nothing does."""
+        return self._preemption
+
+    def save_before_end(self, trainer: Any, reason: str) -> None:
+        """Save a checkpoint, and return when it is durable; called on all ranks together, between two batches.
+
+        Args:
+            trainer: Of either package.
+            reason: What has told the run to end.
+        """
+        if trainer.fast_dev_run:
+            return
+        path = os.path.join(os.fspath(self.dirpath or ""), f"{_PREEMPTED}{trainer.global_step}{self.FILE_EXTENSION}")
+        candidates = self._monitor_candidates(trainer)
+        if self.save_on_exception:  # then scripts look for the name that Lightning gives it
+            path = self.format_checkpoint_name(metrics=candidates)
+        say(trainer, f"This run ends because of {reason}: it saves {path} first.")
+        try:
+            # Not as one of the callback's own, which it would count: a resumed run does what is still due at this step.
+            trainer.save_checkpoint(path)
+            if self.save_last and self._plugin is not None and _saves_through_plugin(trainer.strategy):
+                self._saved_by_this_trigger = self._last_checkpoint_saved = path
+                self._save_last_checkpoint(trainer, candidates)
+            self._wait_until_durable(trainer)
+        except CheckpointError:
+            logger.exception("no checkpoint could be saved before this run ends")
+            return
+        self._is_ending = True
+        self._remove_on_rank_0(trainer, lambda: self._older_of_preemptions(trainer, path))
+        self._wait_until_durable(trainer)
+
+    def _wait_until_durable(self, trainer: Any) -> None:
+        """Wait on all ranks together: a launcher kills the others as soon as one has ended.
+
+        Raises:
+            CheckpointError: A save has failed; on all ranks.
+        """
+        plugin = trainer.strategy.checkpoint_io
+        if isinstance(plugin, _PLUGINS):
+            plugin.checkpointer.drain()
+            raise_as_rank_0(trainer, plugin.checkpointer.raise_failure)
+        else:
+            trainer.strategy.barrier("lightning_ckpt.save_before_end")
+
+    def _older_of_preemptions(self, trainer: Any, newest: str) -> list[str]:
+        paths = self._catalog(os.fspath(self.dirpath or ""), trainer).paths()
+        others = [path for path in paths if os.path.basename(path).startswith(_PREEMPTED) and not _same(path, newest)]
+        return [path for path in others if self._should_remove_checkpoint(trainer, path, newest)]
+
+    def _older_of_requeues(self, trainer: Any) -> list[str]:
+        root, directory = os.fspath(trainer.default_root_dir), os.fspath(self.dirpath or "")
+        if is_remote(root) or not trainer.ckpt_path:
+            return []
+        return older_requeued(self._catalog(root, trainer), root, directory, os.fspath(trainer.ckpt_path))
+
+    def _remove_on_rank_0(self, trainer: Any, find: Callable[[], list[str]]) -> None:
+        if not trainer.is_global_zero:
+            return
+        try:
+            for path in find():
+                if not self._was_passed_over(path):
+                    trainer.strategy.remove_checkpoint(path)
+        except CheckpointError:
+            logger.exception("older checkpoints of interruptions could not be deleted")
 
     # ---- resume ------------------------------------------------------------------------------------------------------
 

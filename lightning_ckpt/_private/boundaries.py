@@ -104,6 +104,13 @@ class TrainerBoundaries:
     # ---- signals
     # -------------------------------------------------------------------------------------------------------
 
+    @property
+    def requeue_signal(self) -> str | None:
+        """The name of the signal for which Lightning requeues a job, None if it does not."""
+        environment = self._trainer._accelerator_connector.cluster_environment
+        requeue = getattr(environment, "requeue_signal", None) if getattr(environment, "auto_requeue", False) else None
+        return getattr(requeue, "name", None)
+
     def instead_of_requeue(self, note: Callable[[], None]) -> Callable[[], None]:
         """Let the handler of SLURM's requeue signal call ``note``; return what the handler would have done."""
         requeue = self._connector._slurm_sigusr_handler_fn
@@ -116,8 +123,11 @@ class TrainerBoundaries:
         self._undo.append(replace(self._connector, "_slurm_sigusr_handler_fn", lambda _: handler))
         return lambda: requeue(*(signum or [None]), None)
 
-    def instead_of_terminate(self, note: Callable[[], None]) -> Callable[[], None]:
-        """Let the handler of SIGTERM call ``note``; return what then ends the run, on the ranks that call it."""
+    def instead_of_terminate(self, note: Callable[[], None]) -> Callable[[int], None]:
+        """Let the handler of SIGTERM call ``note``; return what then ends the run, on the ranks that call it.
+
+        That takes the exit status of the process, unless somebody catches Lightning's exception.
+        """
 
         def handler(number: Any, frame: Any) -> None:
             launcher = self._trainer.strategy.launcher
@@ -130,7 +140,7 @@ class TrainerBoundaries:
         self._undo.append(replace(self._connector, "_sigterm_notifier_fn", lambda _: handler))
         return self._terminate
 
-    def _terminate(self) -> None:
+    def _terminate(self, status: int) -> None:
         self._connector.received_sigterm = True
         package = type(self._connector).__module__.partition(".trainer.")[0]
-        raise importlib.import_module(f"{package}.utilities.exceptions").SIGTERMException
+        raise importlib.import_module(f"{package}.utilities.exceptions").SIGTERMException(status)

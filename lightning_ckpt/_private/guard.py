@@ -70,6 +70,7 @@ _MODEL_CHECKPOINT = (
 )
 _BOUNDARIES = (
     ("_signal_connector", ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn", "received_sigterm", "teardown")),
+    ("_accelerator_connector", ("cluster_environment",)),
     ("fit_loop", ("on_run_end",)),
     ("fit_loop.epoch_loop", ("on_advance_end",)),
     ("fit_loop.epoch_loop.val_loop", ("_evaluation_step", "on_run_end")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -138,25 +139,82 @@ def test_a_signal_during_a_validation_of_its_own(job: Job, tmp_path: Path) -> No
     assert requeued(tmp_path) == ["requeue 17 hpc_ckpt_1.ckpt"]
 
 
-@pytest.mark.parametrize(("rank", "hook"), [(1, START), (0, "on_validation_batch_start")])
-def test_sigterm_to_one_rank_saves_on_all_and_ends(job: Job, tmp_path: Path, rank: int, hook: str) -> None:
-    needs_save_on_exception()
-    # three of four batches of the epoch done, or validating after the second
-    spec = {**VALIDATING, "settings": {"save_on_exception": True, "every_n_epochs": 50}}
-    whole = job.run(tmp_path, "whole", **VALIDATING)
-    ended = job.run(tmp_path, "ended", signals=[[rank, "SIGTERM", hook, 3]], **spec)
-    assert [result["raised"] for result in ended] == ["SIGTERMException"] * 2
-    assert ended[0]["step"] == ended[1]["step"] < whole[0]["step"]
-    path = tmp_path / "saved" / f"step={ended[0]['step']}.ckpt"
-    assert torch.load(path)["global_step"] == ended[0]["step"]
-    resumed = job.run(tmp_path, "resumed", resume=str(path), seed=77, **VALIDATING)
+PREEMPTIONS: dict[str, dict[str, Any]] = {
+    "one rank": {"signals": [[1, "SIGTERM", START, 3]]},
+    "in validation": {"signals": [[0, "SIGTERM", "on_validation_batch_start", 3]]},
+    "all ranks, in an open window": {
+        "signals": [[0, "SIGTERM", START, 6], [1, "SIGTERM", "on_after_backward", 5]],
+        "trainer": {"accumulate_grad_batches": 4},
+        "io": "ShardedCheckpointIO",
+    },
+    "another signal, one process, sanity check": {
+        "signals": [[0, "SIGUSR2", "on_sanity_check_start", 1]],
+        "settings": {"preempt": "SIGTERM,SIGUSR2"},
+        "trainer": {"num_sanity_val_steps": 1},
+        "ranks": 1,
+        "io": None,
+    },
+    "a file that one rank sees": {
+        "signals": [[1, "notice", START, 2]],
+        "settings": {"preempt": {"notice": "notice", "look_every": 0.01}},
+    },
+}
+
+
+@pytest.mark.parametrize("name", PREEMPTIONS)
+def test_a_preempted_run_saves_on_all_ranks_and_resumes_exactly(job: Job, tmp_path: Path, name: str) -> None:
+    spec = {"options": {"val": True}, **PREEMPTIONS[name]}
+    settings = {"every_n_epochs": 50, "save_last": True, **spec.pop("settings", {})}
+    if isinstance(settings.get("preempt"), dict):
+        settings["preempt"]["notice"] = str(tmp_path / "notice")
+    ended = job.run(tmp_path, "ended", **spec, settings=settings)
+    status = {"another": 128 + signal.SIGUSR2, "a": 75}.get(name.split(maxsplit=1)[0], 143)
+    assert {(result["raised"], result["status"]) for result in ended} == {("SIGTERMException", status)}
+    assert len({result["step"] for result in ended}) == 1
+    saved = tmp_path / "saved"
+    names = {f"preempted-step={ended[0]['step']}.ckpt"} | ({"last.ckpt"} if spec.get("io", "") is not None else set())
+    assert {path.name for path in saved.iterdir()} == names
+    whole = job.run(tmp_path, "whole", **{**spec, "signals": []})
+    for path in saved.glob("step=*"):  # of the whole run
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    resumed = job.run(tmp_path, "resumed", **{**spec, "signals": []}, settings={"resume": "auto"}, seed=77)
     for found, expected in zip(resumed, whole, strict=True):
         assert found["warnings"] == []
+        assert found["ckpt_path"] is not None
+        assert 0 < len(found["seen"]) < len(expected["seen"])
         assert (found["weights"], found["optimizer"]) == (expected["weights"], expected["optimizer"])
 
 
-def test_sigterm_without_a_save_ends_all_ranks(job: Job, tmp_path: Path) -> None:
-    ended = job.run(tmp_path, "ended", signals=[[1, "SIGTERM", START, 3]], callback="stock")
+def test_a_deadline_ends_a_run(job: Job, tmp_path: Path) -> None:
+    settings = {"every_n_epochs": 50, "preempt": {"signals": [], "deadline": 0.001, "look_every": 0.01}}
+    ended = job.run(tmp_path, "ended", signals=[[0, "notice", START, 1]], settings=settings)
+    assert [result["status"] for result in ended] == [75, 75]
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == [f"preempted-step={ended[0]['step']}.ckpt"]
+
+
+def test_only_the_newest_and_the_resumed_checkpoint_of_preemptions_stay(job: Job, tmp_path: Path) -> None:
+    spec: dict[str, Any] = {"ranks": 1, "settings": {"every_n_epochs": 50, "resume": "auto"}}
+    for batch in (3, 2, 2):
+        job.run(tmp_path, "ended", signals=[[0, "SIGTERM", START, batch]], **spec)
+    names = sorted(path.name for path in (tmp_path / "saved").iterdir())
+    assert names == ["preempted-step=5.ckpt", "preempted-step=7.ckpt"]
+
+
+def test_checkpoints_of_earlier_requeues_go_when_the_run_was_resumed_from_the_last(job: Job, tmp_path: Path) -> None:
+    spec: dict[str, Any] = {"ranks": 1, "slurm": True, "settings": {"every_n_epochs": 50, "resume": "auto"}}
+    for _ in range(3):
+        signals = [[0, "SIGUSR1", START, 2], [0, "SIGTERM", START, 2]]
+        spec["settings"]["preempt"] = False
+        job.run(tmp_path, "ended", signals=signals, **spec)
+        spec["settings"]["preempt"] = True
+    job.run(tmp_path, "last", signals=[], **spec)
+    assert [path.name for path in tmp_path.glob("hpc_ckpt_*")] == ["hpc_ckpt_3.ckpt"]
+
+
+@pytest.mark.parametrize("settings", [{"callback": "stock"}, {"settings": {"preempt": False, "every_n_epochs": 50}}])
+def test_sigterm_without_a_save_ends_all_ranks(job: Job, tmp_path: Path, settings: dict[str, Any]) -> None:
+    ended = job.run(tmp_path, "ended", signals=[[1, "SIGTERM", START, 3]], **settings)
+    assert not list(tmp_path.glob("saved/*"))
     assert [result["raised"] for result in ended] == ["SIGTERMException"] * 2
 
 

@@ -1,0 +1,112 @@
+"""What tells a run to end: how it is written, deadlines, notices, and a program's own handlers."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_core.preemption import Notices, Preemption, SignalNotes
+
+SECONDS = 20.0
+
+
+@pytest.mark.parametrize(
+    ("value", "signals"),
+    [
+        (True, ("SIGTERM",)),
+        ("sigterm, SIGUSR1", ("SIGTERM", "SIGUSR1")),
+        (["SIGUSR1", "SIGUSR1"], ("SIGUSR1",)),
+        ({"signals": [], "deadline": 5}, ()),
+        (Preemption(signals="SIGHUP"), ("SIGHUP",)),
+    ],
+)
+def test_an_option_is_written_in_several_ways(value: Any, signals: tuple[str, ...]) -> None:
+    found = Preemption.of(value)
+    assert found is not None
+    assert found.signals == signals
+    assert Preemption.of(False) is Preemption.of(None) is None
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("SIGTREM", "'SIGTREM' is no signal"),
+        ("SIGKILL", "'SIGKILL' is no signal that a program can handle"),
+        ({"after": 3}, "there are signals, deadline, notice and look_every"),
+        ({"deadline": "soon"}, "deadline must be seconds or a time"),
+        ({"deadline": -1}, "deadline must be seconds above 0"),
+        (3, "must be true, false, names of signals"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(value: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Preemption.of(value)
+
+
+def test_deadlines_are_seconds_or_times() -> None:
+    at = datetime.datetime(2030, 1, 1, tzinfo=datetime.timezone.utc)
+    assert Preemption(deadline=at).ends_at == Preemption(deadline="2030-01-01T00:00+00:00").ends_at == at.timestamp()
+    before = time.time()
+    ends_at = Preemption(deadline="60").ends_at
+    assert ends_at is not None
+    assert before + 60 <= ends_at <= time.time() + 60
+
+
+def test_a_notice_comes_once_and_a_question_that_fails_is_asked_no_more(tmp_path: Path) -> None:
+    came: list[str] = []
+    arrived = threading.Event()
+
+    def ask(what: str) -> None:
+        came.append(what)
+        arrived.set()
+
+    notices = Notices(Preemption(notice=tmp_path / "notice", look_every=0.01), ask)
+    assert not arrived.wait(0.1)
+    (tmp_path / "notice").touch()
+    assert arrived.wait(SECONDS)
+    notices.close()
+    assert came == ["a notice"]
+    asked: list[int] = []
+
+    def fails() -> bool:
+        asked.append(1)
+        raise OSError("no network")
+
+    Notices(Preemption(notice=fails, look_every=0.001), ask)
+    time.sleep(0.1)
+    assert (asked, came) == ([1], ["a notice"])
+
+
+def test_there_is_no_thread_without_a_deadline_or_notice() -> None:
+    before = threading.active_count()
+    Notices(Preemption(), lambda _: None)
+    assert threading.active_count() == before
+
+
+def test_handlers_of_the_program_are_called_and_come_back() -> None:
+    theirs: list[int] = []
+
+    def handler(number: int, _: Any) -> None:
+        theirs.append(number)
+
+    noted: list[str] = []
+    before = signal.signal(signal.SIGUSR2, handler)
+    try:
+        notes = SignalNotes(["SIGUSR2"], noted.append)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert (noted, theirs) == (["SIGUSR2"], [signal.SIGUSR2])
+        notes.close()
+        assert signal.getsignal(signal.SIGUSR2) is handler
+        notes = SignalNotes(["SIGUSR2"], noted.append)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)  # the program's last word
+        notes.close()
+        assert signal.getsignal(signal.SIGUSR2) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGUSR2, before)
