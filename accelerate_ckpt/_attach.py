@@ -66,7 +66,8 @@ def attach(accelerator: Any, strategy: str | None = None, **options: Any) -> Any
             Accelerator's :class:`~accelerate_ckpt.CheckpointProjectConfiguration`, if it has one.
 
     Returns:
-        The same Accelerator.
+        The same Accelerator. It has an attribute more: ``resumed``, None until ``load_state`` has continued somewhere,
+        then a :class:`ckpt_core.resume.ResumePoint` with ``path``, ``step``, ``epoch`` and ``batch``.
 
     Raises:
         OptionError: An option is unknown or has a value it cannot have.
@@ -85,6 +86,7 @@ def attach(accelerator: Any, strategy: str | None = None, **options: Any) -> Any
     config = CheckpointConfig.from_sources(options, variables={}, flag_name="attach({})")
     _listen()
     _attached[accelerator] = config
+    accelerator.resumed = None
     _session(accelerator)
     for name, around in _AROUND.items():
         original = getattr(type(accelerator), name)
@@ -161,6 +163,7 @@ def _init(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> None:
         log.warning(
             "%s writes checkpoints of its own: accelerate_ckpt leaves them as they are", accelerator.distributed_type
         )
+    accelerator.resumed = None
     # All ranks make their Accelerator together, and may not come together any more when one of them saves.
     _session(accelerator)
 
@@ -187,6 +190,8 @@ def _load_state(
 def _end_training(original: Any, accelerator: Any) -> None:
     try:
         drain(raised=False)  # for all Accelerators: the process group is theirs too
+        for session in live_sessions():
+            session.ended_as_told()
     finally:
         unprotect()
         close_sessions()
@@ -265,9 +270,12 @@ def _optimizer_step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) ->
 def _iterate(original: Any, loader: Any) -> Iterator[Any]:
     """Make deferred saves between two batches: there the script has done all that it does in a step."""
     for batch in original(loader):
+        before = {id(session): session.work_done for session in live_sessions() if session.preemption is not None}
         yield batch
         for session in live_sessions():
             save_deferred(session)
+            if session.preemption is not None and before.get(id(session)) != session.work_done:
+                session.preemption.after_batch(session)
 
 
 def _enter_local_sgd(original: Any, context: Any) -> Any:

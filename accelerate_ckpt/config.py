@@ -12,6 +12,7 @@ import difflib
 import json
 import math
 import os
+import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, get_args
@@ -19,6 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 __all__ = ["CheckpointConfig", "OptionError", "nearest"]
 
 Strategy = Literal["sync", "async", "sharded"]
+Resume = Literal["auto"]
 OnError = Literal["raise", "warn"]
 MidAccumulation = Literal["grads", "defer", "error"]
 
@@ -98,6 +100,24 @@ def _number(text: str) -> Any:
         except ValueError:
             continue
     return text
+
+
+def _check_preempt(value: Any) -> Any:
+    if value is None or value is False:
+        return None
+    if isinstance(value, str):
+        wrong = [name for name in value.replace(" ", "").split(",") if not hasattr(signal, name.upper() or "-")]
+        if wrong:
+            raise ValueError(f"must be true, or names of signals such as 'SIGTERM,SIGUSR1': there is no {wrong[0]!r}")
+    elif value is not True and not isinstance(value, Mapping) and not hasattr(value, "signals"):
+        raise ValueError(f"must be true, names of signals, or a ckpt_core.preemption.Preemption, not {value!r}")
+    return value
+
+
+def _parse_preempt(text: str) -> Any:
+    switched = _switch(text)
+    found = _json(text) if isinstance(switched, str) else switched
+    return found if isinstance(found, Mapping) else switched
 
 
 def _json(text: str) -> Any:
@@ -209,6 +229,8 @@ _SWITCH = _Kind(_check_switch, _switch, "{true,false}")
 _FILE = _path("the path of a file", "PATH")
 _DIRECTORY = _path("a directory", "DIRECTORY")
 _MAPPING = _Kind(_or_none(_check_mapping), _json, "JSON")
+_RESUME = _Kind(_or_none(_choice(Resume).check), str, "{auto}")
+_PREEMPT = _Kind(_check_preempt, _parse_preempt, "SIGNALS")
 _RETENTION = _Kind(_or_none(_check_retention), _parse_retention, "RULES")
 
 
@@ -242,6 +264,16 @@ class CheckpointConfig:
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
         allow_pickle: Whether ``load_state`` may run code from a checkpoint of stock Accelerate, whose registered
             objects are pickled. What loads with ``weights_only=True`` is loaded anyway; ours never hold code.
+        resume: ``"auto"``: ``load_state`` without a directory continues from the newest checkpoint of the run that
+            verifies, and does nothing where there is none, which a line says; ``accelerator.resumed`` tells which, as a
+            :class:`ckpt_core.resume.ResumePoint` or None.
+        resume_attempts: After how many starts in a row that ended without a newer checkpoint ``"auto"`` tries an older
+            one first; None: never.
+        checkpoint_dir: Directory of the run's checkpoints, also a URL, where ``"auto"`` looks and ``preempt`` saves,
+            for scripts without automatic names; by default ``checkpoints`` in the project directory.
+        preempt: What makes all ranks save after the same batch and the program end with ``SystemExit``, when that is
+            durable: True (SIGTERM), ``"SIGTERM,SIGUSR1"``, or a :class:`ckpt_core.preemption.Preemption` or a mapping
+            of its arguments, with deadlines and notices. The exit status is 128 and the signal's number, or 75.
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
 
     Raises:
@@ -278,6 +310,20 @@ class CheckpointConfig:
     )
     allow_pickle: bool = _option(
         False, _SWITCH, "let load_state run code from pickles in checkpoints of stock Accelerate"
+    )
+    resume: Resume | None = _option(
+        None,
+        _RESUME,
+        "auto: load_state without a directory takes the newest that verifies, or starts from the beginning",
+    )
+    resume_attempts: int | None = _option(
+        3, _COUNT_OR_ALL, "starts in a row without a newer checkpoint after which auto tries an older one first"
+    )
+    checkpoint_dir: str | None = _option(
+        None, _DIRECTORY, "where auto looks and preempt saves (default: checkpoints in project_dir)"
+    )
+    preempt: Any = _option(
+        None, _PREEMPT, "true, or signals such as SIGTERM,SIGUSR1, on which all ranks save and the run ends", hash=False
     )
     event_log: str | None = _option(None, _FILE, "file to which every event is appended as a line of JSON")
 
@@ -327,8 +373,8 @@ class CheckpointConfig:
         Example:
             >>> CheckpointConfig.from_sources({"strategy": "sync"}, variables={"ACCELERATE_CKPT_MAX_PENDING": "2"})
             CheckpointConfig(strategy='sync', wait=False, max_pending=2, on_error='raise', mid_accumulation='grads', \
-commit_timeout=600.0, retention=None, local_dir=None, upload_to=None, keep_local=None, allow_pickle=False,
-        event_log=None)
+commit_timeout=600.0, retention=None, local_dir=None, upload_to=None, keep_local=None, allow_pickle=False, \
+resume=None, resume_attempts=3, checkpoint_dir=None, preempt=None, event_log=None)
         """
         environment = os.environ if variables is None else variables
         given_flags = {flag_name.format(name): (name, value) for name, value in (flags or {}).items()}

@@ -24,9 +24,10 @@ from accelerate_ckpt._state.parts import (
     read_sharded,
     restore_buffers,
 )
+from accelerate_ckpt._state.resume import AutoResume, directory_of_run, point_of
 from accelerate_ckpt._state.session import Session
 from accelerate_ckpt._state.stock import StockCheckpoint, check_custom_objects
-from ckpt_core.catalog import CheckpointInfo, disagreement, warn_of_passed_over
+from ckpt_core.catalog import Catalog, CheckpointInfo, disagreement, warn_of_passed_over
 from ckpt_core.directory import DirectoryCheckpoint
 from ckpt_core.errors import (
     CheckpointError,
@@ -37,6 +38,7 @@ from ckpt_core.errors import (
     none_verifies,
 )
 from ckpt_core.events import size_in_words
+from ckpt_core.resume import ResumePoint
 from ckpt_core.state.elastic import average_gradients
 from ckpt_core.state.gradients import restore_gradients
 
@@ -78,9 +80,16 @@ def load_state(
     if session.rank == 0 and input_dir is not None and session.checkpointer.is_pending(input_dir):
         session.checkpointer.drain()  # ranks that have no part in that save must find it
     # Rank 0's path counts, as for saves.
-    path = (
-        _newest(session) if input_dir is None else session.agreement.from_rank_zero("load_state", path_text(input_dir))
-    )
+    session.told.add("resume")
+    path: str | None
+    if input_dir is not None:
+        path = session.agreement.from_rank_zero("load_state", path_text(input_dir))
+    elif session.config.resume == "auto":
+        path = find_resume(session, directory_of_run(session), "load_state", _newest_of_run)
+        if path is None:
+            return
+    else:
+        path = _newest(session)
 
     # In two steps, because the second one may need all ranks: one that had failed would leave the others waiting.
     found: list[_Loading] = []
@@ -93,6 +102,28 @@ def load_state(
 
     session.agreement.all_succeeded("load_state", read)
     session.agreement.all_succeeded("load_state", found[0].apply)
+
+
+def find_resume(
+    session: Session, root: str, what: str, newest: Callable[[Session, str, AutoResume], str | None]
+) -> str | None:
+    """Return what ``resume="auto"`` continues from, None if there is nothing, which is said; all ranks together.
+
+    Args:
+        session: Of the Accelerator.
+        root: Where the run's checkpoints are.
+        what: What is being done, for errors.
+        newest: Called on rank 0; returns the newest checkpoint there that can be used.
+
+    Raises:
+        CheckpointCorruptedError: There are some, and none can be used.
+    """
+    session.checkpointer.drain()
+    auto = session.auto_resume = AutoResume(session, root)
+    path = session.agreement.asked_of_rank_zero(what, lambda: newest(session, root, auto))
+    if path is None:
+        session.tell_once("fresh", f"there is nothing to resume in {root}: this run starts from the beginning")
+    return None if path is None else str(path)
 
 
 class _Loading(Protocol):
@@ -148,6 +179,7 @@ class _Stock:
             "exactly what would have followed. The next save_state has it all",
         )
         self._checkpoint.load(self._original, self._load_kwargs)
+        session.note_resumed(ResumePoint(self._path))
         _continue_counting(session, self._path, None)
 
 
@@ -186,21 +218,40 @@ def _newest_usable(session: Session) -> str | None:
     return first_usable(session, root, found, lambda path: _check_usable(session, path))
 
 
+def _newest_of_run(session: Session, root: str, auto: AutoResume) -> str | None:
+    if session.accelerator.project_configuration.automatic_checkpoint_naming:
+        found = candidates(root, session.config.storage_options, session.tiers)
+    else:  # of any name
+        options = session.config.storage_options if is_url(root) else None
+        found = Catalog(root, suffix="", storage_options=options, tiers=session.tiers).checkpoints()
+        found = [info for info in found if info.is_directory]
+    return first_usable(session, root, found, lambda path: _check_usable(session, path), auto)
+
+
 def first_usable(
-    session: Session, root: str, found: Sequence[CheckpointInfo], check: Callable[[str], None]
+    session: Session,
+    root: str,
+    found: Sequence[CheckpointInfo],
+    check: Callable[[str], None],
+    auto: AutoResume | None = None,
 ) -> str | None:
     """Return the first checkpoint that can be used, None if there are none; warn of what was passed over.
+
+    With ``auto``, those on which the run crashes come last, and the attempt is counted.
 
     Raises:
         CheckpointCorruptedError: There are some, and none can be used: nothing may start from scratch then.
         UnsafeCheckpointError: Reading the newest would run code from it.
     """
     problems: dict[str, CheckpointError] = {}
+    by_age, found = list(found), list(found) if auto is None else auto.in_order(found)
     for index, info in enumerate(found):
         problem = _problem(check, info.path)
         if problem is None:
             session.note_passed_over(problems)
-            for other in found[index + 1 :]:
+            if auto is not None:
+                auto.begin(info)
+            for other in found[index + 1 :] if found == by_age else []:
                 if (reason := disagreement(info, other)) is not None:
                     log.warning("took %s for the newest checkpoint: %s", info.path, reason)
                     break
@@ -306,6 +357,7 @@ class _Ours:
         session.local_sgd.restore(self._about["local_sgd"])
         _continue_counting(session, self._path, self._about["iteration"])
         session.step = int(self._about.get("step", 0))  # older checkpoints have none
+        session.note_resumed(point_of(self._path, session.step, own["data"]))
         # Last, because it sets the random generators, and what comes before may draw from them.
         has_own = self._rank == session.rank
         session.data.restore(own["data"], saved_world_size=self._saved_world_size, has_own=has_own)

@@ -56,6 +56,10 @@ def save_state(session: Session, output_dir: str | os.PathLike[str] | None) -> P
     accelerator = session.accelerator
     if session.config.is_async or session.tiers is not None:
         _termination.protect()
+    if session.config.resume == "auto" and "resume" not in session.told:
+        session.tell_once(
+            "resume", "resume='auto' does nothing by itself: call accelerator.load_state() after prepare, at each start"
+        )
     session.saving = True
     try:
         agreed = _agree(session, target_of(accelerator, output_dir))

@@ -21,12 +21,15 @@ from accelerate_ckpt._data.loaders import LoaderPositions
 from accelerate_ckpt._private.data import unregister
 from accelerate_ckpt._state.naming import Retention, automatic_root, by_number, numbered, unwanted
 from accelerate_ckpt._state.outcomes import OutcomeWatch
+from accelerate_ckpt._state.preemption import PreemptionWatch
+from accelerate_ckpt._state.resume import AutoResume
 from accelerate_ckpt.config import CheckpointConfig
 from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.events import RunSummary
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.ranks import Agreement, RankGroup
+from ckpt_core.resume import ResumePoint
 
 __all__ = ["Session", "close_sessions", "live_sessions", "open_session", "session_of"]
 
@@ -109,6 +112,10 @@ class Session:
         come_all: Whether all ranks call ``save_state``, as far as saves until now have shown; None before the first.
         saving: Whether the script is inside ``save_state``.
         uneven: Whether ranks may have taken different numbers of steps.
+        resumed: Where ``load_state`` has continued; None if there was nothing to resume.
+        auto_resume: What counts attempts to resume; None unless the run was resumed by ``resume="auto"``.
+        backwards: Backward passes until now.
+        preemption: What watches for the end of the run; None if nothing does.
         retention: What keeps account of the checkpoints for a policy; None without a policy.
         limit: Says, for the paths whose save is under way, what another framework's own rule would delete, None without
             one; where it is not set, the rule is ``total_limit``.
@@ -163,6 +170,12 @@ class Session:
         self.limit: Callable[[list[str]], list[str] | None] | None = None
         self.protected: set[str] = set()
         self.passed_over: set[str] = set()
+        self.resumed: ResumePoint | None = None
+        self.auto_resume: AutoResume | None = None
+        self.backwards = 0
+        self.preemption: PreemptionWatch | None = None
+        if config.preempt is not None and all(other.preemption is None for other in live_sessions()):
+            self.preemption = PreemptionWatch(config.preempt, store, ranks.rank, ranks.world_size)
 
     @property
     def accelerator(self) -> Any:
@@ -210,6 +223,7 @@ class Session:
     def backward_done(self) -> None:
         """Note that gradients were added up."""
         self.window_open = self._backward_seen = True
+        self.backwards += 1
         self.data.uses.note()
 
     @property
@@ -233,6 +247,20 @@ class Session:
     def step(self, steps: int) -> None:
         self._steps_before = steps
         self._steps.clear()
+
+    def note_resumed(self, point: ResumePoint) -> None:
+        """Note where ``load_state`` has continued, also for the script."""
+        self.resumed = self.accelerator.resumed = point
+
+    @property
+    def work_done(self) -> tuple[int, int]:
+        """Grows when the script trains on a batch."""
+        return self.backwards, self.step
+
+    def ended_as_told(self) -> None:
+        """Training is over, or the run was told to end: what it was resumed from is sound."""
+        if self.auto_resume is not None:
+            self.auto_resume.end()
 
     @property
     def step_of_all(self) -> int | None:
@@ -319,6 +347,9 @@ def open_session(accelerator: Any, config: CheckpointConfig) -> Session:
         if session is not None:
             session.finish()
             session.data.release()
+            if session.preemption is not None:
+                session.preemption.close()
+                session.preemption = None
         session = _sessions[accelerator] = Session(accelerator, config)
     return session
 
@@ -337,6 +368,8 @@ def close_sessions() -> None:
     """Forget about all Accelerators, which are finished, and about the connection between the ranks."""
     for session in live_sessions():
         atexit.unregister(session.agreement.leave)
+        if session.preemption is not None:
+            session.preemption.close()
         if session.accelerator is not None:
             session.data.release()
     _sessions.clear()

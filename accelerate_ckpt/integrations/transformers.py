@@ -38,9 +38,10 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from accelerate_ckpt._attach import attach
-from accelerate_ckpt._state.load import FolderNotFoundError, first_usable
+from accelerate_ckpt._state.load import FolderNotFoundError, find_resume, first_usable
 from accelerate_ckpt._state.naming import candidates
 from accelerate_ckpt._state.parts import FORMAT, indexed, load_model
+from accelerate_ckpt._state.resume import AutoResume
 from accelerate_ckpt._state.session import Session, session_of
 from accelerate_ckpt._state.stock import refuse_damaged_ours
 from accelerate_ckpt.config import OptionError
@@ -78,7 +79,9 @@ class ResumableCallback(TrainerCallback):
     """Lets a ``Trainer`` save and resume durably, in the background, and bit for bit; it adds itself to the Trainer.
 
     ``trainer.train(resume_from_checkpoint=...)`` and all arguments that say when to save and what to keep are used as
-    ever. ``True`` resumes from the newest checkpoint that verifies. Make it on all ranks, before ``train`` is called.
+    ever. ``True`` resumes from the newest checkpoint that verifies; ``"auto"``, and no argument with the option
+    ``resume="auto"``, do too, or start from the beginning where there is none. ``trainer.accelerator.resumed`` tells
+    which. Make it on all ranks, before ``train`` is called.
 
     Args:
         trainer: The Trainer: a single process, or DDP.
@@ -104,6 +107,7 @@ class ResumableCallback(TrainerCallback):
         self._trainer = trainer
         self._resumed: str | None = None
         self._rng: RngState | None = None
+        self._ends_with: int | None = None
         accelerator = attach(trainer.accelerator, strategy=strategy, **options)
         accelerator.register_for_checkpointing(_LoopState(trainer))
         accelerator.register_save_state_pre_hook(self._write_files)
@@ -118,6 +122,8 @@ class ResumableCallback(TrainerCallback):
             setattr(trainer, name, functools.wraps(stock)(functools.partial(ours, stock)))
         trainer.remove_callback(StockCheckpointNotice)
         trainer.add_callback(self)
+        if self._session.preemption is not None:
+            self._session.preemption.asks_itself = False  # the Trainer fetches all batches of a step before it
 
     @property
     def _session(self) -> Session:
@@ -143,8 +149,11 @@ class ResumableCallback(TrainerCallback):
             raise OptionError("hyperparameter_search is not supported with ResumableCallback")
         _check_arguments(self._trainer)
         path = resume_from_checkpoint or None
-        if path is True:
+        if path == "auto" or (self._session.config.resume == "auto" and resume_from_checkpoint is None):
+            path = find_resume(self._session, self._trainer.args.output_dir, "train", _newest_usable)
+        elif path is True:
             path = self._newest()
+        self._session.told.add("resume")
         self._resumed = None
         if path is not None and self._session.checkpointer.exists(path):
             self._check_fits(os.fspath(path))
@@ -161,7 +170,25 @@ class ResumableCallback(TrainerCallback):
                 log.exception("a checkpoint could not be saved", exc_info=failure)
             raise
         self._finish()
+        self._session.ended_as_told()
         return result
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        preemption = self._session.preemption
+        due = preemption.due() if preemption is not None else None
+        if due is not None:
+            reason, self._ends_with = due
+            if self._session.rank == 0:
+                log.warning("this run ends because of %s: it saves first", reason)
+            control.should_save = True
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        if self._ends_with is None:
+            return
+        # Here rather than by the Trainer's own stop, after which it and the script continue as if training were over.
+        self._finish()
+        self._session.ended_as_told()
+        raise SystemExit(self._ends_with)
 
     def _finish(self) -> None:
         """Wait for the background; all ranks together."""
@@ -266,7 +293,7 @@ class ResumableCallback(TrainerCallback):
     def _newest(self) -> str:
         """Return the newest checkpoint that can be used; called on all ranks together."""
         session, folder = self._session, self._trainer.args.output_dir
-        path = session.agreement.asked_of_rank_zero("train", lambda: _newest_usable(session, folder))
+        path = session.agreement.asked_of_rank_zero("train", lambda: _newest_usable(session, folder, None))
         if path is None:
             raise FolderNotFoundError(f"No valid checkpoint found in output directory ({folder})", path=folder)
         return str(path)
@@ -375,9 +402,9 @@ def _surplus(trainer: Any, pending: list[str]) -> list[str] | None:
     return candidates[: max(0, len(candidates) + len(protected) - max(limit, len(protected)))]
 
 
-def _newest_usable(session: Session, folder: str) -> str | None:
+def _newest_usable(session: Session, folder: str, auto: AutoResume | None) -> str | None:
     found = [info for info in candidates(folder) if _NAME.fullmatch(info.name)]
-    return first_usable(session, folder, found, lambda path: _verify(session, path))
+    return first_usable(session, folder, found, lambda path: _verify(session, path), auto)
 
 
 def _check_weights(path: str) -> None:

@@ -49,6 +49,10 @@ def test_defaults() -> None:
         "keep_local": None,
         "storage_options": None,
         "allow_pickle": False,
+        "resume": None,
+        "resume_attempts": 3,
+        "checkpoint_dir": None,
+        "preempt": None,
         "event_log": None,
     }
 

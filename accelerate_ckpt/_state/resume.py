@@ -1,0 +1,70 @@
+"""``resume="auto"``: what ``load_state`` without a directory continues from, and that it may be nothing."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from accelerate_ckpt._state.naming import automatic_root, is_url, path_text
+from ckpt_core.catalog import CheckpointInfo
+from ckpt_core.resume import ResumeAttempts, ResumePoint
+
+__all__ = ["AutoResume", "directory_of_run", "point_of"]
+
+_FOLDER = "checkpoints"
+
+
+def directory_of_run(session: Any) -> str:
+    """Return where checkpoints are looked for, and where one is saved before the run ends.
+
+    That is the option ``checkpoint_dir``, else ``checkpoints`` in the ``project_dir``, where automatic names are, else
+    ``checkpoints`` in the working directory.
+    """
+    if session.config.checkpoint_dir is not None:
+        return path_text(session.config.checkpoint_dir)
+    accelerator = session.accelerator
+    return automatic_root(accelerator) if accelerator.project_dir else os.path.abspath(_FOLDER)
+
+
+class AutoResume:
+    """Counts, on rank 0, how often the run was resumed from the checkpoints of one directory.
+
+    Args:
+        session: Of the Accelerator.
+        root: The directory.
+    """
+
+    def __init__(self, session: Any, root: str) -> None:
+        config = session.config
+        options = config.storage_options if is_url(root) else None
+        self._session = session
+        self._attempts = ResumeAttempts(root, config.resume_attempts, storage_options=options, tiers=session.tiers)
+
+    def in_order(self, found: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
+        """Return checkpoints in the order in which they are tried; those on which the run crashes are left alone."""
+        ordered = self._attempts.in_order(found)
+        self._session.note_passed_over(self._attempts.stepped_over)
+        return ordered
+
+    def begin(self, info: CheckpointInfo) -> None:
+        """Count an attempt, until the program has ended as it should."""
+        self._attempts.begin(info)
+        atexit.register(self.end)
+
+    def end(self) -> None:
+        """The program ends, or training has: unless an exception has ended it, that was no crash."""
+        atexit.unregister(self.end)
+        if getattr(sys, "last_value", None) is None:
+            self._attempts.end()
+
+
+def point_of(path: str, step: int, data: Mapping[str, Any]) -> ResumePoint:
+    """Return where a run continues, by what a checkpoint says of its data."""
+    loaders = [loader for loader in data.get("loaders", ()) if loader]
+    trained = next((loader for loader in loaders if loader.get("trained")), None)
+    if trained is None:
+        return ResumePoint(path, step)
+    return ResumePoint(path, step, int(trained["iteration"]), int(trained["steps"]))

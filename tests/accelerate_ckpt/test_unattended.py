@@ -1,0 +1,126 @@
+"""Runs that need no person: ``resume="auto"``, ``preempt`` and what is refused."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from accelerate_ckpt.config import CheckpointConfig, OptionError
+from tests.support.accelerate_ranks import RankResult, Ranks
+
+TRAINING = """
+    import os, signal, time
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(folder, automatic_checkpoint_naming=automatic)
+    accelerator = attach(Accelerator(project_config=project), "async", **options)
+    torch.manual_seed(1)
+    model = nn.Linear(4, 1)
+    data = torch.utils.data.DataLoader(torch.arange(160.0).reshape(40, 4) / 100, batch_size=2, shuffle=True)
+    held_out = torch.utils.data.DataLoader(torch.zeros(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    model, optimizer, held_out, data = accelerator.prepare(model, optimizer, held_out, data)
+    accelerator.load_state()
+    point = accelerator.resumed
+    tell(resumed=None if point is None else [os.path.basename(point.path), point.step, point.epoch, point.batch])
+    step = point.step if point else 0
+    for epoch in range(point.epoch if point else 0, 2):
+        for batch in data:
+            accelerator.backward(model(batch).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            if step == save_at:
+                accelerator.save_state(None if automatic else f"{folder}/checkpoints/step_{step}")
+            if step == crash_at:
+                os._exit(1)
+            if step == at and rank in told:
+                if number == 0:
+                    open(f"{folder}/notice", "w").close()
+                    time.sleep(1)
+                else:
+                    os.kill(os.getpid(), number)
+            for _ in held_out:
+                pass  # an evaluation, in which nothing ends
+    accelerator.end_training()
+    tell(step=step, weights=accelerator.unwrap_model(model).weight.tolist())
+"""
+
+
+def run(ranks: Ranks, folder: Path, world_size: int = 1, **names: Any) -> list[RankResult]:
+    defaults: dict[str, Any] = {"automatic": True, "told": [0], "at": None, "number": 15, "save_at": None}
+    options = {"resume": "auto", "preempt": True, **names.pop("options", {})}
+    defaults |= {"crash_at": None, "folder": str(folder), "options": options}
+    folder.mkdir(exist_ok=True)
+    return ranks.run(TRAINING, world_size, **{**defaults, **names})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "told", "automatic"), [(1, [0], False), (2, [1], True), (2, [0, 1], False)], ids=str
+)
+def test_a_preempted_run_resumes_exactly(
+    ranks: Ranks, tmp_path: Path, world_size: int, told: list[int], automatic: bool
+) -> None:
+    whole = run(ranks, tmp_path / "whole", world_size)
+    assert [(result.told["resumed"], result.error) for result in whole] == [(None, None)] * world_size
+    folder = tmp_path / "run"
+    ended = run(ranks, folder, world_size, told=told, at=4, automatic=automatic)
+    assert [(result.error, result.message.strip()) for result in ended] == [("SystemExit", "143")] * world_size
+    (saved,) = (folder / "checkpoints").iterdir()
+    resumed = run(ranks, folder, world_size, automatic=automatic)
+    for found, expected in zip(resumed, whole, strict=True):
+        name, step, epoch, batch = found.told["resumed"]
+        assert (name, epoch, step) == (saved.name, 0, batch)
+        assert 4 <= step < expected.told["step"]
+        assert (found.told["step"], found.told["weights"]) == (expected.told["step"], expected.told["weights"])
+
+
+def test_a_notice_has_a_status_of_its_own(ranks: Ranks, tmp_path: Path) -> None:
+    preempt = {"notice": str(tmp_path / "notice"), "look_every": 0.01}
+    (result,) = run(ranks, tmp_path, options={"preempt": preempt}, number=0, at=4)
+    assert (result.error, result.message.strip()) == ("SystemExit", "75")
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_0"]
+
+
+def test_a_checkpoint_on_which_the_run_crashes_is_stepped_over(ranks: Ranks, tmp_path: Path) -> None:
+    for step in (3, 6):
+        run(ranks, tmp_path, save_at=step, crash_at=step + 1, automatic=False, options={"resume_attempts": 2})
+    names = []
+    for _ in range(3):
+        (result,) = run(ranks, tmp_path, crash_at=7, automatic=False, options={"resume_attempts": 2})
+        names.append(result.told["resumed"][0])
+    assert names == ["step_6", "step_6", "step_3"]
+    assert (tmp_path / "checkpoints" / "step_6").exists()
+
+
+def test_without_the_options_the_process_ends_as_ever(ranks: Ranks, tmp_path: Path) -> None:
+    (result,) = run(ranks, tmp_path, at=4, automatic=False, options={"preempt": None})
+    assert "step" not in result.told
+    assert not (tmp_path / "checkpoints").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"resume": "last"}, "resume must be one of 'auto', not 'last'"),
+        ({"preempt": "SIGTREM"}, "there is no 'SIGTREM'"),
+        ({"preempt": 3}, "preempt must be true, names of signals"),
+        ({"resume_attempts": 0}, "at least 1"),
+    ],
+)
+def test_wrong_options_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        CheckpointConfig(**options)
+
+
+def test_flags_variables_and_files_say_the_same() -> None:
+    read = CheckpointConfig.from_sources
+    assert read({"preempt": "true"}, variables={}).preempt is True
+    assert read({"preempt": "false"}, variables={}).preempt is None
+    assert read({}, variables={"ACCELERATE_CKPT_PREEMPT": "SIGTERM,SIGUSR1"}).preempt == "SIGTERM,SIGUSR1"
+    assert read({"preempt": '{"deadline": 60}'}, variables={}).preempt == {"deadline": 60}
+    assert read({"resume": "auto"}, variables={}).resume == "auto"
+    assert signal.SIGTERM == 15
