@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from ckpt_core.checkpointer import CheckpointerBase
 from ckpt_core.events import EventLog, Listener
+from ckpt_core.preflight import Preflight
 from ckpt_core.tiers import Tiers
 
 __all__ = ["CheckpointerOptions", "wait_if_small"]
@@ -77,7 +78,7 @@ class CheckpointerOptions:
             "on_error": self.on_error,
             "storage_options": self.storage_options,
             "tiers": self.tiers,
-            "listeners": [*listeners, *log],
+            "listeners": [*listeners, *log, Preflight(self.storage_options)],
         }
 
 

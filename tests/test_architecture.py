@@ -20,7 +20,7 @@ LAYERS = (
     {"options"},
     {"checkpointer", "directory", "separate"},
     {"policies"},
-    {"resume"},
+    {"preflight", "resume"},
     {"catalog"},
     {"tiers"},
     {"_pipeline"},

@@ -1,0 +1,86 @@
+"""What will go wrong at a later save, said after the first one, when somebody may still look."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch.distributed
+
+from ckpt_core.errors import CheckpointError
+from ckpt_core.events import Event, SaveCommitted, size_in_words
+from ckpt_core.storage import is_remote, storage_for
+
+__all__ = ["Preflight"]
+
+logger = logging.getLogger(__name__)
+
+_PROBE = ".ckpt-preflight"
+
+
+class Preflight:
+    """A listener that looks once, when the first checkpoint is durable, and warns; it never stops a save.
+
+    A checkpoint is deleted when its successor is durable, so there must be room for one more. A store may let a
+    program write and not delete: then everything stays. That a local directory can be written, renamed and deleted in,
+    the commit itself has shown.
+
+    Args:
+        storage_options: For fsspec.
+    """
+
+    def __init__(self, storage_options: dict[str, Any] | None = None) -> None:
+        self._storage_options = storage_options
+        self._is_done = False
+
+    def __call__(self, event: Event) -> None:
+        if self._is_done or not isinstance(event, SaveCommitted):
+            return
+        self._is_done = True
+        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+            return  # one is enough
+        directory = os.path.dirname(event.path.rstrip("/"))
+        problem = self._of_store(directory) if is_remote(event.path) else _of_disk(directory, event.bytes)
+        if problem is not None:
+            logger.warning("%s", problem)
+
+    def _of_store(self, directory: str) -> str | None:
+        storage, path = storage_for(directory, self._storage_options), f"{directory}/{_PROBE}"
+        try:
+            writer = storage.create(path, 1)
+            try:
+                writer.write_at(0, memoryview(bytearray(1)))
+                writer.commit(1)
+            except BaseException:
+                writer.abort()
+                raise
+        except CheckpointError:
+            return None  # the checkpoint could be written: whatever this is, it will be said where it matters
+        try:
+            storage.remove(path)
+            is_gone = not storage.exists(path)
+        except CheckpointError as error:
+            return (
+                f"nothing can be deleted in {directory}, so all checkpoints will stay there, and {path}: "
+                f"{error.message}; allow this program to delete objects, or keep all checkpoints on purpose"
+            )
+        return None if is_gone else f"{path} is still there after it was deleted: are objects there held or versioned?"
+
+
+def _of_disk(directory: str, size: int) -> str | None:
+    try:
+        disk = os.statvfs(directory or ".")
+    except (AttributeError, OSError):
+        return None
+    if not disk.f_blocks:
+        return None  # a filesystem that does not say
+    free = disk.f_bavail * disk.f_frsize
+    if free < size:
+        return (
+            f"the next checkpoint may not fit: {directory} has {size_in_words(free)} left, and the first took "
+            f"{size_in_words(size)}; an old one goes only when the new one is durable. Make room for two"
+        )
+    if disk.f_files and disk.f_favail < 100:
+        return f"the filesystem of {directory} has only {disk.f_favail} files (inodes) left: delete some"
+    return None

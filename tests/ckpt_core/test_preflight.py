@@ -1,0 +1,60 @@
+"""What is said after the first save about those to come, and that nothing is said without a reason."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from pathlib import Path
+
+import fsspec
+import pytest
+import torch
+
+from ckpt_core import Checkpointer
+from ckpt_core.options import CheckpointerOptions
+
+
+def save(path: str, count: int, **state: torch.Tensor) -> None:
+    options = CheckpointerOptions(strategy="async")
+    with Checkpointer(**options.settings()) as checkpointer:
+        for number in range(count):
+            checkpointer.save({"weight": torch.ones(300_000), **state}, f"{path}/{number}.ckpt")
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "ckpt_core.preflight"]
+
+
+def test_a_disk_without_room_for_a_second_one_is_told_once(
+    small_filesystem: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(str(small_filesystem), 1, filler=torch.zeros(1_000_000))  # 5.2 MB of 8 MiB
+    assert len(said(caplog)) == 1
+    assert "the next checkpoint may not fit" in said(caplog)[0]
+    assert str(small_filesystem) in said(caplog)[0]
+
+
+def test_nothing_is_said_where_there_is_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save(str(tmp_path), 2)
+    assert said(caplog) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.ckpt", "1.ckpt"]
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_store_that_refuses_to_delete_is_told_once(
+    refuses: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = f"memory://{uuid.uuid4().hex}"
+    if refuses:
+
+        def refuse(*_: object, **__: object) -> None:
+            raise PermissionError("AccessDenied: s3:DeleteObject")
+
+        for name in ("rm", "rm_file", "_rm", "delete"):
+            monkeypatch.setattr(fsspec.get_filesystem_class("memory"), name, refuse, raising=False)
+    caplog.set_level(logging.WARNING)
+    save(root, 2)
+    assert len(said(caplog)) == int(refuses)
+    if refuses:
+        assert "nothing can be deleted" in said(caplog)[0]
+        assert "AccessDenied" in said(caplog)[0]
