@@ -279,7 +279,7 @@ class CheckpointConfig:
     Raises:
         OptionError: A value is not one of those above.
 
-    Example:
+    Examples:
         >>> CheckpointConfig(strategy="sharded").max_pending
         1
     """
@@ -370,7 +370,7 @@ class CheckpointConfig:
             OptionError: An option is unknown or has a value it cannot have, or the file cannot be read; the message
                 begins with the flag, the variable or the file and key.
 
-        Example:
+        Examples:
             >>> CheckpointConfig.from_sources({"strategy": "sync"}, variables={"ACCELERATE_CKPT_MAX_PENDING": "2"})
             CheckpointConfig(strategy='sync', wait=False, max_pending=2, on_error='raise', mid_accumulation='grads', \
 commit_timeout=600.0, retention=None, local_dir=None, upload_to=None, keep_local=None, allow_pickle=False, \

@@ -189,7 +189,7 @@ class Catalog:
     Attributes:
         passed_over: What :meth:`newest_verified` has passed over, and why, by path. Nobody should delete it.
 
-    Example:
+    Examples:
         >>> from ckpt_core import Catalog
         >>> Catalog("no/such/directory").checkpoints()
         []

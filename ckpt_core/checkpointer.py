@@ -258,7 +258,7 @@ class Checkpointer(CheckpointerBase):
             the background; :meth:`load` takes the nearest copy that is whole (:class:`ckpt_core.tiers.Tiers`).
         uploads: Whether this process uploads; with ``tiers``.
 
-    Example:
+    Examples:
         >>> import os, tempfile, torch
         >>> from ckpt_core import Checkpointer
         >>> path = os.path.join(tempfile.mkdtemp(), "step=1.ckpt")

@@ -195,7 +195,7 @@ class DirectoryCheckpointer(CheckpointerBase):
         link_unchanged: Whether files whose tensors have not changed are linked to those of the checkpoint before, or
             copied by the store, instead of being written again (:mod:`ckpt_core._pipeline.unchanged`).
 
-    Example:
+    Examples:
         >>> import os, tempfile, torch
         >>> from ckpt_core import DirectoryCheckpointer, Kind, Part
         >>> path = os.path.join(tempfile.mkdtemp(), "step=1")

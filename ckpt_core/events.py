@@ -184,7 +184,7 @@ class RunSummary:
         commit_seconds: Time from the end of the stall until the last checkpoint was durable.
         loaded: The last checkpoint that was read; None if there was none.
 
-    Example:
+    Examples:
         >>> from ckpt_core.events import RunSummary, SaveCommitted, SnapshotTaken
         >>> summary = RunSummary()
         >>> summary(SnapshotTaken(path="a.ckpt", bytes=13_600_000, stall_seconds=0.02))

@@ -21,7 +21,7 @@ class Box(NamedTuple):
         offset: Index of its first element, one number for each dimension.
         shape: Its extent, in elements.
 
-    Example:
+    Examples:
         >>> Box((2, 0), (4, 8)).intersection(Box((0, 0), (3, 3)))
         Box(offset=(2, 0), shape=(1, 3))
     """
@@ -73,7 +73,7 @@ def byte_runs(shape: Sequence[int], box: Box, itemsize: int) -> Iterator[tuple[i
     Yields:
         ``(begin, nbytes)`` of each contiguous run, ascending and as long as can be.
 
-    Example:
+    Examples:
         >>> list(byte_runs((4, 6), Box((1, 2), (2, 3)), itemsize=1))
         [(8, 3), (14, 3)]
     """
@@ -115,7 +115,7 @@ def split_box(box: Box, parts: int) -> list[Box]:
         box: What to cut.
         parts: The number of parts wanted, at least 1.
 
-    Example:
+    Examples:
         >>> [part.offset for part in split_box(Box.whole((6, 4)), 3)]
         [(0, 0), (2, 0), (4, 0)]
     """

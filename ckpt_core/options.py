@@ -41,7 +41,7 @@ class CheckpointerOptions:
         ValueError: One of ``local_dir`` and ``upload_to`` is missing, or they make no sense; the message names the
             option.
 
-    Example:
+    Examples:
         >>> from ckpt_core.options import CheckpointerOptions
         >>> options = CheckpointerOptions(local_dir="/nvme/run-7", upload_to="s3://bucket/run-7")
         >>> options.tiers.remote_path("/nvme/run-7/step=5.ckpt")

@@ -174,7 +174,7 @@ def newest_to_resume(
     Raises:
         CheckpointCorruptedError: There are checkpoints, and none of them verifies.
 
-    Example:
+    Examples:
         >>> newest_to_resume("no/such/directory") is None
         True
     """

@@ -20,7 +20,7 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
     A container met again (the same object) is walked once, so a cycle ends.
 
-    Example:
+    Examples:
         >>> list(leaves({"a": [1, {"b": 2}]}))
         [('a.0', 1), ('a.1.b', 2)]
     """

@@ -73,7 +73,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
     Raises:
         CheckpointError: At the start of a fit, when this release of Lightning is not supported.
 
-    Example:
+    Examples:
         >>> from lightning_ckpt import ResumableCheckpoint
         >>> callback = ResumableCheckpoint(dirpath="checkpoints", every_n_train_steps=100, save_last=True)
         >>> # Trainer(callbacks=[callback]).fit(model, ckpt_path="last")

@@ -40,7 +40,7 @@ class LoaderPositions:
     Raises:
         CheckpointError: This release of Accelerate is built in another way.
 
-    Example:
+    Examples:
         >>> positions = LoaderPositions(accelerator)
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         >>> for batch in loader:

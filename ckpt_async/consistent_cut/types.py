@@ -130,7 +130,7 @@ class VectorClock(Mapping[int, int]):
     Args:
         counts: Count of each stream, as a mapping or as pairs.
 
-    Example:
+    Examples:
         >>> clock = VectorClock({0: 12, 3: 811})
         >>> clock.includes(UpdateId(0, 12)), clock.includes(UpdateId(0, 13))
         (True, False)
@@ -252,7 +252,7 @@ class ConsistentCut:
 def deal_streams(streams: Iterable[int], workers: Sequence[str]) -> dict[str, tuple[int, ...]]:
     """Give every stream to one worker, as evenly as possible: how a run resumes with another number of workers.
 
-    Example:
+    Examples:
         >>> deal_streams(range(5), ["w0", "w1"])
         {'w0': (0, 2, 4), 'w1': (1, 3)}
     """

@@ -55,7 +55,7 @@ class DiLoCo(OuterLoop):
         outer: Steps ``model.parameters()``; the paper's is ``SGD(lr=0.7, momentum=0.9, nesterov=True)``.
         group: The workers; all processes by default.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Linear(2, 1)
         >>> loop = DiLoCo(model, torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True))
         >>> inner = torch.optim.AdamW(model.parameters())

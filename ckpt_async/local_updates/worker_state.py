@@ -32,7 +32,7 @@ class StreamCursor:
         workers: Number of workers.
         batches: Number of batches in each stream; None for streams without end.
 
-    Example:
+    Examples:
         >>> cursor = StreamCursor(4, worker=1, workers=2, batches=2)
         >>> [tuple(update) for update in cursor.take(3)]
         [(1, 1), (3, 1), (1, 2)]

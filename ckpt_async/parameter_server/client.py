@@ -411,7 +411,7 @@ class UpdateSampler(Sampler[list[int]]):
         client: The worker's connection.
         samples_of: Indices of the samples of a batch: a function of its stream and number alone.
 
-    Example:
+    Examples:
         >>> from torch.utils.data import DataLoader
         >>> def loader_of(client, dataset, samples_of):
         ...     return DataLoader(dataset, batch_sampler=UpdateSampler(client, samples_of), num_workers=2)

@@ -53,7 +53,7 @@ class Meeting:
         look_every: Seconds between two looks at what other ranks were asked for.
         answer_within: Seconds after which a rank that does not say where it is counts as lost.
 
-    Example:
+    Examples:
         >>> from ckpt_core._commit import Meeting
         >>> meeting = Meeting(None)
         >>> meeting.ask("save")

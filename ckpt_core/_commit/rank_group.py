@@ -23,7 +23,7 @@ class RankGroup:
         store: Shared by all of them, and opened for checkpointing alone; None for a single process.
         session: Text that is the same on all ranks and different for every run; letters, digits and dashes.
 
-    Example:
+    Examples:
         >>> from ckpt_core._commit import RankGroup
         >>> group = RankGroup.alone()
         >>> group.rank, group.world_size

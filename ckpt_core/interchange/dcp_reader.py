@@ -57,7 +57,7 @@ class CkptStorageReader(StorageReader):
         CheckpointError: Out of ``load``, inside the ``CheckpointException`` that it makes of any error: ``failures`` of
             that has it by rank. A tensor of another type than the saved one is refused, and not rounded.
 
-    Example:
+    Examples:
         >>> import os, tempfile, torch, torch.distributed.checkpoint as dcp
         >>> from ckpt_core import DirectoryCheckpointer, Kind, Part
         >>> from ckpt_core.interchange import CkptStorageReader

@@ -83,7 +83,7 @@ class CkptStorageWriter(StorageWriter):
         CheckpointError: Out of ``save``, inside the ``CheckpointException`` that it makes of any error: ``failures`` of
             that has it by rank.
 
-    Example:
+    Examples:
         >>> import os, tempfile, torch, torch.distributed.checkpoint as dcp
         >>> from ckpt_core import DirectoryCheckpointer
         >>> from ckpt_core.interchange import CkptStorageWriter

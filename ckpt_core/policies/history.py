@@ -33,7 +33,7 @@ class RetentionHistory:
     Attributes:
         policy: The same.
 
-    Example:
+    Examples:
         >>> from ckpt_core.policies import KeepLatest, RetentionHistory
         >>> history = RetentionHistory(KeepLatest(1))
         >>> for step in (1, 2):

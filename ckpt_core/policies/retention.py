@@ -62,7 +62,7 @@ def to_delete(
         checkpoints: All committed ones.
         protected: Paths that stay in any case, such as the one that the run was resumed from.
 
-    Example:
+    Examples:
         >>> from ckpt_core.policies import KeepLatest, SavedCheckpoint, to_delete
         >>> saved = [SavedCheckpoint(f"step={step}", step, time=float(step)) for step in (1, 2, 3)]
         >>> [checkpoint.path for checkpoint in to_delete(KeepLatest(2), saved)]
@@ -185,7 +185,7 @@ class AnyOf:
     Args:
         policies: The policies.
 
-    Example:
+    Examples:
         >>> from ckpt_core.policies import AnyOf, KeepBest, KeepEverySteps, KeepLatest
         >>> policy = AnyOf([KeepLatest(2), KeepBest("val_loss"), KeepEverySteps(10_000)])
     """

@@ -76,7 +76,7 @@ class FaultyStorage(Storage):
     Attributes:
         operations: What was asked for so far, in the order in which it began.
 
-    Example:
+    Examples:
         >>> import errno, os, tempfile, torch
         >>> from ckpt_core import Checkpointer, StorageError
         >>> from ckpt_core.storage import Fault, FaultyStorage, LocalStorage

@@ -30,7 +30,7 @@ class Tiers:
     Raises:
         ValueError: A value makes no sense; the message begins with the option's name.
 
-    Example:
+    Examples:
         >>> from ckpt_core.tiers import Tiers
         >>> tiers = Tiers(local_dir="/nvme/run-7", upload_to="s3://bucket/run-7")
         >>> tiers.remote_path("/nvme/run-7/step=5.ckpt")

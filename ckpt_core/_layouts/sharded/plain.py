@@ -58,7 +58,7 @@ def encode_plain(tree: Any, *, key: str) -> tuple[Json, list[tuple[str, torch.Te
     Raises:
         SerializationError: An object is not plain data, or contains itself; the error names its key.
 
-    Example:
+    Examples:
         >>> encode_plain({"weight": torch.ones(2), "sizes": (1, 2)}, key="model")
         ({'weight': '$0', 'sizes': {'$tuple': [1, 2]}}, [('weight', tensor([1., 1.]))])
     """
