@@ -5,7 +5,7 @@ ARGS ?=
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: help venv demo check test test-all test-wheel coverage lint bench chaos chaos-cut acceptance
+.PHONY: help venv demo check test test-all test-wheel coverage lint docs bench chaos chaos-cut acceptance
 .PHONY: acceptance-accelerate clean
 
 help:
@@ -16,7 +16,8 @@ help:
 	@echo "make test-all    all tests, after installing the servers that they need (root, Debian's packages, npm)"
 	@echo "make test-wheel  build the wheel, install it into an empty environment, and test it there without the sources"
 	@echo "make coverage    make test, and which lines of the packages it ran, also in other processes"
-	@echo "make lint        format, style, types, and the examples of README.md and docs/"
+	@echo "make lint        format, style, types, the examples of README.md and docs/, and the links between the pages"
+	@echo "make docs        build the site of the documentation in site/"
 	@echo "make bench       measure stalls, time to durable and memory"
 	@echo "make chaos       kill trainings with SIGKILL, resume them, and check that nothing is lost; ARGS='--kills 100'"
 	@echo "make chaos-cut   the same for asynchronous training: whole clusters of parameter servers and workers"
@@ -67,6 +68,12 @@ lint: $(READY)
 	$(BIN)/python tools/check_lines.py
 	$(BIN)/mypy
 	$(BIN)/python tools/run_docs.py README.md $(sort $(wildcard docs/*.md))
+	$(MAKE) --no-print-directory docs
+
+# A broken link, or a page without a place in the navigation, is an error. The variable silences a notice of the theme.
+docs: export NO_MKDOCS_2_WARNING = 1
+docs: $(READY)
+	$(BIN)/mkdocs build --strict --quiet $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/run.py $(ARGS)
