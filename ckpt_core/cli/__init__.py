@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ckpt_core.cli import converting, inspecting, latest, listing, report, tidying, verifying
+from ckpt_core.cli import converting, inspecting, latest, listing, moving, report, tidying, verifying
 from ckpt_core.cli.parser import Exit, parse
 from ckpt_core.errors import CheckpointError
 
@@ -24,6 +24,7 @@ _VERBS = (
     verifying.add_commands,
     converting.add_commands,
     report.add_commands,
+    moving.add_commands,
     tidying.add_commands,
 )
 

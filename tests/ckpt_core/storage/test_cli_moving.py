@@ -1,0 +1,172 @@
+"""The verbs that move and delete checkpoints: ``cp``, ``mv``, ``prune`` and ``du``, on disks and on a store."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part
+from ckpt_core.cli import main
+from tests.support.servers import Server
+
+Capture = pytest.CaptureFixture[str]
+TENSOR = torch.arange(50_000.0)
+
+
+def parts(step: int) -> list[Part]:
+    return [Part("model", {"large": TENSOR, "weight": torch.full((8,), float(step))}, Kind.REPLICATED)]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Directories of the steps 10 to 50, ``last`` as a copy of the newest, and one file of another program."""
+    root = tmp_path / "run"
+    with DirectoryCheckpointer(strategy="sync") as checkpointer:
+        for step in range(10, 60, 10):
+            checkpointer.save(parts(step), root / f"step={step}", step=step)
+        checkpointer.copy(root / "step=50", root / "last")
+    torch.save({"w": torch.ones(2)}, root / "stock.ckpt")
+    return root
+
+
+def as_json(capsys: Capture, *words: object) -> Any:
+    assert main([*map(str, words), "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+# ---- prune and du ----------------------------------------------------------------------------------------------------
+
+
+def test_prune_says_why_each_stays_and_deletes_the_rest(run: Path, capsys: Capture) -> None:
+    flip(run / "step=20" / "manifest.json")  # what cannot be read is kept
+    words = ("prune", run, "--keep", "latest=2", "--keep", "every_steps=25,at_steps=10")
+    before = sorted(os.listdir(run))
+    planned = as_json(capsys, *words, "--dry-run")
+    assert sorted(os.listdir(run)) == before
+    assert planned["deleted"] is False
+    reasons = {os.path.basename(entry["path"]): entry["kept_because"] for entry in planned["checkpoints"]}
+    assert reasons == {
+        "last": ["newest", "latest=2", "every_steps=25"],
+        "step=50": ["newest", "latest=2", "every_steps=25"],
+        "step=40": ["latest=2"],
+        "step=30": ["every_steps=25"],
+        "step=20": ["damaged: delete it yourself"],
+        "step=10": ["at_steps=10"],
+        "stock.ckpt": ["does not say its step and time"],
+    }
+    done = as_json(capsys, "prune", run, "--keep", "latest=1", "--yes")
+    assert done["deleted"] is True
+    assert sorted(os.listdir(run)) == ["last", "step=20", "step=50", "stock.ckpt"]
+
+
+def test_prune_deletes_nothing_unless_somebody_says_so(run: Path, capsys: Capture) -> None:
+    before = sorted(os.listdir(run))
+    assert main(["prune", str(run), "--keep", "latest=1"]) == 2
+    captured = capsys.readouterr()
+    assert "to delete: 4 of 7 checkpoints" in captured.out and "--yes deletes" in captured.err
+    assert main(["prune", str(run)]) == 2
+    assert f"ckpt clean {run}" in capsys.readouterr().err
+    for rule in ("newest=1", "latest=0", "latest=x"):
+        with pytest.raises(SystemExit):
+            main(["prune", str(run), "--keep", rule])
+    assert sorted(os.listdir(run)) == before
+
+
+def test_du_counts_links_once_and_prune_says_what_is_really_freed(run: Path, capsys: Capture) -> None:
+    found = as_json(capsys, "du", run)
+    sizes = {os.path.basename(entry["path"]): entry for entry in found["checkpoints"]}
+    assert sizes["step=50"]["bytes"] > TENSOR.nbytes > sizes["step=50"]["freed"], "last has the same tensors"
+    on_disk = {(s.st_dev, s.st_ino): s.st_size for s in (p.stat() for p in run.rglob("*") if p.is_file())}
+    assert found["bytes"] == sum(on_disk.values())
+    planned = as_json(capsys, "prune", run, "--keep", "latest=1", "--dry-run")
+    as_json(capsys, "prune", run, "--keep", "latest=1", "--yes")
+    left = {(s.st_dev, s.st_ino): s.st_size for s in (p.stat() for p in run.rglob("*") if p.is_file())}
+    assert planned["freed"] == sum(on_disk.values()) - sum(left.values())
+
+
+# ---- cp and mv -------------------------------------------------------------------------------------------------------
+
+
+def test_cp_takes_a_directory_of_checkpoints_and_continues_where_it_ended(
+    run: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    first = as_json(capsys, "cp", run / "step=10", run / "stock.ckpt", tmp_path / "there")
+    assert [entry["was_there"] for entry in first] == [False, False]
+    os.remove(tmp_path / "there" / "stock.ckpt")
+    done = as_json(capsys, "cp", run, tmp_path / "there")
+    was_there = {os.path.basename(entry["source"]): entry["was_there"] for entry in done}
+    assert was_there.pop("step=10") is True
+    assert set(was_there.values()) == {False} and len(was_there) == 6
+    assert sorted(os.listdir(tmp_path / "there")) == sorted(os.listdir(run))
+    assert main(["verify", str(tmp_path / "there")]) == 0
+    capsys.readouterr()
+    here, there = as_json(capsys, "ls", run), as_json(capsys, "ls", tmp_path / "there")
+    ages = [{(entry["step"], entry["committed"]) for entry in listed} for listed in (here, there)]
+    assert ages[0] == ages[1], "a copy is as old as what it is of"
+
+
+def test_cp_of_what_is_damaged_leaves_the_target_as_it_was(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    flip(run / "step=10" / "model.safetensors")
+    assert main(["cp", str(run / "step=10"), str(tmp_path / "copy")]) == 1
+    assert "CheckpointCorruptedError" in capsys.readouterr().err
+    assert not (tmp_path / "copy").exists()
+
+
+def test_cp_replaces_another_checkpoint_only_if_it_is_told(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    files = Checkpointer(strategy="sync")
+    for step in (1, 2):
+        files.save({"step": step}, tmp_path / f"{step}.ckpt")
+    one, two = str(tmp_path / "1.ckpt"), str(tmp_path / "2.ckpt")
+    assert main(["cp", one, two]) == 1
+    assert "--force replaces it" in capsys.readouterr().err
+    assert files.load(two) == {"step": 2}
+    assert main(["cp", "--force", one, two]) == 0
+    assert files.load(two) == {"step": 1}
+    assert main(["cp", one, one]) == 1
+    assert "are the same" in capsys.readouterr().err
+    assert files.load(one) == {"step": 1}
+
+
+def test_mv_deletes_what_has_arrived(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    assert main(["mv", str(run / "step=20"), str(tmp_path / "there")]) == 0
+    assert not (run / "step=20").exists()
+    with DirectoryCheckpointer().load(tmp_path / "there" / "step=20") as checkpoint:
+        assert torch.equal(checkpoint.load("model")["weight"], torch.full((8,), 20.0))
+
+
+# ---- on a store ------------------------------------------------------------------------------------------------------
+
+
+def test_on_a_store(server_of: Callable[[str], Server], run: Path, tmp_path: Path, capsys: Capture) -> None:
+    server = server_of("moto")
+    bucket = server.new_bucket()
+    options = ("--storage-options", json.dumps(dict(server.options)))
+    as_json(capsys, "cp", run / "step=50", run / "stock.ckpt", f"{bucket}/run/", *options)
+    found = as_json(capsys, "ls", f"{bucket}/run", *options)
+    assert {(os.path.basename(e["path"]), e["step"], e["kind"]) for e in found} == {
+        ("step=50", 50, "directory"),
+        ("stock.ckpt", None, "file"),
+    }
+    (alone,) = as_json(capsys, "ls", f"{bucket}/run/stock.ckpt", *options)
+    assert alone["bytes"] == (run / "stock.ckpt").stat().st_size
+    verified = as_json(capsys, "verify", f"{bucket}/run", *options)
+    assert sorted(entry["state"] for entry in verified) == ["no digests", "whole"]
+    as_json(capsys, "mv", f"{bucket}/run", tmp_path / "back/", *options)
+    assert sorted(os.listdir(tmp_path / "back")) == ["step=50", "stock.ckpt"]
+    capsys.readouterr()
+    assert main(["ls", f"{bucket}-that-is-not-there/run", *options]) == 1
+    assert main(["verify", f"{bucket}/nope", *options]) == 3
+    assert "no such file, directory or bucket" in capsys.readouterr().err
