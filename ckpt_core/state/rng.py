@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import random
 import struct
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -18,13 +17,16 @@ import torch
 from numpy.random import mtrand
 
 from ckpt_core.errors import SerializationError
+from ckpt_core.state.reach import reach
 
 __all__ = [
     "PACKED_RNG_BYTES",
     "RngState",
+    "capture_generator",
     "capture_generators",
     "find_generators",
     "pack_rng",
+    "restore_generator",
     "restore_generators",
     "unpack_rng",
 ]
@@ -168,48 +170,17 @@ def unpack_rng(packed: bytes) -> RngState:
     return RngState(python, ("MT19937", keys, position, has_gauss, cached), torch_cpu)
 
 
-def _is_generator(value: object) -> bool:
-    return isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState))
-
-
-def find_generators(owner: object, depth: int = 4) -> Iterator[tuple[str, Any]]:
-    """Find the random generators that an object carries in its attributes, and in those of its samplers and datasets.
+def find_generators(owner: object) -> Iterator[tuple[str, Any]]:
+    """Find the random generators that an object carries, wherever :func:`~ckpt_core.state.reach.reach` comes.
 
     Args:
-        owner: A sampler, data set or loader.
-        depth: How many attributes deep to look.
+        owner: A sampler, data set, loader, function or any other object.
 
     Yields:
         The path of attribute names, and the generator.
     """
-    seen: set[int] = set()
-
-    def walk(value: object, path: str, left: int) -> Iterator[tuple[str, Any]]:
-        if id(value) in seen:
-            return
-        seen.add(id(value))
-        attributes = getattr(value, "__dict__", None)
-        if not isinstance(attributes, dict):
-            return
-        for name, child in list(attributes.items()):
-            where = f"{path}.{name}" if path else name
-            if _is_generator(child):
-                if id(child) not in seen:
-                    seen.add(id(child))
-                    yield where, child
-            elif left > 0 and _worth_walking(child):
-                yield from walk(child, where, left - 1)
-
-    yield from walk(owner, "", depth)
-
-
-def _worth_walking(value: object) -> bool:
-    # samplers and datasets keep their generators and those they wrap in plain attributes; anything else (tensors,
-    # models, modules, files) is left alone because walking it could be slow or have effects
-    if isinstance(value, (torch.Tensor, torch.nn.Module, type, np.ndarray)):
-        return False
-    data = sys.modules["torch.utils.data"]
-    return isinstance(value, (data.Sampler, data.Dataset)) or "ampler" in type(value).__name__
+    for found in reach(owner, plain=False):
+        yield found.path, found.value
 
 
 def _encode_any(value: Any) -> Any:
@@ -230,20 +201,39 @@ def _decode_any(value: Any) -> Any:
     return value
 
 
+def capture_generator(generator: Any) -> Any:
+    """Return the state of a generator as tensors and plain numbers."""
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return _encode_any(dict(generator.bit_generator.state))
+    if isinstance(generator, np.random.BitGenerator):
+        return _encode_any(dict(generator.state))
+    if isinstance(generator, np.random.RandomState):
+        return _encode_any(dict(generator.get_state(legacy=False)))
+    version, words, gauss = generator.getstate()
+    return [int(version), _bytes_to_tensor(struct.pack(f"<{len(words)}I", *words)), gauss]
+
+
+def restore_generator(generator: Any, state: Any) -> None:
+    """Set a generator to what :func:`capture_generator` returned."""
+    if isinstance(generator, torch.Generator):
+        generator.set_state(state.cpu())
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = _decode_any(state)
+    elif isinstance(generator, np.random.BitGenerator):
+        generator.state = _decode_any(state)
+    elif isinstance(generator, np.random.RandomState):
+        generator.set_state(_decode_any(state))
+    else:
+        version, words, gauss = state
+        data = _tensor_to_bytes(words)
+        generator.setstate((version, struct.unpack(f"<{len(data) // 4}I", data), gauss))
+
+
 def capture_generators(owner: object) -> dict[str, Any]:
     """Capture the generators that :func:`find_generators` finds, as tensors and plain numbers."""
-    states: dict[str, Any] = {}
-    for path, generator in find_generators(owner):
-        if isinstance(generator, torch.Generator):
-            states[path] = generator.get_state()
-        elif isinstance(generator, np.random.Generator):
-            states[path] = _encode_any(dict(generator.bit_generator.state))
-        elif isinstance(generator, np.random.RandomState):
-            states[path] = _encode_any(dict(generator.get_state(legacy=False)))
-        else:
-            version, words, gauss = generator.getstate()
-            states[path] = [int(version), _bytes_to_tensor(struct.pack(f"<{len(words)}I", *words)), gauss]
-    return states
+    return {path: capture_generator(generator) for path, generator in find_generators(owner)}
 
 
 def restore_generators(owner: object, states: Mapping[str, Any]) -> list[str]:
@@ -254,18 +244,7 @@ def restore_generators(owner: object, states: Mapping[str, Any]) -> list[str]:
     """
     missing = set(states)
     for path, generator in find_generators(owner):
-        if path not in states:
-            continue
-        missing.discard(path)
-        state = states[path]
-        if isinstance(generator, torch.Generator):
-            generator.set_state(state.cpu())
-        elif isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = _decode_any(state)
-        elif isinstance(generator, np.random.RandomState):
-            generator.set_state(_decode_any(state))
-        else:
-            version, words, gauss = state
-            data = _tensor_to_bytes(words)
-            generator.setstate((version, struct.unpack(f"<{len(data) // 4}I", data), gauss))
+        if path in states:
+            missing.discard(path)
+            restore_generator(generator, states[path])
     return sorted(missing)

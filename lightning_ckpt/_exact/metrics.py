@@ -9,12 +9,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import Metric, MetricCollection, MetricTracker, SumMetric
 
 from lightning_ckpt._private.loops import Internals
 
-__all__ = ["MetricsMoment", "restore_metrics"]
+__all__ = ["FollowedMetric", "MetricsMoment", "follow_metrics", "restore_metrics", "torchmetrics_of"]
 
+_OF_EVERY_METRIC = frozenset(vars(SumMetric()))
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_MEMBERS = 256
+_PLAIN = (bool, int, float, torch.Tensor)
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 
 
@@ -26,15 +30,56 @@ def _copy(value: Any) -> Any:
     return value
 
 
-def _state(metric: Metric) -> dict[str, Any]:
+def _plain(metric: Metric) -> dict[str, Any]:
+    # the position in a running window, the extremes so far: attributes that are no states
+    return {
+        name: value
+        for name, value in vars(metric).items()
+        if name not in _OF_EVERY_METRIC and name not in metric._defaults and isinstance(value, _PLAIN)
+    }
+
+
+def _state(metric: Metric, plain: Mapping[str, Any]) -> dict[str, Any]:
     # states are changed in place, but what a list state holds is not
     states = {name: getattr(metric, name) for name in metric._defaults}
     return {
+        "plain": plain,
         "states": {
             name: list(value) if isinstance(value, list) else value.detach().clone() for name, value in states.items()
         },
         "updates": metric._update_count,
     }
+
+
+@dataclasses.dataclass(frozen=True)
+class FollowedMetric:
+    """A torchmetric of the model.
+
+    Attributes:
+        name: Where it is.
+        metric: The metric.
+        begun: Its plain attributes when it was found first.
+    """
+
+    name: str
+    metric: Metric
+    begun: Mapping[str, Any]
+
+    def state(self) -> dict[str, Any] | None:
+        """Return its state, if it has been updated."""
+        plain = {
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for name, value in _plain(self.metric).items()
+            if not _same(value, self.begun.get(name))
+        }
+        # what wraps others may be updated without counting it
+        return _state(self.metric, plain) if plain or self.metric._update_count else None
+
+
+def _same(value: Any, other: Any) -> bool:
+    if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor):
+        return value.shape == other.shape and value.device == other.device and torch.equal(value, other)
+    return value is other or (type(value) is type(other) and not isinstance(value, torch.Tensor) and value == other)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +97,12 @@ class MetricsMoment:
     connector: Mapping[str, Any]
 
     @classmethod
-    def take(cls, internals: Internals, metrics: Iterable[tuple[str, Metric]]) -> MetricsMoment:
+    def take(cls, internals: Internals, metrics: Iterable[FollowedMetric]) -> MetricsMoment:
         """Read all logged values.
 
         Args:
             internals: Access to the Trainer.
-            metrics: The torchmetrics of the model with their names.
+            metrics: The torchmetrics of the model.
         """
         results = {
             key: {
@@ -72,7 +117,7 @@ class MetricsMoment:
         connector = internals.connector
         return cls(
             results,
-            {name: _state(metric) for name, metric in metrics if metric._update_count},
+            {followed.name: state for followed in metrics if (state := followed.state()) is not None},
             {
                 "callback": dict(connector._callback_metrics),
                 "logged": dict(connector._logged_metrics),
@@ -92,9 +137,14 @@ class MetricsMoment:
                 if live[key].meta.sync.group is None
             },
             "metrics": {
-                name: {"states": {n: _copy(v) for n, v in state["states"].items()}, "updates": state["updates"]}
+                name: {
+                    "states": {n: _copy(v) for n, v in state["states"].items()},
+                    "plain": {n: _copy(v) for n, v in state["plain"].items()},
+                    "updates": state["updates"],
+                }
                 for name, state in self.metrics.items()
             },
+            "trackers": {name: len(tracker) for name, tracker in _trackers(internals.trainer.lightning_module)},
             "connector": {
                 name: {key: _copy(item) for key, item in value.items()} if isinstance(value, dict) else value
                 for name, value in self.connector.items()
@@ -103,12 +153,38 @@ class MetricsMoment:
 
 
 def torchmetrics_of(module: torch.nn.Module) -> list[tuple[str, Metric]]:
-    """Find the torchmetrics of a model, with their names."""
+    """Find the torchmetrics of a model, with their names, also those in plain lists and dictionaries."""
+    found: dict[int, tuple[str, Metric]] = {}
     for child in module.modules():
         if isinstance(child, MetricCollection):
             # members that share a state see it only after they are asked for
             child.values(copy_state=False)
-    return [(name, child) for name, child in module.named_modules() if isinstance(child, Metric)]
+    for name, child in module.named_modules():
+        if isinstance(child, Metric):
+            found.setdefault(id(child), (name, child))
+        for attribute, value in vars(child).items():
+            if attribute not in _OF_EVERY_MODULE and isinstance(value, (list, tuple, dict)) and len(value) <= _MEMBERS:
+                items = value.items() if isinstance(value, dict) else enumerate(value)
+                for key, item in items:
+                    if isinstance(item, (Metric, MetricCollection)):
+                        prefix = ".".join(filter(None, (name, attribute, str(key))))
+                        for path, metric in torchmetrics_of(item):
+                            found.setdefault(id(metric), (".".join(filter(None, (prefix, path))), metric))
+    return list(found.values())
+
+
+def follow_metrics(module: torch.nn.Module, known: Iterable[FollowedMetric] = ()) -> list[FollowedMetric]:
+    """Find the torchmetrics of a model; those that are known stay so."""
+    begun = {id(followed.metric): followed.begun for followed in known}
+    found = []
+    for name, metric in torchmetrics_of(module):
+        plain = {n: v.detach().clone() if isinstance(v, torch.Tensor) else v for n, v in _plain(metric).items()}
+        found.append(FollowedMetric(name, metric, begun.get(id(metric), plain)))
+    return found
+
+
+def _trackers(module: torch.nn.Module) -> list[tuple[str, MetricTracker]]:
+    return [(name, child) for name, child in module.named_modules() if isinstance(child, MetricTracker)]
 
 
 def _encode_meta(result: Any) -> dict[str, Any]:
@@ -128,6 +204,9 @@ def _encode_meta(result: Any) -> dict[str, Any]:
 def restore_metrics(internals: Internals, module: torch.nn.Module, state: Mapping[str, Any]) -> None:
     """Undo :meth:`MetricsMoment.encode` in a new Trainer."""
     device = internals.trainer.strategy.root_device
+    for name, tracker in _trackers(module):
+        while len(tracker) < state.get("trackers", {}).get(name, 0):
+            tracker.increment()
     by_name = dict(torchmetrics_of(module))
     for name, saved in state["metrics"].items():
         metric = by_name.get(name)
@@ -135,6 +214,8 @@ def restore_metrics(internals: Internals, module: torch.nn.Module, state: Mappin
             for attribute, value in saved["states"].items():
                 moved = [v.to(device) for v in value] if isinstance(value, list) else value.to(device)
                 setattr(metric, attribute, moved)
+            for attribute, value in saved.get("plain", {}).items():
+                setattr(metric, attribute, value.to(device) if isinstance(value, torch.Tensor) else value)
             metric._update_count = saved["updates"]
             metric._computed = None
     results = internals.epoch_loop._results

@@ -32,9 +32,11 @@ from ckpt_core.state.rng import RngState, capture_generators, restore_generators
 from ckpt_core.state.trainer_parts import GRADIENTS_KEY
 from lightning_ckpt._exact.counters import Accumulation, Counters, undo_unfinished
 from lightning_ckpt._exact.elastic_state import continue_elastic, elastic_causes, state_for_rank
+from lightning_ckpt._exact.epoch_start import EpochStart
 from lightning_ckpt._exact.gradients_apart import keep_apart, put_back
 from lightning_ckpt._exact.loaders import TrainingData
-from lightning_ckpt._exact.metrics import MetricsMoment, restore_metrics, torchmetrics_of
+from lightning_ckpt._exact.metrics import FollowedMetric, MetricsMoment, follow_metrics, restore_metrics
+from lightning_ckpt._exact.modes import Modes
 from lightning_ckpt._exact.resume import Resume
 from lightning_ckpt._private.guard import check
 from lightning_ckpt._private.loops import Internals
@@ -83,19 +85,24 @@ class ExactState(Live):
         self._resume = Resume(self._internals)
         self._counters = Counters(self._internals, self._run_inside)
         self._accumulation = Accumulation(trainer)
+        self._epoch = EpochStart(self._internals)
+        self._modes = Modes(trainer.lightning_module)
+        self._continues = False
         self._loaded: dict[str, Any] | None = None
         self._batch: _Moment | None = None
         self._validation: _Moment | None = None
         self._validation_progress: dict[str, Any] = {}
         self._validation_over = False
+        self._modes_outside: dict[str, dict[str, bool]] = {}
         self._averaged = False
         self._backward = False
         self._open_gradients: set[int] = set()
         self._tensors: list[torch.Tensor] = []
-        self._metrics: list[tuple[str, Any]] = []
+        self._metrics: list[FollowedMetric] = []
         self._after_fit: dict[str, Any] | None = None
         self._released = False
         self._internals.before_iterators(self._before_iterators)
+        self._internals.around_epoch_start(self._epoch_starts)
         self._internals.around_validation(self._before_validation, self._end_validation, self._after_validation)
 
     @classmethod
@@ -117,18 +124,33 @@ class ExactState(Live):
 
     def training_starts(self) -> None:
         """The hooks ``on_train_start`` run; the loops will look at their counters next."""
-        module = self._trainer.lightning_module
         self._after_fit = None
         self._counters.training_starts()
         self._accumulation.training_starts()
-        self._tensors = list(itertools.chain(module.parameters(), module.buffers()))
-        self._metrics = torchmetrics_of(module)
+        self._look_again()
         if self._loaded is not None:
             shared, mine = self._loaded[Kind.REPLICATED.value], self._loaded["mine"]
             self._internals.set_progress(shared["progress"])
             counters, own = shared.get("post_local_sgd", {}), mine.get("post_local_sgd", {})
             shared["notes"] += self._post_local_sgd.restore(counters, own, resharded=self._is_resharded(self._loaded))
-            self._internals.instead_of_next_epoch_start(self._continue)
+            self._continues = True
+
+    def _epoch_starts(self, begin: Callable[[], None]) -> None:
+        if self._continues and self._loaded is not None:
+            self._continues = False
+            self._continue(begin)
+        else:
+            self._begin_epoch(begin)
+
+    def _begin_epoch(self, begin: Callable[[], None]) -> None:
+        self._epoch.run(begin)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        # hooks may have made other ones
+        module = self._trainer.lightning_module
+        self._tensors = list(itertools.chain(module.parameters(), module.buffers()))
+        self._metrics = follow_metrics(module, self._metrics)
 
     def _moment(self, rng: RngState) -> _Moment:
         metrics = MetricsMoment.take(self._internals, self._metrics)
@@ -150,15 +172,17 @@ class ExactState(Live):
 
     def _run_inside(self, run: Callable[[], Any]) -> Any:
         # a callback runs the loops while they run; what it interrupts is still under way after that
-        kept = {name: vars(self)[name] for name in _IN_PROGRESS}
+        kept, begun = {name: vars(self)[name] for name in _IN_PROGRESS}, self._epoch.begun
         try:
             return run()
         finally:
             vars(self).update(kept)
+            self._epoch.begun = begun
 
     def _before_validation(self) -> None:
         if not self._trainer.sanity_checking:
             self._validation, self._validation_over = self._moment(RngState.capture()), False
+            self._modes_outside = self._modes.capture()
             self._validation_progress = self._internals.progress()
 
     def _end_validation(self) -> None:
@@ -266,10 +290,12 @@ class ExactState(Live):
             "replicated": {
                 "phase": phase,
                 "progress": progress,
+                "modes": self._modes_outside if self._validation is not None else self._modes.capture(),
                 "validation_made": any(True for _ in self._internals.validation_loaders()),
             },
             "per_rank": {
                 "rng": rng.encode(),
+                "epoch_begun": self._epoch.capture(),
                 "data": data,
                 "metrics": metrics.encode(self._internals),
                 "gradients": self._gradients(batches, in_epoch),
@@ -366,7 +392,8 @@ class ExactState(Live):
             mine = state_for_rank(state, rank, gradients=not self._begins_window_again)
         else:
             mine = state_of_rank(state, rank)
-        self._loaded = {**state, "mine": mine, "all_ranks": saved, "apart": apart}
+        schedulers = checkpoint.get("lr_schedulers")
+        self._loaded = {**state, "mine": mine, "all_ranks": saved, "apart": apart, "lr_schedulers": schedulers}
         return True
 
     def _restored_by_others(self, checkpoint: Mapping[str, Any]) -> None:
@@ -385,14 +412,18 @@ class ExactState(Live):
         return bool(state[Kind.REPLICATED.value]["world_size"] != self._trainer.world_size)
 
     def _continue(self, begin_epoch: Callable[[], None]) -> None:
-        if self._loaded is None:  # another checkpoint was restored since
-            begin_epoch()
-            return
-        state, self._loaded = self._loaded, None
+        assert self._loaded is not None
+        state = self._loaded
         shared, mine, module = state[Kind.REPLICATED.value], state["mine"], self._trainer.lightning_module
         resharded = self._is_resharded(state)
         causes = elastic_causes(self._data, shared, mine) if resharded else self._data.check(mine["data"])
         in_epoch = shared["phase"] not in ("between_epochs", "epoch_end")
+        if in_epoch:
+            begun, schedulers = mine.get("epoch_begun"), state["lr_schedulers"]
+            self._epoch.run_again(begun, shared["progress"], schedulers, begin_epoch)
+            self._internals.set_progress(shared["progress"])
+        # until here, what the hooks save holds what is resumed from
+        self._loaded = None
         setting = self._accumulation.resume(shared["progress"], in_epoch=in_epoch)
         causes += [setting] if setting is not None else []
         if causes or shared["notes"]:
@@ -408,7 +439,10 @@ class ExactState(Live):
         self._internals.set_progress(shared["progress"])
         self._counters.resumed(shared["phase"])
         restore_metrics(self._internals, module, mine["metrics"])
+        self._look_again()
         self._restore_gradients(module, mine["gradients"])
+        if "modes" in shared:
+            self._modes.restore(shared["modes"])
         rng = RngState.decode(mine["rng"])
         if shared["phase"] == "epoch_end":
             rng.restore()
@@ -419,7 +453,7 @@ class ExactState(Live):
             if mine["data"]["between"] and self._trainer.current_epoch == 0:
                 # the iterators of the first epoch are made before it begins; it was saved before that
                 iter(self._internals.fetcher)
-            begin_epoch()
+            self._begin_epoch(begin_epoch)
         else:
             ready = shared["progress"]["batch"]["current"]["ready"]
             fetched = ready if resharded else mine["data"]["batches"]

@@ -69,6 +69,13 @@ class Internals:
         """
         replace(self.fit_loop, "_load_combined_loader_states", lambda _: call)
 
+    def around_epoch_start(self, call: Callable[[Callable[[], None]], None]) -> None:
+        """Let the start of each epoch, which runs the hooks ``on_train_epoch_start``, be ``call(original)``.
+
+        A callback's own hook is too late to know what the hooks begin with, and too early to know what they did.
+        """
+        replace(self.fit_loop, "on_advance_start", lambda original: lambda: call(original))
+
     def around_validation(
         self, before: Callable[[], None], over: Callable[[], None], after: Callable[[], None]
     ) -> None:
@@ -221,11 +228,6 @@ class Internals:
                 loop.reset_restart_stage()
 
     # ---- resuming in the middle -------------------------------------------------------------------------------------
-
-    def instead_of_next_epoch_start(self, call: Callable[[Callable[[], None]], None]) -> None:
-        """Let the start of the next epoch be ``call(original)``."""
-        original = self.fit_loop.on_advance_start
-        replace_once(self.fit_loop, "on_advance_start", lambda: call(original))
 
     def continue_epoch(self, enter: Callable[[], None], batches: int) -> None:
         """Let the next run of the epoch loop continue after ``batches`` batches instead of beginning.

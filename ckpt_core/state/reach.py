@@ -1,0 +1,270 @@
+"""What objects of users carry: walks data sets, samplers, transforms, callbacks and modules for what a run may change.
+
+Only ``__dict__`` is looked at, never a property, so that walking has no effects. What belongs to a library that keeps
+no state of a training there (files, locks, tables, tensors' storages, the frameworks themselves) is not entered.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+__all__ = ["Found", "is_generator", "is_plain", "reach"]
+
+_DEPTH = 8
+_OBJECTS = 5000
+_ITEMS = 256
+_SAMPLE = 64
+
+_LIBRARIES = """
+    PIL _io _thread _weakref accelerate accelerate_ckpt asyncio boto3 botocore builtins ckpt_async ckpt_core
+    collections concurrent contextlib ctypes datetime decimal enum fsspec h5py importlib io itertools lightning
+    lightning_ckpt lightning_fabric lmdb logging matplotlib multiprocessing numpy pandas pathlib pyarrow pydantic
+    pytorch_lightning queue re s3fs selectors socket sqlite3 ssl subprocess tensorboard threading tokenizers torch
+    torchmetrics transformers typing wandb weakref zoneinfo
+"""
+_NOT_ENTERED = frozenset(_LIBRARIES.split())
+_ENTERED = ("torch.utils.data", "torch.nn")
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+
+
+class Found(NamedTuple):
+    """A value that an object carries.
+
+    Attributes:
+        path: The names that lead to it, joined by dots.
+        value: A generator, a plain value, or a container of plain values.
+        put: Puts another value in its place.
+    """
+
+    path: str
+    value: Any
+    put: Callable[[Any], None]
+
+
+def is_generator(value: object) -> bool:
+    """Return whether a value is a random generator whose state can be read."""
+    if isinstance(value, random.SystemRandom):
+        return False
+    kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
+    return isinstance(value, kinds)
+
+
+def is_plain(value: object, depth: int = 4) -> bool:
+    """Return whether a value is a number, a text, a tensor or an array, or made of those; long containers are sampled."""
+    if isinstance(value, _SCALARS) or (isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)):
+        return True
+    if isinstance(value, np.ndarray):
+        return not value.dtype.hasobject
+    if not isinstance(value, _CONTAINERS) or depth == 0:
+        return False
+    items: Any = value
+    if isinstance(value, dict):
+        if not all(isinstance(key, _SCALARS) or is_plain(key, 1) for key in sample(value)):
+            return False
+        items = value.values()
+    return all(is_plain(item, depth - 1) for item in sample(items))
+
+
+def sample(items: Any) -> list[Any]:
+    """Return all items of a container, or some of a long one: the first, the last, and some between."""
+    if len(items) <= 3 * _SAMPLE:
+        return list(items)
+    if isinstance(items, (list, tuple)):
+        return [*items[:_SAMPLE], *items[:: max(1, len(items) // (8 * _SAMPLE))], *items[-_SAMPLE:]]
+    some = []
+    for number, item in enumerate(items):
+        if number == 3 * _SAMPLE:
+            break
+        some.append(item)
+    return some
+
+
+def reach(
+    owner: object, *, ignore: frozenset[str] = frozenset(), plain: bool = True, skip: tuple[object, ...] = ()
+) -> Iterator[Found]:
+    """Find what an object carries in its attributes, and in those of the objects that it holds.
+
+    Args:
+        owner: Any object, also a function with its closure.
+        ignore: Attributes of ``owner`` itself that are left out.
+        plain: Whether to find plain values, besides generators.
+        skip: Objects that are not entered.
+
+    Yields:
+        Each generator once, and each plain value in every place where it is.
+    """
+    seen = {id(value) for value in skip}
+    left, in_functions = _OBJECTS, 0
+
+    def walk(value: Any, path: str, depth: int) -> Iterator[Found]:
+        nonlocal left, in_functions
+        if id(value) in seen or left <= 0 or depth < 0:
+            return
+        seen.add(id(value))
+        left -= 1
+        if isinstance(value, (functools.partial, types.MethodType, types.FunctionType)):
+            # a function may be bound to anything, such as the whole script: only generators are taken from there
+            in_functions += 1
+            yield from walk_function(value, path, depth)
+            in_functions -= 1
+        elif isinstance(value, _CONTAINERS):
+            yield from walk_items(value, path, depth)
+        elif _is_entered(value, owner):
+            yield from walk_attributes(value, path, depth)
+
+    def walk_function(value: Any, path: str, depth: int) -> Iterator[Found]:
+        if isinstance(value, functools.partial):
+            for name, child in (("func", value.func), ("args", value.args), ("keywords", value.keywords)):
+                yield from visit(child, _join(path, name), _nowhere, depth)
+        elif isinstance(value, types.MethodType):
+            yield from visit(value.__self__, _join(path, "self"), _nowhere, depth)
+            yield from from_code(_code_of(getattr(value.__func__, "__wrapped__", value.__func__)), path)
+        else:
+            yield from from_code(_code_of(value), path)
+            for number, cell in enumerate(value.__closure__ or ()):
+                yield from visit(_content(cell), _join(path, f"closure{number}"), _nowhere, depth)
+
+    def walk_items(value: Any, path: str, depth: int) -> Iterator[Found]:
+        if len(value) > _ITEMS:
+            return
+        named: list[tuple[str, Any, Callable[[Any], None]]]
+        if isinstance(value, dict):
+            named = [(str(key), child, functools.partial(value.__setitem__, key)) for key, child in value.items()]
+        elif isinstance(value, (list, deque)):
+            named = [(str(i), child, functools.partial(value.__setitem__, i)) for i, child in enumerate(value)]
+        else:
+            named = [(str(i), child, _nowhere) for i, child in enumerate(value)]
+        for name, child, put in named:
+            yield from visit(child, _join(path, name), put, depth - 1)
+
+    def walk_attributes(value: Any, path: str, depth: int) -> Iterator[Found]:
+        attributes, left_out = vars(value), ignore if value is owner else frozenset()
+        if isinstance(value, torch.nn.Module):
+            yield from walk_module(value, path, depth)
+            left_out = left_out | _OF_EVERY_MODULE
+            if _top(type(value)) == "torch":
+                return
+        for name, child in list(attributes.items()):
+            if name not in left_out:
+                yield from visit(child, _join(path, name), _into(value, name), depth - 1)
+        yield from from_code(_code_of_class(type(value)), path)
+
+    def walk_module(value: torch.nn.Module, path: str, depth: int) -> Iterator[Found]:
+        for name, buffer in value._buffers.items():
+            # persistent buffers are in the module's state_dict; but nobody saves that of a transform
+            unsaved = name in value._non_persistent_buffers_set or not isinstance(owner, torch.nn.Module)
+            if plain and not in_functions and unsaved and buffer is not None:
+                yield Found(_join(path, name), buffer, functools.partial(setattr, value, name))
+        for name, child in value._modules.items():
+            if child is not None:
+                yield from walk(child, _join(path, name), depth)
+
+    def from_code(found: Mapping[str, Any], path: str) -> Iterator[Found]:
+        for name, where in found.items():
+            child = where()
+            if is_generator(child) and id(child) not in seen:
+                seen.add(id(child))
+                yield Found(_join(path, name), child, _nowhere)
+
+    def visit(child: Any, path: str, put: Callable[[Any], None], depth: int) -> Iterator[Found]:
+        if is_generator(child):
+            if id(child) not in seen:
+                seen.add(id(child))
+                yield Found(path, child, put)
+        elif isinstance(child, (type, types.ModuleType)):
+            return
+        elif is_plain(child):
+            if plain and not in_functions:
+                yield Found(path, child, put)
+        else:
+            yield from walk(child, path, depth)
+
+    if is_generator(owner):
+        yield Found("", owner, _nowhere)
+    else:
+        yield from walk(owner, "", _DEPTH)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _nowhere(value: Any) -> None:
+    """It cannot be replaced where it is."""
+
+
+def _into(holder: Any, name: str) -> Callable[[Any], None]:
+    # as plainly as it was found: samplers and loaders may refuse to have attributes set
+    return functools.partial(vars(holder).__setitem__, name)
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not yet filled
+        return None
+
+
+def _top(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _is_entered(value: object, owner: object) -> bool:
+    kind = type(value)
+    if not isinstance(getattr(value, "__dict__", None), dict):
+        return False
+    if isinstance(value, torch.nn.Module):
+        # what has parameters is the model that is trained, and no part of a data set
+        return isinstance(owner, torch.nn.Module) or next(value.parameters(), None) is None
+    if isinstance(value, (torch.utils.data.Dataset, torch.utils.data.Sampler)):
+        return True
+    if kind.__module__.startswith(_ENTERED):
+        return not kind.__name__.startswith("_")
+    return _top(kind) not in _NOT_ENTERED
+
+
+_known_classes: weakref.WeakKeyDictionary[type, dict[str, Callable[[], Any]]] = weakref.WeakKeyDictionary()
+
+
+def _code_of_class(kind: type) -> Mapping[str, Callable[[], Any]]:
+    """Return where generators may be that a class or its methods name, by their names."""
+    if kind not in _known_classes:
+        found: dict[str, Callable[[], Any]] = {}
+        for base in kind.__mro__:
+            if _top(base) in _NOT_ENTERED:
+                continue
+            for name, value in list(vars(base).items()):
+                if is_generator(value):
+                    found.setdefault(name, functools.partial(vars(base).get, name))
+                function = getattr(value, "__func__", getattr(value, "fget", value))
+                if isinstance(function, types.FunctionType):
+                    found.update(_code_of(function))
+        _known_classes[kind] = found
+    return _known_classes[kind]
+
+
+def _code_of(function: Any) -> dict[str, Callable[[], Any]]:
+    if not isinstance(function, types.FunctionType):
+        return {}
+    names = {name for code in _nested(function.__code__) for name in code.co_names}
+    scope = function.__globals__
+    found = sorted(name for name in names if is_generator(scope.get(name)))
+    return {f"globals.{name}": functools.partial(scope.get, name) for name in found}
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)

@@ -1,0 +1,200 @@
+"""The hooks of an epoch's start, which a fit that resumes in the middle of the epoch runs again.
+
+Lightning does not run them then, so what they set for the epoch would be missing until the next one. They are run with
+the counters and generators that they were run with, and then whatever was captured is put back: weights, optimizers,
+schedulers and all that the checkpoint holds are as they were saved, and what it does not hold is what the hooks make.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ckpt_core.state.rng import RngState
+from lightning_ckpt._exact.metrics import torchmetrics_of
+from lightning_ckpt._private.loops import Internals
+
+__all__ = ["EpochStart"]
+
+# they train, and restore what they have trained; what they find is captured
+_NOT_AGAIN = frozenset({"LearningRateFinder", "BatchSizeFinder"})
+_FRAMEWORK = ("lightning.", "pytorch_lightning.", "lightning_ckpt.")
+_HOOK = "on_train_epoch_start"
+
+
+class EpochStart:
+    """Runs the hooks ``on_train_epoch_start`` of one fit.
+
+    Args:
+        internals: Access to the Trainer.
+
+    Attributes:
+        begun: With what the hooks of the last epoch were run: counters, generators, values for callbacks.
+    """
+
+    def __init__(self, internals: Internals) -> None:
+        self._internals = internals
+        self.begun: tuple[dict[str, Any], RngState, dict[str, Any]] | None = None
+
+    def run(self, begin: Callable[[], None]) -> None:
+        """Begin an epoch, and remember with what its hooks are run."""
+        metrics = dict(self._internals.connector._callback_metrics)
+        self.begun = self._internals.progress(), RngState.capture(), metrics
+        begin()
+
+    def capture(self) -> dict[str, Any] | None:
+        """Return with what the hooks of the last epoch were run."""
+        if self.begun is None:
+            return None
+        progress, rng, metrics = self.begun
+        values = {name: v.detach().to("cpu", copy=True) for name, v in metrics.items() if isinstance(v, torch.Tensor)}
+        return {"progress": progress, "rng": rng.encode(), "metrics": values}
+
+    def run_again(
+        self, begun: Mapping[str, Any] | None, now: Mapping[str, Any], schedulers: Any, begin: Callable[[], None]
+    ) -> None:
+        """Begin the epoch that the checkpoint is in the middle of, and leave model and optimizers as they are.
+
+        Args:
+            begun: What :meth:`capture` returned, if the checkpoint has it.
+            now: The counters of the checkpoint.
+            schedulers: The states of the checkpoint's learning rate schedulers, in case the hooks make other ones.
+            begin: Runs the hooks.
+        """
+        begun = begun or {"progress": _at_start(now)}
+        reloads = {name: now[name] for name in ("train_reload_epoch", "val_reload_epoch")}
+        self._internals.set_progress({**begun["progress"], **reloads})
+        if "rng" in begun:
+            rng, device = RngState.decode(begun["rng"]), self._internals.trainer.strategy.root_device
+            rng.restore()
+            metrics = {name: value.to(device) for name, value in begun["metrics"].items()}
+            self._internals.connector._callback_metrics = metrics
+            self.begun = dict(begun["progress"]), rng, dict(metrics)
+        module = self._internals.trainer.lightning_module
+        with self._quiet(), self._kept_metrics(module), self._kept_optimizers(schedulers), self._kept_weights(module):
+            begin()
+
+    @contextlib.contextmanager
+    def _quiet(self) -> Iterator[None]:
+        # the rows and warnings of the first time are there
+        trainer = self._internals.trainer
+        loggers, callbacks = list(trainer.loggers), list(trainer.callbacks)
+        trainer.loggers = [_Quiet(logger) for logger in loggers]
+        trainer.callbacks = [cb for cb in callbacks if not _NOT_AGAIN & {base.__name__ for base in type(cb).__mro__}]
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            trainer.loggers, trainer.callbacks = loggers, callbacks
+
+    @contextlib.contextmanager
+    def _kept_metrics(self, module: torch.nn.Module) -> Iterator[None]:
+        results = self._internals.epoch_loop._results
+        logged = set(results)
+        updates = {name: metric._update_count for name, metric in torchmetrics_of(module)}
+        yield
+        for name in set(results) - logged:
+            del results[name]
+        for name, metric in torchmetrics_of(module):
+            if metric._update_count != updates.get(name, 0):
+                metric.reset()
+
+    @contextlib.contextmanager
+    def _kept_optimizers(self, schedulers: Any) -> Iterator[None]:
+        trainer = self._internals.trainer
+        kept = [(optimizer, _settings(optimizer)) for optimizer in trainer.optimizers]
+        before = [config.scheduler for config in trainer.lr_scheduler_configs]
+        yield
+        for number, (config, state) in enumerate(zip(trainer.lr_scheduler_configs, schedulers or (), strict=False)):
+            if number >= len(before) or config.scheduler is not before[number]:
+                config.scheduler.load_state_dict(state)
+        for optimizer, settings in kept:
+            del optimizer.param_groups[len(settings) :]
+            for group, values in zip(optimizer.param_groups, settings, strict=True):
+                for name, value in values.items():
+                    if isinstance(group.get(name), torch.Tensor) and isinstance(value, torch.Tensor):
+                        group[name].copy_(value)
+                    else:
+                        group[name] = value
+
+    @contextlib.contextmanager
+    def _kept_weights(self, module: torch.nn.Module) -> Iterator[None]:
+        trainer = self._internals.trainer
+        owners = [module, *(cb for cb in trainer.callbacks)]
+        if not any(_is_users_own(getattr(type(owner), _HOOK, None)) for owner in owners):
+            yield  # Lightning's own change no weights there
+            return
+        before = {name: (t, t._version, t.detach().to("cpu", copy=True)) for name, t in _tensors(module)}
+        yield
+        with torch.no_grad():
+            for name, tensor in _tensors(module):
+                same, version, value = before.get(name, (None, 0, None))
+                changed = tensor is not same or tensor._version != version
+                if value is not None and changed and tensor.shape == value.shape:
+                    tensor.copy_(value)
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    groups = [{name: v for name, v in group.items() if name != "params"} for group in optimizer.param_groups]
+    return [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()} for group in groups]
+
+
+def _is_users_own(function: Any) -> bool:
+    return function is not None and not getattr(function, "__module__", "").startswith(_FRAMEWORK)
+
+
+def _at_start(progress: Mapping[str, Any]) -> dict[str, Any]:
+    # of a checkpoint of an earlier version: the batches of the epoch stay counted
+    epoch = {kind: dict(counts) for kind, counts in progress["epoch"].items()}
+    for counts in epoch.values():
+        counts.update(ready=counts["ready"] - 1, started=counts["started"] - 1)
+    return {**progress, "epoch": epoch}
+
+
+class _Quiet:
+    """A logger that answers as another one does, and logs nothing."""
+
+    def __init__(self, logger: Any) -> None:
+        self.__dict__["_logger"] = logger
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return type(self._logger)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "experiment":
+            return _Nothing()
+        value = getattr(self.__dict__["_logger"], name)
+        return _Nothing() if callable(value) and name.startswith(("log", "watch", "save")) else value
+
+
+class _Nothing:
+    """Whatever is done with it does nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self
+
+    def __getitem__(self, key: Any) -> Any:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        return
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        return

@@ -1,0 +1,58 @@
+"""Runs a training to its end and resumes it from a checkpoint on the way, in new objects and under another seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+
+from tests.lightning_ckpt.exact_cases import Model, Outcome, SaveAt, make_trainer, outcome
+
+BATCHES = 8
+MIDDLE = ("on_train_batch_end", BATCHES + 3)
+END = ("on_train_epoch_end", 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """What is trained.
+
+    Attributes:
+        model: Makes the model.
+        callbacks: Makes the callbacks.
+        trainer: Arguments of the Trainer.
+    """
+
+    model: Callable[[], Model] = Model
+    callbacks: Callable[[], list[Any]] = list
+    trainer: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+def train_and_resume(
+    training: Training, directory: Path, at: tuple[str, int] = MIDDLE
+) -> tuple[Outcome, Outcome, list[str]]:
+    """Return what the uninterrupted run did after the save, what the resumed one did, and what that warned of."""
+    pl.seed_everything(1, verbose=False)
+    model, save = training.model(), SaveAt(*at, directory / "saved.ckpt")
+    trainer = make_trainer(directory, [*training.callbacks(), save], **training.trainer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(model)
+    assert save.calls >= at[1]
+    torch.load(save.path, weights_only=True)
+    expected = outcome(trainer, model).after(save.seen, save.rows)
+
+    pl.seed_everything(77, verbose=False)
+    torch.randn(3)
+    model = training.model()
+    trainer = make_trainer(directory, training.callbacks(), **training.trainer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model, ckpt_path=save.path)
+    said = [str(w.message) for w in caught if "exact" in str(w.message)]
+    return expected, outcome(trainer, model), said

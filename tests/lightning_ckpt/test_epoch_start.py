@@ -1,0 +1,224 @@
+"""What hooks of an epoch's start set is there after a resume in its middle, and what was captured is as it was."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric, MetricTracker, MinMaxMetric, RunningMean, SumMetric
+
+from tests.lightning_ckpt.captured import END, Training, train_and_resume
+from tests.lightning_ckpt.exact_cases import Model
+from tests.lightning_ckpt.exact_data import Samples
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+class Normed(Model):
+    """With batch normalisation, which trains differently in eval mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+
+
+class InEval(Normed):
+    def on_train_epoch_start(self) -> None:
+        self.net[1].eval()
+
+
+class EvalLater(Normed):
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 9:
+            self.net[1].eval()
+
+
+class Annealed(Model):
+    def on_train_epoch_start(self) -> None:
+        self.weight = 1.0 / (1 + self.trainer.global_step) + float(torch.rand(()))
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) * self.weight
+
+
+class AnnealedByMetric(Annealed):
+    def on_train_epoch_start(self) -> None:
+        self.weight = 1.0 + float(self.trainer.callback_metrics.get("loss_epoch", 0.0))
+
+
+class FreezesAndThaws(Model):
+    def on_train_epoch_start(self) -> None:
+        self.net[0].requires_grad_(self.current_epoch != 1)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.trainer.global_step == 9:
+            self.other.requires_grad_(False)
+
+
+class SetsItsOptimizer(Model):
+    """Whose hook sets learning rates that steps change later, and starts the epoch with other weights."""
+
+    def on_train_epoch_start(self) -> None:
+        for group in self.optimizers().param_groups:
+            group["lr"] = 0.1
+        with torch.no_grad():
+            self.other.weight.mul_(0.5)
+        self.logger.log_metrics({"own": 1.0}, step=self.trainer.global_step)
+        self.log("logged", 1.0)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        for group in self.optimizers().param_groups:
+            group["lr"] *= 0.9
+
+
+class Tracks(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tracked = MetricTracker(MeanMetric(), maximize=False)
+
+    def on_train_epoch_start(self) -> None:
+        self.tracked.increment()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.tracked.update(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.log("tracked", self.tracked.compute())
+        self.log("best", self.tracked.best_metric())
+
+
+class Runs(Model):
+    """A running window and extremes, and metrics in a plain list; all of them live on between epochs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running, self.extremes = RunningMean(window=4), MinMaxMetric(MeanMetric())
+        self.held = [MeanMetric(), SumMetric()]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.running(loss.detach())
+        self.log("running", self.running, on_step=True, on_epoch=True)
+        self.log_dict({f"extreme_{name}": v for name, v in self.extremes(loss.detach()).items()})
+        self.held[0].update(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.log("held", self.held[0].compute())
+
+
+class Weighted(Samples):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> Any:
+        number, x = super().__getitem__(index)
+        return number, x * (1 + self.epoch)
+
+
+class TellsItsData(Model):
+    def train_dataloader(self) -> Any:
+        return DataLoader(Weighted(32), batch_size=4, shuffle=True, num_workers=self.options.get("workers", 0))
+
+    def on_train_epoch_start(self) -> None:
+        self.trainer.train_dataloader.dataset.set_epoch(self.current_epoch)
+
+
+class ScalesTheLoss(Callback):
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.scale = 1.0 + trainer.current_epoch
+
+
+class Scaled(Model):
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) * self.scale
+
+
+class Thaws(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.other)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.other, optimizer)
+
+
+class FineTuned(Model):
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+def averages() -> list[Any]:
+    return [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=2)]
+
+
+TRAININGS = {
+    "eval mode": Training(InEval),
+    "eval mode in the middle": Training(EvalLater),
+    "annealing by step and chance": Training(Annealed),
+    "annealing by metric": Training(AnnealedByMetric),
+    "requires_grad": Training(FreezesAndThaws),
+    "optimizer, weights and rows": Training(SetsItsOptimizer),
+    "metric for each epoch": Training(Tracks),
+    "running window": Training(Runs),
+    "set_epoch": Training(TellsItsData),
+    "callback": Training(Scaled, lambda: [ScalesTheLoss()]),
+    "fine-tuning": Training(FineTuned, lambda: [Thaws()]),
+    "weight averaging": Training(Model, averages, {"max_epochs": 4}),
+}
+
+
+@pytest.mark.parametrize("name", TRAININGS)
+def test_hooks_of_the_epochs_start_have_run(name: str, tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(TRAININGS[name], tmp_path)
+    assert not said
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", ["eval mode in the middle", "requires_grad", "fine-tuning", "running window"])
+def test_modes_are_as_they_were_after_an_epoch(name: str, tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(TRAININGS[name], tmp_path, END)
+    assert not said
+    assert found == expected
+
+
+class Validated(EvalLater):
+    def val_dataloader(self) -> Any:
+        return DataLoader(Samples(12), batch_size=4)
+
+
+@pytest.mark.parametrize("hook", ["on_validation_start", "on_validation_end"])
+def test_modes_are_those_outside_of_the_validation_that_saved(hook: str, tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(Training(Validated), tmp_path, (hook, 2))
+    assert not said
+    assert found == expected
+
+
+def test_what_a_user_freezes_in_another_way_stays_so(tmp_path: Path) -> None:
+    frozen: list[bool] = []
+
+    class Frozen(Model):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other.requires_grad_(not frozen)
+            frozen.append(True)
+
+        def on_train_end(self) -> None:
+            frozen.append(self.other.weight.requires_grad)
+
+    train_and_resume(Training(Frozen), tmp_path)
+    assert frozen == [True, True, True, False]
