@@ -18,7 +18,7 @@ from accelerate_ckpt._data.opening import Habit, Next, Opening, Uses
 from accelerate_ckpt._data.tracker import Consumed, Division, InnerTracker
 from accelerate_ckpt._private.data import Internals, not_as_known
 from ckpt_core.state.loaders import FetchHistory, LoaderMark
-from ckpt_core.state.rng import RngState, capture_generators, restore_generators
+from ckpt_core.state.rng import RngState
 
 __all__ = ["LoaderPosition"]
 
@@ -224,7 +224,7 @@ class LoaderPosition:
         return _Moment(rng, self._tracker.mark(), self._dataset_generators())
 
     def _dataset_generators(self) -> dict[str, Any]:
-        return capture_generators(self._tracker.loader.dataset) if self._tracker.has_generators else {}
+        return self._tracker.carried.generators() if self._tracker.workers == 0 else {}
 
     def _caught_up(self) -> None:
         after, self._rng_after = self._rng_after, None
@@ -365,7 +365,7 @@ class LoaderPosition:
         begun = state["begun"]
         self._begun_generators = begun["dataset_generators"]
         self._first_rng = _decode(begun["rng"])
-        restore_generators(self.loader.base_dataloader.dataset, self._begun_generators)
+        self._tracker.carried.restore_generators(self._begun_generators)
         drop = self._tracker.prepare(state["pass"])
         if drop >= 100:
             log.info("reading %d batches again to get back to where the data was", drop)

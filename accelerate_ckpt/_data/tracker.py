@@ -7,7 +7,8 @@ from typing import Any
 
 from accelerate_ckpt._private.data import Internals, inner_batch_sampler, is_iterable_shard, over_other_batches
 from ckpt_core.state.elastic import RemainingBatches, RemainingSamples, carry_order
-from ckpt_core.state.loaders import LoaderTracker, has_no_dataset_state
+from ckpt_core.state.loaders import LoaderMark, LoaderTracker, has_no_dataset_state
+from ckpt_core.state.plain import PlainState
 from ckpt_core.state.rng import RngState, capture_generators, find_generators, restore_generators
 from ckpt_core.state.samplers import (
     RecordingSampler,
@@ -48,6 +49,7 @@ class ShardSampler(RecordingSampler):
         initial = capture_counters(self.source)
         # a seed that came from the global generators is part of the state even if nobody has changed it since
         self._initial = {k: _UNLIKE_ANY if k.endswith("initial_seed") else v for k, v in initial.items()}
+        self.plain = PlainState(self.source, skip=(loader, getattr(loader, "dataset", None)))
 
     # Accelerate asks isinstance(..., BatchSampler)
     @property
@@ -77,7 +79,8 @@ class ShardSampler(RecordingSampler):
         return _itself, (self.whole,)
 
     def moment(self) -> SamplerMoment:
-        return SamplerMoment(RngState.capture(), self.generators(), capture_counters(self.source, self._initial))
+        counters = capture_counters(self.source, self._initial)
+        return SamplerMoment(RngState.capture(), self.generators(), counters, self.plain.capture()[0])
 
     def generators(self) -> dict[str, Any]:
         # samplers know their data set, whose generators are another matter
@@ -92,6 +95,7 @@ class ShardSampler(RecordingSampler):
     def restore(self, moment: SamplerMoment, rng: bool = True) -> None:
         moment = carry_order(self.source, moment)
         restore_counters(self.source, moment.counters)
+        self.plain.restore(moment.values)
         self.restore_generators(moment.generators)
         if rng:
             moment.rng.restore()
@@ -178,7 +182,6 @@ class InnerTracker(LoaderTracker):
     def __init__(self, loader: Any, replay: bool = False) -> None:
         self._whole_dataset: tuple[Any, Any] | None = None
         super().__init__(loader, replay)
-        self.has_generators = self.workers == 0 and any(True for _ in find_generators(loader.dataset))
 
     @property
     def may_read_again(self) -> bool:
@@ -186,6 +189,13 @@ class InnerTracker(LoaderTracker):
         if self.workers:
             return False
         return self.method == "replay" or (self.iterable and not is_stateful(self.loader.dataset))
+
+    def capture(self, mark: LoaderMark, fetches: int) -> dict[str, Any]:
+        state = super().capture(mark, fetches)
+        if self.workers == 0:
+            # what was fetched ahead is fetched again, and then they are as they are now
+            state["dataset_generators"] = state["carried"]["generators"] = self.carried.generators()
+        return state
 
     def _wrap_sampler(self) -> None:
         name = "batch_sampler" if self.loader.batch_sampler is not None else "sampler"
@@ -243,7 +253,7 @@ class InnerTracker(LoaderTracker):
         self.pass_made()
         if self.workers == 0 and self.sampler.live is not None:
             self.sampler.live.fast_forward()
-        restore_generators(self.loader.dataset, dataset_generators)
+        self.carried.restore_generators(dataset_generators)
 
     def fetched_ahead(self, state: Mapping[str, Any]) -> None:
         """Tell that a resumed pass has fetched the batch that had been fetched ahead."""
@@ -255,7 +265,7 @@ class InnerTracker(LoaderTracker):
 
     def carry_between_passes(self, state: Mapping[str, Any], rng: RngState) -> None:
         """Let the next pass draw the order that it would have drawn in another number of ranks."""
-        moment = SamplerMoment(rng, state["generators"], state["counters"])
+        moment = SamplerMoment(rng, state["generators"], state["counters"], state.get("values", {}))
         self.sampler.restore(moment, rng=False)
         self.sampler.live = None
 

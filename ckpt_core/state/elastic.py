@@ -125,7 +125,7 @@ def carry_order(sampler: Any, moment: SamplerMoment) -> SamplerMoment:
         # what RandomSampler does when it has no generator
         seed = int(torch.empty((), dtype=torch.int64).random_(generator=source).item())
         source.manual_seed(seed)
-    return SamplerMoment(moment.rng, {**moment.generators, key: source.get_state()}, moment.counters)
+    return dataclasses.replace(moment, generators={**moment.generators, key: source.get_state()})
 
 
 class RemainingBatches(BatchSampler):

@@ -16,10 +16,18 @@ from typing import Any, Generic, Literal, TypeVar
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_core.errors import CheckpointError, StateMismatchError
-from ckpt_core.state.rng import RngState, capture_generators, find_generators, restore_generators
+from ckpt_core.state.carried import Carried
+from ckpt_core.state.rng import PACKED_RNG_BYTES, RngState
 from ckpt_core.state.samplers import RecordingSampler, SamplerMoment, SamplerPass, describe_sampler
 from ckpt_core.state.stateful import is_stateful
-from ckpt_core.state.workers import RecordingCollate, RngIterableDataset, RngMapDataset, WorkerInit, WorkerRngLog
+from ckpt_core.state.workers import (
+    RecordingCollate,
+    RngIterableDataset,
+    RngMapDataset,
+    WorkerInit,
+    WorkerRngLog,
+    pack_carried,
+)
 
 __all__ = ["FetchHistory", "LoaderMark", "LoaderTracker", "has_no_dataset_state"]
 
@@ -29,6 +37,7 @@ Method = Literal["skip", "load", "replay"]
 Moment = TypeVar("Moment")
 
 _FETCHES_THAT_SHOW_DRAWS = 2
+_SLACK = 4096  # numbers of generators are written with as many digits as they have
 
 # settings of a loader that decide what its batches are
 _COMPARED = {
@@ -48,11 +57,13 @@ class LoaderMark:
         started: The fetch, counted from the start of the epoch, at which its current pass began.
         sampler_pass: Its current pass over the sampler.
         state: Its own state, if it has one.
+        generators: What its data set and ``collate_fn`` carry, if they are in this process.
     """
 
     started: int
     sampler_pass: SamplerPass | None
     state: Mapping[str, Any] | None
+    generators: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class FetchHistory(Generic[Moment]):
@@ -127,6 +138,10 @@ class LoaderTracker:
         self._problem: str | None = None
         self._state_before_pass: Mapping[str, Any] | None = None
         self.sampler: RecordingSampler | None = None
+        owners = {"": dataset, "collate_fn": loader.collate_fn} if self.is_loader else {"": loader}
+        # what loads a state of its own knows what it carries, but for generators
+        self.carried = Carried(owners, plain=self.method != "load")
+        self._begun_carried: dict[str, Any] = {}
         if self.is_loader:
             self._wrap_sampler()
             self._wrap_dataset(dataset)
@@ -173,6 +188,8 @@ class LoaderTracker:
         self._begun_rng = RngState.capture()
         self.started = started
         self._state_before_pass = self._state_between_passes()
+        self.carried.look()
+        self._begun_carried = {"generators": self.carried.generators(), "values": self.carried.values()[0]}
         if self.method == "skip" and self.workers:
             alive = self.persistent and getattr(self.loader, "_iterator", None) is not None
             if alive:
@@ -204,7 +221,8 @@ class LoaderTracker:
                 self._resumed_workers = []
 
     def _record_workers(self, resume: list[Any] | None = None, throwaway: int = 0) -> None:
-        log = WorkerRngLog(self.workers, depth=int(self.loader.prefetch_factor or 2) + 4)
+        room = len(pack_carried(self.carried)) + _SLACK if self.carried.has_generators else 0
+        log = WorkerRngLog(self.workers, depth=int(self.loader.prefetch_factor or 2) + 4, room=room)
         self._resumed_workers = list(resume or ())
         collate_fn = self._original.get("collate_fn", self.loader.collate_fn)
         init_fn = self._original.get("worker_init_fn", self.loader.worker_init_fn)
@@ -226,7 +244,8 @@ class LoaderTracker:
     def mark(self) -> LoaderMark:
         """Remember where the loader is before a fetch."""
         state = self.loader.state_dict() if self.method == "load" else None
-        return LoaderMark(self.started, self._pass(), state)
+        here = self.workers == 0 and self.carried.has_generators
+        return LoaderMark(self.started, self._pass(), state, self.carried.generators() if here else {})
 
     # ---- capture -----------------------------------------------------------------------------------------------------
 
@@ -240,6 +259,9 @@ class LoaderTracker:
         position = fetches - mark.started
         state = {**self._common(), "position": position, "method": self.method, "started": mark.started}
         state["passes"] = self.passes
+        if self.workers == 0:
+            state["dataset_generators"] = state["carried"]["generators"] = dict(mark.generators)
+        state["carried"]["begun"] = self._begun_carried
         if self._begun_rng is not None:
             state["begun_rng"] = self._begun_rng.encode()
         if mark.sampler_pass is not None:
@@ -302,7 +324,12 @@ class LoaderTracker:
             moment = self.sampler.moment()
             state["generators"] = dict(moment.generators)
             state["counters"] = dict(moment.counters)
-            state["dataset_generators"] = capture_generators(self.loader.dataset) if self.workers == 0 else {}
+            state["values"], state["moving"] = dict(moment.values), sorted(self.sampler.moving)
+            state["dataset_generators"] = self.carried.generators() if self.workers == 0 else {}
+        values, left_out = self.carried.values()
+        if self.sampler is not None:
+            left_out += [f"sampler.{path}" for path in self.sampler.plain.capture()[1]]
+        state["carried"] = {"generators": self.carried.generators(), "values": values, "left_out": left_out}
         return state
 
     # ---- restore -----------------------------------------------------------------------------------------------------
@@ -329,14 +356,26 @@ class LoaderTracker:
             return "a stateful loader was left before its end, and its data set may not begin each pass afresh"
         if not getattr(self.loader, "in_order", True):
             return "the data loader returns batches out of order (in_order=False)"
-        held = [path for path, _ in find_generators(getattr(self.loader, "dataset", None))] if self.workers else []
-        if held and not state.get("between"):
+        if self._has_lost_generators(state):
+            path = self.carried.paths[0]
+            return f"the data set keeps its own random generator ({path}) in worker processes, where it is not recorded"
+        left_out = state.get("carried", {}).get("left_out")
+        if left_out:
             return (
-                f"the data set keeps its own random generator ({held[0]}) in worker processes, where it is not recorded"
+                f"the data set or its sampler has changed {', '.join(left_out[:3])}, which is too large or of a kind "
+                "that is not captured (give it state_dict and load_state_dict)"
             )
         if self._reads_again(state) and self.persistent and state["passes"] > 1:
             return "an iterable data set without state_dict in persistent workers keeps state that cannot be read again"
         return None
+
+    def _has_lost_generators(self, state: Mapping[str, Any]) -> bool:
+        if not self.workers or not self.carried.has_generators or state.get("between"):
+            return False
+        if self.method == "replay":
+            return "carried" not in state
+        recorded = [packed for packed in state.get("workers") or () if packed is not None]
+        return self.method != "skip" or any(packed.numel() == PACKED_RNG_BYTES for packed in recorded)
 
     def _reads_again(self, state: Mapping[str, Any]) -> bool:
         if self.method == "load" and self.iterable and self.is_loader:
@@ -358,6 +397,8 @@ class LoaderTracker:
         position = int(state["position"])
         self._begun_rng = RngState.decode(state["begun_rng"])
         self._begun_rng.restore()
+        self._begun_carried = state.get("carried", {}).get("begun") or {}
+        self._restore_carried(self._begun_carried)
         skip, drop = self._split(state, position)
         if self.sampler is not None and state.get("begun") is not None:
             first = SamplerMoment.decode(state["first"]) if state["first"] is not None else None
@@ -395,13 +436,24 @@ class LoaderTracker:
                 self.sampler.live.fast_forward()
             self._restore_common(state, generators=self.workers == 0)
 
+    def _restore_carried(self, carried: Mapping[str, Any]) -> None:
+        self.carried.look()
+        self.carried.restore_generators(carried.get("generators", {}))
+        self.carried.restore_values(carried.get("values", {}))
+
     def _restore_common(self, state: Mapping[str, Any], generators: bool = True) -> None:
         if self.sampler is None:
             return
         now = self.sampler.moment()
         kept = state["generators"] if generators else now.generators
-        self.sampler.restore(SamplerMoment(now.rng, kept, state["counters"]), rng=False)
-        restore_generators(self.loader.dataset, state["dataset_generators"])
+        # with workers it is drawn from ahead of them
+        moving = () if generators else state.get("moving", ())
+        values = {path: value for path, value in state.get("values", {}).items() if path not in moving}
+        self.sampler.restore(SamplerMoment(now.rng, kept, state["counters"], values), rng=False)
+        carried = state.get("carried") or {"generators": state["dataset_generators"]}
+        # what was read again is as it was, and its iterator may hold it
+        again = self.method == "replay" and not state.get("between")
+        self._restore_carried({**carried, "values": {}} if again else carried)
 
     def prepare_next_pass(self, state: Mapping[str, Any]) -> None:
         """Get ready for the loader's next whole pass to begin."""
@@ -409,6 +461,8 @@ class LoaderTracker:
         if self.method == "load":
             self._close_pass(state["state"])
         self._restore_common(state)
+        if self.sampler is None:
+            self._restore_carried(state.get("carried", {}))
         self._next_workers = list(state.get("workers") or ())
         if self.sampler is not None:
             self.sampler.undo_seed = self.persistent and self.passes > 0

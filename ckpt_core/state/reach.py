@@ -61,7 +61,7 @@ def is_generator(value: object) -> bool:
 
 
 def is_plain(value: object, depth: int = 4) -> bool:
-    """Return whether a value is a number, a text, a tensor or an array, or made of those; long containers are sampled."""
+    """Return whether a value is a number, text, tensor or array, or made of those; of long containers, a sample is."""
     if isinstance(value, _SCALARS) or (isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)):
         return True
     if isinstance(value, np.ndarray):

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ckpt_core.state.plain import PlainState
 from ckpt_core.state.rng import RngState, capture_generators, restore_generators
 from ckpt_core.state.stateful import stay_stateful
 
@@ -29,18 +30,25 @@ class SamplerMoment:
         rng: The global generators.
         generators: The sampler's own generators, captured.
         counters: Its seed, its epoch, and other integers it has changed since it was made.
+        values: Other plain values that it has changed, such as a list that it shuffles in place.
     """
 
     rng: RngState
     generators: Mapping[str, Any]
     counters: Mapping[str, int]
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def encode(self) -> dict[str, Any]:
-        return {"rng": self.rng.encode(), "generators": dict(self.generators), "counters": dict(self.counters)}
+        return {
+            "rng": self.rng.encode(),
+            "generators": dict(self.generators),
+            "counters": dict(self.counters),
+            "values": dict(self.values),
+        }
 
     @classmethod
     def decode(cls, state: Mapping[str, Any]) -> SamplerMoment:
-        return cls(RngState.decode(state["rng"]), state["generators"], state["counters"])
+        return cls(RngState.decode(state["rng"]), state["generators"], state["counters"], state.get("values", {}))
 
 
 @dataclasses.dataclass
@@ -132,9 +140,11 @@ class RecordingSampler:
         live: The last iterator.
         undo_seed: Set for a pass whose workers, in the run that is repeated, were there already, so that no seed was
             drawn for them.
+        plain: The plain values that it carries.
+        moving: Which of them change as it is drawn from.
     """
 
-    _own = frozenset({"inner", "loader", "current", "live", "undo_seed", "_initial", "_pending"})
+    _own = frozenset({"inner", "loader", "current", "live", "undo_seed", "plain", "moving", "_initial", "_pending"})
 
     def __init__(self, inner: Iterable[Any], loader: object) -> None:
         self.inner = inner
@@ -143,6 +153,8 @@ class RecordingSampler:
         self.live: _RecordingIterator | None = None
         self.undo_seed = False
         self._initial = capture_counters(inner)
+        self.plain = PlainState(inner, skip=(loader, getattr(loader, "dataset", None)))
+        self.moving: set[str] = set()
         self._pending: tuple[SamplerPass, int] | None = None
         stay_stateful(self)
 
@@ -165,7 +177,8 @@ class RecordingSampler:
 
     def moment(self) -> SamplerMoment:
         """Capture what the next numbers depend on now."""
-        return SamplerMoment(RngState.capture(), self.generators(), capture_counters(self.inner, self._initial))
+        counters = capture_counters(self.inner, self._initial)
+        return SamplerMoment(RngState.capture(), self.generators(), counters, self.plain.capture()[0])
 
     def generators(self) -> dict[str, Any]:
         """Capture the generators of the sampler and of the loader."""
@@ -178,6 +191,7 @@ class RecordingSampler:
     def restore(self, moment: SamplerMoment, rng: bool = True) -> None:
         """Go back to a captured moment, with or without the global generators."""
         restore_counters(self.inner, moment.counters)
+        self.plain.restore(moment.values)
         self.restore_generators(moment.generators)
         if rng:
             moment.rng.restore()
@@ -256,10 +270,14 @@ class _RecordingIterator:
         if self.current.first is None:
             self.current.first = self.sampler.moment()
         # the second draw tells a sampler that has made its permutation from one that draws as it goes
-        before = RngState.capture() if self.current.drawn == 1 else None
+        before = (RngState.capture(), self.sampler.plain.digests()) if self.current.drawn == 1 else None
         indices = next(self.inner)
-        if before is not None and not before.same_as(RngState.capture()):
-            self.current.draws_throughout = True
+        if before is not None:
+            rng, digests = before
+            if not rng.same_as(RngState.capture()):
+                self.current.draws_throughout = True
+            now = self.sampler.plain.digests()
+            self.sampler.moving |= {path for path in now if now[path] != digests.get(path)}
         self.current.drawn += 1
         return indices
 

@@ -8,6 +8,8 @@ a resume need not load the data of the past again to bring the workers' generato
 from __future__ import annotations
 
 import base64
+import io
+import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,12 +18,14 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from ckpt_core.errors import CheckpointError
+from ckpt_core.state.carried import Carried
 from ckpt_core.state.rng import PACKED_RNG_BYTES, pack_rng, unpack_rng
 from ckpt_core.state.stateful import stay_stateful
 
-__all__ = ["RecordingCollate", "RngIterableDataset", "RngMapDataset", "WorkerInit", "WorkerRngLog"]
+__all__ = ["RecordingCollate", "RngIterableDataset", "RngMapDataset", "WorkerInit", "WorkerRngLog", "pack_carried"]
 
 _UNTOUCHED = -1
+_LENGTH = struct.Struct("<Q")
 
 
 class WorkerRngLog:
@@ -30,13 +34,15 @@ class WorkerRngLog:
     Args:
         num_workers: Number of workers of the loader.
         depth: Number of batches back that can be asked for; more than a worker can be ahead of the consumer.
+        room: Bytes for the generators that data set and ``collate_fn`` carry.
     """
 
-    def __init__(self, num_workers: int, depth: int) -> None:
+    def __init__(self, num_workers: int, depth: int, room: int = 0) -> None:
         self.depth = depth
+        self.room = room
         self._counts = torch.full((num_workers,), _UNTOUCHED, dtype=torch.int64).share_memory_()
         self._slots: torch.Tensor = torch.zeros(
-            (num_workers, depth, PACKED_RNG_BYTES), dtype=torch.uint8
+            (num_workers, depth, PACKED_RNG_BYTES + room), dtype=torch.uint8
         ).share_memory_()
 
     def start(self, worker: int) -> None:
@@ -47,10 +53,10 @@ class WorkerRngLog:
         """Number of batches the worker has made since it started."""
         return max(0, int(self._counts[worker]))
 
-    def record(self, worker: int) -> None:
+    def record(self, worker: int, carried: bytes = b"") -> None:
         """Called in a worker after each batch."""
         count = int(self._counts[worker])
-        packed = torch.frombuffer(bytearray(pack_rng()), dtype=torch.uint8)
+        packed = torch.frombuffer(bytearray(pack_rng() + carried.ljust(self.room, b"\0")), dtype=torch.uint8)
         self._slots[worker, count % self.depth].copy_(packed)
         self._counts[worker] = count + 1
 
@@ -79,6 +85,22 @@ class WorkerRngLog:
         return self._slots[worker, (batches - 1) % self.depth].clone()
 
 
+def pack_carried(carried: Carried, room: int | None = None) -> bytes:
+    """Return the generators of objects as bytes, which say how many they are; none if they are more than ``room``."""
+    buffer = io.BytesIO()
+    torch.save(carried.generators(), buffer)
+    data = buffer.getvalue()
+    packed = _LENGTH.pack(len(data)) + data
+    return packed if room is None or len(packed) <= room else b""
+
+
+def unpack_carried(packed: bytes) -> dict[str, Any]:
+    """Undo :func:`pack_carried`."""
+    (length,) = _LENGTH.unpack_from(packed)
+    data = packed[_LENGTH.size : _LENGTH.size + length]
+    return dict(torch.load(io.BytesIO(data), weights_only=True)) if data else {}
+
+
 class RecordingCollate:
     """A ``collate_fn`` that also records the worker's generators, and sets them once after a resume.
 
@@ -100,6 +122,14 @@ class RecordingCollate:
         self.log = log
         self.resume = list(resume)
         self.throwaway = throwaway
+        self._carried: Carried | None = None
+
+    def _carries(self) -> Carried:
+        if self._carried is None:
+            worker = get_worker_info()
+            dataset = None if worker is None else worker.dataset
+            self._carried = Carried({"": dataset, "collate_fn": self.collate_fn}, plain=False)
+        return self._carried
 
     def __call__(self, samples: Any) -> Any:
         batch = self.collate_fn(samples)
@@ -107,14 +137,20 @@ class RecordingCollate:
         if worker is not None:
             if worker.id < self.throwaway and self.log.count(worker.id) == 0:
                 self.install(worker.id)
-            self.log.record(worker.id)
+            self.log.record(worker.id, pack_carried(self._carries(), self.log.room) if self.log.room else b"")
         return batch
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_carried": None}
 
     def install(self, worker: int) -> None:
         """Set the generators of this worker process to those it continues from."""
         packed = self.resume[worker] if worker < len(self.resume) else None
         if packed is not None:
-            unpack_rng(packed.numpy().tobytes()).restore()
+            data = packed.numpy().tobytes()
+            unpack_rng(data[:PACKED_RNG_BYTES]).restore()
+            if len(data) > PACKED_RNG_BYTES:
+                self._carries().restore_generators(unpack_carried(data[PACKED_RNG_BYTES:]))
 
 
 class WorkerInit:

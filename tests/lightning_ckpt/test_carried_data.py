@@ -1,0 +1,221 @@
+"""What samplers, data sets, transforms and collators keep in their attributes is as it was after a resume."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, default_collate
+
+from tests.lightning_ckpt.captured import BATCHES, END, MIDDLE, Training, train_and_resume
+from tests.lightning_ckpt.exact_cases import Model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+LAST = ("on_train_batch_end", BATCHES)
+NOISE = random.Random(4)
+
+
+class Items(Dataset[Any]):
+    """32 items; ``change`` is added to what an item is made of."""
+
+    def __init__(self, change: Callable[[], float] = lambda: 0.0, size: int = 32) -> None:
+        self.change, self.order, self.reads = change, list(range(size)), np.zeros(size, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads[index] += 1
+        number = self.order[index]
+        return number, torch.full((4,), number / 32) + float(self.change())
+
+
+class ReadsCount(Items):
+    def __getitem__(self, index: int) -> Any:
+        number, x = super().__getitem__(index)
+        return number, x + float(self.reads.sum()) / 10
+
+
+class Noise:
+    def __init__(self) -> None:
+        self.own = np.random.default_rng(1)
+        self.python = random.Random(2)
+
+    def __call__(self) -> float:
+        return float(self.own.random()) + self.python.random()
+
+
+class Collate:
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(1)
+
+    def __call__(self, items: Any) -> Any:
+        numbers, x = default_collate(items)
+        return numbers, x * torch.rand((), generator=self.generator)
+
+
+class Shuffled(Sampler[list[int]]):
+    """The usual hand-written batch sampler: shuffles its list in place, with a generator of its own or the global."""
+
+    def __init__(self, own: random.Random | None = None, lazy: bool = False) -> None:
+        self.batches = [list(range(begin, begin + 4)) for begin in range(0, 32, 4)]
+        self.own, self.lazy = own, lazy
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        if self.lazy:
+            return self.draw()
+        self.shuffle()
+        return iter(self.batches)
+
+    def shuffle(self) -> None:
+        (self.own or random).shuffle(self.batches)
+
+    def draw(self) -> Iterator[list[int]]:
+        self.shuffle()
+        for batch in self.batches:
+            self.own and self.own.shuffle(batch)
+            yield list(batch)
+
+
+class Mining(Sampler[int]):
+    """Prefers what training has marked."""
+
+    def __init__(self) -> None:
+        self.weights = torch.ones(32)
+
+    def __len__(self) -> int:
+        return 32
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.multinomial(self.weights, 32, replacement=True).tolist())
+
+
+class Marks(Callback):
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        trainer.train_dataloader.sampler.weights[batch[0]] += 1
+
+
+class Reorders(Callback):
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        random.shuffle(trainer.train_dataloader.dataset.order)
+
+
+class Counting(IterableDataset[Any]):
+    """Counts its passes, and shuffles by that."""
+
+    def __init__(self) -> None:
+        self.epoch, self.noise, self.queue = -1, Noise(), [0]
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        self.queue.append(self.epoch)
+        order = list(range(32))
+        random.Random(self.epoch + len(self.queue)).shuffle(order)
+        return iter([(i, torch.full((4,), i / 32) + self.noise()) for i in order])
+
+
+def loader_of(make: Callable[..., Any]) -> Callable[[int], Callable[[], Model]]:
+    class Loads(Model):
+        def train_dataloader(self) -> Any:
+            return make(self.options["workers"])
+
+    return lambda workers: lambda: Loads({"workers": workers})
+
+
+def over(make: Callable[[], Any], **options: Any) -> Callable[[int], Callable[[], Model]]:
+    def build(workers: int) -> Any:
+        named = {name: option() for name, option in options.items()}
+        shape = {} if "batch_sampler" in named else {"batch_size": 4, "shuffle": "sampler" not in named}
+        return DataLoader(make(), num_workers=workers, **shape, **named)
+
+    return loader_of(build)
+
+
+def stream(make: Callable[[], Any]) -> Callable[[int], Callable[[], Model]]:
+    return loader_of(lambda workers: DataLoader(make(), batch_size=4, num_workers=workers))
+
+
+class ByChance(Items):
+    def __getitem__(self, index: int) -> Any:
+        number, x = super().__getitem__(index)
+        return number, x + NOISE.random()
+
+
+LOADERS = {
+    "transform": over(lambda: Items(Noise())),
+    "concatenated": over(lambda: ConcatDataset([Items(Noise(), 16), Items(Noise(), 16)])),
+    "collate": over(Items, collate_fn=Collate),
+    "generator of the code": over(ByChance),
+    "shuffled in place": over(Items, batch_sampler=Shuffled),
+    "shuffled by its own": over(Items, batch_sampler=lambda: Shuffled(random.Random(3), lazy=True)),
+    "counts its passes": stream(Counting),
+}
+IN_PROCESS = {
+    "counts its reads": (over(ReadsCount), list),
+    "mining": (over(Items, sampler=Mining), lambda: [Marks()]),
+    "reorders": (over(Items), lambda: [Reorders()]),
+}
+
+
+def some(names: list[str], *quick: str) -> list[Any]:
+    """All cases; those that are not named run with the slow tests."""
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]
+
+
+@pytest.mark.parametrize("name", [*LOADERS, *IN_PROCESS])
+def test_in_this_process(name: str, tmp_path: Path) -> None:
+    check_in_this_process(name, MIDDLE, tmp_path)
+
+
+@pytest.mark.parametrize("at", [LAST, END], ids=["last", "end"])
+@pytest.mark.parametrize("name", some([*LOADERS, *IN_PROCESS], "counts its passes", "shuffled in place"))
+def test_around_the_end_of_an_epoch(name: str, at: tuple[str, int], tmp_path: Path) -> None:
+    check_in_this_process(name, at, tmp_path)
+
+
+def check_in_this_process(name: str, at: tuple[str, int], tmp_path: Path) -> None:
+    make, callbacks = IN_PROCESS[name] if name in IN_PROCESS else (LOADERS[name], list)
+    NOISE.seed(4)
+    expected, found, said = train_and_resume(Training(make(0), callbacks), tmp_path, at)
+    assert [text for text in said if "draws random numbers" not in text] == []
+    assert found.seen == expected.seen
+    assert found == expected
+
+
+@pytest.mark.parametrize("name", some([*LOADERS, "mining", "reorders"], "collate", "shuffled by its own"))
+def test_in_workers(name: str, tmp_path: Path) -> None:
+    make, callbacks = IN_PROCESS[name] if name in IN_PROCESS else (LOADERS[name], list)
+    NOISE.seed(4)
+    expected, found, said = train_and_resume(Training(make(2), callbacks), tmp_path)
+    assert not said
+    assert found.seen == expected.seen
+    assert found == expected
+
+
+def test_what_is_too_large_is_said(tmp_path: Path) -> None:
+    class Large(Items):
+        def __init__(self) -> None:
+            super().__init__()
+            self.log = [0] * 300_000
+
+        def __getitem__(self, index: int) -> Any:
+            self.log[0] += 1
+            return super().__getitem__(index)
+
+    _, _, said = train_and_resume(Training(over(Large)(0)), tmp_path)
+    assert len(said) == 1
+    assert "has changed log, which is too large" in said[0]
