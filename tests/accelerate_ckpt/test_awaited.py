@@ -24,7 +24,7 @@ def by_stock() -> dict[str, Any]:
     return {}
 
 
-@pytest.mark.parametrize("strategy", ["async", "sharded"])
+@pytest.mark.parametrize("strategy", ["async", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_a_script_finds_what_it_finds_with_stock(
     run_script: Any, tmp_path: Path, strategy: str, by_stock: dict[str, Any]
 ) -> None:

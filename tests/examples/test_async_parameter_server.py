@@ -17,6 +17,7 @@ EXAMPLE = REPOSITORY / "examples" / "async_parameter_server" / "run.py"
 pytest.importorskip("matplotlib")
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(280)
 def test_the_cut_is_right_and_the_naive_way_is_not(tmp_path: Path) -> None:
     output = tmp_path / "demo"

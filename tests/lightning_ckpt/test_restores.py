@@ -228,7 +228,12 @@ def test_a_fit_that_restores_is_as_without_us(name: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "batches"), [(name, batches) for name, case in CASES.items() for batches in case.resumed_after]
+    ("name", "batches"),
+    [
+        pytest.param(name, batches, marks=[pytest.mark.slow] if index else [])
+        for name, case in CASES.items()
+        for index, batches in enumerate(case.resumed_after)
+    ],
 )
 def test_a_fit_that_restores_is_resumed_exactly(name: str, batches: int, tmp_path: Path) -> None:
     case = CASES[name]

@@ -48,7 +48,7 @@ run_two(train, lambda: os.path.isdir(sys.argv[1]) and any(not name.startswith(".
 """
 
 
-@pytest.mark.parametrize("plugin", ["async", "sharded"])
+@pytest.mark.parametrize("plugin", ["async", pytest.param("sharded", marks=pytest.mark.slow)])
 def test_two_trainings_in_one_directory(plugin: str, tmp_path: Path, run_script: ScriptRunner) -> None:
     directory = tmp_path / "checkpoints"
     told = json.loads(run_script(TRAININGS, directory, plugin, timeout=280).stdout.splitlines()[-1])

@@ -82,7 +82,10 @@ class Noise(Dataset[Any]):
         return float(torch.rand(())) + float(np.random.rand()) + random.random()
 
 
-@pytest.mark.parametrize(("start_method", "done"), [("fork", 1), ("fork", 2), ("fork", 3), ("fork", 5), ("spawn", 3)])
+@pytest.mark.parametrize(
+    ("start_method", "done"),
+    [("fork", 1), ("fork", 2), ("fork", 3), ("fork", 5), pytest.param("spawn", 3, marks=pytest.mark.slow)],
+)
 def test_workers_go_on_from_where_they_were(start_method: str, done: int) -> None:
     def loader() -> Any:
         return DataLoader(Noise(), batch_size=2, num_workers=2, multiprocessing_context=start_method)
