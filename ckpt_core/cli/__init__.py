@@ -10,7 +10,18 @@ import os
 import sys
 from collections.abc import Sequence
 
-from ckpt_core.cli import converting, inspecting, latest, listing, moving, report, tidying, verifying
+from ckpt_core.cli import (
+    comparing,
+    converting,
+    doctor,
+    inspecting,
+    latest,
+    listing,
+    moving,
+    report,
+    tidying,
+    verifying,
+)
 from ckpt_core.cli.parser import Exit, parse
 from ckpt_core.errors import CheckpointError
 
@@ -22,10 +33,12 @@ _VERBS = (
     latest.add_commands,
     inspecting.add_commands,
     verifying.add_commands,
+    comparing.add_commands,
     converting.add_commands,
     report.add_commands,
     moving.add_commands,
     tidying.add_commands,
+    doctor.add_commands,
 )
 
 

@@ -336,3 +336,53 @@ def test_clean_deletes_unfinished_directories(directories: Path, capsys: pytest.
     assert main(["clean", str(directories)]) == 0
     assert capsys.readouterr().out == f"deleted {orphan}\n"
     assert sorted(path.name for path in directories.iterdir()) == ["logs", "notes.txt", "step=1", "step=2"]
+
+
+# ---- diff and doctor
+
+
+def test_diff_names_what_differs_and_by_how_much(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = Checkpointer(strategy="sync")
+    nan = float("nan")
+    one = {"same": torch.tensor([nan, 1.0]), "w": torch.zeros(4), "step": 1, "loss": nan, "gone": 1, "d": torch.ones(1)}
+    other = {**one, "w": torch.tensor([0.0, 0.0, 0.5, 0.0]), "step": 2, "new": "x", "d": torch.ones(1).double()}
+    del other["gone"]
+    files.save(one, tmp_path / "a.ckpt")
+    files.save(other, tmp_path / "b.ckpt")
+    assert main(["diff", str(tmp_path / "a.ckpt"), str(tmp_path / "b.ckpt"), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out) == {
+        "only_first": {"gone": "1"},
+        "only_second": {"new": "'x'"},
+        "differ": {
+            "w": "float32[4], 1 of 4 elements differ, by up to 0.5",
+            "step": "1 and 2",
+            "d": "float32[1] and float64[1]",
+        },
+        "same": 2,
+    }
+    assert main(["diff", str(tmp_path / "a.ckpt"), str(tmp_path / "a.ckpt")]) == 0
+    assert main(["diff", str(tmp_path / "a.ckpt"), str(tmp_path / "nope")]) == 2
+
+
+def test_diff_sees_bits_that_compare_as_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, zero in (("a", 0.0), ("b", -0.0)):
+        Checkpointer(strategy="sync").save({"w": torch.tensor(zero)}, tmp_path / name)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.uint8])
+def test_diff_takes_tensors_of_every_type(tmp_path: Path, dtype: torch.dtype) -> None:
+    for name, value in (("a", 0), ("b", 1)):
+        Checkpointer(strategy="sync").save({"w": torch.full((3,), value).to(dtype)}, tmp_path / name)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "a")]) == 0
+
+
+def test_doctor_measures_a_place_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", str(tmp_path), "--size", "1", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["written"] > 0 and found["read"] > 0 and found["free"] > 0
+    assert list(tmp_path.iterdir()) == []
+    assert main(["doctor", str(tmp_path / "nope")]) == 1
+    assert "there is no such directory" in capsys.readouterr().err

@@ -1,0 +1,143 @@
+"""``ckpt doctor``: what is installed, and what a place for checkpoints can do."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from ckpt_core.cli.output import print_json, print_table, short_size
+from ckpt_core.cli.parser import Commands, Exit, Options
+from ckpt_core.errors import CheckpointError
+
+__all__ = ["add_commands"]
+
+_PACKAGES: tuple[str, ...] = (
+    "ckpt-plugins",
+    "torch",
+    "lightning",
+    "pytorch-lightning",
+    "accelerate",
+    "transformers",
+    "fsspec",
+    "s3fs",
+    "gcsfs",
+    "adlfs",
+    "obstore",
+    "rich",
+)
+
+
+def add_commands(commands: Commands) -> None:
+    """Add the verb of this file."""
+    doctor = commands.add(
+        "doctor",
+        _doctor,
+        help="show versions, devices, and how fast a place saves and loads checkpoints",
+        epilog="A checkpoint of --size is saved, loaded and deleted again.\n"
+        "Exit codes: 0 the place works, 1 it does not.",
+    )
+    doctor.add_argument("path", nargs="?", default=".", metavar="PATH", help="a directory or URL for checkpoints (.)")
+    doctor.add_argument("--size", type=int, default=256, metavar="MB", help="of the checkpoint that is saved (256)")
+
+
+def _doctor(options: Options) -> int:
+    import torch
+
+    versions: dict[str, str | None] = {}
+    for name in _PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = None
+    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}, {os.cpu_count()} CPUs",
+        "accelerator": None if device is None else f"{torch.accelerator.device_count()} x {device.type}",
+        "packages": versions,
+        "path": options.path,
+    }
+    failure = None
+    try:
+        found |= _place(options.path, options.storage_options, options.size * 10**6)
+    except CheckpointError as error:
+        failure = error
+        found["problem"] = str(error)
+    if options.json:
+        print_json(found)
+    else:
+        rows = [(name, str(found[name])) for name in ("python", "system")]
+        rows.append(("accelerator", found["accelerator"] or "none"))
+        rows += [(name, version or "not installed") for name, version in versions.items()]
+        rows.append(("path", options.path))
+        rows += [(name, text) for name, text in _shown(found)]
+        print_table(rows)
+    if failure is not None:
+        print(f"ckpt doctor: {failure}", file=sys.stderr)
+    return Exit.OK if failure is None else Exit.FAILED
+
+
+def _shown(found: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    if "free" in found:
+        rows.append(("free", short_size(found["free"])))
+        rows.append(("direct I/O", "yes" if found["direct"] else "no: ordinary writes through the page cache"))
+    if "written" in found:
+        rows.append(("save, durable", f"{short_size(found['written'])}/s"))
+        rows.append(("load, verified", f"{short_size(found['read'])}/s"))
+        rows.append(("smallest save", f"{found['smallest'] * 1000:.0f} ms"))
+    return rows
+
+
+def _place(path: str, storage_options: dict[str, Any] | None, size: int) -> dict[str, Any]:
+    """Return what a place can do.
+
+    Raises:
+        CheckpointError: It cannot be written to or read from.
+    """
+    import torch
+
+    from ckpt_core.checkpointer import Checkpointer, full_path
+    from ckpt_core.storage import is_remote, storage_for
+
+    directory = full_path(path)
+    storage = storage_for(directory, storage_options)
+    found: dict[str, Any] = {}
+    file = f"{directory.rstrip('/')}/ckpt-doctor-{uuid.uuid4().hex[:12]}"
+    if not is_remote(directory):
+        if not os.path.isdir(directory):
+            raise CheckpointError("there is no such directory", path=directory, remedy="make it, or give another one")
+        found["free"] = shutil.disk_usage(directory).free
+        found["direct"] = _writes_directly(file)
+    state = {"tensor": torch.empty(size, dtype=torch.uint8).random_()}
+    try:
+        with Checkpointer(strategy="sync", storage_options=storage_options) as checkpointer:
+            found["smallest"] = _seconds(lambda: checkpointer.save({}, file))
+            found["written"] = size / _seconds(lambda: checkpointer.save(state, file))
+            found["read"] = size / _seconds(lambda: checkpointer.load(file))
+    finally:
+        storage.remove(file)
+    return found
+
+
+def _seconds(act: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    act()
+    return time.perf_counter() - started
+
+
+def _writes_directly(path: str) -> bool:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | getattr(os, "O_DIRECT", 0), 0o600)
+    except OSError:
+        return False
+    os.close(descriptor)
+    os.unlink(path)
+    return hasattr(os, "O_DIRECT")
