@@ -13,7 +13,7 @@ from ckpt_core._pipeline.file_save import FileSave, RefusedKeys
 from ckpt_core._pipeline.jobs import OnError
 from ckpt_core._pipeline.save import Pipeline, SavedDirectories
 from ckpt_core.errors import CheckpointError
-from ckpt_core.events import CheckpointLoaded, Listener, notify
+from ckpt_core.events import CheckpointLoaded, Event, Listener, notify
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 from ckpt_core.tiers import TieredStorage, Tiers, Uploader
 
@@ -78,6 +78,10 @@ class CheckpointerBase:
             tiers=self._tiers,
         )
         return settings, ()
+
+    def notify(self, event: Event) -> None:
+        """Tell the listeners of something that does not happen in here."""
+        notify(self._listeners, event)
 
     # ---- where checkpoints are ---------------------------------------------------------------------------------------
 

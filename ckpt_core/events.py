@@ -31,6 +31,7 @@ __all__ = [
     "Event",
     "EventLog",
     "Listener",
+    "ResumeCompared",
     "RunSummary",
     "SaveCommitted",
     "SaveFailed",
@@ -156,6 +157,24 @@ class UploadFailed(Event):
     """
 
     error: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ResumeCompared(Event):
+    """A resumed run has compared the steps that it repeated with those of the interrupted run.
+
+    Attributes:
+        path: Of the directory of the checkpoints.
+        rank: The rank that compared.
+        steps: How many were equal.
+        differs: What differed at the next one (``"data"``, ``"generators"``, ...); empty if all were equal.
+        message: The same in words.
+    """
+
+    rank: int
+    steps: int
+    differs: list[str]
+    message: str
 
 
 Listener = Callable[[Event], None]

@@ -27,6 +27,7 @@ LAYERS = (
     {"ranks"},
     {"_commit"},
     {"_plan"},
+    {"recorder"},
     {"state"},
     {"_layouts"},
     {"storage"},

@@ -32,6 +32,7 @@ EXPORTED = {
         "Event",
         "EventLog",
         "Listener",
+        "ResumeCompared",
         "SaveCommitted",
         "SaveFailed",
         "SaveStarted",

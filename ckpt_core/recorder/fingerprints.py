@@ -1,0 +1,202 @@
+"""What a step is recognised by: 64-bit digests of its batch, of random generators and of a sample of the weights.
+
+A digest has to be the same in another process and must never wait for an accelerator. So tensors that are not in host
+memory count by dtype and shape alone, and objects of unknown classes by their class and the tensors in them: what else
+they hold (paths, times, identities) may differ where nothing is wrong.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import random
+import struct
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from numpy.random import mtrand
+
+from ckpt_core.state.rng import RngState
+
+__all__ = ["WHOLE_BYTES", "WeightSample", "digest_batch", "digest_generators", "digest_numbers"]
+
+#: Larger tensors count by :data:`SAMPLED_WORDS` words of 8 bytes that are spread evenly over them.
+WHOLE_BYTES = 2**20
+SAMPLED_WORDS = 2**13
+
+_DEPTH = 8
+_OBJECTS = 2**12
+_MT19937_WORDS = 624  # the words of the state, and after them the position in them
+_WEIGHTS = 8
+_BUFFERS = 2
+_WEIGHT_BYTES = 1024
+
+_Update = Callable[[Any], None]
+
+
+def digest_batch(batch: Any) -> int:
+    """Return the digest of a batch: tensors, arrays, numbers and text in any nesting of containers.
+
+    Example:
+        >>> import torch
+        >>> digest_batch({"x": torch.zeros(2), "names": ["a"]}) == digest_batch({"x": torch.zeros(2), "names": ["b"]})
+        False
+    """
+    digest = xxhash.xxh3_64()
+    _add(batch, digest.update, _DEPTH, is_data=True)
+    return digest.intdigest()
+
+
+def _add(value: Any, update: _Update, depth: int, *, is_data: bool) -> None:
+    if isinstance(value, torch.Tensor):
+        _add_tensor(value, update)
+    elif isinstance(value, np.ndarray):
+        _add_array(value, update)
+    elif value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
+        if is_data:
+            update(value if isinstance(value, bytes) else repr(value).encode("utf-8", "replace"))
+            update(b";")
+    elif depth == 0:
+        update(type(value).__qualname__.encode())
+    else:
+        _add_container(value, update, depth - 1, is_data=is_data)
+
+
+def _add_container(value: Any, update: _Update, depth: int, *, is_data: bool) -> None:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            _add(key if isinstance(key, (str, int)) else None, update, depth, is_data=is_data)
+            _add(item, update, depth, is_data=is_data)
+    elif isinstance(value, (list, tuple)):
+        update(b"[%d" % len(value))
+        for item in value:
+            _add(item, update, depth, is_data=is_data)
+    else:
+        update(type(value).__qualname__.encode())
+        fields = {f.name for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
+        for name, item in list(getattr(value, "__dict__", {}).items()):
+            _add(item, update, depth, is_data=is_data and name in fields)
+
+
+def _add_tensor(tensor: torch.Tensor, update: _Update) -> None:
+    update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    if _is_readable(tensor):
+        has_gaps = not (tensor.is_contiguous() or any(_is_dense(tensor, *layout) for layout in _DENSE))
+        _update_with(tensor.detach().contiguous() if has_gaps else tensor, update)
+
+
+_DENSE = ((4, torch.channels_last), (5, torch.channels_last_3d))
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def _is_dense(tensor: torch.Tensor, dim: int, memory_format: torch.memory_format) -> bool:
+    return tensor.dim() == dim and tensor.is_contiguous(memory_format=memory_format)
+
+
+def _is_readable(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor lie in host memory, as they are."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or type(tensor) not in _PLAIN:
+        return False
+    return not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+
+
+def _update_with(tensor: torch.Tensor, update: _Update) -> None:
+    # not Tensor.numpy(), after which nobody can resize the tensor any more
+    size = tensor.nbytes
+    if size:
+        _update_with_memory((ctypes.c_char * size).from_address(tensor.data_ptr()), size, update)
+
+
+def _update_with_memory(memory: Any, size: int, update: _Update) -> None:
+    if size > WHOLE_BYTES:
+        words = np.frombuffer(memory, np.uint64, size // 8)
+        # an odd stride does not stay in one column of a table
+        memory = np.ascontiguousarray(words[:: (words.size // SAMPLED_WORDS) | 1]).data
+    update(memory)
+
+
+def _add_array(array: np.ndarray, update: _Update) -> None:
+    update(f"{array.dtype}{array.shape}".encode())
+    if array.dtype.hasobject:
+        for item in array.reshape(-1)[:_OBJECTS]:
+            _add(item, update, 1, is_data=True)
+    elif array.size:
+        memory = array.ravel(order="K")  # a view wherever the memory has no gaps
+        _update_with_memory(memory.view(np.uint8).data, memory.nbytes, update)
+
+
+def digest_numbers(numbers: Iterable[float]) -> int:
+    """Return the digest of some numbers, such as the learning rates of all parameter groups."""
+    values = [float(number) for number in numbers]
+    return xxhash.xxh3_64_intdigest(struct.pack(f"<{len(values)}d", *values))
+
+
+def digest_generators(rng: RngState | None = None) -> int:
+    """Return the digest of the global generators of this process.
+
+    The words of a Mersenne twister change all together, so some of them and the position stand for its state.
+
+    Args:
+        rng: As they were captured; without it, as they are now, which takes some 20 us.
+    """
+    python = random.getstate() if rng is None else rng.python
+    words = python[1]
+    digest = xxhash.xxh3_64(struct.pack("<5I", words[0], words[1], words[311], words[623], words[624]))
+    if rng is None:
+        digest.update(_numpy_words())
+        torch_cpu = torch.get_rng_state()
+        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
+        devices = [torch.cuda.get_rng_state()] if in_use else []
+    else:
+        digest.update(np.asarray(rng.numpy[1], dtype=np.uint32).data)
+        digest.update(struct.pack("<i", rng.numpy[2]))
+        torch_cpu = rng.torch_cpu
+        devices = [rng.torch_cuda[rng.cuda_device]] if rng.cuda_device < len(rng.torch_cuda) else []
+    for state in (torch_cpu, *devices):
+        digest.update(state.numpy().data)
+    return digest.intdigest()
+
+
+def _numpy_words() -> bytes:
+    # get_state() would make a Python number of each word; that the state begins with these words is since NumPy 1.17
+    generator = mtrand.get_bit_generator()
+    if type(generator) is not np.random.MT19937:
+        return b""
+    return ctypes.string_at(generator.ctypes.state_address, 4 * (_MT19937_WORDS + 1))
+
+
+class WeightSample:
+    """Some elements of some parameters and buffers, spread over all of a module.
+
+    They show in the first step what a loss shows in the second: a moment that was not loaded, a parameter that is no
+    longer trained.
+
+    Args:
+        module: Its parameters and buffers must stay the same objects; their contents may change. It is not kept alive.
+    """
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        buffers = [buffer for buffer in module.buffers() if buffer.is_floating_point()]
+        chosen = [*_spread(list(module.parameters()), _WEIGHTS), *_spread(buffers, _BUFFERS)]
+        self._tensors = [weakref.ref(tensor) for tensor in chosen if _is_readable(tensor) and tensor.numel()]
+
+    def digest(self) -> int | None:
+        """Return the digest of the sample as it is now, None if none of it is in host memory, whole and dense."""
+        digest, found = xxhash.xxh3_64(), False
+        for reference in self._tensors:
+            tensor = reference()
+            if tensor is not None and tensor.is_cpu and tensor.is_contiguous():
+                size = min(tensor.untyped_storage().nbytes(), tensor.nbytes, _WEIGHT_BYTES)
+                digest.update((ctypes.c_char * size).from_address(tensor.data_ptr()))
+                found = True
+        return digest.intdigest() if found else None
+
+
+def _spread(tensors: Sequence[torch.Tensor], number: int) -> Sequence[torch.Tensor]:
+    if len(tensors) <= number:
+        return tensors
+    return [tensors[round(i * (len(tensors) - 1) / (number - 1))] for i in range(number)]

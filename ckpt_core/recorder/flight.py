@@ -1,0 +1,355 @@
+"""Records the steps of one rank, and compares those that a resumed run repeats with those of the run before it.
+
+A *branch* is a course of training. A run that begins has a new one. A resumed run is on the branch of its checkpoint as
+long as it repeats what that branch did, step by step, and goes on with it where the records end; at the first
+difference, or with nothing to compare, it has a branch of its own. So a record is only ever compared with one that came
+from the very state that was resumed, also after several resumes and after going back to an older checkpoint.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import math
+import secrets
+import struct
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ckpt_core.recorder.ring import Record, Ring, decode, encode
+
+__all__ = ["FlightRecorder", "Verdict"]
+
+log = logging.getLogger(__name__)
+
+VERSION = 1
+_KEPT_IN_CHECKPOINTS = 8
+_WAITING_FOR_LOSS = 8
+_NOISE = 1e-2  # relative; losses of kernels that are not deterministic drift apart slowly
+
+_USUAL_CAUSES = {
+    "position": "Usually the length of an epoch has changed, or a data set or a loader has lost its place.",
+    "generators": (
+        "Usually something draws random numbers that was not repeated, or only now: an evaluation, a hook of an "
+        "epoch's start, code that runs once in a process."
+    ),
+    "data": (
+        "Usually a data set, transform, sampler or collate_fn has a state of its own that no state_dict holds: a "
+        "random generator, a list that it shuffles in place, a count of its passes."
+    ),
+    "rates": "Usually a learning rate or a schedule was changed, or a schedule is not part of the checkpoint.",
+    "loss": (
+        "Usually the model or the code around it has a state that no checkpoint holds: train() or eval() of a part, "
+        "attributes that a hook sets, masks, a generator; or its kernels are not deterministic."
+    ),
+    "weights": (
+        "Usually requires_grad of parameters, the state of an optimizer or of a callback that changes weights is not "
+        "what it was."
+    ),
+}
+_WORDS = {
+    "position": "the place in the data",
+    "generators": "random generators",
+    "data": "the batch",
+    "rates": "learning rates",
+    "loss": "the loss",
+    "weights": "the weights after the step",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What a resumed run has found about itself.
+
+    Attributes:
+        steps: How many repeated steps were equal.
+        differs: What differed at the step after those, what comes first first; empty if all were equal.
+        message: The same in words.
+        is_alarm: Whether the user is to be warned.
+    """
+
+    steps: int
+    differs: tuple[str, ...]
+    message: str
+    is_alarm: bool
+
+
+class FlightRecorder:
+    """Records the steps of one rank.
+
+    Args:
+        path: The local file to record in; None records in checkpoints only.
+        tell: Called once in a resumed run: at the end of the repeated steps, or at the first that differs.
+        compares_place: Whether epoch and batch are the same wherever the training is.
+
+    Example:
+        >>> recorder = FlightRecorder(None, tell=print)
+        >>> recorder.record(number=0, epoch=0, batch=0, step=1, data=digest_batch([1, 2]), loss=torch.tensor(0.5))
+        >>> recorder.capture()["branch"] == recorder.branch
+        True
+    """
+
+    def __init__(self, path: str | None, tell: Callable[[Verdict], None], *, compares_place: bool = True) -> None:
+        self._ring: Ring | None = None
+        self._tell = tell
+        self._compares_place = compares_place
+        self._last: collections.deque[Record] = collections.deque(maxlen=_KEPT_IN_CHECKPOINTS)
+        self._waiting: collections.deque[tuple[Record, _LateNumber | None]] = collections.deque()
+        self._expected: dict[int, Record] = {}
+        self._before: dict[int, Record] = {}
+        self._equal = 0
+        self._noise = 0.0
+        self._end: int | None = None
+        self._is_said = False
+        self._resumes = False
+        self._clock = time.perf_counter()
+        self.branch = _new_branch()
+        if path is not None:
+            self.open(path)
+
+    def open(self, path: str) -> None:
+        """Record in another file from now on."""
+        self.close()
+        self._ring = Ring(path)
+
+    # ---- resume ------------------------------------------------------------------------------------------------------
+
+    def resume(self, saved: Mapping[str, Any] | None, *, known_inexact: bool = False) -> None:
+        """Continue from a checkpoint: what is recorded from now on repeats what was recorded after it.
+
+        Args:
+            saved: What :meth:`capture` returned; None where there is nothing to compare with, such as another number of
+                ranks.
+            known_inexact: Whether the user was told already that this resume is not exact.
+        """
+        self._expected, self._before, self._equal, self._end = {}, {}, 0, None
+        self._last.clear()
+        self._waiting.clear()
+        self._noise, self._resumes, self._is_said = 0.0, False, known_inexact
+        self.branch = _new_branch()
+        if saved is None or saved["version"] > VERSION:
+            return
+        self._resumes, self.branch = True, int(saved["branch"])
+        self._last.extend(decode(saved["records"].cpu().numpy().tobytes()))
+        self._before = {record.number: record for record in self._last}
+        found = self._ring.read() if self._ring is not None else []
+        self._expected = {record.number: record for record in found if record.branch == self.branch}
+
+    def read_again(self, epoch: int, batch: int, data: int) -> None:
+        """Compare a batch that was read again on the way to where the checkpoint is.
+
+        Args:
+            epoch: Its epoch.
+            batch: Its number in the epoch.
+            data: Its digest.
+        """
+        for record in self._before.values():
+            if (record.epoch, record.batch) == (epoch, batch) and record.data not in (None, data):
+                self._differ(record, ("data",), "was read again to get to the checkpoint's place")
+                return
+
+    # ---- record ------------------------------------------------------------------------------------------------------
+
+    def record(
+        self,
+        *,
+        number: int,
+        epoch: int,
+        batch: int,
+        step: int,
+        data: int | None = None,
+        generators: int | None = None,
+        rates: int | None = None,
+        rate: float = 0.0,
+        weights: int | None = None,
+        loss: torch.Tensor | float | None = None,
+    ) -> None:
+        """Record one step. The loss of an accelerator is copied when it is there, without waiting for it.
+
+        Args:
+            number: Counts the steps of the training, those before a resume too.
+            epoch: Epoch, as users count.
+            batch: Batch of the epoch.
+            step: Optimizer steps until now.
+            data: :func:`~ckpt_core.recorder.digest_batch` of the batch; None where it is not known.
+            generators: :func:`~ckpt_core.recorder.digest_generators` before the batch was fetched.
+            rates: Digest of the learning rates.
+            rate: The first of them.
+            weights: Digest of a :class:`~ckpt_core.recorder.WeightSample` after the step.
+            loss: The loss: a number, or a tensor with one element.
+        """
+        now = time.perf_counter()
+        value, late = _value_of(loss)
+        record = Record(
+            branch=self.branch,
+            number=number,
+            epoch=epoch,
+            batch=batch,
+            step=step,
+            data=data,
+            generators=generators,
+            rates=rates,
+            rate=rate,
+            weights=weights,
+            loss=value,
+            is_noisy=late is not None and not torch.are_deterministic_algorithms_enabled(),
+            seconds=now - self._clock,
+            time=time.time(),
+        )
+        self._clock = now
+        if late is None and not self._waiting:
+            self._complete(record)
+        else:
+            self._waiting.append((record, late))
+            self._take_losses(wait=False)
+
+    def _take_losses(self, *, wait: bool) -> None:
+        while self._waiting:
+            record, late = self._waiting[0]
+            if late is not None and (wait or late.is_there()):
+                record = dataclasses.replace(record, loss=late.take())
+            elif late is not None and len(self._waiting) <= _WAITING_FOR_LOSS:
+                return
+            self._waiting.popleft()
+            self._complete(record)
+
+    def _complete(self, record: Record) -> None:
+        if self._resumes:
+            self._compare(record)
+        if record.branch != self.branch:
+            record = dataclasses.replace(record, branch=self.branch)
+        self._last.append(record)
+        if self._ring is not None:
+            self._ring.write(record)
+
+    def _compare(self, record: Record) -> None:
+        if self._end is None:
+            # the first step since the resume
+            self._expected = {n: other for n, other in self._expected.items() if n >= record.number}
+            self._end = max(self._expected, default=-1)
+            if self._end < record.number:
+                self._resumes, self.branch = False, _new_branch()
+                log.info("there are no steps to repeat: the interrupted run ended where its checkpoint is")
+                return
+        other = self._expected.pop(record.number, None)
+        if other is not None:
+            differs = _differences(record, other, place=self._compares_place)
+            if differs:
+                self._differ(record, differs, "repeats one of the interrupted run")
+                return
+            self._equal += 1
+            self._note_noise(record, other)
+        if record.number >= self._end:
+            self._resumes = False
+            self._say_equal()
+
+    def _note_noise(self, record: Record, other: Record) -> None:
+        if record.loss is not None and other.loss is not None and record.loss != other.loss:
+            self._noise = max(self._noise, abs(record.loss - other.loss))
+
+    def _say_equal(self) -> None:
+        if self._is_said or not self._equal:
+            return
+        self._is_said = True
+        what = "1 repeated step equals" if self._equal == 1 else f"{self._equal} repeated steps equal"
+        if self._noise:
+            message = (
+                f"{what} the first run's in data and random generators; losses differ by up to {self._noise:.3g}, as "
+                "those of kernels do that are not deterministic (torch.use_deterministic_algorithms)"
+            )
+        else:
+            message = f"{what} the first run's, bit for bit"
+        self._tell(Verdict(self._equal, (), message, is_alarm=False))
+
+    def _differ(self, record: Record, differs: tuple[str, ...], how: str) -> None:
+        self._resumes, self.branch = False, _new_branch()
+        cause = _USUAL_CAUSES[differs[0]]
+        *others, last = (_WORDS[name] for name in differs)
+        names = f"{', '.join(others)} and {last}" if others else last
+        place = f" (epoch {record.epoch}, batch {record.batch})" if self._compares_place else ""
+        message = (
+            f"this resume is not exact: step {record.step}{place} {how}, and "
+            f"differs in {names}. Repeated before it, and equal: {self._equal}. {cause} What to do: "
+            "docs/exact_resume.md"
+        )
+        alarm, self._is_said = not self._is_said, True
+        if not alarm:
+            message = f"as was to be expected: {message}"
+        self._tell(Verdict(self._equal, differs, message, is_alarm=alarm))
+
+    # ---- checkpoints and the end -------------------------------------------------------------------------------------
+
+    def capture(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of the recorder, as numbers and a tensor."""
+        return {"version": VERSION, "branch": self.branch, "records": encode(self._last)}
+
+    def finish(self) -> None:
+        """Record what still waits for its loss, say what was compared, and close the file."""
+        self._take_losses(wait=True)
+        if self._resumes and self._end is not None:
+            self._resumes = False
+            self._say_equal()
+        self.close()
+
+    def close(self) -> None:
+        """Close the file, which stays; what waits for its loss is dropped."""
+        if self._ring is not None:
+            self._ring.close()
+
+
+def _new_branch() -> int:
+    return secrets.randbits(62) + 1
+
+
+def _differences(record: Record, other: Record, *, place: bool) -> tuple[str, ...]:
+    """Return what differs of what both records have, in the order in which a step comes by it."""
+    if place and (record.epoch, record.batch, record.step) != (other.epoch, other.batch, other.step):
+        return ("position",)
+    found: list[str] = []
+    for name in ("generators", "data", "rates", "loss", "weights"):
+        mine, theirs = getattr(record, name), getattr(other, name)
+        if mine is None or theirs is None:
+            continue
+        if name in ("loss", "weights") and (record.is_noisy or other.is_noisy):
+            if name == "loss" and not math.isclose(mine, theirs, rel_tol=_NOISE, abs_tol=_NOISE):
+                found.append(name)
+        elif name == "loss":
+            if struct.pack("<d", mine) != struct.pack("<d", theirs):
+                found.append(name)
+        elif mine != theirs:
+            found.append(name)
+    return tuple(found)
+
+
+class _LateNumber:
+    """The value of a tensor of an accelerator, copied behind the work that computes it."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self._host = torch.empty((), dtype=torch.float64, pin_memory=True)
+        self._host.copy_(value.detach().reshape(()), non_blocking=True)
+        self._event = torch.Event(device=value.device.type)
+        self._event.record()
+
+    def is_there(self) -> bool:
+        return bool(self._event.query())
+
+    def take(self) -> float:
+        self._event.synchronize()
+        return float(self._host)
+
+
+def _value_of(loss: torch.Tensor | float | None) -> tuple[float | None, _LateNumber | None]:
+    if not isinstance(loss, torch.Tensor):
+        return (None if loss is None else float(loss)), None
+    if loss.numel() != 1 or loss.is_complex():
+        return None, None
+    if loss.device.type == "cpu":
+        return float(loss.detach()), None
+    try:
+        return None, _LateNumber(loss)
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None, None  # a device without pinned memory, events or numbers of 8 bytes

@@ -1,0 +1,203 @@
+"""The file of a flight recorder: one record of fixed size for each step, the last ones of a rank.
+
+Each record is one ``pwrite`` into the page cache, where it outlives the process, SIGKILL included; it is not forced to
+the disk. (A memory map would be no faster, and a full disk or a truncated file would end the training with SIGBUS.) A
+record carries a check of its own, so a torn one, or one of another program, is not there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import fcntl
+import logging
+import os
+import struct
+from collections.abc import Iterable
+
+import torch
+import xxhash
+
+__all__ = ["CAPACITY", "Record", "Ring", "decode", "encode", "record_path"]
+
+log = logging.getLogger(__name__)
+
+#: Steps that are kept; at 128 bytes each, the file has at most a megabyte.
+CAPACITY = 2**13
+
+_MAGIC = 0x31544C46  # FLT1
+_LAYOUT = struct.Struct("<IIQQQIIQQQQdddd")
+_CHECK = struct.Struct("<Q")
+_SIZE = 128
+_HAS = {"data": 1, "generators": 2, "rates": 4, "weights": 8, "loss": 16}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Record:
+    """One step.
+
+    Attributes:
+        branch: Which course of training it belongs to: runs that have been seen to do the same have the same number.
+        number: Counts the steps of a training, those before a resume too.
+        epoch, batch, step: Where the training was, as its framework counts.
+        data: Digest of the batch.
+        generators: Digest of the random generators before the batch was fetched.
+        rates: Digest of the learning rates.
+        weights: Digest of a sample of the weights after the step.
+        loss: The loss.
+        is_noisy: Whether the loss comes from a device whose kernels were not asked to be deterministic.
+        rate: The first of the learning rates, for people.
+        seconds: Duration of the step.
+        time: Unix time at its end.
+    """
+
+    branch: int
+    number: int
+    epoch: int
+    batch: int
+    step: int
+    data: int | None = None
+    generators: int | None = None
+    rates: int | None = None
+    weights: int | None = None
+    loss: float | None = None
+    is_noisy: bool = False
+    rate: float = 0.0
+    seconds: float = 0.0
+    time: float = 0.0
+
+    def pack(self) -> bytes:
+        """Return the record in 128 bytes."""
+        flags = sum(bit for name, bit in _HAS.items() if getattr(self, name) is not None) | (self.is_noisy << 8)
+        digests = (self.data or 0, self.generators or 0, self.rates or 0, self.weights or 0)
+        loss = 0.0 if self.loss is None else self.loss
+        body = _LAYOUT.pack(
+            _MAGIC,
+            flags,
+            self.branch,
+            self.number,
+            self.step,
+            self.epoch,
+            self.batch,
+            *digests,
+            loss,
+            self.rate,
+            self.seconds,
+            self.time,
+        )
+        body = body.ljust(_SIZE - _CHECK.size, b"\0")
+        return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Record | None:
+        """Undo :meth:`pack`; None for what is no whole record."""
+        body = data[: _SIZE - _CHECK.size]
+        if len(data) != _SIZE or _CHECK.pack(xxhash.xxh3_64_intdigest(body)) != data[len(body) :]:
+            return None
+        magic, flags, branch, number, step, epoch, batch, *digests, loss, rate, seconds, time = _LAYOUT.unpack_from(
+            body
+        )
+        if magic != _MAGIC:
+            return None
+        found = dict(zip(("data", "generators", "rates", "weights"), digests, strict=True))
+        present = {name: found[name] if flags & _HAS[name] else None for name in found}
+        return cls(
+            branch=branch,
+            number=number,
+            epoch=epoch,
+            batch=batch,
+            step=step,
+            **present,
+            loss=loss if flags & _HAS["loss"] else None,
+            is_noisy=bool(flags >> 8 & 1),
+            rate=rate,
+            seconds=seconds,
+            time=time,
+        )
+
+
+def encode(records: Iterable[Record]) -> torch.Tensor:
+    """Return records as bytes, for a checkpoint."""
+    return torch.frombuffer(bytearray(b"".join(record.pack() for record in records) or b"\0"), dtype=torch.uint8)
+
+
+def decode(data: bytes) -> list[Record]:
+    """Return the whole records in the bytes of a file or of :func:`encode`, in the order in which they lie there."""
+    found = [Record.unpack(data[at : at + _SIZE]) for at in range(0, len(data) - _SIZE + 1, _SIZE)]
+    return [record for record in found if record is not None]
+
+
+def record_path(directory: str, rank: int) -> str:
+    """Return the file in which a rank records the training whose checkpoints are in a local directory.
+
+    It lies beside the directory, because scripts list that one and take what they find for checkpoints; in it only if
+    it is the working directory, or if what is beside it is another file system, which may not survive the machine, or
+    cannot be written.
+    """
+    directory = os.path.abspath(directory)
+    parent, name = os.path.split(directory)
+    try:
+        os.makedirs(directory, exist_ok=True)
+        is_apart = os.path.samefile(directory, os.curdir)
+        is_apart = is_apart or os.stat(parent).st_dev != os.stat(directory).st_dev or not os.access(parent, os.W_OK)
+    except OSError:
+        is_apart = False
+    return os.path.join(directory if is_apart else parent, f".{name}.flight-rank{rank}")
+
+
+class Ring:
+    """The file of one rank; does nothing where it cannot be written, or another process is writing into it.
+
+    Args:
+        path: The local file; its directory is made.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._descriptor: int | None = None
+        try:
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            self._lock()
+        except OSError as error:
+            self._give_up(error)
+
+    def _lock(self) -> None:
+        # a lock that forked data loading workers do not inherit: they may outlive a killed training by some seconds
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # type: ignore[arg-type]
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                raise  # another process records here
+            # a file system without locks
+
+    def _give_up(self, error: OSError) -> None:
+        log.info("steps are recorded in checkpoints only: %s: %s", self.path, error)
+        self.close()
+
+    def read(self) -> list[Record]:
+        """Return the whole records of the file."""
+        if self._descriptor is None:
+            return []
+        try:
+            return decode(os.pread(self._descriptor, CAPACITY * _SIZE, 0))
+        except OSError as error:
+            self._give_up(error)
+            return []
+
+    def write(self, record: Record) -> None:
+        """Put a record in the place of the one :data:`CAPACITY` steps before it."""
+        if self._descriptor is None:
+            return
+        try:
+            os.pwrite(self._descriptor, record.pack(), record.number % CAPACITY * _SIZE)
+        except OSError as error:
+            self._give_up(error)
+
+    def close(self) -> None:
+        """Close the file, which stays."""
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
