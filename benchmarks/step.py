@@ -16,6 +16,8 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch.utils.data import DataLoader, TensorDataset
 
+from ckpt_core.recorder import FlightRecorder, WeightSample, digest_batch, digest_generators, digest_numbers
+from ckpt_core.state.rng import RngState
 from lightning_ckpt import ResumableCheckpoint
 
 __all__ = ["table"]
@@ -52,12 +54,38 @@ def table(options: argparse.Namespace, directory: Path) -> dict[str, float]:
     for name, seconds in found.items():
         print(f"{name:40s} {seconds * 1e6:8.0f} us")
     print(f"{'difference':40s} {(ours - stock) * 1e6:8.0f} us per batch")
+    print(f"{'flight recorder, batch of 1 MB':40s} {_recorder_seconds(directory) * 1e6:8.0f} us per batch")
     return found
+
+
+def _recorder_seconds(directory: Path, *, steps: int = 2000) -> float:
+    """Time what the flight recorder does in a step, on its own: medians of a whole step hide some microseconds."""
+    model, rng, loss = _Tiny(), RngState.capture(), torch.tensor(0.5)
+    batch = [torch.randn(256, 1000), torch.randint(0, 10, (256,))]
+    recorder, weights = FlightRecorder(str(directory / "flight-record"), tell=print), WeightSample(model)
+    times = []
+    for step in range(steps):
+        begun = time.perf_counter()
+        recorder.record(
+            number=step,
+            epoch=0,
+            batch=step,
+            step=step,
+            generators=digest_generators(rng),
+            data=digest_batch(batch),
+            rates=digest_numbers([0.1]),
+            weights=weights.digest(),
+            loss=loss,
+        )
+        times.append(time.perf_counter() - begun)
+    recorder.close()
+    return statistics.median(times)
 
 
 def _seconds_per_batch(directory: str, *, batches: int = 600, rounds: int = 5) -> dict[str, float]:
     kinds: dict[str, Callable[[], Callback]] = {
         "ModelCheckpoint": lambda: ModelCheckpoint(every_n_train_steps=10**6),
+        "ResumableCheckpoint, recorder=False": lambda: ResumableCheckpoint(every_n_train_steps=10**6, recorder=False),
         "ResumableCheckpoint": lambda: ResumableCheckpoint(every_n_train_steps=10**6),
     }
     found: dict[str, list[float]] = {name: [] for name in kinds}

@@ -16,6 +16,7 @@ from lightning_ckpt._callbacks.model_checkpoint import ReliableModelCheckpoint
 from lightning_ckpt._exact.mismatch import name_mismatches, unwrap
 from lightning_ckpt._exact.state import KEY, ExactState
 from lightning_ckpt._private.guard import check_callback
+from lightning_ckpt._recording import Recording
 from lightning_ckpt._report import RunReport
 from lightning_ckpt.io import NO_STATE_KEY
 
@@ -53,6 +54,9 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         data_resume: How loaders get back to where they were. ``"auto"``: by skipping in the sampler, by the loader's
             own state where it has one, else by reading again. ``"replay"``: always by reading again, which is slow but
             needs nothing of the data set but that it is deterministic.
+        recorder: Whether each rank records its steps in a small file beside the checkpoints, and a resumed run compares
+            those that it repeats and says whether they are the same. For a directory on a store, and with
+            ``exact=False``, there is no file.
         retention: Which checkpoints of this callback to keep (:mod:`ckpt_core.policies`) besides those that
             ``save_top_k`` keeps: one is deleted when neither wants it. With ``save_top_k=-1``, which saves them all,
             the policy alone says what stays. The best, the last and the one that the run was resumed from always stay.
@@ -104,6 +108,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         resume_attempts: int | None = 3,
         log_metrics: bool = False,
         preempt: bool | str | Preemption = True,
+        recorder: bool = True,
     ) -> None:
         if data_resume not in ("auto", "replay"):
             raise ValueError(f"data_resume must be 'auto' or 'replay', not {data_resume!r}")
@@ -133,6 +138,8 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         self.data_resume = data_resume
         self.log_metrics = log_metrics
         self._report: RunReport | None = None
+        self.recorder = recorder
+        self._recording: Recording | None = None
         self._state: ExactState | None = None
         self._seconds_since_check: float | None = None
         self._being_saved: tuple[str, int] | None = None
@@ -185,6 +192,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
             self._last_time_checked = time.monotonic() - self._seconds_since_check
             self._seconds_since_check = None
         if self._state is not None:
+            self._begin_recording(trainer)
             self._state.training_starts()
 
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -207,18 +215,32 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         if self._state is not None:
             self._state.optimizer_steps(optimizer)
 
+    def _begin_recording(self, trainer: Any) -> None:
+        # one record of a Trainer: the first callback that wants it
+        wants = (cb for cb in trainer.callbacks if isinstance(cb, ResumableCheckpoint) and cb.exact and cb.recorder)
+        if self._state is not None and next(wants, None) is self and not trainer.fast_dev_run:
+            self._recording = Recording(trainer, self.dirpath)
+            self._state.record(self._recording)
+
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._recording is not None:
+            self._recording.batch_ended(outputs, batch_idx)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._report is not None:
             self._report.after_batch()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._recording is not None:
+            self._recording.finish()
         super().on_train_end(trainer, pl_module)
         if self._state is not None:
             self._state.training_ended()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         unwrap(trainer)
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.close()
         super().teardown(trainer, pl_module, stage)
         report, self._report = self._report, None
         if report is not None:

@@ -215,6 +215,8 @@ class TrainingData:
     Attributes:
         begun: Number of batches of the epoch that were done when the present iterators were made.
         attempts: Number of batches of the epoch that were asked for.
+        after_fetch: Called after each fetch with the batch's number in the epoch, the generators before it, the batch.
+        after_reading_again: Called with the number in the epoch of the last batch that a single loader has read again.
         idle: Whether iterators are made but not read from.
     """
 
@@ -227,6 +229,8 @@ class TrainingData:
         self._history: FetchHistory[_Fetch] = FetchHistory(_FETCHES_REMEMBERED)
         self._pending: Mapping[str, Any] | None = None
         self._rest: _Rest | None = None
+        self.after_fetch: Callable[[int, RngState, Any], None] | None = None
+        self.after_reading_again: Callable[[int, Any], None] | None = None
         self.begun = 0
         self.attempts = 0
         self.idle = False
@@ -288,6 +292,8 @@ class TrainingData:
                 self._trackers[number].restarted(moment.index, moment.marks[number])
         if any(tracker.method == "replay" and tracker.workers == 0 for tracker in self._trackers):
             self._history.was_read(moment.index, moment.rng)
+        if self.after_fetch is not None:
+            self.after_fetch(moment.index, moment.rng, batch[0])  # without its number and that of the loader
         return batch
 
     def _moment(self) -> _Fetch:
@@ -373,8 +379,12 @@ class TrainingData:
         drops = [tracker.prepare(saved) for tracker, saved in pairs]
         make_iterators()
         for iterator, drop in zip(self._internals.iterators(self._combined), drops, strict=True):
+            batch = None
             for _ in range(drop):
-                next(iterator, None)
+                batch = next(iterator, None)
+        is_alone = len(pairs) == 1 and self._combined.iterables is self._trackers[0].loader
+        if self.after_reading_again is not None and is_alone and again == drops[0] == state["batches"] > 0:
+            self.after_reading_again(state["batches"] - 1, batch)
         for tracker, saved in pairs:
             tracker.finish(saved)
         self._internals.set_position(self._combined, state["batches"], state["exhausted"])

@@ -41,6 +41,7 @@ from lightning_ckpt._exact.resume import Resume
 from lightning_ckpt._private.guard import check
 from lightning_ckpt._private.loops import Internals
 from lightning_ckpt._private.replacing import Live
+from lightning_ckpt._recording import Recording
 from lightning_ckpt._report import announce, resumed_in_words
 from lightning_ckpt._routing.gathering import Gathering
 from lightning_ckpt._routing.post_local_sgd import PostLocalSgd
@@ -100,6 +101,7 @@ class ExactState(Live):
         self._tensors: list[torch.Tensor] = []
         self._metrics: list[FollowedMetric] = []
         self._after_fit: dict[str, Any] | None = None
+        self._recording: Recording | None = None
         self._released = False
         self._internals.before_iterators(self._before_iterators)
         self._internals.around_epoch_start(self._epoch_starts)
@@ -113,6 +115,11 @@ class ExactState(Live):
             state = cls(trainer, replay, warn)
             setattr(trainer, _ATTRIBUTE, state)
         return state
+
+    def record(self, recording: Recording) -> None:
+        """Let the steps of the fit be recorded, and compared after a resume."""
+        self._recording = recording
+        self._data.after_fetch, self._data.after_reading_again = recording.fetched, recording.read_again
 
     # ---- while training ----------------------------------------------------------------------------------------------
 
@@ -301,6 +308,7 @@ class ExactState(Live):
                 "gradients": self._gradients(batches, in_epoch),
                 "post_local_sgd": self._post_local_sgd.capture(on_host=not is_routed(self._trainer.strategy)),
                 "validation": [capture_generators(loader) for loader in self._internals.validation_loaders()],
+                "recorder": self._recording.capture() if self._recording is not None else None,
             },
             "notes": notes,
         }
@@ -430,6 +438,9 @@ class ExactState(Live):
             self._warn("; ".join([*shared["notes"], *causes]))
         exact = not causes and not shared["notes"]
         announce(self._trainer, resumed_in_words(self._trainer, self._resume.path, shared["progress"], exact=exact))
+        if self._recording is not None:
+            comparable = None if resharded else mine.get("recorder")
+            self._recording.resume(comparable, known_inexact=bool(causes or shared["notes"]))
         if resharded:
             shared = continue_elastic(self._data, shared, mine["data"], begin_window_again=self._begins_window_again)
         if shared["validation_made"]:

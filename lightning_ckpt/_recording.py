@@ -1,0 +1,123 @@
+"""Lightning's side of the flight recorder: what of a fit is recorded, and how the user hears of it."""
+
+from __future__ import annotations
+
+import collections
+import logging
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ckpt_core.events import ResumeCompared
+from ckpt_core.recorder import (
+    FlightRecorder,
+    Verdict,
+    WeightSample,
+    digest_batch,
+    digest_generators,
+    digest_numbers,
+    record_path,
+)
+from ckpt_core.state.rng import RngState
+from lightning_ckpt._callbacks.lookup import is_remote
+from lightning_ckpt._plugin_base import ReliableCheckpointIO
+from lightning_ckpt._report import announce
+
+__all__ = ["Recording"]
+
+logger = logging.getLogger(__name__)
+
+# Lightning is at most one batch ahead of training
+_FETCHES_REMEMBERED = 4
+
+
+class Recording:
+    """Records the fit of one Trainer, on one rank.
+
+    Args:
+        trainer: A Trainer of either package whose model is set up.
+        directory: Of the checkpoints.
+    """
+
+    def __init__(self, trainer: Any, directory: Any) -> None:
+        self._trainer, self._directory = trainer, str(directory)
+        path = None if is_remote(directory) else record_path(self._directory, trainer.global_rank)
+        self._recorder = FlightRecorder(path, self._say)
+        self._weights = WeightSample(trainer.lightning_module)
+        self._fetched: collections.deque[tuple[int, int, int]] = collections.deque(maxlen=_FETCHES_REMEMBERED)
+
+    def resume(self, saved: Mapping[str, Any] | None, *, known_inexact: bool) -> None:
+        """Compare what is done from now on with what the interrupted run did.
+
+        Args:
+            saved: What :meth:`capture` returned; None where the two cannot be compared.
+            known_inexact: Whether the user was told already that this resume is not exact.
+        """
+        self._recorder.resume(saved, known_inexact=known_inexact)
+
+    def fetched(self, index: int, rng: RngState, batch: Any) -> None:
+        """Note a batch as it came from the loaders.
+
+        Args:
+            index: Its number in the epoch.
+            rng: The random generators before it was fetched.
+            batch: In host memory.
+        """
+        self._fetched.append((index, digest_generators(rng), digest_batch(batch)))
+
+    def read_again(self, index: int, batch: Any) -> None:
+        """Compare a batch of the epoch that was read again on the way to where the checkpoint is."""
+        self._recorder.read_again(self._trainer.current_epoch, index, digest_batch(batch))
+
+    def batch_ended(self, outputs: Any, batch_idx: int) -> None:
+        """Record a batch that was trained on."""
+        trainer = self._trainer
+        generators, data = next(((g, d) for index, g, d in self._fetched if index == batch_idx), (None, None))
+        rates = [
+            float(rate)
+            for optimizer in trainer.optimizers
+            for rate in (group.get("lr", 0.0) for group in optimizer.param_groups)
+            if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"
+        ]
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        self._recorder.record(
+            number=trainer.fit_loop.total_batch_idx,
+            epoch=trainer.current_epoch,
+            batch=batch_idx,
+            step=trainer.global_step,
+            data=data,
+            generators=generators,
+            rates=digest_numbers(rates),
+            rate=rates[0] if rates else 0.0,
+            weights=self._weights.digest(),
+            loss=loss if isinstance(loss, (torch.Tensor, float)) else None,
+        )
+
+    def capture(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it."""
+        return self._recorder.capture()
+
+    def finish(self) -> None:
+        """Training has ended."""
+        self._recorder.finish()
+
+    def close(self) -> None:
+        """Leave the file, after an exception too."""
+        self._recorder.close()
+
+    def _say(self, verdict: Verdict) -> None:
+        rank = self._trainer.global_rank
+        event = ResumeCompared(
+            path=self._directory, rank=rank, steps=verdict.steps, differs=list(verdict.differs), message=verdict.message
+        )
+        plugin = self._trainer.strategy.checkpoint_io
+        if isinstance(plugin, ReliableCheckpointIO):
+            plugin.checkpointer.notify(event)
+        if verdict.differs:
+            logger.warning("rank %d: %s", rank, verdict.message)
+        else:
+            announce(self._trainer, verdict.message)
+        if verdict.is_alarm and rank == 0:
+            warnings.warn(verdict.message, stacklevel=2)
