@@ -240,7 +240,7 @@ def _backward(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Non
     original(accelerator, *args, **kwargs)
     session = session_of(accelerator)
     if session is not None:
-        session.backward_done()
+        session.backward_done(args[0] if args else kwargs.get("loss"))
 
 
 def _log(original: Any, accelerator: Any, values: Any, *args: Any, **kwargs: Any) -> None:

@@ -275,6 +275,8 @@ class CheckpointConfig:
             durable: True (SIGTERM), ``"SIGTERM,SIGUSR1"``, or a :class:`ckpt_core.preemption.Preemption` or a mapping
             of its arguments, with deadlines and notices. The exit status is 128 and the signal's number, or 75.
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
+        recorder: Whether each rank records the steps of its optimizers in a small file beside the checkpoints, and a
+            resumed run compares those that it repeats and says whether they are the same.
 
     Raises:
         OptionError: A value is not one of those above.
@@ -326,6 +328,7 @@ class CheckpointConfig:
         None, _PREEMPT, "true, or signals such as SIGTERM,SIGUSR1, on which all ranks save and the run ends", hash=False
     )
     event_log: str | None = _option(None, _FILE, "file to which every event is appended as a line of JSON")
+    recorder: bool = _option(True, _SWITCH, "record each step, and say after a resume whether it was exact")
 
     def __post_init__(self) -> None:
         for name, kind in _kinds().items():
@@ -374,7 +377,7 @@ class CheckpointConfig:
             >>> CheckpointConfig.from_sources({"strategy": "sync"}, variables={"ACCELERATE_CKPT_MAX_PENDING": "2"})
             CheckpointConfig(strategy='sync', wait=False, max_pending=2, on_error='raise', mid_accumulation='grads', \
 commit_timeout=600.0, retention=None, local_dir=None, upload_to=None, keep_local=None, allow_pickle=False, \
-resume=None, resume_attempts=3, checkpoint_dir=None, preempt=None, event_log=None)
+resume=None, resume_attempts=3, checkpoint_dir=None, preempt=None, event_log=None, recorder=True)
         """
         environment = os.environ if variables is None else variables
         given_flags = {flag_name.format(name): (name, value) for name, value in (flags or {}).items()}

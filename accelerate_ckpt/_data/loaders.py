@@ -12,6 +12,7 @@ from typing import Any
 from accelerate_ckpt._data.opening import Uses
 from accelerate_ckpt._data.position import LoaderPosition
 from accelerate_ckpt._private import data as private_data
+from accelerate_ckpt._recording import Fetched, Recording
 from ckpt_core.errors import CheckpointFormatError
 from ckpt_core.state.ddp import rebuild_ddp_buckets
 from ckpt_core.state.elastic import derive_rng
@@ -62,6 +63,7 @@ class LoaderPositions:
         self._told: set[str] = set()
         self._causes: list[str] = []
         self._rng_of_save: RngState | None = None
+        self.recording: Recording | None = None
         self.uses = Uses()
         self._keep_ddp_buckets()
         private_data.register(self)
@@ -125,6 +127,7 @@ class LoaderPositions:
         if not private_data.Internals.is_known(loader):
             return None
         position = LoaderPosition(loader, self._accelerator.num_processes, self, self._replay)
+        position.fetches = Fetched(self.recording) if self.recording is not None else None
         self._positions.append(position)
         if self._is_waited_for():
             self._give_same(number, position)

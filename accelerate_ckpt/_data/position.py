@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from accelerate_ckpt._data.opening import Habit, Next, Opening, Uses
 from accelerate_ckpt._data.tracker import Consumed, Division, InnerTracker
 from accelerate_ckpt._private.data import Internals, not_as_known
+from accelerate_ckpt._recording import Fetched
 from ckpt_core.state.loaders import FetchHistory, LoaderMark
 from ckpt_core.state.rng import RngState
 
@@ -69,6 +70,7 @@ class LoaderPosition:
         self.loader = loader
         self.habit = Habit(run.uses)
         self.is_restored = False
+        self.fetches: Fetched | None = None
         self._run = run
         self._internals = Internals(loader)
         self._tracker = InnerTracker(loader.base_dataloader, replay)
@@ -116,6 +118,9 @@ class LoaderPosition:
                 if number == self._iteration_number:
                     self._steps += 1
                     self.habit.take()
+                    if self.fetches is not None:
+                        each = self._internals.fetches
+                        self.fetches.hand_out((self._steps - 1) * each, self._steps * each)
                 opening = self._opening
                 if opening is None or opening.iteration != number:
                     yield batch
@@ -135,6 +140,8 @@ class LoaderPosition:
         finally:
             # an iteration that the script has begun or restored since then has taken over
             if number == self._iteration_number:
+                if self.fetches is not None:
+                    self.fetches.end()
                 self._phase = BETWEEN if over else LEFT
                 if over and self._resumed is not None and not yielded:
                     # only other ranks had a batch left, and Accelerate does not count an empty iteration
@@ -156,6 +163,8 @@ class LoaderPosition:
         leave_out, self._leave_out = self._leave_out, 0
         self._fetched, self._consumed, self._ahead, self._rng_after = 0, self._division.nothing, None, None
         self._history.clear()
+        if self.fetches is not None:
+            self.fetches.begin()
         self._begun_generators, self._first_rng = self._dataset_generators(), None
         first_rows = None
         if self._resumed is None:
@@ -204,6 +213,8 @@ class LoaderPosition:
         before = self._begun_step
         if before is not None and self._tracker.may_read_again:
             self._history.was_read(self._fetched, before)
+        if self.fetches is not None:
+            self.fetches.fetch(self._fetched, before, batch)
         self._fetched += 1
         if self._fetched % fetches == 0:
             self._caught_up()

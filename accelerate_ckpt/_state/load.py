@@ -358,8 +358,13 @@ class _Ours:
         _continue_counting(session, self._path, self._about["iteration"])
         session.step = int(self._about.get("step", 0))  # older checkpoints have none
         session.note_resumed(point_of(self._path, session.step, own["data"]))
-        # Last, because it sets the random generators, and what comes before may draw from them.
         has_own = self._rank == session.rank
+        if session.recording is not None:
+            recorded = own.get("recorder") if has_own else None
+            session.recording.lies_in(session.checkpointer.known_as(self._path), session.rank, recorded)
+            comparable = session.world_size == self._saved_world_size == len(self._saved_by)
+            session.recording.resume(recorded if comparable else None, window_open=any(self._gradients))
+        # Last, because it sets the random generators, and what comes before may draw from them.
         session.data.restore(own["data"], saved_world_size=self._saved_world_size, has_own=has_own)
         session.announce(f"resuming from {self._path}: step {session.step} ({size_in_words(self._size)}, verified)")
 

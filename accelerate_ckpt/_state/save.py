@@ -156,6 +156,8 @@ def _must_wait_for_window(session: Session) -> bool:
 
 def _save_now(session: Session, agreed: AgreedSave) -> None:
     target = agreed.path
+    if session.recording is not None:
+        session.recording.lies_in(session.checkpointer.known_as(target), session.rank)
     with contextlib.ExitStack() as undo:
         weights, files = _weights(session), None
         if session.accelerator._save_model_state_pre_hook:
@@ -302,6 +304,8 @@ def _rank_state(session: Session) -> dict[str, Any]:
         "buffers": [],
         "takes_buffers": [model.require_forward_param_sync for model in session.distributed_models()],
     }
+    if session.recording is not None:
+        state["recorder"] = session.recording.capture()
     if session.window_is_open:
         state["gradients"] = [capture_gradients(model.named_parameters()) for model in models]
     if session.world_size > 1 and not is_sharded(accelerator):

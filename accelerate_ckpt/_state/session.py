@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accelerate_ckpt._data.loaders import LoaderPositions
 from accelerate_ckpt._private.data import unregister
+from accelerate_ckpt._recording import Recording
 from accelerate_ckpt._state.naming import Retention, automatic_root, by_number, numbered, unwanted
 from accelerate_ckpt._state.outcomes import OutcomeWatch
 from accelerate_ckpt._state.preemption import PreemptionWatch
@@ -167,6 +168,10 @@ class Session:
         self.retention = (
             None if config.retention is None else Retention(config.retention, self.checkpointer, config.storage_options)
         )
+        self.recording = (
+            Recording(self._accelerator, self.checkpointer.notify, self.announce) if config.recorder else None
+        )
+        self.data.recording = self.recording
         self.limit: Callable[[list[str]], list[str] | None] | None = None
         self.protected: set[str] = set()
         self.passed_over: set[str] = set()
@@ -220,10 +225,12 @@ class Session:
         """
         return [model for wrapped in self._wrapped if (model := wrapped()) is not None]
 
-    def backward_done(self) -> None:
-        """Note that gradients were added up."""
+    def backward_done(self, loss: Any = None) -> None:
+        """Note that gradients of a loss were added up."""
         self.window_open = self._backward_seen = True
         self.backwards += 1
+        if self.recording is not None:
+            self.recording.backward(loss)
         self.data.uses.note()
 
     @property
@@ -280,6 +287,8 @@ class Session:
         """
         self.window_open = False
         self._steps[id(optimizer)] += 1
+        if self.recording is not None:
+            self.recording.stepped(optimizer, self.step)
         if not self.local_sgd.active:  # its ranks exchange nothing until they average
             self.outcomes.optimizer_stepped(optimizer)
 
@@ -328,6 +337,8 @@ class Session:
         Raises:
             CheckpointError: The failure, as the same class on every rank.
         """
+        if self.recording is not None:
+            self.recording.finish()
         try:
             self.outcomes.after_training()
         finally:

@@ -54,6 +54,7 @@ def test_defaults() -> None:
         "checkpoint_dir": None,
         "preempt": None,
         "event_log": None,
+        "recorder": True,
     }
 
 

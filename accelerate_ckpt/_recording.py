@@ -1,0 +1,225 @@
+"""Accelerate's side of the flight recorder: what of a script's training is recorded, and how the user hears of it.
+
+A script has no steps that one could see but those of its optimizers. A record is made of each: the batches that were
+handed out since the one before and that a backward pass followed, the loss that ``accelerator.backward`` was given, the
+learning rates, a sample of the weights.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from ckpt_core.events import Event, ResumeCompared
+from ckpt_core.recorder import (
+    FlightRecorder,
+    Verdict,
+    WeightSample,
+    digest_batch,
+    digest_generators,
+    digest_numbers,
+    record_path,
+)
+from ckpt_core.state.rng import RngState
+
+__all__ = ["Fetched", "Recording"]
+
+log = logging.getLogger(__name__)
+
+
+_Digests = tuple[int | None, int]  # of the random generators before a fetch, and of the batch
+
+
+class Fetched:
+    """The batches of one prepared loader: fetched, handed out, used."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+        self._ahead: dict[int, _Digests] = {}
+        self._unused: list[_Digests] = []
+
+    def begin(self) -> None:
+        """Note that an iteration begins."""
+        self._ahead.clear()
+        self._drop_unused()
+
+    def fetch(self, number: int, rng: RngState | None, batch: Any) -> None:
+        """Note a batch, while it is in host memory.
+
+        Args:
+            number: Of the fetch in this iteration.
+            rng: The random generators before it; None where workers fetch.
+            batch: What the loader inside the prepared one returned.
+        """
+        self._ahead[number] = None if rng is None else digest_generators(rng), digest_batch(batch)
+
+    def hand_out(self, first: int, end: int) -> None:
+        """Note that the script is given the batches of some fetches."""
+        self._recording.settle()
+        found = [self._ahead.pop(number, None) for number in range(first, end)]
+        self._unused += [digests for digests in found if digests is not None]
+        if self._unused:
+            self._recording.given.add(self)
+
+    def end(self) -> None:
+        """Note that the iteration is over, or left."""
+        self._recording.settle()
+        self._drop_unused()
+
+    def _drop_unused(self) -> None:
+        self._unused.clear()
+        self._recording.given.discard(self)
+
+    def take(self) -> list[_Digests]:
+        """Return the digests of what was handed out, which was used now."""
+        found, self._unused = self._unused, []
+        return found
+
+
+class Recording:
+    """Records the training of one Accelerator, on one rank.
+
+    Args:
+        accelerator: Returns the Accelerator.
+        notify: Called with the event.
+        announce: Prints a line on rank 0.
+
+    Attributes:
+        given: Loaders that have handed out batches that no backward pass has followed yet.
+    """
+
+    def __init__(
+        self, accelerator: Callable[[], Any], notify: Callable[[Event], None], announce: Callable[[str], None]
+    ) -> None:
+        self._accelerator, self._notify, self._announce = accelerator, notify, announce
+        self._recorder = FlightRecorder(None, self._say, compares_place=False)
+        self._directory = self._file = ""
+        self._number = 0
+        self._has_recorded = False
+        self._loss: Any = None
+        self._is_used = False
+        self._used: list[_Digests] = []
+        self._is_partial = False
+        self._weights: tuple[int, WeightSample] | None = None
+        self.given: set[Fetched] = set()
+
+    # ---- the data ----------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Count the batches that were handed out as used, if a backward pass has followed."""
+        if self._is_used:
+            self._is_used = False
+            for loader in sorted(self.given, key=id):
+                self._used += loader.take()
+            self.given.clear()
+
+    # ---- training ----------------------------------------------------------------------------------------------------
+
+    def backward(self, loss: Any) -> None:
+        """Note the loss of a backward pass."""
+        self._loss, self._is_used = loss, True
+
+    def stepped(self, optimizer: Any, step: int) -> None:
+        """Record the step of an optimizer.
+
+        Args:
+            optimizer: A prepared one.
+            step: Steps of the run.
+        """
+        self._is_used = True
+        self.settle()
+        used, self._used, loss, self._loss = self._used, [], self._loss, None
+        rates = [
+            float(rate)
+            for rate in (group.get("lr", 0.0) for group in optimizer.param_groups)
+            if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"
+        ]
+        is_whole, self._is_partial = bool(used) and not self._is_partial, False
+        generators = used[0][0] if is_whole else None
+        if is_whole and generators is None:
+            generators = digest_generators()  # workers have fetched: nothing is drawn here until the step is over
+        self._recorder.record(
+            number=self._number,
+            epoch=0,
+            batch=0,
+            step=step,
+            data=digest_batch(sorted(data for _, data in used)) if is_whole else None,
+            generators=generators,
+            rates=digest_numbers(rates),
+            rate=rates[0] if rates else 0.0,
+            weights=self._sample().digest(),
+            loss=loss.detach() if isinstance(loss, torch.Tensor) else None,
+        )
+        self._number += 1
+        self._has_recorded = True
+
+    def _sample(self) -> WeightSample:
+        models = self._accelerator()._models
+        if self._weights is None or self._weights[0] != len(models):
+            self._weights = len(models), WeightSample(torch.nn.ModuleList(models))
+        return self._weights[1]
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------------
+
+    def lies_in(self, path: str, rank: int, saved: Mapping[str, Any] | None = None) -> None:
+        """Note where a checkpoint is: records lie beside the directory of the first one.
+
+        Args:
+            path: Local path or URL of the checkpoint.
+            rank: This one.
+            saved: What it holds of the recorder, if it is resumed from: the run that saved it may have recorded
+                elsewhere.
+        """
+        if self._file or "://" in path:
+            return
+        self._directory = os.path.dirname(os.path.abspath(path))
+        self._file = record_path(self._directory, rank)
+        other = (saved or {}).get("file", "")
+        if not os.path.exists(self._file) and os.path.isfile(other):
+            self._file = other
+        self._recorder.open(self._file)
+
+    def capture(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it."""
+        return {**self._recorder.capture(), "number": self._number, "file": self._file}
+
+    def resume(self, saved: Mapping[str, Any] | None, *, window_open: bool) -> None:
+        """Compare what is done from now on with what the interrupted run did after a checkpoint.
+
+        Args:
+            saved: What :meth:`capture` returned; None where the two cannot be compared.
+            window_open: Whether the checkpoint is inside a window of gradient accumulation.
+        """
+        # a run that goes back to an earlier state of its own does something else on purpose
+        self._recorder.resume(None if self._has_recorded else saved)
+        self._number = int(saved["number"]) if saved is not None else 0
+        self._used, self._loss, self._is_used, self._is_partial = [], None, False, window_open
+        self._weights = None
+
+    def finish(self) -> None:
+        """Training has ended, or the script."""
+        self._recorder.finish()
+
+    def _say(self, verdict: Verdict) -> None:
+        accelerator = self._accelerator()
+        rank = 0 if accelerator is None else accelerator.process_index
+        self._notify(
+            ResumeCompared(
+                path=self._directory,
+                rank=rank,
+                steps=verdict.steps,
+                differs=list(verdict.differs),
+                message=verdict.message,
+            )
+        )
+        if verdict.differs:
+            log.warning("rank %d: %s", rank, verdict.message)
+        else:
+            self._announce(verdict.message)
+        if verdict.is_alarm and rank == 0:
+            warnings.warn(verdict.message, stacklevel=2)

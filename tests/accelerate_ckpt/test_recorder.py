@@ -1,0 +1,133 @@
+"""The flight recorder under Accelerate: what a resumed script says of the steps that it repeats, after a real SIGKILL."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import ScriptRunner
+
+ACCELERATE = ("accelerate", "accelerate_ckpt")
+# case, whether it resumes, and the optimizer's step at which it is killed
+SCRIPT = """
+    import glob, json, os, sys
+    import torch
+    from accelerate import Accelerator
+    from accelerate.utils import set_seed
+    from accelerate_ckpt import attach
+
+    case, resumes, dies_at = sys.argv[1], sys.argv[2] == "resume", int(sys.argv[3])
+    window = 2 if case in ("accumulates", "inside a window") else 1
+    accelerator = Accelerator(gradient_accumulation_steps=window)
+    attach(accelerator, "sync", event_log="events", recorder=case != "without")
+    set_seed(1)
+    own = torch.Generator().manual_seed(3)
+
+    class Items(torch.utils.data.Dataset):
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, index):
+            noise = torch.randn(4, generator=own if case == "own generator" else None)
+            return torch.full((4,), index / 24) + 0.1 * noise
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    workers = 2 if case == "workers" else 0
+    loader = torch.utils.data.DataLoader(Items(), batch_size=2, shuffle=True, num_workers=workers)
+    evaluation = torch.utils.data.DataLoader(Items(), batch_size=4, generator=torch.Generator().manual_seed(1))
+    model, optimizer, loader, evaluation = accelerator.prepare(model, optimizer, loader, evaluation)
+
+    class Count:
+        steps = batches = 0
+
+        def state_dict(self):
+            return {"steps": self.steps, "batches": self.batches}
+
+        def load_state_dict(self, state):
+            vars(self).update(state)
+
+    count = Count()
+    accelerator.register_for_checkpointing(count)
+    if resumes:
+        accelerator.load_state(max(glob.glob("out/*"), key=lambda path: int(path.split("_")[-1])))
+        if case == "a moment is lost":
+            for state in optimizer.optimizer.state.values():
+                state["exp_avg"].zero_()
+
+    went_back = False
+    for epoch in range(count.batches // 12, 3):
+        for batch in loader:
+            count.batches += 1
+            with accelerator.accumulate(model):
+                loss = (model(batch) - batch).pow(2).mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            count.steps += accelerator.sync_gradients
+            if count.batches % 5 == 0 and (accelerator.sync_gradients or case == "inside a window"):
+                accelerator.save_state(f"out/at_{count.batches}")
+            if not resumes and count.steps == dies_at:
+                os.kill(os.getpid(), 9)
+            if case == "goes back" and count.batches == 18 and not went_back:
+                went_back = True
+                accelerator.load_state("out/at_15")
+                with torch.no_grad():
+                    accelerator.unwrap_model(model)[0].weight.mul_(0.5)
+        if case == "evaluates":
+            for batch in evaluation:
+                with torch.no_grad():
+                    model(batch)
+    accelerator.end_training()
+"""
+
+
+def told(fork_script: ScriptRunner, directory: Path, case: str, dies_at: int) -> list[dict[str, Any]]:
+    """What the recorder says when a killed script is resumed."""
+    if dies_at:
+        killed = fork_script(SCRIPT, case, "first", dies_at, modules=ACCELERATE, check=False)
+        assert killed.returncode == -9, killed.stderr
+    done = fork_script(SCRIPT, case, "resume" if dies_at else "first", 0, modules=ACCELERATE)
+    events = [json.loads(line) for line in (directory / "events").read_text().splitlines()]
+    found = [event for event in events if event["event"] == "ResumeCompared"]
+    assert done.stderr.count("UserWarning: this resume is not exact") == sum(bool(event["differs"]) for event in found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "dies_at", "repeated"),
+    [("accumulates", 9, 4), ("inside a window", 9, 2), ("workers", 19, 4), ("evaluates", 14, 4)],
+)
+def test_an_exact_resume_says_that_its_steps_are_equal(
+    fork_script: ScriptRunner, tmp_path: Path, case: str, dies_at: int, repeated: int
+) -> None:
+    (found,) = told(fork_script, tmp_path, case, dies_at)
+    assert found["message"] == f"{repeated} repeated steps equal the first run's, bit for bit"
+    assert (found["steps"], found["differs"]) == (repeated, [])
+    assert [path.name for path in tmp_path.glob(".*")] == [".out.flight-rank0"]
+
+
+@pytest.mark.parametrize(
+    ("case", "differs"),
+    [("own generator", "data"), ("a moment is lost", "weights")],
+)
+def test_what_a_resume_does_not_have_is_said(
+    fork_script: ScriptRunner, tmp_path: Path, case: str, differs: str
+) -> None:
+    (found,) = told(fork_script, tmp_path, case, 19)
+    assert differs in found["differs"]
+    assert "step 16" in found["message"]
+
+
+def test_a_run_that_goes_back_to_a_state_of_its_own_is_compared_with_nothing(
+    fork_script: ScriptRunner, tmp_path: Path
+) -> None:
+    assert told(fork_script, tmp_path, "goes back", 0) == []
+
+
+def test_the_recorder_can_be_left_out(fork_script: ScriptRunner, tmp_path: Path) -> None:
+    assert told(fork_script, tmp_path, "without", 0) == []
+    assert list(tmp_path.glob(".*")) == []
