@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import threading
+import weakref
 
 import torch
 
+from ckpt_core._devices import pin
 from ckpt_core.errors import OutOfMemoryError, SerializationError
 
 __all__ = ["ScratchBuffers", "StagingBuffer", "bytes_of", "storage_of"]
@@ -20,8 +21,8 @@ class StagingBuffer:
 
     Args:
         nbytes: Size in bytes; rounded up to whole pages.
-        pinned: Whether to lock the pages where CUDA is in use. On the thread that trains: on another one, CUDA would
-            take memory on the first device, whichever the process uses.
+        pinned: Whether to lock the pages where an accelerator is in use. On the thread that trains: on another one,
+            CUDA would take memory on the first device, whichever the process uses.
 
     Raises:
         OutOfMemoryError: The system refuses so much.
@@ -49,13 +50,16 @@ class StagingBuffer:
         with torch.inference_mode(False):
             self.tensor = torch.frombuffer(self._map, dtype=torch.uint8)
         self.tensor.zero_()
-        self._pinned = pinned and _pin(self.tensor)
+        unpin = pin(self.tensor) if pinned else None
+        # Also where nobody closes it: a device must not know memory that the system has taken back.
+        self._unpin = None if unpin is None else weakref.finalize(self, unpin)
+        if self._unpin is not None:
+            self._unpin.atexit = False
 
     def close(self) -> None:
         """Give the memory back to the system (views that are still held keep it until they go)."""
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self.tensor.data_ptr())
-            self._pinned = False
+        if self._unpin is not None:
+            self._unpin()
         self.memory.release()
         self.tensor = torch.empty(0, dtype=torch.uint8)
         del self._map
@@ -104,18 +108,6 @@ class ScratchBuffers:
         with self._changed:
             while self._idle:
                 self._idle.pop().close()
-
-
-def _pin(memory: torch.Tensor) -> bool:
-    # Only page-locked memory can be copied to from a CUDA device without blocking the host.
-    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
-        return False
-    if int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)) == 0:
-        return True
-    # CUDA remembers the error, and the next kernel to be launched would be blamed for it: let it be one of ours.
-    with contextlib.suppress(RuntimeError):
-        torch.zeros(1, device="cuda")
-    return False
 
 
 def storage_of(tensor: torch.Tensor, *, key: str) -> torch.UntypedStorage:

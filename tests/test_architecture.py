@@ -32,6 +32,7 @@ LAYERS = (
     {"_layouts"},
     {"storage"},
     {
+        "_devices",
         "at_exit",
         "awaited_paths",
         "commit_time",
@@ -171,6 +172,33 @@ def hidden_imports(root: Path) -> list[str]:
     return found
 
 
+def uses_of_devices(root: Path) -> list[str]:
+    """Places outside of ``_devices`` that ask which accelerator it is, or use one of them by name."""
+    kinds = {"cuda", "xpu", "mps", "hpu", "npu", "mtia"}
+    names = kinds | {"Stream", "Event", "accelerator", "get_device_module"}
+    found = []
+    for path in modules_under(root).values():
+        if path.relative_to(root).parts[:2] == ("ckpt_core", "_devices"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                is_use = node.attr in {f"is_{kind}" for kind in kinds} or (
+                    node.attr in names and ast.unparse(node.value) == "torch"
+                )
+            else:
+                imported = _imported(node) if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+                is_use = any(f"{name}.".startswith(f"torch.{used}.") for name in imported for used in names)
+            if is_use:
+                found.append(f"{path.relative_to(root)}:{node.lineno}: {ast.unparse(node)}")
+    return found
+
+
+def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
+
+
 def test_all_packages_are_looked_at() -> None:
     assert {module.partition(".")[0] for module in modules_under(ROOT)} == set(PACKAGES)
 
@@ -185,6 +213,29 @@ def test_there_is_no_import_circle() -> None:
 
 def test_no_import_is_hidden() -> None:
     assert hidden_imports(ROOT) == []
+
+
+def test_one_module_knows_accelerators() -> None:
+    assert uses_of_devices(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "torch.cuda.synchronize()",
+        "if tensor.is_cuda: pass",
+        "import torch.cuda",
+        "from torch import cuda",
+        "torch.Stream()",
+        "torch.accelerator.is_available()",
+    ],
+)
+def test_a_use_of_an_accelerator_is_found(tmp_path: Path, source: str) -> None:
+    (tmp_path / "ckpt_core" / "_devices").mkdir(parents=True)
+    (tmp_path / "ckpt_core" / "_devices" / "streams.py").write_text(source)
+    (tmp_path / "ckpt_core" / "tree.py").write_text(f"x = 1\n{source}\n")
+    (found,) = uses_of_devices(tmp_path)
+    assert found.startswith("ckpt_core/tree.py:2: ")
 
 
 @pytest.mark.parametrize(

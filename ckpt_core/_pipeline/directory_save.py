@@ -145,6 +145,9 @@ class DirectorySave:
             self._added = write_files
         else:
             self._added = AddedFiles.collect(self._storage, self.path, write_files)
+        if snapshot.buffer is not None:  # the tensors are in it now
+            self._state = None
+            self._laid_out.forget_tensors()
 
     # ---- this rank's files -------------------------------------------------------------------------------------------
 
@@ -188,6 +191,7 @@ class DirectorySave:
             self._has_place = not is_final or self._joint.ask_rank_0("alone", self._is_alone)
             snapshot.wait_taken()
             files, token = self._laid_out, self._joint.token
+            files.forget_parts()
             files.identify(token, "" if self._has_place and not previous.exists else f"-{token}")
             sizes = self._write_images(files, snapshot)
             snapshot.wait_sealed()

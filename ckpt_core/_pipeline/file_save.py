@@ -60,13 +60,12 @@ class FileSave:
     @property
     def size(self) -> int:
         """The file's size in bytes, or about that."""
-        return self._taken[1].approximate_size
+        return self._taken_image.approximate_size
 
     @property
-    def _taken(self) -> tuple[StateLayout, FileImage]:
-        assert self._layout is not None  # take() comes first
-        assert self._image is not None
-        return self._layout, self._image
+    def _taken_image(self) -> FileImage:
+        assert self._image is not None  # take() comes first
+        return self._image
 
     def take(self, snapshot: Snapshot) -> None:
         self._layout = layout = StateLayout(self._state)
@@ -77,14 +76,15 @@ class FileSave:
             self._image = layout.staged_image(snapshot.buffer, snapshot.wait_until)
 
     def complete(self, snapshot: Snapshot) -> None:
-        layout, image = self._taken
-        layout.pickle_into(image, self._state)
+        assert self._layout is not None  # take() comes first
+        self._layout.pickle_into(self._taken_image, self._state)
         snapshot.finish()
+        self._state = self._layout = None  # what is written from here on is in the image: a copy, or live tensors
 
     def write(self, snapshot: Snapshot) -> int:
         snapshot.wait_taken()
         self._directories.note_commits(self._storage, self.path)
-        _, image = self._taken
+        image = self._taken_image
         size = write_image(
             image,
             self._storage,

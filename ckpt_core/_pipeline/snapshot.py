@@ -6,15 +6,15 @@ because every page must first be found and cleared. So buffers are kept between 
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
+from ckpt_core._devices import SideStreams, wait_for_devices
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core.errors import CheckpointError, OutOfMemoryError, SnapshotTornError
 from ckpt_core.memory import StagingBuffer
@@ -28,7 +28,6 @@ __all__ = [
     "Snapshot",
     "TornSnapshotGuard",
     "given_up",
-    "wait_for_devices",
 ]
 
 COPY_GROUP = 64 * 2**20  # bytes copied by one call: long enough that taking the GIL between two does not count
@@ -45,6 +44,7 @@ class BufferPool:
         self._limit = limit
         self._lent = 0
         self._idle: list[StagingBuffer] = []
+        self._outside: list[StagingBuffer] = []  # those that are lent and may be kept when they come back
         self._changed = threading.Condition()
 
     @property
@@ -65,6 +65,7 @@ class BufferPool:
             buffer = next((b for b in idle if b.nbytes >= nbytes), None)
             if buffer is not None:
                 self._idle.remove(buffer)
+                self._outside.append(buffer)
                 return buffer
             if len(idle) + self._lent > self._limit:
                 # Replace one that is too small, so that memory never exceeds the limit.
@@ -72,15 +73,18 @@ class BufferPool:
                 idle[0].close()
         try:
             try:
-                return StagingBuffer(nbytes, pinned=True)
+                buffer = StagingBuffer(nbytes, pinned=True)
             except OutOfMemoryError:
-                self.close()  # of those that are too small
-                return StagingBuffer(nbytes, pinned=True)
+                with self._changed:
+                    self._free_idle()  # those that are too small
+                buffer = StagingBuffer(nbytes, pinned=True)
         except BaseException:
             with self._changed:
                 self._lent -= 1
                 self._changed.notify()
             raise
+        self._outside.append(buffer)
+        return buffer
 
     def wait(self) -> None:
         """Return when a buffer is free."""
@@ -91,23 +95,31 @@ class BufferPool:
         """Take a lent buffer back."""
         with self._changed:
             self._lent -= 1
-            self._idle.append(buffer)
+            if buffer in self._outside:
+                self._outside.remove(buffer)
+                self._idle.append(buffer)
+            else:
+                buffer.close()
             self._changed.notify()
 
     def close(self) -> None:
-        """Free the buffers that are not lent."""
+        """Free the buffers, those that are lent when they come back."""
         with self._changed:
-            for buffer in self._idle:
-                buffer.close()
-            self._idle.clear()
+            self._outside.clear()
+            self._free_idle()
+
+    def _free_idle(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
 
 
 class BackgroundCopy:
     """Copies tensors into host memory on its own thread, in order, so that others can pickle and write meanwhile.
 
-    Each group of pieces is one call into torch, which holds no GIL and uses torch's threads. CUDA tensors are copied on
-    a side stream of their device, which starts after the work already queued on the current one; the training thread
-    waits in :meth:`wait`.
+    Each group of pieces is one call into torch, which holds no GIL and uses torch's threads. Tensors of accelerators
+    are copied on a side stream of their device, which starts after the work already queued on the current one; the
+    training thread waits in :meth:`wait`. However it ends, nothing is written to the targets afterwards, and no tensor
+    is held.
 
     Args:
         pieces: ``(end, target, source)``: ``uint8`` tensors of the same size, and the offset that is reached with them.
@@ -118,12 +130,7 @@ class BackgroundCopy:
         self._reached = 0
         self._error: BaseException | None = None
         self._progress = threading.Condition()
-        self._streams = []
-        for device in _cuda_devices(source for _, _, source in self._pieces):
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            self._streams.append(stream)
-        self._device = torch.cuda.current_device() if self._streams else None
+        self._streams = SideStreams(source for _, _, source in self._pieces)
         self._claim = threading.Lock()  # for the thread, or for whoever gives up on it, whichever comes first
         self._ended = threading.Event()
         try:
@@ -139,24 +146,31 @@ class BackgroundCopy:
         if not self._claim.acquire(blocking=False):
             return
         try:
-            if self._device is not None:
-                # A thread begins on the first device, and to come back to that one would take memory there.
-                torch.cuda.set_device(self._device)
-            with torch.no_grad(), contextlib.ExitStack() as stack:
-                for stream in self._streams:  # never stream(None), which starts CUDA in programs that do not use it
-                    stack.enter_context(torch.cuda.stream(stream))
-                for end, targets, sources in _groups(self._pieces):
-                    # What does not block needs a stream to wait for afterwards.
-                    torch._foreach_copy_(targets, sources, non_blocking=bool(self._streams))
-                    if not self._streams:
-                        self._advance(end)
-            for stream in self._streams:
-                stream.synchronize()
+            with self._streams.entered(), torch.no_grad():
+                try:
+                    self._copy()
+                finally:
+                    self._streams.synchronize()  # whatever has failed: the targets are about to be used again
         except BaseException as error:  # noqa: BLE001 - raised again by wait()
             self._error = error
         finally:
+            self._pieces = []  # what the caller has let go of is free from now on
             self._ended.set()
             self._advance(sys.maxsize)
+
+    def _copy(self) -> None:
+        queued = []
+        for end, targets, sources in _groups(self._pieces):
+            # What does not block needs a stream to wait for afterwards.
+            torch._foreach_copy_(targets, sources, non_blocking=self._streams.may_be_late)
+            if self._streams:
+                queued.append((end, self._streams.record(sources)))
+            else:
+                self._advance(end)
+        for end, events in queued:
+            for event in events:
+                event.synchronize()
+            self._advance(end)
 
     def _advance(self, offset: int) -> None:
         with self._progress:
@@ -183,16 +197,6 @@ class BackgroundCopy:
         self.settle()
         if self._error is not None:
             raise self._error
-
-
-def wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """Return when what this thread has queued for CUDA tensors is done, so that other threads may read them."""
-    for device in _cuda_devices(tensors):
-        torch.cuda.current_stream(device).synchronize()
-
-
-def _cuda_devices(tensors: Iterable[torch.Tensor]) -> Collection[torch.device]:
-    return dict.fromkeys(tensor.device for tensor in tensors if tensor.is_cuda)
 
 
 def _groups(
@@ -312,7 +316,7 @@ class Snapshot:
         self._taken.set()
 
     def finish(self) -> None:
-        """Return when the caller may change the state: it is copied, if it is to be.
+        """Return when the caller may change the state: it is copied, if it is to be, and its tensors are not held.
 
         Raises:
             SnapshotTornError: A tensor changed while it was being copied.
@@ -320,6 +324,7 @@ class Snapshot:
         if self._copy is not None:
             self._copy.wait()
             self._guard.check(path=self._path)
+            self._guard = TornSnapshotGuard(())
 
     def seal(self) -> None:
         """Declare that all is there: it may be committed."""

@@ -48,7 +48,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _doctor(options: Options) -> int:
-    import torch
+    from ckpt_core._devices import accelerator_name
 
     versions: dict[str, str | None] = {}
     for name in _PACKAGES:
@@ -56,11 +56,10 @@ def _doctor(options: Options) -> int:
             versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             versions[name] = None
-    device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}, {os.cpu_count()} CPUs",
-        "accelerator": None if device is None else f"{torch.accelerator.device_count()} x {device.type}",
+        "accelerator": accelerator_name(),
         "packages": versions,
         "path": options.path,
     }

@@ -20,6 +20,7 @@ import torch
 import xxhash
 from numpy.random import mtrand
 
+from ckpt_core._devices import current_device_generators
 from ckpt_core.state.rng import RngState
 
 __all__ = ["WHOLE_BYTES", "WeightSample", "digest_batch", "digest_generators", "digest_numbers"]
@@ -149,13 +150,12 @@ def digest_generators(rng: RngState | None = None) -> int:
     if rng is None:
         digest.update(_numpy_words())
         torch_cpu = torch.get_rng_state()
-        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
-        devices = [torch.cuda.get_rng_state()] if in_use else []
+        devices = current_device_generators()
     else:
         digest.update(np.asarray(rng.numpy[1], dtype=np.uint32).data)
         digest.update(struct.pack("<i", rng.numpy[2]))
         torch_cpu = rng.torch_cpu
-        devices = [rng.torch_cuda[rng.cuda_device]] if rng.cuda_device < len(rng.torch_cuda) else []
+        devices = [states[current] for states, current in rng.devices.values() if current < len(states)]
     for state in (torch_cpu, *devices):
         digest.update(state.numpy().data)
     return digest.intdigest()

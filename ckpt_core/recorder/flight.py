@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ckpt_core._devices import LateNumber
 from ckpt_core.recorder.ring import Record, Ring, decode, encode
 
 __all__ = ["FlightRecorder", "Verdict"]
@@ -98,7 +99,7 @@ class FlightRecorder:
         self._tell = tell
         self._compares_place = compares_place
         self._last: collections.deque[Record] = collections.deque(maxlen=_KEPT_IN_CHECKPOINTS)
-        self._waiting: collections.deque[tuple[Record, _LateNumber | None]] = collections.deque()
+        self._waiting: collections.deque[tuple[Record, LateNumber | None]] = collections.deque()
         self._expected: dict[int, Record] = {}
         self._before: dict[int, Record] = {}
         self._equal = 0
@@ -325,24 +326,7 @@ def _differences(record: Record, other: Record, *, place: bool) -> tuple[str, ..
     return tuple(found)
 
 
-class _LateNumber:
-    """The value of a tensor of an accelerator, copied behind the work that computes it."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self._host = torch.empty((), dtype=torch.float64, pin_memory=True)
-        self._host.copy_(value.detach().reshape(()), non_blocking=True)
-        self._event = torch.Event(device=value.device.type)
-        self._event.record()
-
-    def is_there(self) -> bool:
-        return bool(self._event.query())
-
-    def take(self) -> float:
-        self._event.synchronize()
-        return float(self._host)
-
-
-def _value_of(loss: torch.Tensor | float | None) -> tuple[float | None, _LateNumber | None]:
+def _value_of(loss: torch.Tensor | float | None) -> tuple[float | None, LateNumber | None]:
     if not isinstance(loss, torch.Tensor):
         return (None if loss is None else float(loss)), None
     if loss.numel() != 1 or loss.is_complex():
@@ -350,6 +334,6 @@ def _value_of(loss: torch.Tensor | float | None) -> tuple[float | None, _LateNum
     if loss.device.type == "cpu":
         return float(loss.detach()), None
     try:
-        return None, _LateNumber(loss)
-    except (RuntimeError, NotImplementedError, TypeError):
+        return None, LateNumber(loss)
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):
         return None, None  # a device without pinned memory, events or numbers of 8 bytes

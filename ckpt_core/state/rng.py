@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
+from ckpt_core._devices import DeviceGenerators, capture_device_generators, restore_device_generators
 from ckpt_core.errors import SerializationError
 from ckpt_core.state.reach import reach
 
@@ -68,27 +69,21 @@ class RngState:
         python: ``random.getstate()``.
         numpy: ``numpy.random.get_state()``.
         torch_cpu: State of torch's default CPU generator.
-        torch_cuda: State of the default generator of every visible CUDA device; empty when CUDA is not in use.
-        cuda_device: Which of them the process uses.
+        devices: Those of accelerators in use, by the type of the device.
     """
 
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
     torch_cpu: torch.Tensor
-    torch_cuda: tuple[torch.Tensor, ...] = ()
-    cuda_device: int = 0
+    devices: Mapping[str, DeviceGenerators] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def capture(cls) -> RngState:
         """Read the global generators."""
-        # asking CUDA for its state would start CUDA, so only when the program has done so already
-        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()
-        cuda = tuple(torch.cuda.get_rng_state_all()) if in_use else ()
-        device = torch.cuda.current_device() if in_use else 0
-        return cls(random.getstate(), _numpy_state(), torch.get_rng_state(), cuda, device)
+        return cls(random.getstate(), _numpy_state(), torch.get_rng_state(), capture_device_generators())
 
     def restore(self) -> None:
-        """Set the global generators; CUDA generators as far as both sides have the device.
+        """Set the global generators; those of accelerators as far as both sides have the device.
 
         The device that the process uses continues with the generator of the one that it used then, whatever their
         numbers.
@@ -96,18 +91,15 @@ class RngState:
         random.setstate(self.python)
         np.random.set_state(self.numpy)
         torch.set_rng_state(self.torch_cpu)
-        if self.torch_cuda and torch.cuda.is_available():
-            for device, state in enumerate(self.torch_cuda[: torch.cuda.device_count()]):
-                torch.cuda.set_rng_state(state, device)
-            # to ask for the current device would start CUDA
-            if torch.cuda.is_initialized() and self.cuda_device < len(self.torch_cuda):
-                torch.cuda.set_rng_state(self.torch_cuda[self.cuda_device], torch.cuda.current_device())
+        restore_device_generators(self.devices)
 
     def encode(self) -> dict[str, Any]:
         """Return the state as tensors, integers and floats."""
         version, words, gauss = self.python
         name, keys, position, has_gauss, cached = self.numpy
-        return {
+        devices = {kind: [[s.clone() for s in states], current] for kind, (states, current) in self.devices.items()}
+        cuda, cuda_device = devices.pop("cuda", ([], 0))  # under names of its own, as in files that know no others
+        encoded: dict[str, Any] = {
             "python": _bytes_to_tensor(struct.pack(f"<{len(words)}I", *words)),
             "python_version": int(version),
             "python_gauss": gauss,
@@ -117,9 +109,10 @@ class RngState:
             "numpy_has_gauss": int(has_gauss),
             "numpy_gauss": float(cached),
             "torch": self.torch_cpu.clone(),
-            "cuda": [state.clone() for state in self.torch_cuda],
-            "cuda_device": self.cuda_device,
+            "cuda": cuda,
+            "cuda_device": cuda_device,
         }
+        return {**encoded, "devices": devices} if devices else encoded
 
     @classmethod
     def decode(cls, state: Mapping[str, Any]) -> RngState:
@@ -128,9 +121,14 @@ class RngState:
         keys = np.frombuffer(_tensor_to_bytes(state["numpy_keys"]), dtype="<u4").astype(np.uint32)
         python = (state["python_version"], struct.unpack(f"<{len(words) // 4}I", words), state["python_gauss"])
         numpy = (state["numpy"], keys, state["numpy_position"], state["numpy_has_gauss"], state["numpy_gauss"])
+        found = {"cuda": (state["cuda"], state.get("cuda_device", 0)), **state.get("devices", {})}
         # a loader may have moved the tensors to an accelerator, but generators take host tensors only
-        cuda = tuple(s.cpu() for s in state["cuda"])
-        return cls(python, numpy, state["torch"].cpu(), cuda, state.get("cuda_device", 0))
+        devices = {
+            kind: DeviceGenerators(tuple(s.cpu() for s in states), int(current))
+            for kind, (states, current) in found.items()
+            if states
+        }
+        return cls(python, numpy, state["torch"].cpu(), devices)
 
     def same_as(self, other: RngState) -> bool:
         """Whether no global CPU generator moved between the two captures."""
@@ -159,7 +157,7 @@ def pack_rng() -> bytes:
 
 
 def unpack_rng(packed: bytes) -> RngState:
-    """Undo :func:`pack_rng`; the result has no CUDA state."""
+    """Undo :func:`pack_rng`; the result has nothing of accelerators."""
     fields = _PACKED.unpack_from(packed)
     words = fields[:_PYTHON_WORDS]
     has_python_gauss, python_gauss = fields[_PYTHON_WORDS : _PYTHON_WORDS + 2]

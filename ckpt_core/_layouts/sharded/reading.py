@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ckpt_core._devices import on_current_streams
 from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._layouts.sharded.contents import Contents, PartContents, Placed, Shard
 from ckpt_core._layouts.sharded.fetching import Job, Read, all_of, jobs_of, reads_of, run_job
@@ -280,7 +281,9 @@ class DirectoryCheckpoint:
         """Read what targets need; files that are ``shared`` with other processes come through the page cache."""
         shards: dict[str, Shard] = {}
         reads: dict[str, list[Read]] = {}
+        filled = []
         for tensor, box, chunks in targets:
+            filled.append(tensor)
             for placed in chunks:
                 name = placed.shard.file.name
                 shards[name] = placed.shard
@@ -290,15 +293,21 @@ class DirectoryCheckpoint:
             name = shard.file.name
             return jobs_of(shard, reads[name], past_cache=name not in shared and self._files.passes_cache(shard))
 
-        self._run(list(shards.values()), jobs_in)
+        self._run(list(shards.values()), jobs_in, filled)
 
-    def _run(self, shards: Sequence[Shard], jobs_in: Callable[[Shard], Iterable[Job]]) -> None:
+    def _run(
+        self,
+        shards: Sequence[Shard],
+        jobs_in: Callable[[Shard], Iterable[Job]],
+        filled: Sequence[torch.Tensor] = (),
+    ) -> None:
         scratch = ScratchBuffers()
         try:
             for batch in self._files.batches(shards):
                 jobs = [job for shard in batch for job in jobs_in(shard)]
                 largest = max((job.size for job in jobs), default=0)
-                work = functools.partial(run_job, files=self._files, scratch=scratch, scratch_size=largest)
+                run = functools.partial(run_job, files=self._files, scratch=scratch, scratch_size=largest)
+                work = on_current_streams(run, filled)
                 run_parallel(work, jobs, threads=min(self._files.threads(batch), len(jobs)))
         finally:
             scratch.close()

@@ -108,7 +108,7 @@ class _Chunk(NamedTuple):
     info: TensorInfo
     box: Box
     is_whole: bool
-    source: torch.Tensor
+    source: int  # which of the live tensors: chunks outlive them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +157,6 @@ class RankFiles:
         suffix: Comes before the extension of the files' names, where an older checkpoint has the plain names.
 
     Attributes:
-        tensors: The live tensors that are written.
         names: The files' names, in the order in which they are written.
         staged_size: Bytes of the buffer that all of them need.
 
@@ -174,6 +173,7 @@ class RankFiles:
         if len({part.name for part in parts}) != len(parts):
             raise ValueError("two parts have the same name")
         self._parts = list(parts)
+        self._sources: list[torch.Tensor] = []
         self._rank = rank
         self._world_size = world_size
         self._save_id = save_id
@@ -188,17 +188,36 @@ class RankFiles:
         self.names = [file.name for file in self._files] + ([self._digests_name] if self._files else [])
         for name in self.names:
             check_shard_name(name)
-        self.tensors = [chunk.source for file in self._files for chunk in file.chunks]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The live tensors that are written."""
+        return self._sources
+
+    def forget_parts(self) -> None:
+        """Let go of the parts' tensors, but for those that are written; called on the thread that writes them."""
+        self._parts = [
+            dataclasses.replace(
+                part,
+                pieces={},
+                tensors={key: TensorInfo(tensor.dtype, tuple(tensor.shape)) for key, tensor in part.tensors.items()},
+            )
+            for part in self._parts
+        ]
+
+    def forget_tensors(self) -> None:
+        """Let go of the tensors that are written, which are in a buffer now."""
+        self._sources = []
 
     def _lay_out(self, suffix: str) -> Iterator[_File]:
         own: list[_Chunk] = []
         count = 0
         for part in self._parts:
             if part.kind == "per-rank":
-                own += _chunks(part, first=count, prefix=f"{part.name}.")
+                own += _chunks(part, self._sources, first=count, prefix=f"{part.name}.")
                 count += len(part.tensors)
                 continue
-            chunks = _chunks(part)
+            chunks = _chunks(part, self._sources)
             spread = part.spread and self._world_size > 1
             if not spread and self._rank > 0 and chunks:
                 raise ValueError(f"part {part.name!r} is written by rank 0 alone")
@@ -253,13 +272,14 @@ class RankFiles:
         """
         for base, file in zip(self._bases, self._files, strict=True):
             for chunk, begin, size in zip(file.chunks, file.layout.begins, file.layout.sizes, strict=True):
-                if size <= _SMALL and copy_now(chunk.source, 0, size, buffer.tensor, base + begin):
+                tensor = self._sources[chunk.source]
+                if size <= _SMALL and copy_now(tensor, 0, size, buffer.tensor, base + begin):
                     continue
                 for first in range(0, size, nbytes):
                     last = min(first + nbytes, size)
                     end = base + begin + last
                     target = buffer.tensor[base + begin + first : end]
-                    for into, source in byte_pieces(chunk.source, first, last, target):
+                    for into, source in byte_pieces(tensor, first, last, target):
                         yield end, into, source
 
     def staged_files(
@@ -288,7 +308,8 @@ class RankFiles:
             The files in the order in which they are to be written, one after the other.
         """
         return self._with_digests(
-            SafetensorsImage(file.layout, file.header, [chunk.source for chunk in file.chunks]) for file in self._files
+            SafetensorsImage(file.layout, file.header, [self._sources[chunk.source] for chunk in file.chunks])
+            for file in self._files
         )
 
     def _with_digests(self, images: Iterable[SafetensorsImage]) -> list[tuple[str, Image]]:
@@ -391,7 +412,8 @@ def _is_all(chunks: Sequence[_Chunk], count: int) -> bool:
     return len(chunks) == count and all(chunk.tensor == index and chunk.is_whole for index, chunk in enumerate(chunks))
 
 
-def _chunks(part: PartContent, *, first: int = 0, prefix: str = "") -> list[_Chunk]:
+def _chunks(part: PartContent, sources: list[torch.Tensor], *, first: int = 0, prefix: str = "") -> list[_Chunk]:
+    """Return what a rank writes of a part, and append the tensors to ``sources``."""
     unknown = part.pieces.keys() - part.tensors.keys()
     if unknown:
         raise ValueError(f"part {part.name!r} has pieces of tensors that it has not: {sorted(unknown)[:5]}")
@@ -410,7 +432,8 @@ def _chunks(part: PartContent, *, first: int = 0, prefix: str = "") -> list[_Chu
                 name += "~"
             names.add(name)
             info = TensorInfo(tensor.dtype, shape)
-            chunks.append(_Chunk(index, key, name, info, piece.box, is_whole, piece.tensor))
+            chunks.append(_Chunk(index, key, name, info, piece.box, is_whole, len(sources)))
+            sources.append(piece.tensor)
     return chunks
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from ckpt_core._devices import on_current_streams
 from ckpt_core._layouts.torch_file.manifest import RecordDigests
 from ckpt_core.errors import CheckpointCorruptedError
 from ckpt_core.parallel import run_parallel
@@ -43,8 +44,13 @@ def read_pieces(reader: FileReader, hash_of: HashOf, pieces: Iterable[Piece]) ->
         CheckpointCorruptedError: Bytes are missing or differ; the error names the record.
     """
     gaps: dict[str, bytes] = {}
-    runs = _runs(pieces, reader.request_bytes)
-    run_parallel(lambda run: _read_run(reader, hash_of, run, gaps), runs, threads=reader.threads)
+    pieces = list(pieces)
+
+    def read(run: list[Piece]) -> None:
+        _read_run(reader, hash_of, run, gaps)
+
+    read_run = on_current_streams(read, [piece.target for piece in pieces if piece.target is not None])
+    run_parallel(read_run, _runs(pieces, reader.request_bytes), threads=reader.threads)
     return gaps
 
 

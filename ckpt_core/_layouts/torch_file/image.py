@@ -172,10 +172,10 @@ class FileImage:
             if first < last:
                 source = self._sources[index][first - record.offset : last - record.offset]
                 target = scratch.tensor[first - begin : last - begin]
-                if source.is_cuda:
-                    target.copy_(source)
-                else:
+                if source.is_cpu:
                     ctypes.memmove(target.data_ptr(), source.data_ptr(), last - first)
+                else:
+                    target.copy_(source)
             position = max(position, min(end, record.offset + record.size))
         _put(scratch, begin, end, position, bytes(end - position))
 

@@ -1,0 +1,38 @@
+"""Accelerators: the only place that knows their streams, their pinned memory and their generators.
+
+Everything goes through torch's interface to all of them. What decides is whether memory is the host's, never which
+device it is; only pinning needs to know, because torch has no call for memory that it has not allocated. Nothing here
+starts a device that the program has not started.
+"""
+
+from __future__ import annotations
+
+from ckpt_core._devices.generators import (
+    DeviceGenerators,
+    capture_device_generators,
+    current_device_generators,
+    restore_device_generators,
+)
+from ckpt_core._devices.pinning import PINNING, Pinning, pin
+from ckpt_core._devices.streams import (
+    LateNumber,
+    SideStreams,
+    accelerator_name,
+    on_current_streams,
+    wait_for_devices,
+)
+
+__all__ = [
+    "PINNING",
+    "DeviceGenerators",
+    "LateNumber",
+    "Pinning",
+    "SideStreams",
+    "accelerator_name",
+    "capture_device_generators",
+    "current_device_generators",
+    "on_current_streams",
+    "pin",
+    "restore_device_generators",
+    "wait_for_devices",
+]
