@@ -28,8 +28,10 @@ import pytest
 import torch
 from hypothesis import settings
 
+from tests.support.accelerators import CUDA, SIMULATED, Accelerator, CudaAccelerator, SimulatedAccelerator
 from tests.support.descendants import kill_all, new_mark
 from tests.support.fork_server import ForkServer
+from tests.support.own_process import ChildReports, OwnProcesses
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL_FILESYSTEM_BYTES = 8 * 2**20
@@ -78,6 +80,11 @@ TRAINING_FOLDERS = {"accelerate_ckpt", "lightning_ckpt", "chaos", "examples"}
 PROCESS_MODULES = {"subprocess", "multiprocessing", "torch.multiprocessing"}
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Let marked tests run in processes of their own."""
+    config.pluginmanager.register(ChildReports(config) if ChildReports.is_needed() else OwnProcesses())
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first, mark what starts processes or servers, skip ``gpu`` where there is none."""
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
@@ -88,7 +95,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("server")
         if TRAINING_FOLDERS.intersection(item.path.parts):
             item.add_marker("training")
-        if fixtures & PROCESS_FIXTURES or _starts_processes(item.path):
+        is_apart = item.get_closest_marker("own_process") is not None
+        if is_apart or fixtures & PROCESS_FIXTURES or _starts_processes(item.path):
             item.add_marker("process")
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
@@ -160,6 +168,14 @@ def unavailable() -> Callable[[str], NoReturn]:
         pytest.skip(reason)
 
     return end_test
+
+
+@pytest.fixture(params=[SIMULATED, CUDA])
+def accelerator(request: pytest.FixtureRequest, unavailable: Callable[[str], NoReturn]) -> Iterator[Accelerator]:
+    """What a test needs of the device that it runs on: the simulated one, and CUDA where there is a GPU."""
+    found = CudaAccelerator() if request.param == "cuda" else SimulatedAccelerator(unavailable)
+    with found.in_use():
+        yield found
 
 
 @pytest.fixture

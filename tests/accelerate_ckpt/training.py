@@ -54,7 +54,8 @@ class Run:
     """
 
     def __init__(self, accelerator: Accelerator, seed: int = 0, width: int = 4) -> None:
-        model = model_of(seed, width)
+        # Before there is an optimizer, as devices that torch does not know by name need it.
+        model = model_of(seed, width).to(accelerator.device)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
         data = TensorDataset(torch.arange(64.0).reshape(16, 4) / 64)
