@@ -37,6 +37,7 @@ NOT_FOR_CORE = (
     "pandas",
     "psutil",
     "pytorch_lightning",
+    "rich",
     "s3fs",
     "safetensors",
     "sklearn",

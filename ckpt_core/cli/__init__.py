@@ -22,8 +22,8 @@ from ckpt_core.cli import (
     tidying,
     verifying,
 )
-from ckpt_core.cli.parser import Exit, parse
-from ckpt_core.errors import CheckpointError
+from ckpt_core.cli.parser import STORE_OPTIONS, Exit, parse
+from ckpt_core.errors import CheckpointError, StorageError
 
 __all__ = ["main"]
 
@@ -57,6 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except CheckpointError as error:
         print(f"ckpt: {type(error).__name__}: {error}", file=sys.stderr)
+        if isinstance(error, StorageError) and "://" in (error.path or ""):
+            print(f"  of a store: {STORE_OPTIONS}", file=sys.stderr)
         return Exit.FAILED
     except KeyboardInterrupt:
         return Exit.INTERRUPTED

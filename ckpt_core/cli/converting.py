@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import sys
 from typing import TYPE_CHECKING
@@ -85,11 +86,7 @@ def _convert(options: Options) -> int:
     size: int | None = None
     if options.to == "dcp":
         if not is_ours:
-            raise CheckpointFormatError(
-                "dcp needs a checkpoint that is a directory",
-                path=options.source,
-                remedy=f"ckpt convert {options.source} DIRECTORY --to directory, and convert that",
-            )
+            raise _needs_a_directory(options.source)
         interchange.export_dcp(path, options.target, **given)
     elif options.to == "safetensors":
         prefix = options.prefix
@@ -116,6 +113,14 @@ def _convert(options: Options) -> int:
     else:
         print(f"wrote {options.target}" + ("" if size is None else f": {short_size(size)}"))
     return Exit.OK
+
+
+def _needs_a_directory(path: str) -> CheckpointFormatError:
+    return CheckpointFormatError(
+        "dcp needs a checkpoint that is a directory",
+        path=path,
+        remedy=f"ckpt convert {path} DIRECTORY --to directory, and convert that",
+    )
 
 
 def _holds_a_model(storage: Storage, path: str) -> bool:
@@ -150,6 +155,8 @@ def _export(options: Options) -> int:
     from ckpt_core import interchange  # it needs torch.distributed, which takes a second that other commands do not
 
     if options.format == "dcp":
+        if find(options.path, options.storage_options).is_checkpoint and os.path.isfile(options.path):
+            raise _needs_a_directory(options.path)
         interchange.export_dcp(options.path, options.target, storage_options=options.storage_options)
     else:
         interchange.export_model(
@@ -168,6 +175,13 @@ def _import(options: Options) -> int:
     from ckpt_core import interchange
     from ckpt_core.storage import storage_for
 
+    if os.path.isfile(options.path):
+        raise CheckpointFormatError(
+            "this is one file",
+            path=options.path,
+            remedy=f"give the directory that dcp.save wrote, or that of a model; of a torch file: ckpt convert "
+            f"{options.path} {options.target} --to directory",
+        )
     if options.format == "dcp":
         size = interchange.import_dcp(
             options.path, options.target, only=options.only, storage_options=options.storage_options

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from ckpt_core.cli.parser import STORE_OPTIONS
 from ckpt_core.errors import CheckpointNotFoundError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def missing(path: str) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(
         f"there is no such file, directory or bucket: {path}",
         path=path,
-        remedy="check the path; of a store also --endpoint-url, --profile and AWS_ENDPOINT_URL, AWS_PROFILE",
+        remedy="check the path" + (f"; of a store also {STORE_OPTIONS}" if "://" in path else ""),
     )
 
 

@@ -386,3 +386,40 @@ def test_doctor_measures_a_place_and_leaves_nothing(tmp_path: Path, capsys: pyte
     assert list(tmp_path.iterdir()) == []
     assert main(["doctor", str(tmp_path / "nope")]) == 1
     assert "there is no such directory" in capsys.readouterr().err
+
+
+# ---- what cannot be converted says what can
+
+
+def test_a_file_that_is_given_for_a_directory_is_told_what_to_do(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, target = str(directory / "a.ckpt"), str(directory / "t")
+    for words in (["export", file, target, "--format", "dcp"], ["convert", file, target, "--to", "dcp"]):
+        assert main(words) == 1
+        error = capsys.readouterr().err
+        assert "dcp needs a checkpoint that is a directory" in error and "--to directory" in error
+    assert main(["import", file, target, "--format", "dcp"]) == 1
+    error = capsys.readouterr().err
+    assert "give the directory that dcp.save wrote" in error
+    assert not Path(target).exists()
+
+
+def test_convert_finds_the_prefix_of_a_model_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"state_dict": {"model.a": torch.ones(2), "model.b.c": torch.zeros(3)}}
+    Checkpointer(strategy="sync").save(state, tmp_path / "last.ckpt")
+    words = ["convert", str(tmp_path / "last.ckpt"), "--to", "safetensors"]
+    assert main([*words, str(tmp_path / "cut")]) == 0
+    assert "left 'model.' out of the tensors' names" in capsys.readouterr().err
+    assert set(safetensors.torch.load_file(tmp_path / "cut" / "model.safetensors")) == {"a", "b.c"}
+    assert main([*words, str(tmp_path / "whole"), "--prefix", ""]) == 0
+    assert set(safetensors.torch.load_file(tmp_path / "whole" / "model.safetensors")) == {"model.a", "model.b.c"}
+
+
+def test_parts_become_keys_of_a_file_and_keys_become_parts(directories: Path, tmp_path: Path) -> None:
+    file, back = tmp_path / "one.pt", tmp_path / "back"
+    assert main(["convert", str(directories / "step=1"), str(file), "--to", "file"]) == 0
+    found = torch.load(file, weights_only=True)
+    assert found.keys() == {"model"} and torch.equal(found["model"]["weight"], torch.ones(2, 3))
+    assert main(["convert", str(file), str(back), "--to", "directory"]) == 0
+    assert main(["diff", str(file), str(back)]) == 0
