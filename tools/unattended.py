@@ -1,0 +1,50 @@
+"""Interrupts runs that need no person, at random steps, and says what was lost (``tests/chaos/unattended.py``).
+
+python tools/unattended.py lightning --interruptions 40 --launcher torchrun
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.chaos.unattended import FRAMEWORKS, campaign
+
+
+def main() -> int:
+    """Run the campaign; the exit status is 1 if something hung or came to other bits."""
+    parser = argparse.ArgumentParser(description="Interrupt runs that need no person.")
+    parser.add_argument("framework", choices=FRAMEWORKS)
+    parser.add_argument("--interruptions", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--launcher", choices=("fork", "torchrun", "own"), default="fork")
+    options = parser.parse_args()
+    directory = Path(tempfile.mkdtemp(prefix="unattended-"))
+    found = campaign(
+        options.framework,
+        directory / "campaign",
+        options.interruptions,
+        seed=options.seed,
+        launcher=options.launcher,
+    )
+    lost, statuses = found.pop("lost_batches"), found.pop("statuses")
+    print(found)
+    for kind, steps in sorted(lost.items()):
+        print(f"{kind:24} {len(steps):4} times, batches lost: mean {sum(steps) / len(steps):.1f}, most {max(steps)}")
+    for kind, counts in sorted(statuses.items()):
+        print(f"{kind:24} exit statuses {counts}")
+    failed = bool(found["hangs"] or found["different"])
+    if failed:
+        print(f"logs are in {directory}")
+    else:
+        shutil.rmtree(directory)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
