@@ -191,7 +191,8 @@ class DirectorySave:
             self._has_place = not is_final or self._joint.ask_rank_0("alone", self._is_alone)
             snapshot.wait_taken()
             files, token = self._laid_out, self._joint.token
-            files.forget_parts()
+            if snapshot.buffer is not None:  # in the foreground, they are the caller's until the end anyway
+                files.forget_parts()
             files.identify(token, "" if self._has_place and not previous.exists else f"-{token}")
             sizes = self._write_images(files, snapshot)
             snapshot.wait_sealed()
