@@ -48,6 +48,10 @@ class Recording:
         self._weights = WeightSample(trainer.lightning_module)
         self._fetched: collections.deque[tuple[int, int, int]] = collections.deque(maxlen=_FETCHES_REMEMBERED)
 
+    def told(self) -> None:
+        """Note that the user has been told meanwhile that this resume is not exact."""
+        self._recorder.told()
+
     def resume(self, saved: Mapping[str, Any] | None, *, known_inexact: bool) -> None:
         """Compare what is done from now on with what the interrupted run did.
 

@@ -225,6 +225,8 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._recording is not None:
             self._recording.batch_ended(outputs, batch_idx)
+        if self._state is not None:
+            self._state.batch_ends()
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._report is not None:
             self._report.after_batch()

@@ -61,6 +61,7 @@ class LoaderPositions:
         self._uses_at_restore = 0
         self._saved_between_epochs: tuple[LoaderPosition, RngState, bool] | None = None
         self._told: set[str] = set()
+        self._draws_between_epochs = False
         self._causes: list[str] = []
         self._rng_of_save: RngState | None = None
         self.recording: Recording | None = None
@@ -215,6 +216,7 @@ class LoaderPositions:
             return
         self._saved_between_epochs = None
         if passed and not rng.same_as(RngState.capture()):
+            self._draws_between_epochs = True
             self._say_once(
                 "an evaluation between two epochs has drawn random numbers after the checkpoint at the end of the "
                 "epoch was saved: a resume from it begins with the next epoch and does not draw them, so it is not "
@@ -248,6 +250,7 @@ class LoaderPositions:
             "version": VERSION,
             "step": int(self._accelerator.step),
             "rng": rng.encode(),
+            "draws_between_epochs": self._draws_between_epochs and bool(ended),
             "loaders": loaders,
         }
 
@@ -290,6 +293,11 @@ class LoaderPositions:
                 f"the checkpoint was saved by {saved_world_size} ranks and is loaded by {world_size}: the rest of the "
                 "epoch is divided over the new ranks, so batches and random numbers differ from those of the old "
                 "number of ranks"
+            )
+        if state.get("draws_between_epochs"):
+            causes.append(
+                "it was saved at the end of an epoch, before an evaluation that draws random numbers: the resume "
+                "begins with the next epoch and does not draw them (save after the evaluation)"
             )
         self._waiting, self._causes = {}, causes
         positions = self._all()

@@ -119,6 +119,10 @@ class FlightRecorder:
 
     # ---- resume ------------------------------------------------------------------------------------------------------
 
+    def told(self) -> None:
+        """Note that the user has been told meanwhile that this resume is not exact."""
+        self._is_said = True
+
     def resume(self, saved: Mapping[str, Any] | None, *, known_inexact: bool = False) -> None:
         """Continue from a checkpoint: what is recorded from now on repeats what was recorded after it.
 

@@ -28,6 +28,7 @@ _PACKED_ITEMS = 64
 # what is kept to be faster, and what a library keeps for a state_dict of its own
 _NO_STATE = ("cache", "state_dict")
 _EXACT = (list, tuple, set, frozenset, dict, deque)
+_SCALARS = (bool, int, str, type(None))
 _INT64 = range(-(1 << 63), 1 << 63)
 
 
@@ -78,6 +79,12 @@ def _reference(value: Any) -> Callable[[], Any] | None:
     return (lambda: value) if isinstance(value, (list, set, dict, deque)) else None
 
 
+def _is_record(value: Any, depth: int = 4) -> bool:
+    if isinstance(value, (list, tuple)):
+        return depth > 0 and all(isinstance(i, (int, str)) or _is_record(i, depth - 1) for i in sample(value))
+    return False
+
+
 class _TooMuch(Exception):  # noqa: N818 - it says no, and nothing is wrong
     """It is not captured."""
 
@@ -89,32 +96,59 @@ class PlainState:
         owner: A data set, sampler, module, callback or any other object.
         ignore: Attributes of the object itself that are left out.
         skip: Objects that it may hold and that are not looked into.
+        leave: Classes of such objects.
     """
 
-    def __init__(self, owner: object, *, ignore: frozenset[str] = frozenset(), skip: tuple[object, ...] = ()) -> None:
+    def __init__(
+        self,
+        owner: object,
+        *,
+        ignore: frozenset[str] = frozenset(),
+        skip: tuple[object, ...] = (),
+        leave: tuple[type, ...] = (),
+    ) -> None:
         self.owner = owner
-        self._ignore, self._skip = ignore, skip
+        self._ignore, self._skip, self._leave = ignore, skip, leave
         self._known: dict[str, tuple[str, Callable[[], Any] | None]] = {}
+        self._scalars: dict[str, Any] = {}
         self.begin()
 
     def begin(self) -> None:
         """Take what the object carries now as what it began with."""
         # the values themselves are kept, too: a list that was changed in place is the same list
         self._known = {f.path: (fingerprint(f.value), _reference(f.value)) for f in self._found()}
+        self._scalars = {f.path: f.value for f in self._found() if type(f.value) in _SCALARS}
 
     def _found(self) -> Iterator[Found]:
-        for found in reach(self.owner, ignore=self._ignore, skip=self._skip):
+        for found in reach(self.owner, ignore=self._ignore, skip=self._skip, leave=self._leave):
             if not is_generator(found.value):
                 yield found
 
+    def _is_known(self, found: Found) -> bool:
+        # most attributes are numbers that never change
+        if found.path not in self._scalars or type(found.value) not in _SCALARS:
+            return False
+        known = self._scalars[found.path]
+        return type(known) is type(found.value) and bool(known == found.value)
+
     def digests(self) -> dict[str, str]:
         """Return the digest of each plain value."""
-        return {found.path: fingerprint(found.value) for found in self._found()}
+        return {
+            found.path: self._known[found.path][0] if self._is_known(found) else fingerprint(found.value)
+            for found in self._found()
+        }
 
     def changed(self) -> dict[str, str]:
         """Return the digests of the values that have changed since the beginning."""
-        now = self.digests()
-        return {path: digest for path, digest in now.items() if self._known.get(path, ("", None))[0] != digest}
+        changed = {found.path: fingerprint(found.value) for found in self._found() if not self._is_known(found)}
+        return {path: digest for path, digest in changed.items() if self._known.get(path, ("", None))[0] != digest}
+
+    def without_records(self, digests: Mapping[str, str]) -> dict[str, str]:
+        """Leave out lists of whole numbers and texts, which most often only tell what has happened."""
+        if not digests:
+            return {}
+        records = {found.path for found in self._found() if found.path in digests and _is_record(found.value)}
+        return {path: digest for path, digest in digests.items() if path not in records}
 
     def capture(self) -> tuple[dict[str, Any], list[str]]:
         """Capture the values that have changed since the beginning.
@@ -124,6 +158,8 @@ class PlainState:
         """
         values, left_out = {}, []
         for found in self._found():
+            if self._is_known(found):
+                continue
             digest, before = self._known.get(found.path, ("", None))
             if any(word in found.path.lower() for word in _NO_STATE) or digest == fingerprint(found.value):
                 continue

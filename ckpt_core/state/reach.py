@@ -91,7 +91,12 @@ def sample(items: Any) -> list[Any]:
 
 
 def reach(
-    owner: object, *, ignore: frozenset[str] = frozenset(), plain: bool = True, skip: tuple[object, ...] = ()
+    owner: object,
+    *,
+    ignore: frozenset[str] = frozenset(),
+    plain: bool = True,
+    skip: tuple[object, ...] = (),
+    leave: tuple[type, ...] = (),
 ) -> Iterator[Found]:
     """Find what an object carries in its attributes, and in those of the objects that it holds.
 
@@ -100,6 +105,7 @@ def reach(
         ignore: Attributes of ``owner`` itself that are left out.
         plain: Whether to find plain values, besides generators.
         skip: Objects that are not entered.
+        leave: Classes whose objects are not entered.
 
     Yields:
         Each generator once, and each plain value in every place where it is.
@@ -109,7 +115,7 @@ def reach(
 
     def walk(value: Any, path: str, depth: int) -> Iterator[Found]:
         nonlocal left, in_functions
-        if id(value) in seen or left <= 0 or depth < 0:
+        if id(value) in seen or left <= 0 or depth < 0 or isinstance(value, leave):
             return
         seen.add(id(value))
         left -= 1
@@ -153,7 +159,7 @@ def reach(
         if isinstance(value, torch.nn.Module):
             yield from walk_module(value, path, depth)
             left_out = left_out | _OF_EVERY_MODULE
-            if _top(type(value)) == "torch":
+            if type(value).__module__.startswith("torch."):
                 return
         for name, child in list(attributes.items()):
             if name not in left_out:

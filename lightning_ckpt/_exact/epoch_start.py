@@ -18,7 +18,7 @@ from ckpt_core.state.rng import RngState
 from lightning_ckpt._exact.metrics import torchmetrics_of
 from lightning_ckpt._private.loops import Internals
 
-__all__ = ["EpochStart"]
+__all__ = ["EpochStart", "is_users_own"]
 
 # they train, and restore what they have trained; what they find is captured
 _NOT_AGAIN = frozenset({"LearningRateFinder", "BatchSizeFinder"})
@@ -126,7 +126,7 @@ class EpochStart:
     def _kept_weights(self, module: torch.nn.Module) -> Iterator[None]:
         trainer = self._internals.trainer
         owners = [module, *(cb for cb in trainer.callbacks)]
-        if not any(_is_users_own(getattr(type(owner), _HOOK, None)) for owner in owners):
+        if not any(is_users_own(getattr(type(owner), _HOOK, None)) for owner in owners):
             yield  # Lightning's own change no weights there
             return
         before = {name: (t, t._version, t.detach().to("cpu", copy=True)) for name, t in _tensors(module)}
@@ -149,7 +149,8 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()} for group in groups]
 
 
-def _is_users_own(function: Any) -> bool:
+def is_users_own(function: Any) -> bool:
+    """Return whether a hook is none of Lightning's or ours."""
     return function is not None and not getattr(function, "__module__", "").startswith(_FRAMEWORK)
 
 

@@ -32,12 +32,13 @@ from ckpt_core.state.rng import RngState, capture_generators, restore_generators
 from ckpt_core.state.trainer_parts import GRADIENTS_KEY
 from lightning_ckpt._exact.counters import Accumulation, Counters, undo_unfinished
 from lightning_ckpt._exact.elastic_state import continue_elastic, elastic_causes, state_for_rank
-from lightning_ckpt._exact.epoch_start import EpochStart
+from lightning_ckpt._exact.epoch_start import EpochStart, is_users_own
 from lightning_ckpt._exact.gradients_apart import keep_apart, put_back
 from lightning_ckpt._exact.loaders import TrainingData
 from lightning_ckpt._exact.metrics import FollowedMetric, MetricsMoment, follow_metrics, restore_metrics
 from lightning_ckpt._exact.modes import Modes
 from lightning_ckpt._exact.resume import Resume
+from lightning_ckpt._exact.users import UsersObjects
 from lightning_ckpt._private.guard import check
 from lightning_ckpt._private.loops import Internals
 from lightning_ckpt._private.replacing import Live
@@ -64,6 +65,7 @@ class _Moment:
     rng: RngState
     metrics: MetricsMoment
     versions: int
+    generators: Mapping[str, Any]
 
 
 class ExactState(Live):
@@ -88,6 +90,9 @@ class ExactState(Live):
         self._accumulation = Accumulation(trainer)
         self._epoch = EpochStart(self._internals)
         self._modes = Modes(trainer.lightning_module)
+        self._users = UsersObjects(trainer)
+        self._versions_at_end: int | None = None
+        self._changes_late = False
         self._continues = False
         self._loaded: dict[str, Any] | None = None
         self._batch: _Moment | None = None
@@ -135,6 +140,7 @@ class ExactState(Live):
         self._counters.training_starts()
         self._accumulation.training_starts()
         self._look_again()
+        self._users.training_starts()
         if self._loaded is not None:
             shared, mine = self._loaded[Kind.REPLICATED.value], self._loaded["mine"]
             self._internals.set_progress(shared["progress"])
@@ -150,7 +156,9 @@ class ExactState(Live):
             self._begin_epoch(begin)
 
     def _begin_epoch(self, begin: Callable[[], None]) -> None:
+        before = self._users.digests()
         self._epoch.run(begin)
+        self._users.epoch_began(before)
         self._look_again()
 
     def _look_again(self) -> None:
@@ -161,7 +169,11 @@ class ExactState(Live):
 
     def _moment(self, rng: RngState) -> _Moment:
         metrics = MetricsMoment.take(self._internals, self._metrics)
-        return _Moment(rng, metrics, sum(tensor._version for tensor in self._tensors))
+        versions, generators = self._versions(), self._users.generators.generators()
+        return _Moment(rng, metrics, versions, generators)
+
+    def _versions(self) -> int:
+        return sum(tensor._version for tensor in self._tensors)
 
     def _before_iterators(self) -> None:
         self._data.follow()
@@ -170,6 +182,8 @@ class ExactState(Live):
 
     def _before_fetch(self, rng: RngState) -> None:
         self._batch = self._moment(rng)
+        self._changes_late |= self._versions_at_end not in (None, self._batch.versions)
+        self._versions_at_end = None
         self._backward = False
         self._validation = self._after_fit = None  # of loops that a callback ran, and that may have failed
         if self._data.attempts <= self._data.begun + self._internals.prefetched:
@@ -215,6 +229,11 @@ class ExactState(Live):
         """An optimizer uses up its gradients."""
         if self._open_gradients:
             self._open_gradients.difference_update(id(p) for group in optimizer.param_groups for p in group["params"])
+
+    def batch_ends(self) -> None:
+        """The hooks ``on_train_batch_end`` of callbacks run; that of the module is the last."""
+        if is_users_own(getattr(type(self._trainer.lightning_module), "on_train_batch_end", None)):
+            self._versions_at_end = self._versions()
 
     def training_ended(self) -> None:
         """Keep what saves after the fit are to carry, because the loops will be torn down."""
@@ -273,13 +292,21 @@ class ExactState(Live):
         rng, metrics = RngState.capture(), MetricsMoment.take(self._internals, self._metrics)
         if phase == "validation" and moment is not None:
             rng, metrics = moment.rng, moment.metrics
+        generators: Mapping[str, Any] = self._users.generators.generators()
         notes = self._data.notes()
+        if phase == "batch_end" and self._changes_late:
+            notes.append(
+                f"{type(self._trainer.lightning_module).__name__}.on_train_batch_end changes weights or buffers, and "
+                "Lightning runs it after the callback that saved (do it in on_before_zero_grad or training_step)"
+            )
+        if phase == "validation" and moment is not None:
+            generators = moment.generators
         if phase == "validation_end" and moment is not None:
             first = {"first_iteration": moment.metrics.connector["first_iteration"], "current_hook": None}
             metrics = dataclasses.replace(metrics, connector={**metrics.connector, **first})
         if redo and moment is not None:
             rng = self._data.rng_before(position + self._internals.prefetched) or moment.rng
-            metrics = moment.metrics
+            metrics, generators = moment.metrics, moment.generators
             notes += self._damage(moment, batches)
         if self._internals.fetcher is not None and self._internals.steps_take_the_iterator and redo:
             notes.append("training_step takes the iterator and has fetched batches that were not trained on")
@@ -297,12 +324,14 @@ class ExactState(Live):
             "replicated": {
                 "phase": phase,
                 "progress": progress,
+                "changed": self._users.capture(),
                 "modes": self._modes_outside if self._validation is not None else self._modes.capture(),
                 "validation_made": any(True for _ in self._internals.validation_loaders()),
             },
             "per_rank": {
                 "rng": rng.encode(),
                 "epoch_begun": self._epoch.capture(),
+                "generators": generators,
                 "data": data,
                 "metrics": metrics.encode(self._internals),
                 "gradients": self._gradients(batches, in_epoch),
@@ -340,7 +369,7 @@ class ExactState(Live):
 
     def _damage(self, before: _Moment, batches: int) -> list[str]:
         notes = []
-        if sum(t._version for t in self._tensors) != before.versions:
+        if self._versions() != before.versions:
             notes.append(
                 "a batch was interrupted after it had changed weights or buffers (an optimizer step, or the running "
                 "statistics of batch normalisation); it is trained on again"
@@ -428,7 +457,9 @@ class ExactState(Live):
         in_epoch = shared["phase"] not in ("between_epochs", "epoch_end")
         if in_epoch:
             begun, schedulers = mine.get("epoch_begun"), state["lr_schedulers"]
+            self._users.before_hooks(shared.get("changed", {}))
             self._epoch.run_again(begun, shared["progress"], schedulers, begin_epoch)
+            self._users.after_hooks()
             self._internals.set_progress(shared["progress"])
         # until here, what the hooks save holds what is resumed from
         self._loaded = None
@@ -452,6 +483,8 @@ class ExactState(Live):
         restore_metrics(self._internals, module, mine["metrics"])
         self._look_again()
         self._restore_gradients(module, mine["gradients"])
+        self._users.generators.look()
+        self._users.generators.restore_generators(mine.get("generators", {}))
         if "modes" in shared:
             self._modes.restore(shared["modes"])
         rng = RngState.decode(mine["rng"])
@@ -464,12 +497,27 @@ class ExactState(Live):
             if mine["data"]["between"] and self._trainer.current_epoch == 0:
                 # the iterators of the first epoch are made before it begins; it was saved before that
                 iter(self._internals.fetcher)
+            before = self._users.digests()
             self._begin_epoch(begin_epoch)
+            self._say_differences(shared, before)
         else:
             ready = shared["progress"]["batch"]["current"]["ready"]
             fetched = ready if resharded else mine["data"]["batches"]
             self._counters.pass_begins(fetched)
-            self._continue_epoch(shared, fetched, lambda: self._enter(mine["data"], rng, resharded))
+
+            def enter() -> None:
+                self._enter(mine["data"], rng, resharded)
+                self._say_differences(shared)
+
+            self._continue_epoch(shared, fetched, enter)
+
+    def _say_differences(self, shared: Mapping[str, Any], before: Any = None) -> None:
+        problem = self._users.differences(shared.get("changed", {}), before)
+        if problem is not None:
+            self._warn(problem)
+            if self._recording is not None:
+                self._recording.told()
+        self._users.training_starts()
 
     def _restore_gradients(self, module: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         restore_gradients(module.named_parameters(), gradients)

@@ -1,0 +1,185 @@
+"""What module, datamodule and callbacks keep in their attributes: generators are captured, lost changes are named.
+
+Attributes themselves are not put back: a user may have meant another value. But each one that the run has changed is
+remembered by a digest, so that a resume knows whether hooks and ``state_dict`` have brought it back.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torchmetrics import Metric, MetricCollection, MetricTracker
+
+from ckpt_core.state.carried import Carried
+from ckpt_core.state.plain import PlainState
+from lightning_ckpt._private.replacing import Live
+
+__all__ = ["UsersObjects"]
+
+_FRAMEWORK = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_ckpt", "torch", "torchmetrics")
+# their state is captured by others
+_FOLLOWED = (Dataset, Sampler, DataLoader, Metric, MetricCollection, MetricTracker)
+_HOLDS = ("state_dict", "on_save_checkpoint")
+_MODULE = ("module", "datamodule")
+_NAMED = 5
+
+Digests = dict[str, dict[str, str]]
+
+
+class UsersObjects(Live):
+    """Module, datamodule and callbacks of one Trainer, as far as their classes are the user's.
+
+    Args:
+        trainer: A Trainer of either package, with its module.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._owners: dict[str, Any] = {"module": trainer.lightning_module}
+        if getattr(trainer, "datamodule", None) is not None:
+            self._owners["datamodule"] = trainer.datamodule
+        for number, callback in enumerate(trainer.callbacks):
+            if not _is_framework(type(callback)):
+                self._owners[f"callback {number} {type(callback).__name__}"] = callback
+        self._plain = {
+            name: PlainState(owner, ignore=_of_framework(owner.__class__), leave=_FOLLOWED)
+            for name, owner in self._owners.items()
+        }
+        self.generators = Carried(self._owners, plain=False)
+        self._at_start: Digests = {}
+        self._by_hooks: Digests = {}
+        self._copies: dict[str, dict[str, Any]] = {}
+        self._named: set[tuple[str, str]] = set()
+
+    def digests(self) -> Digests:
+        """Return the digests of all plain attributes."""
+        return {name: plain.digests() for name, plain in self._plain.items()}
+
+    # ---- while training ----------------------------------------------------------------------------------------------
+
+    def training_starts(self) -> None:
+        """What changes from now on is changed by training."""
+        self.generators.look()
+        self._at_start = self.digests()
+
+    def epoch_began(self, before: Digests) -> None:
+        """The hooks of the epoch's start have run; ``before`` are the digests from before them."""
+        self.generators.look()
+        for name, now in self.digests().items():
+            made, earlier = self._by_hooks.setdefault(name, {}), before.get(name, {})
+            for path, digest in now.items():
+                if path in made or earlier.get(path) != digest:
+                    made[path] = digest
+
+    # ---- at a save ---------------------------------------------------------------------------------------------------
+
+    def capture(self) -> Digests:
+        """Return the digests of what has changed since the objects were set up, without lists that only tell.
+
+        What training has changed and no state holds is named, once.
+        """
+        changed = {name: plain.changed() for name, plain in self._plain.items()}
+        for name, owner in self._owners.items():
+            if _holds_state(type(owner)):
+                continue
+            start, made = self._at_start.get(name, {}), self._by_hooks.get(name, {})
+            lost = []
+            for path, digest in changed[name].items():
+                if start.get(path) != digest and made.get(path) != digest and (name, path) not in self._named:
+                    self._named.add((name, path))
+                    lost.append(path)
+            if lost and self._trainer.is_global_zero:
+                _warn_of(owner, name.partition(" ")[0], lost)
+        return {name: self._plain[name].without_records(digests) for name, digests in changed.items()}
+
+    # ---- at a resume -------------------------------------------------------------------------------------------------
+
+    def before_hooks(self, saved: Mapping[str, Mapping[str, str]]) -> None:
+        """Remember what a checkpoint has brought back, before hooks change it again."""
+        self._copies = {}
+        for name, digests in saved.items():
+            if name in self._plain:
+                now = self._plain[name].digests()
+                right = [path for path, digest in digests.items() if now.get(path) == digest]
+                self._copies[name] = self._plain[name].copy(right)
+
+    def after_hooks(self) -> None:
+        """Put back what was as it was saved."""
+        for name, values in self._copies.items():
+            self._plain[name].restore(values)
+        self._copies = {}
+
+    def differences(self, saved: Mapping[str, Mapping[str, str]], before: Digests | None = None) -> str | None:
+        """Return what of module and datamodule is not as it was saved, in words, or ``None``.
+
+        Args:
+            saved: What :meth:`capture` returned.
+            before: Digests from before hooks that began the next epoch: what they have changed is theirs.
+        """
+        found = []
+        for name in _MODULE:
+            if name not in self._plain:
+                continue
+            now = self._plain[name].digests()
+            for path, digest in saved.get(name, {}).items():
+                by_hooks = before is not None and before.get(name, {}).get(path) != now.get(path)
+                if now.get(path) != digest and not by_hooks:
+                    found.append(f"{type(self._owners[name]).__name__}.{path}")
+        if not found:
+            return None
+        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+        return (
+            f"training had changed {', '.join(found[:_NAMED])}{more}, and no state holds it (use a buffer, or "
+            "on_save_checkpoint and on_load_checkpoint)"
+        )
+
+
+def _warn_of(owner: Any, kind: str, paths: list[str]) -> None:
+    shown = ", ".join(f"`{path}`" for path in paths[:_NAMED]) + (" and more" if len(paths) > _NAMED else "")
+    remedy = "register buffers, or override on_save_checkpoint" if kind == "module" else "give it state_dict"
+    has = "no on_save_checkpoint" if kind == "module" else "no state_dict"
+    cls = type(owner)
+    try:
+        file, line = str(inspect.getsourcefile(cls) or cls.__module__), inspect.getsourcelines(cls)[1]
+    except (OSError, TypeError):
+        file, line = cls.__module__, 1
+    warnings.warn_explicit(
+        f"{kind} `{cls.__name__}` changed {shown} since the start, and has {has}: a resume will not have it ({remedy})",
+        UserWarning,
+        file,
+        line,
+        module=cls.__module__,
+    )
+
+
+def _is_framework(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] in _FRAMEWORK
+
+
+def _holds_state(kind: type) -> bool:
+    for name in _HOLDS:
+        if name == "state_dict" and hasattr(kind, "named_parameters"):
+            continue  # of parameters and buffers
+        if not _is_framework(next(base for base in kind.__mro__ if name in vars(base) or base is object)):
+            return next(base for base in kind.__mro__ if name in vars(base) or base is object) is not object
+    return False
+
+
+@functools.lru_cache(maxsize=256)
+def _of_framework(kind: Any) -> frozenset[str]:
+    """Return the attributes that the framework's own classes among the bases of a class set."""
+    names = set()
+    for base in kind.__mro__:
+        if _is_framework(base):
+            for value in vars(base).values():
+                function = getattr(value, "__func__", getattr(value, "fset", value))
+                if isinstance(function, types.FunctionType):
+                    names |= {i.argval for i in dis.get_instructions(function) if i.opname == "STORE_ATTR"}
+    return frozenset(names)

@@ -1,0 +1,238 @@
+"""Generators of modules and callbacks come back; what else training changes and nothing holds is named."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    Callback,
+    DeviceStatsMonitor,
+    EarlyStopping,
+    LearningRateMonitor,
+    RichProgressBar,
+    StochasticWeightAveraging,
+    Timer,
+    TQDMProgressBar,
+)
+
+from lightning_ckpt import ResumableCheckpoint
+from tests.lightning_ckpt.captured import END, MIDDLE, Training, train_and_resume
+from tests.lightning_ckpt.exact_cases import MemoryLogger, Model
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+]
+
+
+class Noisy(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generators = [torch.Generator().manual_seed(3), np.random.default_rng(1), random.Random(1)]
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        first, second, third = self.generators
+        noise = float(torch.rand((), generator=first)) + float(second.random()) + third.random()
+        return super().loss(batch) * noise
+
+
+class Perturbs(Callback):
+    def __init__(self) -> None:
+        self.generator = random.Random(2)
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            pl_module.other.weight.add_(0.01 * self.generator.random())
+
+
+@pytest.mark.parametrize("at", [MIDDLE, END], ids=["middle", "end"])
+def test_generators_of_module_and_callbacks(at: tuple[str, int], tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(Training(Noisy, lambda: [Perturbs()]), tmp_path, at)
+    assert not said
+    assert found == expected
+
+
+class Counts(Model):
+    """Anneals by a counter of its own, which nothing holds."""
+
+    steps = 0
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        self.steps += 1
+        return super().loss(batch) / self.steps
+
+
+class HoldsCount(Counts):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["steps"] = self.steps
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.steps = checkpoint["steps"]
+
+
+class HoldsAndResets(HoldsCount):
+    """Whose hook would change what the checkpoint has brought back."""
+
+    def on_train_epoch_start(self) -> None:
+        self.steps += 10
+
+
+class Collects(Model):
+    def on_train_epoch_start(self) -> None:
+        self.losses: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        self.log("mean", torch.stack(self.losses).mean())
+
+
+class Swaps(Model):
+    """A buffer that is not saved, and an object of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()), persistent=False)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        self.scale *= 0.9
+        return super().loss(batch) * self.scale
+
+
+class Teaches(Model):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        with torch.no_grad():
+            self.other.weight.mul_(0.99)
+
+
+@pytest.mark.parametrize(
+    ("model", "at", "named"),
+    [
+        (Counts, MIDDLE, "training had changed Counts.steps"),
+        (Counts, END, "training had changed Counts.steps"),
+        (Collects, MIDDLE, "training had changed Collects.losses"),
+        (Swaps, MIDDLE, "training had changed Swaps.scale"),
+        (Teaches, MIDDLE, "Teaches.on_train_batch_end changes weights or buffers"),
+    ],
+)
+def test_what_is_lost_is_named_at_the_resume(model: type, at: Any, named: str, tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(Training(model), tmp_path, at)
+    assert len(said) == 1
+    assert named in said[0]
+    assert found != expected
+
+
+@pytest.mark.parametrize("model", [HoldsCount, HoldsAndResets, Collects])
+def test_what_hooks_bring_back_is_not_named(model: type, tmp_path: Path) -> None:
+    at = END if model is Collects else MIDDLE
+    expected, found, said = train_and_resume(Training(model), tmp_path, at)
+    assert not said
+    assert found == expected
+
+
+# ---- at saves --------------------------------------------------------------------------------------------------------
+
+
+class Remembers(Callback):
+    best = 0.0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.best += 1.0
+
+
+class Holds(Remembers):
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self.best}
+
+
+class SetsEachEpoch(Callback):
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self.weight = min(1.0, trainer.current_epoch / 2)
+
+
+class Thaws(BaseFinetuning):
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.other)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.other, optimizer)
+
+
+class MyBar(TQDMProgressBar):
+    """A progress bar of the user's own."""
+
+
+class MyTimer(Timer):
+    """A timer of the user's own."""
+
+
+def fit(model: Model, callbacks: list[Any], directory: Path, **options: Any) -> list[str]:
+    saves = ResumableCheckpoint(dirpath=directory, every_n_train_steps=2, save_top_k=-1)
+    quiet = not any(isinstance(cb, (TQDMProgressBar, RichProgressBar)) for cb in callbacks)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            max_epochs=4,
+            logger=MemoryLogger(),
+            enable_model_summary=False,
+            log_every_n_steps=1,
+            callbacks=[*callbacks, saves],
+            **({"enable_progress_bar": False} if quiet else {}),
+            **options,
+        )
+        trainer.fit(model)
+    return [str(w.message) for w in caught if "since the start" in str(w.message)]
+
+
+def test_what_training_changes_is_named_once_at_saves(tmp_path: Path) -> None:
+    said = fit(Counts(), [Remembers()], tmp_path)
+    assert len(said) == 2
+    assert any(text.startswith("module `Counts` changed `seen`, `steps` since the start") for text in said)
+    assert any(
+        text.startswith("callback `Remembers` changed `best` since the start, and has no state_dict: a resume will")
+        for text in said
+    )
+
+
+STOCK: dict[str, Callable[[], list[Any]]] = {
+    "bars and monitors": lambda: [
+        TQDMProgressBar(),
+        LearningRateMonitor(),
+        DeviceStatsMonitor(cpu_stats=False),
+        Timer(duration="00:12:00:00"),
+        EarlyStopping("loss", patience=100, check_on_train_epoch_end=True),
+    ],
+    "rich": lambda: [RichProgressBar()],
+    "averaging": lambda: [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1)],
+    "of the user's own": lambda: [Holds(), SetsEachEpoch(), Thaws(), MyBar(), MyTimer()],
+}
+
+
+class Plain(Model):
+    """Changes nothing that no state holds."""
+
+    def note(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_nothing_else_is_named(name: str, tmp_path: Path) -> None:
+    if name == "rich":
+        pytest.importorskip("rich")
+    assert fit(Plain(), STOCK[name](), tmp_path) == []
