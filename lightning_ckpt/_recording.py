@@ -39,6 +39,7 @@ class Recording:
     Args:
         trainer: A Trainer of either package whose model is set up.
         directory: Of the checkpoints.
+
     """
 
     def __init__(self, trainer: Any, directory: Any) -> None:
@@ -46,6 +47,7 @@ class Recording:
         path = None if is_remote(directory) else record_path(self._directory, trainer.global_rank)
         self._recorder = FlightRecorder(path, self._say)
         self._weights = WeightSample(trainer.lightning_module)
+        self._is_off = False
         self._fetched: collections.deque[tuple[int, int, int]] = collections.deque(maxlen=_FETCHES_REMEMBERED)
 
     def told(self) -> None:
@@ -69,6 +71,8 @@ class Recording:
             rng: The random generators before it was fetched.
             batch: In host memory.
         """
+        if self._is_off:
+            return
         self._fetched.append((index, digest_generators(rng), digest_batch(batch)))
 
     def read_again(self, index: int, batch: Any) -> None:
@@ -77,8 +81,12 @@ class Recording:
 
     def batch_ended(self, outputs: Any, batch_idx: int) -> None:
         """Record a batch that was trained on."""
+        if self._is_off:
+            return
         trainer = self._trainer
-        generators, data = next(((g, d) for index, g, d in self._fetched if index == batch_idx), (None, None))
+        # the last of that number: short epochs, and fits that a callback runs in between, have others
+        found = ((g, d) for index, g, d in reversed(self._fetched) if index == batch_idx)
+        generators, data = next(found, (None, None))
         rates = [
             float(rate)
             for optimizer in trainer.optimizers
@@ -99,9 +107,14 @@ class Recording:
             loss=loss if isinstance(loss, (torch.Tensor, float)) else None,
         )
 
-    def capture(self) -> dict[str, Any]:
+    def give_up(self) -> None:
+        """Record no more: a callback runs the loops itself, and their steps cannot be told from those of the fit."""
+        self._is_off = True
+        self._recorder.resume(None)
+
+    def capture(self) -> dict[str, Any] | None:
         """Return what a checkpoint holds of it."""
-        return self._recorder.capture()
+        return None if self._is_off else self._recorder.capture()
 
     def finish(self) -> None:
         """Training has ended."""

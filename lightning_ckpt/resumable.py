@@ -218,7 +218,8 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
     def _begin_recording(self, trainer: Any) -> None:
         # one record of a Trainer: the first callback that wants it
         wants = (cb for cb in trainer.callbacks if isinstance(cb, ResumableCheckpoint) and cb.exact and cb.recorder)
-        if self._state is not None and next(wants, None) is self and not trainer.fast_dev_run:
+        is_first = next(wants, None) is self
+        if self._state is not None and self._recording is None and is_first and not trainer.fast_dev_run:
             self._recording = Recording(trainer, self.dirpath)
             self._state.record(self._recording)
 

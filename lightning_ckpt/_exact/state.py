@@ -194,6 +194,8 @@ class ExactState(Live):
     def _run_inside(self, run: Callable[[], Any]) -> Any:
         # a callback runs the loops while they run; what it interrupts is still under way after that
         kept, begun = {name: vars(self)[name] for name in _IN_PROGRESS}, self._epoch.begun
+        if self._recording is not None:
+            self._recording.give_up()
         try:
             return run()
         finally:

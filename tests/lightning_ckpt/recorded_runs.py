@@ -490,10 +490,10 @@ def judge(case: Case, kill: list[int], directory: Path, *, every: int = 2) -> Ju
     """
     for name, dies_at in (("base", None), ("killed", kill), ("resumed", None)):
         status = _in_a_fork(functools.partial(_train, case, name, dies_at, directory, every), directory / f"{name}.log")
-        if name == "base":
-            shutil.rmtree(directory / "checkpoints")
         if status != (signal.SIGKILL if dies_at else 0):
             return Judgement(None, problem=f"{name}: {status}\n{(directory / f'{name}.log').read_text()[-2000:]}")
+        if name == "base":
+            shutil.rmtree(directory / "checkpoints")
     base, resumed = (json.loads((directory / f"{name}.json").read_text()) for name in ("base", "resumed"))
     seen, rows = resumed["seen"], resumed["rows"]
     is_exact = (base["weights"], base["step"]) == (resumed["weights"], resumed["step"])
