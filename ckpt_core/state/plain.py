@@ -82,7 +82,7 @@ def _reference(value: Any) -> Callable[[], Any] | None:
 def _is_record(value: Any, depth: int = 4) -> bool:
     if isinstance(value, (list, tuple)):
         return depth > 0 and all(isinstance(i, (int, str)) or _is_record(i, depth - 1) for i in sample(value))
-    return False
+    return type(value) is int
 
 
 class _TooMuch(Exception):  # noqa: N818 - it says no, and nothing is wrong
@@ -144,10 +144,10 @@ class PlainState:
         return {path: digest for path, digest in changed.items() if self._known.get(path, ("", None))[0] != digest}
 
     def without_records(self, digests: Mapping[str, str]) -> dict[str, str]:
-        """Leave out lists of whole numbers and texts, which most often only tell what has happened."""
+        """Leave out whole numbers, and lists of them and of texts: most often they only tell what has happened."""
         if not digests:
             return {}
-        records = {found.path for found in self._found() if found.path in digests and _is_record(found.value)}
+        records = {found.path for found in self._found() if found.path in digests and _is_record(found.value, 4)}
         return {path: digest for path, digest in digests.items() if path not in records}
 
     def capture(self) -> tuple[dict[str, Any], list[str]]:

@@ -46,7 +46,6 @@ def test_an_exact_resume_says_that_its_steps_are_equal(fork_script: ScriptRunner
         ("engine forgets a batch", "data"),
         ("engine forgets a moment", "weights"),
         ("model: calls", "loss"),
-        ("data: stream counts its passes", "data"),
     ],
 )
 def test_what_a_resume_does_not_have_is_said(

@@ -65,10 +65,10 @@ def test_generators_of_module_and_callbacks(at: tuple[str, int], tmp_path: Path)
 class Counts(Model):
     """Anneals by a counter of its own, which nothing holds."""
 
-    steps = 0
+    steps = 0.0
 
     def loss(self, batch: Any) -> torch.Tensor:
-        self.steps += 1
+        self.steps += 1.0
         return super().loss(batch) / self.steps
 
 
