@@ -257,9 +257,8 @@ class FlightRecorder:
             self._noise = max(self._noise, abs(record.loss - other.loss))
 
     def _say_equal(self) -> None:
-        if self._is_said or not self._equal:
+        if not self._equal:
             return
-        self._is_said = True
         what = "1 repeated step equals" if self._equal == 1 else f"{self._equal} repeated steps equal"
         if self._noise:
             message = (
