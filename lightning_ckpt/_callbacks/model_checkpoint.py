@@ -27,9 +27,10 @@ from lightning_ckpt._callbacks.lookup import (
     tell_of_checkpoint,
 )
 from lightning_ckpt._callbacks.outcomes import OutcomeWatch, raise_as_rank_0
-from lightning_ckpt._callbacks.resume import AutoResume, find_resume, point_of, say, stable_directory
+from lightning_ckpt._callbacks.resume import AutoResume, find_resume, point_of, stable_directory
 from lightning_ckpt._private.hooks import before_look_ups, without_a_path
 from lightning_ckpt._private.loops import checkpoint_directory
+from lightning_ckpt._report import announce
 from lightning_ckpt._routing.trainer import is_routed, raise_on_all_ranks
 from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
 from lightning_ckpt.sharded import ShardedCheckpointIO
@@ -324,7 +325,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         candidates = self._monitor_candidates(trainer)
         if self.save_on_exception:  # then scripts look for the name that Lightning gives it
             path = self.format_checkpoint_name(metrics=candidates)
-        say(trainer, f"This run ends because of {reason}: it saves {path} first.")
+        announce(trainer, f"This run ends because of {reason}: it saves {path} first.")
         try:
             # Not as one of the callback's own, which it would count: a resumed run does what is still due at this step.
             trainer.save_checkpoint(path)

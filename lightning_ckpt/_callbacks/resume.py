@@ -6,7 +6,6 @@ what they have found, and rank 0 counts the attempt.
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -17,9 +16,10 @@ from ckpt_core.errors import RankFailedError
 from ckpt_core.resume import ResumeAttempts, ResumePoint
 from lightning_ckpt._callbacks.lookup import is_remote
 from lightning_ckpt._private.loops import checkpoint_directory
+from lightning_ckpt._report import announce
 from lightning_ckpt._routing.trainer import raise_on_all_ranks
 
-__all__ = ["AutoResume", "find_resume", "point_of", "say", "stable_directory"]
+__all__ = ["AutoResume", "find_resume", "point_of", "stable_directory"]
 
 
 class AutoResume:
@@ -100,15 +100,9 @@ def find_resume(trainer: Any) -> list[str | None]:
         callback.auto_resume.choose(newest if newest is not None and found[newest] is callback else None)
     if newest is None:
         places = ", ".join(checkpoint_directory(callback, trainer) for callback in callbacks)
-        say(trainer, f"There is nothing to resume in {places}: this run starts from the beginning.")
+        announce(trainer, f"There is nothing to resume in {places}: this run starts from the beginning.")
         return [None]
     return [newest.path]
-
-
-def say(trainer: Any, message: str) -> None:
-    """Say a line on rank 0, where Lightning says its own."""
-    if trainer.is_global_zero:
-        logging.getLogger(type(trainer).__module__.partition(".trainer.")[0]).info(message)
 
 
 def stable_directory(trainer: Any) -> str:
