@@ -81,7 +81,7 @@ def _reference(value: Any) -> Callable[[], Any] | None:
 
 def _is_record(value: Any, depth: int = 4) -> bool:
     if isinstance(value, (list, tuple)):
-        return depth > 0 and all(isinstance(i, (int, str)) or _is_record(i, depth - 1) for i in sample(value))
+        return depth > 0 and all(isinstance(i, (int, float, str)) or _is_record(i, depth - 1) for i in sample(value))
     return type(value) is int
 
 
@@ -144,7 +144,7 @@ class PlainState:
         return {path: digest for path, digest in changed.items() if self._known.get(path, ("", None))[0] != digest}
 
     def without_records(self, digests: Mapping[str, str]) -> dict[str, str]:
-        """Leave out whole numbers, and lists of them and of texts: most often they only tell what has happened."""
+        """Leave out whole numbers, and lists of numbers and texts: most often they only tell what has happened."""
         if not digests:
             return {}
         records = {found.path for found in self._found() if found.path in digests and _is_record(found.value, 4)}
