@@ -105,6 +105,7 @@ class Recording:
         self._is_used = False
         self._used: list[_Digests] = []
         self._is_partial = False
+        self._has_several = False
         self._weights: tuple[int, WeightSample] | None = None
         self.given: set[Fetched] = set()
 
@@ -114,7 +115,8 @@ class Recording:
         """Count the batches that were handed out as used, if a backward pass has followed."""
         if self._is_used:
             self._is_used = False
-            for loader in sorted(self.given, key=id):
+            self._has_several |= len(self.given) > 1
+            for loader in self.given:
                 self._used += loader.take()
             self.given.clear()
 
@@ -140,8 +142,10 @@ class Recording:
             if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"
         ]
         is_whole, self._is_partial = bool(used) and not self._is_partial, False
-        generators = used[0][0] if is_whole else None
-        if is_whole and generators is None:
+        # of several loaders nobody knows which one a resumed script asks first
+        has_first, self._has_several = is_whole and not self._has_several, False
+        generators = used[0][0] if has_first else None
+        if has_first and generators is None:
             generators = digest_generators()  # workers have fetched: nothing is drawn here until the step is over
         self._recorder.record(
             number=self._number,
