@@ -17,7 +17,7 @@ from ckpt_core._layouts.torch_file import (
     verify_torch_file,
 )
 from ckpt_core.commit_time import Stamp, step_in
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, StorageError
 from ckpt_core.parallel import IO_THREADS, run_parallel
 from ckpt_core.storage import MANIFEST_NAME, FileReader, Storage, local_path, storage_for
 
@@ -84,7 +84,11 @@ def _peek(storage: Storage, path: str) -> Any:
         with DirectoryCheckpoint(path, storage) as checkpoint:
             return checkpoint.metadata
     with storage.open(path) as reader:
-        return peek_torch_file(reader)
+        try:
+            return peek_torch_file(reader)
+        except CheckpointFormatError:
+            # The shapes of a nested tensor are tensors themselves, which are not read here.
+            return load_torch_file(reader, map_location="cpu", weights_only=None)[0]
 
 
 def stamp_of(path: str, *, storage: Storage, is_directory: bool) -> Stamp:
