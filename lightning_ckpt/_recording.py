@@ -23,6 +23,7 @@ from ckpt_core.recorder import (
 from ckpt_core.state.rng import RngState
 from lightning_ckpt._callbacks.lookup import is_remote
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
+from lightning_ckpt._private.replacing import Live
 from lightning_ckpt._report import announce
 
 __all__ = ["Recording"]
@@ -33,7 +34,7 @@ logger = logging.getLogger(__name__)
 _FETCHES_REMEMBERED = 4
 
 
-class Recording:
+class Recording(Live):
     """Records the fit of one Trainer, on one rank.
 
     Args:

@@ -9,6 +9,7 @@ from typing import Any
 
 from ckpt_core.events import RunSummary, size_in_words
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
+from lightning_ckpt._private.replacing import Live
 
 __all__ = ["RunReport", "announce", "resumed_in_words"]
 
@@ -53,7 +54,7 @@ def resumed_in_words(trainer: Any, path: Any, progress: Mapping[str, Any], *, ex
     return "; ".join(words)
 
 
-class RunReport:
+class RunReport(Live):
     """Says what the checkpoints of one fit have cost: to its loggers after each save, on the console at its end.
 
     Args:

@@ -80,7 +80,7 @@ def _reference(value: Any) -> Callable[[], Any] | None:
 
 
 def _is_record(value: Any, depth: int = 4) -> bool:
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, set, frozenset)):
         return depth > 0 and all(isinstance(i, (int, float, str)) or _is_record(i, depth - 1) for i in sample(value))
     return type(value) is int
 
