@@ -413,8 +413,9 @@ class ImpatientCluster(Cluster):
         return SocketTransport(name, silence_timeout=SILENCE)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("name", [pytest.param("shard-1", marks=pytest.mark.slow), COORDINATOR])
+@pytest.mark.parametrize("name", ["shard-1", COORDINATOR])
 def test_a_frozen_server_ends_the_training_and_is_named(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
