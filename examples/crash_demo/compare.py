@@ -43,6 +43,13 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
     return flat or {path: value}
 
 
+def without_records(state: Any) -> Any:
+    """What a checkpoint notes of the run that saved it, times of day among it, is compared by a resume and not here."""
+    if isinstance(state, dict):
+        return {name: without_records(value) for name, value in state.items() if name not in ("changed", "recorder")}
+    return [without_records(value) for value in state] if isinstance(state, list) else state
+
+
 def same_bits(left: Any, right: Any) -> bool:
     """Whether two leaves are equal to the last bit; a NaN equals the same NaN."""
     if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
@@ -110,7 +117,7 @@ def compare(left: Path, right: Path) -> list[Row]:
     for part, key in parts.items():
         if not any(key in state for state in states):
             continue
-        a, b = (leaves(state.get(key, {})) for state in states)
+        a, b = (leaves(without_records(state.get(key, {}))) for state in states)
         rows.append(Row(part, describe(a), describe(b), difference(a, b)))
 
     metrics = [leaves(read_result(run)) for run in (left, right)]
