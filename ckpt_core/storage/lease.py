@@ -56,51 +56,20 @@ RENEW_SECONDS = 15.0
 ALIVE_SECONDS = 60.0  # since it was last written
 _ASK_AGAIN_SECONDS = 2.0  # while it is not known whether another job lives
 _SECONDS_TO_END = 10.0
-_MOST_DIRECTORIES = (
-    16  # of one checkpointer: one that saves every checkpoint into a directory of its own would collect them
-)
+# Of one checkpointer: one that saves every checkpoint into a directory of its own would collect them.
+_MOST_DIRECTORIES = 16
 
-
-# ---- the claims of this process --------------------------------------------------------------------------------------
-
-
-class _Registry:
-    """The claims of this process. Several checkpointers that save into one directory share one."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()  # a signal handler that saves may interrupt a save
-        self.claims: dict[str, Claim] = {}
-        self.users: collections.Counter[str] = collections.Counter()
-
-    def leave(self, directory: str, *, wait: bool) -> None:
-        with self.lock:
-            if directory not in self.claims:
-                return  # this is a fork of the process that had it
-            self.users[directory] -= 1
-            if self.users[directory] > 0:
-                return
-            claim = self.claims.pop(directory)
-        claim.release(wait=wait)
-
-
-_registry = _Registry()
-
-
-def _forget_claims() -> None:
-    global _registry
-    inherited, _registry = _registry, _Registry()
-    for claim in inherited.claims.values():
-        claim.forget()
-
-
-if hasattr(os, "register_at_fork"):
-    # A data loader's worker must not keep the claim of a training that was killed.
-    os.register_at_fork(after_in_child=_forget_claims)
+# The claims of this process: several checkpointers that save into one directory share one.
+_lock = threading.RLock()  # a signal handler that saves may interrupt a save
+_claims: dict[str, Claim] = {}
+_users: collections.Counter[str] = collections.Counter()
+_leases: weakref.WeakSet[Lease] = weakref.WeakSet()  # that are written, or not deleted yet
+_cleaned: set[str] = set()
 
 
 def claim_on(directory: str) -> Claim | None:
     """Return this process's claim on ``directory``, if it has one."""
-    return _registry.claims.get(_identity(directory))
+    return _claims.get(_identity(directory))
 
 
 def _identity(directory: str) -> str:
@@ -113,7 +82,7 @@ class Claims:
     def __init__(self) -> None:
         self._directories: list[str] = []
         self._process = os.getpid()
-        weakref.finalize(self, _leave_all, self._directories, wait=False)
+        weakref.finalize(self, _leave, self._directories, wait=False)
 
     def hold(self, directory: str, make: Callable[[str], Claim | None]) -> None:
         """Claim ``directory``, or renew the claim, and warn if another job has it.
@@ -126,20 +95,16 @@ class Claims:
             self._process = os.getpid()
             self._directories.clear()
         directory = _identity(directory)
-        with _registry.lock:
-            claim = _registry.claims.get(directory) or make(directory)
+        with _lock:
+            claim = _claims.get(directory) or make(directory)
             if claim is None:
                 return
-            _registry.claims[directory] = claim
+            _claims[directory] = claim
             if directory not in self._directories:
-                self._add(directory)
-        claim.renew()
-
-    def _add(self, directory: str) -> None:
-        self._directories.append(directory)
-        _registry.users[directory] += 1
-        if len(self._directories) > _MOST_DIRECTORIES:
-            _registry.leave(self._directories.pop(0), wait=False)
+                self._directories.append(directory)
+                _users[directory] += 1
+            _leave(self._directories, wait=False, but=_MOST_DIRECTORIES)
+            claim.renew()
 
     def is_alone(self, directory: str) -> bool:
         """Return whether no other job may be writing files of the same names into ``directory``."""
@@ -148,15 +113,40 @@ class Claims:
 
     def release(self) -> None:
         """End what :meth:`hold` began."""
-        _leave_all(self._directories, wait=True)
+        _leave(self._directories, wait=True)
 
 
-def _leave_all(directories: list[str], *, wait: bool) -> None:
-    while directories:
-        _registry.leave(directories.pop(), wait=wait)
+def _leave(directories: list[str], *, wait: bool, but: int = 0) -> None:
+    while len(directories) > but:
+        directory = directories.pop(0)
+        with _lock:
+            if directory not in _claims:
+                continue  # this is a fork of the process that had it
+            _users[directory] -= 1
+            claim = None if _users[directory] else _claims.pop(directory)
+        if claim is not None:
+            claim.release(wait=wait)
 
 
-# ---- a local directory -----------------------------------------------------------------------------------------------
+def _forget_claims() -> None:
+    """In a forked process: a data loader's worker must not keep the claim of a training that was killed."""
+    global _lock  # noqa: PLW0603 - a thread that is not in the fork may have had it
+    _lock = threading.RLock()
+    for claim in _claims.values():
+        claim.forget()
+    for of_the_parent in (_claims, _users, _leases):
+        of_the_parent.clear()
+
+
+def _end_leases() -> None:
+    for wait in (False, True):
+        for lease in list(_leases):
+            lease.release(wait=wait)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_claims)
+at_exit.call_after_threads(_end_leases)
 
 
 class DirectoryLock(Claim):
@@ -185,22 +175,19 @@ class DirectoryLock(Claim):
             descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = _holder(descriptor)
+            except OSError as error:
+                holder = _holder(descriptor) if isinstance(error, BlockingIOError) else str(os.getpid())
                 os.close(descriptor)
                 if holder != str(os.getpid()):  # which may know the directory by another name
                     self.tell(f"process {holder}{_command(holder)}" if holder else "another process")
-            except OSError:
-                os.close(descriptor)
             else:
                 self._descriptor = descriptor
 
     def release(self, *, wait: bool = True) -> None:
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor != -1:
+        if self._descriptor != -1:
             with contextlib.suppress(OSError):
-                fcntl.flock(descriptor, fcntl.LOCK_UN)  # whoever else has the descriptor
-            os.close(descriptor)
+                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # whoever else has the descriptor
+            self.forget()
 
     def forget(self) -> None:
         # Unlocking would take it from the parent, too.
@@ -226,9 +213,6 @@ def _command(pid: str) -> str:
         words = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
         return f" ({' '.join(words)[:100]})"
     return ""
-
-
-# ---- a directory of a store ------------------------------------------------------------------------------------------
 
 
 class LeaseStore(abc.ABC):
@@ -257,19 +241,15 @@ class LeaseStore(abc.ABC):
 
 @dataclasses.dataclass
 class _Other:
-    """A lease of another process: who wrote it, and when we saw it first."""
+    """A lease of another process: who wrote it, and when it had been written when we saw it first."""
 
     owner: dict[str, Any]
     modified: float
-    is_confirmed: bool = False  # written again since we saw it first: its process lives
-
-    @property
-    def name(self) -> str:
-        return f"process {self.owner.get('pid')} on {self.owner.get('host')}"
+    is_confirmed: bool = False  # written again since: its process lives
 
 
 class Lease(Claim):
-    """This process's lease on a directory.
+    """This process's lease on a directory, which a thread writes again and again.
 
     Args:
         store: Where.
@@ -278,27 +258,55 @@ class Lease(Claim):
 
     def __init__(self, store: LeaseStore, directory: str) -> None:
         super().__init__(directory)
-        self.was_deleted = threading.Event()
         self._store = store
         self._path = f"{directory.rstrip('/')}/{LEASE_PREFIX}{uuid.uuid4().hex}"
-        self._owner = _this_process()
         self._others: dict[str, _Other] = {}
         self._is_first = False
-        self._is_known = threading.Event()
+        self._is_known = threading.Event()  # whether others live
+        self._is_released = threading.Event()
         self._written_at = -float("inf")  # by time.monotonic()
         self._written_at_store = 0.0  # by the clock of the store
         self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
 
     def renew(self) -> None:
-        _keeper.add(self)  # which writes it, and again and again
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ckpt-lease", daemon=True)
+            with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
+                self._thread.start()
+                _leases.add(self)
+
+    def _run(self) -> None:
+        while not self._is_released.is_set():
+            self.beat()
+            self._clean_up()
+            pause = RENEW_SECONDS if self._is_known.is_set() else min(RENEW_SECONDS, _ASK_AGAIN_SECONDS)
+            self._is_released.wait(pause)
+        try:
+            self._store.delete(self._path)
+        except Exception as error:  # noqa: BLE001 - of any type, as a client of a store may raise it
+            logger.info("could not delete the lease %s, which ends by itself: %s", self._path, error)
+
+    def _clean_up(self) -> None:
+        """Delete, once, what dead processes left unfinished in the directory; no training waits for this thread."""
+        if self.directory in _cleaned:
+            return
+        _cleaned.add(self.directory)  # only now can no upload of this process have been silent for long
+        try:
+            removed = self._store.remove_abandoned(self.directory)
+        except Exception as error:  # noqa: BLE001 - as above
+            logger.info("could not look for unfinished uploads into %s: %s", self.directory, error)
+            return
+        if removed:
+            logger.info("deleted %d unfinished uploads of dead processes, such as %s", len(removed), removed[0])
 
     def release(self, *, wait: bool = True) -> None:
-        _keeper.drop(self)
-        if wait:
-            self.was_deleted.wait(_SECONDS_TO_END)
+        self._is_released.set()
+        if wait and self in _leases and self._thread is not None:
+            self._thread.join(_SECONDS_TO_END)
 
     def forget(self) -> None:
-        self.was_deleted.set()
+        """Nothing has to be done: the thread is not in a fork."""
 
     def is_alone(self) -> bool:
         """Return whether this process is first; waits until that is known, for :data:`ALIVE_SECONDS` at the most."""
@@ -313,73 +321,44 @@ class Lease(Claim):
             self._look()
             return bool(self._others)
 
-    @property
-    def is_known(self) -> bool:
-        """Whether it is known if others live."""
-        return self._is_known.is_set()
-
     def beat(self) -> None:
         """Write the lease and look at those of others; a refusal of the store is logged."""
         with self._lock:
             try:
                 if time.monotonic() - self._written_at > ALIVE_SECONDS:
                     self._is_first = False  # others may have taken this process for dead
-                self._store.put(self._path, json.dumps(self._owner).encode())
+                self._store.put(self._path, json.dumps(_this_process()).encode())
                 self._written_at = time.monotonic()
                 self._look()
-            except Exception as error:  # noqa: BLE001 - of any type: the thread is that of all leases
+            except Exception as error:  # noqa: BLE001 - as above
                 logger.warning("cannot find out whether another job saves into %s: %s", self.directory, error)
                 self._is_first |= self._written_at < 0  # nothing speaks against it
                 self._is_known.set()
                 return
-            if not self._others:
-                self._is_first = True
-            if self._is_first or all(other.is_confirmed for other in self._others.values()):
+            self._is_first |= not self._others
+            confirmed = [other.owner for other in self._others.values() if other.is_confirmed]
+            if self._is_first or len(confirmed) == len(self._others):
                 self._is_known.set()
-            confirmed = [other.name for other in self._others.values() if other.is_confirmed]
         if confirmed and not self._is_first:
-            self.tell(", ".join(confirmed))
+            self.tell(", ".join(f"process {owner.get('pid')} on {owner.get('host')}" for owner in confirmed))
 
     def _look(self) -> None:
         found = {info.path: info.modified for info in self._store.hidden_objects(self.directory, LEASE_PREFIX)}
         self._written_at_store = max(self._written_at_store, found.pop(self._path, 0.0))
         now = self._written_at_store + time.monotonic() - self._written_at
-        for path in self._others.keys() - found.keys():
-            del self._others[path]
+        others = {}
         for path, modified in found.items():
-            other = self._others.get(path)
-            if other is None:
-                other = self._others[path] = _Other(self._owner_of(path), modified)
-            other.is_confirmed |= modified > other.modified or _lives(other.owner) is True
-            if now - modified > ALIVE_SECONDS or _lives(other.owner) is False:
-                del self._others[path]
+            other = self._others.get(path) or _Other(_owner_of(self._store, path), modified)
+            if other.owner == _this_process():
+                continue  # an earlier one, which is being deleted
+            lives = _lives(other.owner)
+            other.is_confirmed |= modified > other.modified or lives is True
+            if now - modified > ALIVE_SECONDS or lives is False:
                 with contextlib.suppress(CheckpointError):
                     self._store.delete(path)
-
-    def _owner_of(self, path: str) -> dict[str, Any]:
-        try:
-            owner = json.loads(self._store.get(path) or b"{}")
-        except ValueError:
-            return {}
-        return owner if isinstance(owner, dict) else {}
-
-    def clean_up(self) -> None:
-        """Delete what dead processes left unfinished in the directory; a refusal of the store is logged."""
-        try:
-            removed = self._store.remove_abandoned(self.directory)
-        except Exception as error:  # noqa: BLE001 - as above
-            logger.info("could not look for unfinished uploads into %s: %s", self.directory, error)
-            return
-        if removed:
-            logger.info("deleted %d unfinished uploads of dead processes, such as %s", len(removed), removed[0])
-
-    def delete(self) -> None:
-        """End the lease."""
-        try:
-            self._store.delete(self._path)
-        except Exception as error:  # noqa: BLE001 - as above
-            logger.info("could not delete the lease %s, which ends by itself: %s", self._path, error)
-        self.was_deleted.set()
+            else:
+                others[path] = other
+        self._others = others
 
 
 def has_others(store: LeaseStore, directory: str) -> bool:
@@ -394,13 +373,15 @@ def has_others(store: LeaseStore, directory: str) -> bool:
 def remove_dead_leases(store: LeaseStore, directory: str) -> None:
     """Delete the leases of processes of this machine that are dead."""
     for info in store.hidden_objects(directory, LEASE_PREFIX):
-        with contextlib.suppress(ValueError):
-            owner = json.loads(store.get(info.path) or b"{}")
-            if isinstance(owner, dict) and _lives(owner) is False:
-                store.delete(info.path)
+        if _lives(_owner_of(store, info.path)) is False:
+            store.delete(info.path)
 
 
-# ---- who lives -------------------------------------------------------------------------------------------------------
+def _owner_of(store: LeaseStore, path: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        owner = json.loads(store.get(path) or b"{}")
+        return owner if isinstance(owner, dict) else {}
+    return {}
 
 
 def _this_process() -> dict[str, Any]:
@@ -428,102 +409,3 @@ def _lives(owner: dict[str, Any]) -> bool | None:
         return None
     pid, started = owner.get("pid"), owner.get("started")
     return isinstance(pid, int) and bool(started) and _start_of(pid) == started
-
-
-# ---- what keeps leases alive -----------------------------------------------------------------------------------------
-
-
-class _Keeper:
-    """Writes the leases of this process again and again, on a thread that lives as long as there are any.
-
-    It is there anyway, and no training waits for it: so it also cleans each directory up when the first lease on it
-    begins.
-    """
-
-    def __init__(self) -> None:
-        self._leases: list[Lease] = []
-        self._ended: list[Lease] = []
-        self._clean_directories: set[str] = set()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-
-    def add(self, lease: Lease) -> None:
-        """Keep ``lease`` alive, from now on."""
-        with self._changed:
-            if lease in self._leases:
-                return
-            self._leases.append(lease)
-            self._wake()
-
-    def drop(self, lease: Lease) -> None:
-        """Let ``lease`` end."""
-        with self._changed:
-            if lease in self._leases:
-                self._leases.remove(lease)
-                self._ended.append(lease)
-                self._wake()
-            else:
-                lease.was_deleted.set()
-
-    def _wake(self) -> None:
-        self._changed.notify()
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="ckpt-lease", daemon=True)
-            with contextlib.suppress(RuntimeError):  # the interpreter is shutting down
-                self._thread.start()
-
-    def _run(self) -> None:
-        due = 0.0
-        known: set[Lease] = set()
-        while True:
-            with self._changed:
-                if self._leases and not self._ended and time.monotonic() < due and known.issuperset(self._leases):
-                    self._changed.wait(due - time.monotonic())
-                ended, self._ended = self._ended, []
-                leases = list(self._leases)
-                if not leases and not ended:
-                    self._thread = None
-                    return
-            for lease in ended:
-                lease.delete()
-            is_due = time.monotonic() >= due
-            for lease in leases:
-                if is_due or lease not in known:
-                    lease.beat()
-                # Once: only now can no upload of this process have been silent for long.
-                if lease.directory not in self._clean_directories:
-                    self._clean_directories.add(lease.directory)
-                    lease.clean_up()
-            known = set(leases)
-            if is_due:
-                all_known = all(lease.is_known for lease in leases)
-                due = time.monotonic() + (RENEW_SECONDS if all_known else min(RENEW_SECONDS, _ASK_AGAIN_SECONDS))
-
-    def close(self) -> None:
-        """End all leases; at the end of the process."""
-        with self._changed:
-            self._ended += self._leases
-            self._leases.clear()
-            self._changed.notify()
-            thread = self._thread
-        if thread is not None:
-            thread.join(_SECONDS_TO_END)
-
-
-_keeper = _Keeper()
-
-
-def _forget_keeper() -> None:
-    global _keeper  # noqa: PLW0603 - a fact about the process
-    _keeper = _Keeper()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_keeper)
-
-
-def _end_leases() -> None:
-    _keeper.close()
-
-
-at_exit.call_after_threads(_end_leases)

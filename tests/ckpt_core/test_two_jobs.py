@@ -8,6 +8,7 @@ import logging
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -406,11 +407,10 @@ def test_leases_of_the_dead_do_not_count(server_of: ServerOf, caplog: pytest.Log
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_process_that_was_taken_for_dead_asks_again(server_of: ServerOf, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_was_taken_for_dead_asks_again(server_of: ServerOf) -> None:
     server = server_of("moto")
     root = f"{server.new_bucket()}/runs"
     storage: Any = storage_for(root, dict(server.options))
-    monkeypatch.setattr(lease, "_keeper", type("Stopped", (), {"add": lambda *_: None, "drop": lambda *_: None})())
     ours = lease.Lease(storage, root)
     ours.beat()
     assert ours.is_alone()
@@ -419,7 +419,6 @@ def test_a_process_that_was_taken_for_dead_asks_again(server_of: ServerOf, monke
         f"{root}/{lease.LEASE_PREFIX}theirs", forged({"pid": os.getppid(), "started": lease._start_of(os.getppid())})
     )
     assert not ours.is_alone()
-    ours.delete()
 
 
 def test_files_of_callers_are_refused_where_another_job_could_overwrite_them(server_of: ServerOf) -> None:
@@ -437,40 +436,61 @@ def test_files_of_callers_are_refused_where_another_job_could_overwrite_them(ser
     checkpointer.close()
 
 
-def test_an_error_of_a_client_does_not_end_the_thread_of_all_leases(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Store(lease.LeaseStore):
-        """Keeps objects in a dictionary; ``error`` is raised in the place of everything."""
+class Store(lease.LeaseStore):
+    """Keeps objects in a dictionary; ``error`` is raised in the place of everything."""
 
-        def __init__(self) -> None:
-            self.objects: dict[str, bytes] = {}
-            self.error: Exception | None = None
+    def __init__(self) -> None:
+        self.objects: dict[str, bytes] = {}
+        self.error: Exception | None = None
+        self.may_delete = threading.Event()
+        self.may_delete.set()
 
-        def put(self, path: str, data: bytes) -> None:
-            if self.error is not None:
-                raise self.error
-            self.objects[path] = data
+    def put(self, path: str, data: bytes) -> None:
+        if self.error is not None:
+            raise self.error
+        self.objects[path] = data
 
-        def get(self, path: str) -> bytes | None:
-            return self.objects.get(path)
+    def get(self, path: str) -> bytes | None:
+        return self.objects.get(path)
 
-        def delete(self, path: str) -> None:
-            if self.error is not None:
-                raise self.error
-            self.objects.pop(path, None)
+    def delete(self, path: str) -> None:
+        self.may_delete.wait(60)
+        if self.error is not None:
+            raise self.error
+        self.objects.pop(path, None)
 
-        def hidden_objects(self, directory: str, prefix: str) -> list[FileInfo]:
-            found = [path for path in self.objects if path.startswith(f"{directory}/{prefix}")]
-            return [FileInfo(path, len(self.objects[path]), time.time()) for path in found]
+    def hidden_objects(self, directory: str, prefix: str) -> list[FileInfo]:
+        found = [path for path in list(self.objects) if path.startswith(f"{directory}/{prefix}")]
+        return [FileInfo(path, len(self.objects[path]), time.time()) for path in found]
 
-    monkeypatch.setattr(lease, "_keeper", lease._Keeper())
-    broken, whole = Store(), Store()
-    broken.error = KeyError("ETag")
-    first, second = lease.Lease(broken, "bucket/one"), lease.Lease(whole, "bucket/two")
-    first.renew()
-    eventually(lambda: first.is_known)
-    second.renew()
-    eventually(lambda: whole.objects)
-    first.release()
-    assert first.was_deleted.is_set()
+
+@pytest.mark.usefixtures("quick")
+def test_an_error_of_a_client_does_not_end_a_lease(caplog: pytest.LogCaptureFixture) -> None:
+    store = Store()
+    store.error = KeyError("ETag")
+    ours = lease.Lease(store, "bucket/one")
+    ours.renew()
+    assert ours.is_alone(), "nothing speaks against it"
+    assert "cannot find out whether another job saves into bucket/one" in caplog.text
+    store.error = None
+    eventually(lambda: store.objects)
+    store.error = KeyError("ETag")
+    ours.release()
+    assert len(store.objects) == 1, "which ends by itself"
+
+
+def test_a_lease_that_is_being_deleted_is_no_other_job(caplog: pytest.LogCaptureFixture) -> None:
+    store = Store()
+    store.may_delete.clear()
+    first, second = lease.Claims(), lease.Claims()
+    first.hold("fake://bucket/runs", lambda directory: lease.Lease(store, directory))
+    eventually(lambda: store.objects)
+    del first
+    gc.collect()
+    second.hold("fake://bucket/runs", lambda directory: lease.Lease(store, directory))
+    assert second.is_alone("fake://bucket/runs")
+    assert len(store.objects) == 2
+    assert warnings_in(caplog) == []
+    store.may_delete.set()
     second.release()
-    assert whole.objects == {}
+    eventually(lambda: not store.objects)
