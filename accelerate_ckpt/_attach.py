@@ -246,8 +246,8 @@ def _backward(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Non
 def _log(original: Any, accelerator: Any, values: Any, *args: Any, **kwargs: Any) -> None:
     original(accelerator, values, *args, **kwargs)
     session = session_of(accelerator)
-    if session is not None and session.retention is not None:
-        session.retention.note_metrics(values)
+    if session is not None:
+        session.note_metrics(values)
 
 
 def _join_uneven_inputs(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, get_args
 
+from ckpt_core.policies import RULES_IN_WORDS, AnyOf, rules_of_words
+
 __all__ = ["CheckpointConfig", "OptionError", "nearest"]
 
 Strategy = Literal["sync", "async", "sharded"]
@@ -136,57 +138,6 @@ def _switch(text: str) -> Any:
 _POLICIES = "ckpt_core.policies."
 
 
-def _whole(text: str) -> int:
-    if not text.isascii() or not text.isdigit() or int(text) < 1:
-        raise ValueError("a whole number of at least 1")
-    return int(text)
-
-
-def _hours(text: str) -> float:
-    try:
-        hours = float(text)
-    except ValueError:
-        hours = math.nan
-    if not 0 < hours < math.inf:
-        raise ValueError("a number of hours above 0")
-    return hours
-
-
-def _steps(text: str) -> list[int]:
-    try:
-        return [_whole(step) for step in text.split("+")]
-    except ValueError:
-        raise ValueError("steps with + between them") from None
-
-
-def _best(text: str) -> dict[str, Any]:
-    metric, *rest = text.split(":")
-    found: dict[str, Any] = {"metric": metric, "mode": "min", "count": 1}
-    if rest and rest[0] in ("min", "max"):
-        found["mode"] = rest.pop(0)
-    try:
-        if rest:
-            found["count"] = _whole(rest.pop(0))
-    except ValueError:
-        rest = [text]
-    if rest or not metric:
-        raise ValueError("METRIC, METRIC:max, or METRIC:min:3 for three of them")
-    return found
-
-
-def _one(name: str, read: Callable[[str], Any]) -> Callable[[str], dict[str, Any]]:
-    return lambda text: {name: read(text)}
-
-
-_RULES: dict[str, tuple[str, Callable[[str], dict[str, Any]]]] = {
-    "latest": ("KeepLatest", _one("count", _whole)),
-    "best": ("KeepBest", _best),
-    "every_steps": ("KeepEverySteps", _one("steps", _whole)),
-    "every_hours": ("KeepEveryTime", _one("interval", _hours)),
-    "at_steps": ("KeepAtSteps", _one("steps", _steps)),
-}
-
-
 def _parse_retention(text: str) -> Any:
     found = _json(text)
     return found if isinstance(found, Mapping) else text
@@ -207,19 +158,15 @@ def _check_retention(value: Any) -> Any:
 
 
 def _from_words(text: str) -> dict[str, Any]:
-    policies = []
-    for word in text.split(","):
-        name, _, argument = (part.strip() for part in word.partition("="))
-        if name not in _RULES:
-            raise ValueError(f"has no rule {name!r}: there are {', '.join(_RULES)}, as in 'latest=2,every_steps=1000'")
-        policy, read = _RULES[name]
-        try:
-            policies.append({"class_path": _POLICIES + policy, "init_args": read(argument)})
-        except ValueError as wanted:
-            raise ValueError(f"needs for {name} {wanted}, not {argument!r}") from None
-    if len(policies) == 1:
-        return policies[0]
-    return {"class_path": f"{_POLICIES}AnyOf", "init_args": {"policies": policies}}
+    policies = [_as_mapping(policy) for _, policy in rules_of_words(text)]
+    return policies[0] if len(policies) == 1 else _as_mapping(AnyOf([]), policies=policies)
+
+
+def _as_mapping(policy: Any, **arguments: Any) -> dict[str, Any]:
+    """Return a policy as YAML has it."""
+    kind = type(policy)
+    found = {field.name: getattr(policy, field.name) for field in fields(policy)}
+    return {"class_path": f"{_POLICIES}{kind.__name__}", "init_args": {**found, **arguments}}
 
 
 _COUNT = _Kind(_check_count, _number, "N")
@@ -295,7 +242,7 @@ class CheckpointConfig:
     )
     commit_timeout: float = _option(600.0, _SECONDS, "how long a save waits for the parts of the other ranks")
     retention: Any = _option(
-        None, _RETENTION, f"what to keep: {', '.join(_RULES)}, as in latest=2,best=loss", hash=False
+        None, _RETENTION, f"what to keep: {', '.join(RULES_IN_WORDS)}, as in latest=2,best=loss", hash=False
     )
     local_dir: str | None = _option(
         None, _DIRECTORY, "fast local directory to commit below before uploading; needs upload_to"

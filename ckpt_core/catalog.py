@@ -23,6 +23,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.events import CheckpointSkipped, Listener, notify
 from ckpt_core.parallel import run_parallel
+from ckpt_core.pins import is_pin, pin_path
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 from ckpt_core.tiers import LEDGER_NAME, TieredStorage, Tiers, read_ledger
 
@@ -59,6 +60,7 @@ class CheckpointInfo:
             it.
         step: Of which step of the training it is, as it says of itself; None if it does not say.
         is_readable: Whether it could be asked; if not, it is damaged.
+        is_pinned: Whether somebody has said that no retention may delete it (``ckpt keep``).
     """
 
     path: str
@@ -68,6 +70,7 @@ class CheckpointInfo:
     committed: float | None = None
     step: int | None = None
     is_readable: bool = True
+    is_pinned: bool = False
 
     @property
     def name(self) -> str:
@@ -260,12 +263,14 @@ class Catalog:
         # Of what was uploaded from a local tier, the store knows when that ended, which may have been in another order.
         is_uploaded = any(os.path.basename(file.path) == LEDGER_NAME for file, _ in files)
         committed = read_ledger(storage, root) if is_uploaded else {}
+        pins = {os.path.basename(file.path) for file, _ in files if is_pin(file.path)}
         found = []
         for file, is_directory in files + directories:
             name = os.path.basename(file.path)
-            if name.endswith(self._suffix) and name not in _RECORDS:
+            if name.endswith(self._suffix) and name not in _RECORDS and not is_pin(name):
                 modified = committed[name].committed if name in committed else file.modified
-                found.append(CheckpointInfo(file.path, file.size, modified, is_directory))
+                is_pinned = pin_path(name) in pins
+                found.append(CheckpointInfo(file.path, file.size, modified, is_directory, is_pinned=is_pinned))
         return found
 
     def newest_verified(
@@ -360,13 +365,16 @@ class Catalog:
                 result[info.path] = error
         return result
 
-    def prune(self) -> list[str]:
+    def prune(self, *, dry_run: bool = False) -> list[str]:
         """Delete what dead processes left unfinished in the directory, files and directories; return the deleted paths.
 
         On an object store that is what has not changed for an hour (uploads) or a day (directories that were never
         committed).
+
+        Args:
+            dry_run: Delete nothing, only say what would be.
         """
-        removed = list(self._storage.remove_orphans(self.root))
+        removed = list((self._storage.orphans if dry_run else self._storage.remove_orphans)(self.root))
         if is_remote(self.root):
-            removed += remove_leftovers(self._storage, self.root)
+            removed += remove_leftovers(self._storage, self.root, dry_run=dry_run)
         return removed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -14,10 +15,13 @@ from ckpt_core._pipeline.jobs import OnError
 from ckpt_core._pipeline.save import Pipeline, SavedDirectories
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import CheckpointLoaded, Event, Listener, notify
+from ckpt_core.pins import is_pinned
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 from ckpt_core.tiers import TieredStorage, Tiers, Uploader
 
 __all__ = ["Checkpointer", "CheckpointerBase", "Path", "full_path"]
+
+logger = logging.getLogger(__name__)
 
 Path = str | os.PathLike[str]
 Base = TypeVar("Base", bound="CheckpointerBase")
@@ -58,6 +62,7 @@ class CheckpointerBase:
         if self._tiered is not None and uploads:
             self._uploader = Uploader(self._tiered, on_error=on_error, listeners=tuple(listeners))
             self._listeners.append(self._uploader)
+        self._told_of_pins: set[str] = set()
         self._directories = SavedDirectories()
         self._refused = RefusedKeys()
         self._pipeline = Pipeline(
@@ -199,14 +204,23 @@ class CheckpointerBase:
     def remove(self, path: Path) -> None:
         """Delete the checkpoint at ``path`` once all saves asked for so far are durable.
 
-        If the newest of those fails, the checkpoint is kept, and a warning says so.
+        If the newest of those fails, the checkpoint is kept, and a warning says so. One that somebody has pinned stays
+        (:mod:`ckpt_core.pins`).
         """
         target = self.known_as(path)
         delete = functools.partial(self._delete, self._storage_for(target), target)
         uploader = self._uploader_of(target)
         if uploader is not None:
             delete = functools.partial(uploader.remove, target, delete)
-        self._pipeline.remove(target, delete)
+        self._pipeline.remove(target, delete, is_kept=functools.partial(self._is_pinned, target))
+
+    def _is_pinned(self, path: str) -> bool:
+        if not is_pinned(path, self._to_read(path)):
+            return False
+        if path not in self._told_of_pins:
+            self._told_of_pins.add(path)
+            logger.info("kept the checkpoint %s, which is pinned: ckpt drop lets go of it", path)
+        return True
 
     def _delete(self, storage: Storage, path: str) -> None:
         storage.remove(path)

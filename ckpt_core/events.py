@@ -178,7 +178,7 @@ class ResumeCompared(Event):
 
 
 Listener = Callable[[Event], None]
-_UNITS = ("bytes", "kB", "MB", "GB", "TB")
+_UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
 def notify(listeners: Sequence[Listener], event: Event) -> None:
@@ -270,7 +270,7 @@ class RunSummary:
         return "; ".join(parts)
 
 
-def size_in_words(nbytes: int) -> str:
+def size_in_words(nbytes: float) -> str:
     """Return a size such as ``"13.6 MB"``, in powers of 1000.
 
     Args:
@@ -279,7 +279,7 @@ def size_in_words(nbytes: int) -> str:
     size, unit = float(nbytes), 0
     while size >= 999.95 and unit < len(_UNITS) - 1:
         size, unit = size / 1000, unit + 1
-    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{nbytes} bytes"
+    return f"{size:.1f} {_UNITS[unit]}" if unit else f"{nbytes:.0f} bytes"
 
 
 class EventLog:

@@ -57,9 +57,10 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         recorder: Whether each rank records its steps in a small file beside the checkpoints, and a resumed run compares
             those that it repeats and says whether they are the same. For a directory on a store, and with
             ``exact=False``, there is no file.
-        retention: Which checkpoints of this callback to keep (:mod:`ckpt_core.policies`) besides those that
-            ``save_top_k`` keeps: one is deleted when neither wants it. With ``save_top_k=-1``, which saves them all,
-            the policy alone says what stays. The best, the last and the one that the run was resumed from always stay.
+        retention: Which checkpoints of this callback to keep besides those that ``save_top_k`` keeps: a policy of
+            :mod:`ckpt_core.policies`, or its words (``"latest=2,every_steps=1000"``). One is deleted when neither wants
+            it. With ``save_top_k=-1``, which saves them all, the policy alone says what stays. The best, the last, the
+            one that the run was resumed from, and what ``ckpt keep`` has pinned always stay.
         resume: ``"auto"``: ``trainer.fit`` without ``ckpt_path`` continues from the newest checkpoint that verifies, or
             starts from the beginning where there is none, which it says in one line; :attr:`resumed` tells which. A
             ``ckpt_path`` that is given wins. Without ``dirpath``, the checkpoints are then in ``checkpoints`` in the
@@ -103,7 +104,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         *,
         exact: bool = True,
         data_resume: Literal["auto", "replay"] = "auto",
-        retention: RetentionPolicy | None = None,
+        retention: RetentionPolicy | str | None = None,
         resume: Literal["auto"] | None = None,
         resume_attempts: int | None = 3,
         log_metrics: bool = False,

@@ -29,7 +29,7 @@ LAYERS = (
     {"_plan"},
     {"recorder"},
     {"state"},
-    {"_layouts"},
+    {"_layouts", "pins"},
     {"storage"},
     {
         "_devices",

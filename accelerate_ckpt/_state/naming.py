@@ -15,10 +15,9 @@ from accelerate_ckpt.config import OptionError
 from ckpt_core import Catalog, CheckpointInfo
 from ckpt_core.catalog import newest_first
 from ckpt_core.checkpointer import full_path
-from ckpt_core.commit_time import commit_time
 from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError
-from ckpt_core.policies import RetentionHistory, RetentionPolicy, SavedCheckpoint, numbers_in
+from ckpt_core.policies import RetentionHistory, RetentionPolicy, SavedCheckpoint
 from ckpt_core.tiers import Tiers
 
 __all__ = [
@@ -164,19 +163,17 @@ class Retention:
         self._history = RetentionHistory(_built(policy) if isinstance(policy, Mapping) else policy)
         self._checkpointer = checkpointer
         self._storage_options = storage_options
-        self._metrics: dict[str, float] = {}
 
-    def note_metrics(self, values: Mapping[str, Any]) -> None:
-        """Note what a script logs, so that checkpoints can be chosen by it; what is not a number is left out."""
-        self._metrics |= numbers_in(values)
+    def record(self, target: str, step: int, metrics: Mapping[str, float], time: float) -> None:
+        """Note a checkpoint whose save has begun.
 
-    def describe(self) -> dict[str, Any]:
-        """Return what a policy will need to know of a checkpoint that is saved now, as plain data."""
-        return {"time": commit_time(), "metrics": dict(self._metrics)}
-
-    def record(self, target: str, step: int, about: Mapping[str, Any]) -> None:
-        """Note a checkpoint whose save has begun, with what :meth:`describe` returned."""
-        self._history.record(self._checkpointer.known_as(target), step, about["metrics"], about["time"])
+        Args:
+            target: The checkpoint.
+            step: Optimizer steps taken.
+            metrics: What the script has logged until now.
+            time: Unix time of the save in seconds.
+        """
+        self._history.record(self._checkpointer.known_as(target), step, metrics, time)
 
     def surplus(
         self, target: str, pending: Collection[str], protected: Collection[str], ignored: Collection[str] = ()

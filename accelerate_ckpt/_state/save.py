@@ -29,6 +29,7 @@ from accelerate_ckpt._state.parts import (
     tensor_sizes,
 )
 from accelerate_ckpt._state.session import Session
+from ckpt_core.commit_time import commit_time
 from ckpt_core.directory import AddedFiles, Part
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
 from ckpt_core.options import wait_if_small
@@ -290,8 +291,10 @@ def _metadata(session: Session, target: str) -> dict[str, Any]:
         "local_sgd": session.local_sgd.capture(),
     }
     if session.retention is not None:
-        about |= session.retention.describe()
-        session.retention.record(target, session.step, about)
+        about["time"] = commit_time()
+        session.retention.record(target, session.step, session.metrics, about["time"])
+    if session.metrics:
+        about["metrics"] = dict(session.metrics)  # for policies, and for those who look: ckpt ls
     return {FORMAT: about}
 
 

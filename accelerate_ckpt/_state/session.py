@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import torch
 from accelerate.utils import broadcast_object_list
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.nn.parallel import DistributedDataParallel
@@ -29,6 +30,7 @@ from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.events import RunSummary
 from ckpt_core.options import CheckpointerOptions
+from ckpt_core.policies import numbers_in
 from ckpt_core.ranks import Agreement, RankGroup
 from ckpt_core.resume import ResumePoint
 
@@ -121,6 +123,7 @@ class Session:
         limit: Says, for the paths whose save is under way, what another framework's own rule would delete, None without
             one; where it is not set, the rule is ``total_limit``.
         protected: Paths of checkpoints that no policy deletes.
+        metrics: The last value of each number that the script has logged.
     """
 
     def __init__(self, accelerator: Any, config: CheckpointConfig) -> None:
@@ -174,6 +177,7 @@ class Session:
         self.data.recording = self.recording
         self.limit: Callable[[list[str]], list[str] | None] | None = None
         self.protected: set[str] = set()
+        self.metrics: dict[str, float] = {}
         self.passed_over: set[str] = set()
         self.resumed: ResumePoint | None = None
         self.auto_resume: AutoResume | None = None
@@ -301,6 +305,15 @@ class Session:
         committed = {number: path for number, path in committed.items() if not self.was_passed_over(path)}
         return unwanted(committed, pending, project.total_limit)
 
+    def note_metrics(self, values: Mapping[str, Any]) -> None:
+        """Note what a script logs, so that checkpoints can be told and chosen by it; what is no number is left out.
+
+        Values on a device are only read for a policy: that waits for the device.
+        """
+        if self.retention is None:
+            values = {name: value for name, value in values.items() if not _is_on_device(value)}
+        self.metrics |= numbers_in(values)
+
     def was_passed_over(self, path: str) -> bool:
         """Whether a look-up has found the checkpoint damaged: it does not count, and stays for somebody to look at."""
         return self.checkpointer.known_as(path) in self.passed_over
@@ -349,6 +362,10 @@ class Session:
                 if self._summary.saves or self._summary.failures:
                     self.announce(self._summary.in_words(time.monotonic() - self._begin))
                     self._summary.begin()
+
+
+def _is_on_device(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type != "cpu"
 
 
 def open_session(accelerator: Any, config: CheckpointConfig) -> Session:

@@ -221,9 +221,7 @@ class ResumableCallback(TrainerCallback):
         loaders[:] = [loader for loader in loaders if loader is train_dataloader]
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        retention = self._session.retention
-        if retention is not None:
-            retention.note_metrics(logs or {})
+        self._session.note_metrics(logs or {})
         if "train_runtime" not in (logs or {}):
             return
         # The last thing that is logged. What comes after it looks for the best checkpoint in the file system.

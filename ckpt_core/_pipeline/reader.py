@@ -21,7 +21,7 @@ from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointN
 from ckpt_core.parallel import IO_THREADS, run_parallel
 from ckpt_core.storage import MANIFEST_NAME, FileReader, Storage, local_path, storage_for
 
-__all__ = ["is_directory_checkpoint", "load", "note_commits", "peek", "stamp_of", "verify"]
+__all__ = ["glance", "is_directory_checkpoint", "load", "note_commits", "peek", "stamp_of", "verify"]
 
 _DEPTH = 1  # a plugin keeps its metadata under a key of its own
 
@@ -89,6 +89,27 @@ def _peek(storage: Storage, path: str) -> Any:
         except CheckpointFormatError:
             # The shapes of a nested tensor are tensors themselves, which are not read here.
             return load_torch_file(reader, map_location="cpu", weights_only=None)[0]
+
+
+def glance(path: str, *, storage: Storage) -> Any:
+    """Return the plain values of a checkpoint, tensors and objects left out; of a directory, its metadata.
+
+    Args:
+        path: The checkpoint.
+        storage: Where it is.
+
+    Raises:
+        CheckpointError: It is damaged, gone, or not readable.
+    """
+
+    def read(place: Storage, name: str) -> Any:
+        if is_directory_checkpoint(place, name):
+            with DirectoryCheckpoint(name, place) as checkpoint:
+                return checkpoint.metadata
+        with place.open(name) as opened:
+            return glance_at_torch_file(opened)
+
+    return storage.nearest(path, read)
 
 
 def stamp_of(path: str, *, storage: Storage, is_directory: bool) -> Stamp:

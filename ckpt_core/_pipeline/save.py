@@ -280,9 +280,17 @@ class Pipeline:
         if not self._submit(target, copy_if_saved, lambda: begun):
             self.queue.run_queued()
 
-    def remove(self, path: str, delete: Callable[[], None]) -> None:
-        """Run ``delete`` after all saves asked for so far, unless the newest of them fails; log its own failure."""
+    def remove(self, path: str, delete: Callable[[], None], *, is_kept: Callable[[], bool] = lambda: False) -> None:
+        """Run ``delete`` after all saves asked for so far, unless the newest of them fails; log its own failure.
+
+        Args:
+            path: What is deleted.
+            delete: Deletes it.
+            is_kept: Asked right before, where ``delete`` would run: whether it stays after all.
+        """
         if self._strategy == "sync":
+            if is_kept():
+                return
             delete()
             notify(self._listeners, CheckpointRemoved(path=path))
             return
@@ -295,6 +303,8 @@ class Pipeline:
                     path,
                     successor.path,
                 )
+                return
+            if is_kept():
                 return
             delete()
             notify(self._listeners, CheckpointRemoved(path=path))

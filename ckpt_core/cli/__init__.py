@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from ckpt_core.cli import (
     comparing,
+    completion,
     converting,
     doctor,
     inspecting,
@@ -39,6 +40,7 @@ _VERBS = (
     moving.add_commands,
     tidying.add_commands,
     doctor.add_commands,
+    completion.add_commands,
 )
 
 

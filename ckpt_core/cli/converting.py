@@ -9,9 +9,10 @@ import sys
 from typing import TYPE_CHECKING
 
 from ckpt_core.cli.finding import find
-from ckpt_core.cli.output import print_json, short_size
+from ckpt_core.cli.output import print_json
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointFormatError
+from ckpt_core.events import size_in_words
 
 if TYPE_CHECKING:
     from ckpt_core.storage import Storage
@@ -111,7 +112,7 @@ def _convert(options: Options) -> int:
     if options.json:
         print_json({"path": options.target, "layout": options.to, "bytes": size})
     else:
-        print(f"wrote {options.target}" + ("" if size is None else f": {short_size(size)}"))
+        print(f"wrote {options.target}" + ("" if size is None else f": {size_in_words(size)}"))
     return Exit.OK
 
 

@@ -12,9 +12,10 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from ckpt_core.cli.output import print_json, print_table, short_size
+from ckpt_core.cli.output import print_json, print_table
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointError
+from ckpt_core.events import size_in_words
 
 __all__ = ["add_commands"]
 
@@ -86,11 +87,11 @@ def _doctor(options: Options) -> int:
 def _shown(found: dict[str, Any]) -> list[tuple[str, str]]:
     rows = []
     if "free" in found:
-        rows.append(("free", short_size(found["free"])))
+        rows.append(("free", size_in_words(found["free"])))
         rows.append(("direct I/O", "yes" if found["direct"] else "no: ordinary writes through the page cache"))
     if "written" in found:
-        rows.append(("save, durable", f"{short_size(found['written'])}/s"))
-        rows.append(("load, verified", f"{short_size(found['read'])}/s"))
+        rows.append(("save, durable", f"{size_in_words(found['written'])}/s"))
+        rows.append(("load, verified", f"{size_in_words(found['read'])}/s"))
         rows.append(("smallest save", f"{found['smallest'] * 1000:.0f} ms"))
     return rows
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.parser import STORE_OPTIONS
@@ -13,7 +13,7 @@ from ckpt_core.errors import CheckpointNotFoundError
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
 
-__all__ = ["Found", "find", "missing"]
+__all__ = ["Found", "find", "find_all", "missing", "walk"]
 
 _ENDING = ".ckpt"  # of files that are taken for checkpoints where a directory is named
 _LEVELS_OF_A_HINT = 2
@@ -88,6 +88,27 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
         if not storage.exists(place) and not storage.subdirectories(place):
             raise missing(path)
     return Found(path, kept, others=len(found) - len(kept))
+
+
+def find_all(paths: Iterable[str], storage_options: dict[str, Any] | None, *, recursive: bool = False) -> list[Found]:
+    """Return what is at each of several paths, and in the directories below them if that is wanted.
+
+    Args:
+        paths: Checkpoints and directories; paths or URLs.
+        storage_options: For fsspec.
+        recursive: Whether to look below.
+
+    Raises:
+        CheckpointNotFoundError: At one of them nothing is.
+        StorageError: The storage does not say.
+    """
+    places = []
+    for path in paths:
+        found = find(path, storage_options)
+        places.append(found)
+        if recursive and not found.is_checkpoint:
+            places += walk(path, storage_options)
+    return places
 
 
 def _info_of(path: str, storage_options: dict[str, Any] | None) -> CheckpointInfo:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.finding import find
 from ckpt_core.cli.listing import state_of
-from ckpt_core.cli.output import age, count, print_json, print_table, printable, short_size, styled
+from ckpt_core.cli.output import age, count, print_json, print_table, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointFormatError, UnsafeCheckpointError
+from ckpt_core.events import size_in_words
 
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
@@ -193,8 +194,8 @@ def _card_lines(card: Mapping[str, Any]) -> list[tuple[str, str]]:
         "framework": card["framework"],
         "resume is exact": card["exact"],
         "parameters": None if card["parameters"] is None else f"{card['parameters']:,}" + with_buffers,
-        "size": f"{short_size(card['bytes'])} ({card['bytes']:,} bytes)",
-        "of these": ", ".join(f"{name} {short_size(size)}" for name, size in card["bytes_by_part"].items()) or None,
+        "size": f"{size_in_words(card['bytes'])} ({card['bytes']:,} bytes)",
+        "of these": ", ".join(f"{name} {size_in_words(size)}" for name, size in card["bytes_by_part"].items()) or None,
         "not readable": card["problem"],
     }
     return [(name, str(value)) for name, value in lines.items() if value is not None]
@@ -248,7 +249,7 @@ class _Tree:
     def summary(self) -> str:
         parts = []
         if self.tensors:
-            parts.append(f"{count(self.tensors, 'tensor')}, {short_size(self.bytes)}")
+            parts.append(f"{count(self.tensors, 'tensor')}, {size_in_words(self.bytes)}")
         if self.values:
             parts.append(count(self.values, "value"))
         return ", ".join(parts)

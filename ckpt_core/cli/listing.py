@@ -6,9 +6,11 @@ import datetime
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core.cli.finding import Found, find, walk
-from ckpt_core.cli.output import age, print_json, print_table, short_size
+from ckpt_core.cli.finding import find_all
+from ckpt_core.cli.output import age, print_json, print_table
 from ckpt_core.cli.parser import Commands, Exit, Options
+from ckpt_core.cli.telling import Told, in_words, listen, reasons
+from ckpt_core.events import size_in_words
 
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
@@ -22,24 +24,23 @@ def add_commands(commands: Commands) -> None:
         "ls",
         _ls,
         help="list the checkpoints of a directory, the newest first",
-        epilog="states: committed (by this package), no digests (another program's), DAMAGED (cannot be read)",
+        epilog="Columns: when it was committed, state, step, size, metrics that its run noted, why it stays, path.\n"
+        "States: committed (by this package), no digests (another program's), DAMAGED (cannot be read).\n"
+        "Why: newest; best (says the newest of the run); pinned (by ckpt keep).",
     )
     ls.add_argument("paths", nargs="*", default=["."], metavar="PATH", help="a directory, a bucket, a checkpoint (.)")
-    ls.add_argument("-r", "--recursive", action="store_true", help="look in directories below it, too")
+    ls.add_argument("-r", "-R", "--recursive", action="store_true", help="look in directories below it, too")
 
 
 def _ls(options: Options) -> int:
-    places: list[Found] = []
-    for path in options.paths:
-        found = find(path, options.storage_options)
-        places.append(found)
-        if options.recursive and not found.is_checkpoint:
-            places += walk(path, options.storage_options)
+    places = find_all(options.paths, options.storage_options, recursive=options.recursive)
     infos = [info for place in places for info in place.checkpoints]
+    told = listen(infos, options.storage_options)
+    kept = {path: why for place in places for path, why in reasons(place.checkpoints, told).items()}
     if options.json:
-        print_json([_as_json(info) for info in infos])
+        print_json([_as_json(info, told[info.path], kept[info.path]) for info in infos])
         return Exit.OK
-    print_table([_row(info) for info in infos], right=(1, 3, 4))
+    print_table([_row(info, told[info.path], kept[info.path]) for info in infos], right=(1, 3, 4))
     if not options.recursive:
         for place in places:
             if not place.checkpoints:
@@ -56,15 +57,15 @@ def state_of(info: CheckpointInfo) -> str:
     return "no digests" if info.committed is None else "committed"
 
 
-def _row(info: CheckpointInfo) -> tuple[str, ...]:
+def _row(info: CheckpointInfo, told: Told, kept: list[str]) -> tuple[str, ...]:
     when = info.modified if info.committed is None else info.committed
     date = datetime.datetime.fromtimestamp(when).isoformat(sep=" ", timespec="seconds")
     step = "" if info.step is None else f"step {info.step}"
     state = state_of(info) + (", file date" if info.committed is None else "")
-    return date, age(when), state, step, short_size(info.size), info.path
+    return date, age(when), state, step, size_in_words(info.size), in_words(told.metrics), ", ".join(kept), info.path
 
 
-def _as_json(info: CheckpointInfo) -> dict[str, Any]:
+def _as_json(info: CheckpointInfo, told: Told, kept: list[str]) -> dict[str, Any]:
     return {
         "path": info.path,
         "state": state_of(info).lower(),
@@ -73,4 +74,7 @@ def _as_json(info: CheckpointInfo) -> dict[str, Any]:
         "modified": info.modified,
         "bytes": info.size,
         "kind": "directory" if info.is_directory else "file",
+        "metrics": dict(told.metrics),
+        "kept_because": kept,
+        "pinned": info.is_pinned,
     }

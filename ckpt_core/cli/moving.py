@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.finding import find
-from ckpt_core.cli.output import print_json, short_size
+from ckpt_core.cli.output import print_json
 from ckpt_core.cli.parser import Commands, Exit, Options, json_object
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, StorageError
+from ckpt_core.events import size_in_words
 
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
@@ -71,14 +72,30 @@ def _transfer_all(options: Options, *, removes: bool) -> int:
             target = f"{options.target.rstrip('/')}/{info.name}" if into else options.target
             is_new = _transfer(info, target, options.storage_options, target_options, options.force, advance)
             if removes:
+                _take_pin_along(info, target, options.storage_options, target_options)
                 delete(info, options.storage_options)
             done.append({"source": info.path, "target": target, "bytes": info.size, "was_there": not is_new})
             if not options.json:
                 word = "moved" if removes else "copied"
-                print(f"{word if is_new else 'was there'}  {info.path} -> {target} ({short_size(info.size)}, verified)")
+                print(
+                    f"{word if is_new else 'was there'}  {info.path} -> {target} ({size_in_words(info.size)}, verified)"
+                )
     if options.json:
         print_json(done)
     return Exit.OK
+
+
+def _take_pin_along(
+    info: CheckpointInfo, target: str, source_options: dict[str, Any] | None, target_options: dict[str, Any] | None
+) -> None:
+    from ckpt_core.pins import note_of_pin, pin, unpin
+    from ckpt_core.storage import storage_for
+
+    origin = storage_for(info.path, source_options)
+    note = note_of_pin(info.path, origin) if info.is_pinned else None
+    if note is not None:
+        pin(target.rstrip("/"), storage_for(target, target_options), note)
+        unpin(info.path, origin)
 
 
 def _is_plain_directory(path: str, storage_options: dict[str, Any] | None) -> bool:

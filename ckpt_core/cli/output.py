@@ -3,24 +3,15 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-__all__ = ["age", "count", "print_json", "print_table", "printable", "short_size", "styled"]
+__all__ = ["age", "count", "print_json", "print_table", "printable", "styled"]
 
-_UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _STYLES = {"bold": 1, "red": 31, "green": 32, "yellow": 33, "dim": 2}
-
-
-def short_size(nbytes: float) -> str:
-    """Return a size for people: ``short_size(13_512_000)`` is ``"13.5 MB"``."""
-    exponent = 0 if nbytes < 1000 else min(int(math.log10(nbytes) / 3), len(_UNITS) - 1)
-    value = nbytes / 1000**exponent
-    return f"{value:.0f} {_UNITS[exponent]}" if exponent == 0 else f"{value:.1f} {_UNITS[exponent]}"
 
 
 def age(then: float) -> str:
@@ -55,6 +46,8 @@ def print_json(value: Any) -> None:
 def print_table(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> None:
     """Print rows in columns that are as wide as they must be, without a heading; the last one is not padded.
 
+    Columns in which nothing is are left out.
+
     Args:
         rows: Their cells.
         right: Numbers of the columns that are aligned to the right.
@@ -63,6 +56,8 @@ def print_table(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> 
     widths = [max(map(len, column)) for column in zip(*found, strict=True)]
     for row in found:
         cells = [
-            cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            cell.rjust(w) if i in right else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+            if w and i < len(row) - 1
         ]
-        print("  ".join([*cells[:-1], row[-1]]))
+        print("  ".join([*cells, row[-1]]))

@@ -84,11 +84,17 @@ class Commands:
     """The verbs of the command.
 
     Args:
-        parsers: Those of argparse.
+        parser: Of the command itself.
     """
 
-    def __init__(self, parsers: _SubParsersAction[_Parser]) -> None:
-        self._parsers = parsers
+    def __init__(self, parser: _Parser) -> None:
+        self.parser = parser
+        self._parsers: _SubParsersAction[_Parser] = parser.add_subparsers(metavar="COMMAND", parser_class=_Parser)
+
+    @property
+    def parsers(self) -> dict[str, _Parser]:
+        """Those of the verbs, in the order of the help."""
+        return dict(self._parsers.choices)
 
     def add(self, name: str, run: Callable[[Options], int], *, help: str, epilog: str = "") -> argparse.ArgumentParser:
         """Add a verb, and return its parser.
@@ -125,11 +131,10 @@ def parse(arguments: Sequence[str] | None, add_commands: Sequence[Callable[[Comm
         parents=[_common()],
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the versions of the package and its formats")
-    parsers = parser.add_subparsers(metavar="COMMAND", parser_class=_Parser)
-    commands = Commands(parsers)
+    commands = Commands(parser)
     for add in add_commands:
         add(commands)
-    parser.verbs = dict(parsers.choices)
+    parser.verbs = commands.parsers
     # Defaults are here and not in the parsers, where those of a verb would replace what was said before it.
     defaults = Options(json=False, quiet=False, storage_options=None, endpoint_url=None, profile=None, run=None)
     options = parser.parse_args(arguments, defaults)

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpt_core.cli.output import print_json, print_table, printable, short_size
+from ckpt_core.cli.output import print_json, print_table, printable
 from ckpt_core.cli.parser import Commands, Exit, Options
+from ckpt_core.events import size_in_words
 
 __all__ = ["Process", "Save", "add_commands", "page_of", "read_events", "totals_of"]
 
@@ -184,7 +185,7 @@ def _report(options: Options) -> int:
 
 def _in_words(totals: dict[str, Any]) -> list[tuple[str, str]]:
     bad = [(totals["failed"], "failed"), (totals["not_finished"], "not finished")]
-    durable = f"{totals['durable']:,} durable, {short_size(totals['bytes'])}"
+    durable = f"{totals['durable']:,} durable, {size_in_words(totals['bytes'])}"
     typical, longest = _seconds(totals["stall_seconds_median"]), _seconds(totals["stall_seconds_longest"])
     rows = [
         ("saves", ", ".join([durable, *(f"{number:,} {what}" for number, what in bad if number)])),
@@ -233,7 +234,7 @@ def page_of(processes: Sequence[Process]) -> str:
     cards = [
         (f"{totals['share_of_run']:.2%}", "of the run was spent waiting for checkpoints"),
         (_seconds(totals["stall_seconds_median"]), "training stood still for a typical save"),
-        (f"{totals['durable']:,}", f"checkpoints durable, {short_size(totals['bytes'])} in all"),
+        (f"{totals['durable']:,}", f"checkpoints durable, {size_in_words(totals['bytes'])} in all"),
         (_seconds(totals["durable_after_seconds_median"]), "until a typical save was durable"),
     ]
     bad = totals["failed"] + totals["not_finished"] + totals["failed_uploads"] + totals["passed_over"]
@@ -329,7 +330,7 @@ def _table(saves: Sequence[Save]) -> str:
             for cell in (
                 save.path,
                 datetime.datetime.fromtimestamp(save.started).isoformat(sep=" ", timespec="seconds"),
-                short_size(save.bytes),
+                size_in_words(save.bytes),
                 "" if save.stall is None else _seconds(save.stall),
                 "" if save.durable is None else _seconds(save.durable - save.started),
                 f"{save.outcome}{': ' if save.error else ''}{save.error}",

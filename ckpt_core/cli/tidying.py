@@ -1,4 +1,4 @@
-"""``ckpt prune``, ``clean`` and ``du``: what may go, and what that frees."""
+"""``ckpt prune``, ``clean``, ``du``, ``keep`` and ``drop``: what may go, what that frees, and what stays."""
 
 from __future__ import annotations
 
@@ -6,21 +6,24 @@ import argparse
 import dataclasses
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core.cli.finding import Found, find, walk
-from ckpt_core.cli.output import count, print_json, print_table, short_size, styled
+from ckpt_core.cli.finding import find, find_all
+from ckpt_core.cli.output import count, print_json, print_table, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
+from ckpt_core.cli.telling import Told, listen, pinned
 from ckpt_core.errors import CheckpointError
+from ckpt_core.events import size_in_words
 
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
     from ckpt_core.policies import RetentionPolicy, SavedCheckpoint
+    from ckpt_core.storage import Storage
 
 __all__ = ["add_commands", "delete"]
 
-_RULES = "latest=3, every_steps=1000, every_hours=6, at_steps=1000+5000"
+_RULES = "latest=3, best=val_loss, best=acc:max:2, every_steps=1000, every_hours=6, at_steps=1000+5000"
 
 
 def add_commands(commands: Commands) -> None:
@@ -32,14 +35,15 @@ def add_commands(commands: Commands) -> None:
         epilog="Columns: size of its files, what deleting it alone would free, path.",
     )
     du.add_argument("paths", nargs="*", default=["."], metavar="PATH", help="a directory or checkpoints (.)")
-    du.add_argument("-r", "--recursive", action="store_true", help="look in directories below it, too")
+    du.add_argument("-r", "-R", "--recursive", action="store_true", help="look in directories below it, too")
 
     prune = commands.add(
         "prune",
         _prune,
         help="delete the checkpoints that no rule keeps, and say why the others stay",
         epilog=f"Rules: {_RULES}; with several, what any of them keeps stays.\n"
-        "The newest stays in any case, and so does what is damaged or does not say its step and time.",
+        "The newest stays in any case, and so does what is pinned (ckpt keep), damaged, or does not say its step and\n"
+        "time. For best, each checkpoint's own metrics count: ckpt ls shows them.",
     )
     prune.add_argument("directory")
     prune.add_argument("--keep", action="append", type=_rules, metavar="RULE=N", help=f"such as {_RULES}")
@@ -48,6 +52,20 @@ def add_commands(commands: Commands) -> None:
 
     clean = commands.add("clean", _clean, help="delete what killed processes left unfinished in a directory")
     clean.add_argument("directory")
+    clean.add_argument("-n", "--dry-run", action="store_true", help="delete nothing, only show what would be")
+
+    keep = commands.add(
+        "keep",
+        _keep,
+        help="pin checkpoints: no retention and no prune deletes them",
+        epilog="A small file .NAME.keep beside the checkpoint says so; the checkpoint stays as it is.\n"
+        "A save under the same name still replaces it: of last.ckpt, pin the checkpoint that it is a copy of.",
+    )
+    keep.add_argument("paths", nargs="+", metavar="CHECKPOINT", help="path or URL")
+    keep.add_argument("--note", default="", metavar="WHY", help="shown by ckpt ls")
+
+    drop = commands.add("drop", _drop, help="unpin checkpoints: retention may delete them again")
+    drop.add_argument("paths", nargs="+", metavar="CHECKPOINT", help="path or URL")
 
 
 # ---- du --------------------------------------------------------------------------------------------------------------
@@ -94,11 +112,7 @@ def _freed(infos: Iterable[CheckpointInfo]) -> int:
 def _du(options: Options) -> int:
     from ckpt_core.storage import is_remote
 
-    places: list[Found] = []
-    for path in options.paths:
-        places.append(find(path, options.storage_options))
-        if options.recursive and not places[-1].is_checkpoint:
-            places += walk(path, options.storage_options)
+    places = find_all(options.paths, options.storage_options, recursive=options.recursive)
     infos = [info for place in places for info in place.checkpoints]
     disk = _Disk()
     for info in infos:
@@ -114,10 +128,10 @@ def _du(options: Options) -> int:
             }
         )
         return Exit.OK
-    print_table([(short_size(size), short_size(freed), path) for path, size, freed in sizes], right=(0, 1))
+    print_table([(size_in_words(size), size_in_words(freed), path) for path, size, freed in sizes], right=(0, 1))
     apparent = sum(size for _, size, _ in sizes)
-    shared = f", {short_size(apparent - total)} shared by links" if apparent > total else ""
-    print(f"{short_size(total)} in {count(len(sizes), 'checkpoint')}{shared}")
+    shared = f", {size_in_words(apparent - total)} shared by links" if apparent > total else ""
+    print(f"{size_in_words(total)} in {count(len(sizes), 'checkpoint')}{shared}")
     return Exit.OK
 
 
@@ -125,24 +139,12 @@ def _du(options: Options) -> int:
 
 
 def _rules(text: str) -> list[tuple[str, RetentionPolicy]]:
-    from ckpt_core.policies import KeepAtSteps, KeepEverySteps, KeepEveryTime, KeepLatest
+    from ckpt_core.policies import rules_of_words
 
-    makers: dict[str, Callable[[str], RetentionPolicy]] = {
-        "latest": lambda value: KeepLatest(int(value)),
-        "every_steps": lambda value: KeepEverySteps(int(value)),
-        "every_hours": lambda value: KeepEveryTime(float(value)),
-        "at_steps": lambda value: KeepAtSteps([int(step) for step in value.split("+")]),
-    }
-    found = []
-    for word in text.split(","):
-        name, _, value = (part.strip() for part in word.partition("="))
-        if name not in makers:
-            raise argparse.ArgumentTypeError(f"there is no rule {name!r}: {_RULES}")
-        try:
-            found.append((f"{name}={value}", makers[name](value)))
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{name}: {error}") from error
-    return found
+    try:
+        return rules_of_words(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,6 +154,9 @@ class _Decision:
 
 
 def _prune(options: Options) -> int:
+    from ckpt_core.pins import is_pinned
+    from ckpt_core.storage import storage_for
+
     if not options.keep:
         print(
             "ckpt prune: say what to keep, such as --keep latest=3; what killed processes have left is deleted by "
@@ -162,20 +167,32 @@ def _prune(options: Options) -> int:
     found = find(options.directory, options.storage_options)
     if found.is_checkpoint:
         raise CheckpointError("this is a checkpoint, and not a directory of them", path=options.directory)
-    decisions = _decide(found.checkpoints, [rule for rules in options.keep for rule in rules])
+    rules = [rule for rules in options.keep for rule in rules]
+    told = listen(found.checkpoints, options.storage_options)
+    decisions = _decide(found.checkpoints, rules, told)
+    for metric in _unknown_metrics(rules, told):
+        known = sorted({name for each in told.values() for name in each.metrics})
+        print(
+            f"ckpt prune: no checkpoint says its {metric!r}, so none would be the best: they say "
+            f"{', '.join(known) or 'no metrics'}",
+            file=sys.stderr,
+        )
+        return Exit.USAGE
     surplus = [decision.info for decision in decisions if not decision.reasons]
     freed = _freed(surplus)
     if not options.json:
         for line in _lines(decisions):
             print(line)
         would = "would delete" if options.dry_run else "to delete:"
-        print(f"{would} {len(surplus)} of {count(len(decisions), 'checkpoint')}, which frees {short_size(freed)}")
+        print(f"{would} {len(surplus)} of {count(len(decisions), 'checkpoint')}, which frees {size_in_words(freed)}")
     is_sure = not surplus or options.dry_run or options.yes or _agreed(options)
     if not is_sure:
         print("ckpt prune: nothing was deleted; --yes deletes, --dry-run only shows", file=sys.stderr)
         return Exit.USAGE
     if not options.dry_run:
         for info in surplus:
+            if is_pinned(info.path, storage_for(info.path, options.storage_options)):
+                continue  # since it was asked
             delete(info, options.storage_options)
             if not options.json:
                 print(f"deleted {info.path}")
@@ -191,7 +208,16 @@ def _agreed(options: Options) -> bool:
     return input("delete them? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _decide(infos: Sequence[CheckpointInfo], rules: Sequence[tuple[str, RetentionPolicy]]) -> list[_Decision]:
+def _unknown_metrics(rules: Iterable[tuple[str, RetentionPolicy]], told: Mapping[str, Told]) -> list[str]:
+    from ckpt_core.policies import KeepBest
+
+    wanted = [policy.metric for _, policy in rules if isinstance(policy, KeepBest)]
+    return [metric for metric in wanted if not any(metric in each.metrics for each in told.values())]
+
+
+def _decide(
+    infos: Sequence[CheckpointInfo], rules: Sequence[tuple[str, RetentionPolicy]], told: Mapping[str, Told]
+) -> list[_Decision]:
     """Return why each checkpoint stays, in the order given, the newest first; no reason where it may go.
 
     Copies, such as ``last.ckpt`` of the newest, are one checkpoint.
@@ -208,11 +234,14 @@ def _decide(infos: Sequence[CheckpointInfo], rules: Sequence[tuple[str, Retentio
         else:
             copies.setdefault((info.committed, info.step), []).append(info)
     oldest_first = list(reversed(copies.items()))
-    saved = [SavedCheckpoint(same[0].path, step, time) for (time, step), same in oldest_first]
+    saved = [
+        SavedCheckpoint(same[0].path, step, time, told[same[0].path].metrics) for (time, step), same in oldest_first
+    ]
     for candidate, (_, same) in zip(saved, oldest_first, strict=True):
         why = [name for name, policy in rules if _keeps(policy, saved, candidate)]
         if candidate is saved[-1]:
             why.insert(0, "newest")
+        why += [pinned(note) for note in (told[info.path].note for info in same) if note is not None]
         for info in same:
             reasons[info.path] = why
     return [_Decision(info, reasons[info.path]) for info in infos]
@@ -228,7 +257,7 @@ def _lines(decisions: Sequence[_Decision]) -> Iterable[str]:
         word = "keep  " if decision.reasons else styled("delete", "red")
         step = "" if info.step is None else f"step {info.step}"
         why = ", ".join(decision.reasons) or "no rule keeps it"
-        yield f"{word}  {step:>12}  {short_size(info.size):>9}  {info.path}  ({why})"
+        yield f"{word}  {step:>12}  {size_in_words(info.size):>9}  {info.path}  ({why})"
 
 
 def delete(info: CheckpointInfo, storage_options: dict[str, Any] | None) -> None:
@@ -251,10 +280,49 @@ def _clean(options: Options) -> int:
     from ckpt_core.catalog import Catalog
 
     find(options.directory, options.storage_options)  # a directory that is not there is an error
-    removed = Catalog(options.directory, storage_options=options.storage_options).prune()
+    catalog = Catalog(options.directory, storage_options=options.storage_options)
+    removed = catalog.prune(dry_run=options.dry_run)
     if options.json:
         print_json(removed)
         return Exit.OK
     for path in removed:
-        print(f"deleted {path}")
+        print(f"{'would delete' if options.dry_run else 'deleted'} {path}")
+    if not removed and sys.stdout.isatty():
+        print("nothing was left unfinished")
+    return Exit.OK
+
+
+# ---- keep and drop ---------------------------------------------------------------------------------------------------
+
+
+def _keep(options: Options) -> int:
+    from ckpt_core.pins import pin
+
+    return _for_each(options, True, lambda path, storage: pin(path, storage, options.note))
+
+
+def _drop(options: Options) -> int:
+    from ckpt_core.pins import unpin
+
+    return _for_each(options, False, unpin)
+
+
+def _for_each(options: Options, pins: bool, act: Callable[[str, Storage], None]) -> int:
+    from ckpt_core.storage import storage_for
+
+    infos = []
+    for path in options.paths:
+        found = find(path, options.storage_options)
+        if not found.is_checkpoint:
+            raise CheckpointError(
+                "this is a directory, and no checkpoint", path=path, remedy=f"name the checkpoints: ckpt ls {path}"
+            )
+        infos += found.checkpoints
+    for info in infos:
+        path = info.path.rstrip("/")
+        act(path, storage_for(path, options.storage_options))
+        if not options.json:
+            print(f"{'pinned' if pins else 'unpinned'} {path}")
+    if options.json:
+        print_json([{"path": info.path, "pinned": pins} for info in infos])
     return Exit.OK

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from ckpt_core.cli.finding import find
-from ckpt_core.cli.output import count, print_json, printable, short_size, styled
+from ckpt_core.cli.output import count, print_json, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import (
     CheckpointCorruptedError,
@@ -16,6 +16,7 @@ from ckpt_core.errors import (
     CheckpointFormatError,
     CheckpointNotFoundError,
 )
+from ckpt_core.events import size_in_words
 
 __all__ = ["add_commands"]
 
@@ -83,7 +84,7 @@ def _verify(options: Options) -> int:
         for verdict in verdicts:
             print(_line(verdict))
         if sys.stderr.isatty() and sizes:
-            speed = f"{short_size(read)} in {seconds:.1f} s, {short_size(read / seconds)}/s"
+            speed = f"{size_in_words(read)} in {seconds:.1f} s, {size_in_words(read / seconds)}/s"
             print(f"{count(len(sizes), 'checkpoint')}, {speed}", file=sys.stderr)
     codes = {_EXIT[verdict.state] for verdict in verdicts}
     return next(code for code in _WORST if code in codes)

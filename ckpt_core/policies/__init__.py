@@ -16,8 +16,10 @@ from ckpt_core.policies.retention import (
     SavedCheckpoint,
     to_delete,
 )
+from ckpt_core.policies.words import RULES_IN_WORDS, policy_of_words, rules_of_words
 
 __all__ = [
+    "RULES_IN_WORDS",
     "AnyOf",
     "KeepAtSteps",
     "KeepBest",
@@ -28,5 +30,7 @@ __all__ = [
     "RetentionPolicy",
     "SavedCheckpoint",
     "numbers_in",
+    "policy_of_words",
+    "rules_of_words",
     "to_delete",
 ]

@@ -17,6 +17,7 @@ __all__ = [
     "gradients_of",
     "is_of_trainer",
     "metadata_of",
+    "metrics_of",
     "optimizer_part",
     "parts_of",
     "rest_of",
@@ -70,6 +71,17 @@ def metadata_of(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         for key, state in checkpoint.get("callbacks", {}).items()
         if isinstance(state, Mapping) and isinstance(state.get("best_model_path"), str)
     }
+    metrics = metrics_of(checkpoint)
+    return {**found, "metrics": metrics} if metrics else found
+
+
+def metrics_of(checkpoint: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics that the callbacks of a Trainer have noted in its checkpoint."""
+    found: dict[str, float] = {}
+    for state in checkpoint.get("callbacks", {}).values():
+        noted = state.get("metrics") if isinstance(state, Mapping) else None
+        if isinstance(noted, Mapping):
+            found |= {str(name): value for name, value in noted.items() if isinstance(value, float)}
     return found
 
 

@@ -291,6 +291,10 @@ class Storage(abc.ABC):
     def remove_orphans(self, directory: str) -> Sequence[str]:
         """Delete the unfinished files and directories that dead processes left in ``directory``; return their paths."""
 
+    def orphans(self, directory: str) -> Sequence[str]:
+        """Return what :meth:`remove_orphans` would delete now, as far as the storage knows; deletes nothing."""
+        return []
+
     def subdirectories(self, directory: str) -> Sequence[str]:
         """Return the paths of the directories directly in ``directory``; none if it does not exist."""
         return []

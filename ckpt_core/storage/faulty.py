@@ -163,6 +163,9 @@ class FaultyStorage(Storage):
     def remove_orphans(self, directory: str) -> Sequence[str]:
         return self.perform(Operation("remove_orphans", directory), lambda: self._inner.remove_orphans(directory))
 
+    def orphans(self, directory: str) -> Sequence[str]:
+        return self._inner.orphans(directory)
+
     def put_file(self, source: str, target: str) -> None:
         self.perform(Operation("put_file", target), lambda: self._inner.put_file(source, target))
 

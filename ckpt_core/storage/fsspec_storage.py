@@ -332,10 +332,13 @@ class FsspecStorage(Storage, LeaseStore):
             remove_dead_leases(self, directory)
         return self._abort_uploads(directory, empty=True)
 
+    def orphans(self, directory: str) -> Sequence[str]:
+        return self._abort_uploads(directory, empty=True, dry_run=True)
+
     def remove_abandoned(self, directory: str) -> Sequence[str]:
         return self._abort_uploads(directory, empty=False)
 
-    def _abort_uploads(self, directory: str, *, empty: bool) -> Sequence[str]:
+    def _abort_uploads(self, directory: str, *, empty: bool, dry_run: bool = False) -> Sequence[str]:
         if not self._is_in(_S3):
             return []
 
@@ -343,7 +346,8 @@ class FsspecStorage(Storage, LeaseStore):
             removed = []
             for upload in abandoned_uploads(self._filesystem, directory, self.abandoned_after_seconds, empty=empty):
                 with contextlib.suppress(FileNotFoundError):  # ended meanwhile
-                    self._filesystem.call_s3("abort_multipart_upload", **upload)
+                    if not dry_run:
+                        self._filesystem.call_s3("abort_multipart_upload", **upload)
                 removed.append(self._filesystem.unstrip_protocol(f"{upload['Bucket']}/{upload['Key']}"))
             return removed
 

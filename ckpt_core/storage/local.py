@@ -252,13 +252,12 @@ class LocalStorage(Storage):
         return infos
 
     def remove_orphans(self, directory: str) -> Sequence[str]:
-        try:
-            with os.scandir(directory or ".") as entries:
-                parts = [entry.path for entry in entries if entry.name.startswith(".") and entry.name.endswith(_SUFFIX)]
-        except OSError:
-            return []
+        parts = _unfinished(directory)
         local_directory.restore(directory)
         return [path for path in parts if local_directory.remove_if_abandoned(path)]
+
+    def orphans(self, directory: str) -> Sequence[str]:
+        return [path for path in _unfinished(directory) if local_directory.is_abandoned(path)]
 
     def put_file(self, source: str, target: str) -> None:
         directory = os.path.dirname(os.path.abspath(target))
@@ -343,3 +342,11 @@ def _claim(descriptor: int) -> bool:
             raise
         return True  # where nobody can lock, nobody takes it for an orphan
     return os.fstat(descriptor).st_nlink > 0
+
+
+def _unfinished(directory: str) -> list[str]:
+    try:
+        with os.scandir(directory or ".") as entries:
+            return [entry.path for entry in entries if entry.name.startswith(".") and entry.name.endswith(_SUFFIX)]
+    except OSError:
+        return []

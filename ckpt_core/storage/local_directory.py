@@ -248,8 +248,13 @@ def restore(directory: str) -> None:
     with contextlib.suppress(OSError), os.scandir(directory or ".") as entries:
         for entry in entries:
             if entry.name.startswith(".") and entry.name.endswith(ending):
-                name = entry.name[1 : -len(ending)].rpartition(".")[0]
-                _restore(entry.path, os.path.join(os.path.dirname(entry.path), name))
+                _restore(entry.path, _replaced_name(entry.path))
+
+
+def _replaced_name(path: str) -> str:
+    """Return the name that a directory had before a process was replacing it."""
+    directory, name = os.path.split(path)
+    return os.path.join(directory, name[1 : -len(_REPLACED + SUFFIX)].rpartition(".")[0])
 
 
 def _restore(replaced: str, path: str) -> None:
@@ -277,6 +282,14 @@ def _locked_alone(path: str) -> Iterator[bool]:
         yield True
     finally:
         os.close(descriptor)
+
+
+def is_abandoned(path: str) -> bool:
+    """Return whether :func:`remove_if_abandoned` would delete an unfinished file or directory."""
+    if path.endswith(_REPLACED + SUFFIX) and not os.path.lexists(_replaced_name(path)):
+        return False  # gets its name back
+    with _locked_alone(path) as abandoned:
+        return abandoned
 
 
 def remove_if_abandoned(path: str) -> bool:

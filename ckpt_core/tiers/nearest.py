@@ -195,6 +195,12 @@ class TieredStorage(Storage):
             *self.remote.remove_orphans(self.tiers.remote_path(directory)),
         ]
 
+    def orphans(self, directory: str) -> Sequence[str]:
+        return [
+            *self.local.orphans(self.tiers.local_path(directory)),
+            *self.remote.orphans(self.tiers.remote_path(directory)),
+        ]
+
 
 def _by_name(files: Sequence[FileInfo]) -> dict[str, FileInfo]:
     return {name: file for file in files if (name := os.path.basename(file.path)) != LEDGER_NAME}

@@ -9,10 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 from weakref import proxy
 
+import torch
+
 from ckpt_core import Catalog, CheckpointInfo
 from ckpt_core.catalog import newest_first
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
-from ckpt_core.policies import RetentionHistory, RetentionPolicy
+from ckpt_core.pins import pin_path
+from ckpt_core.policies import RetentionHistory, RetentionPolicy, numbers_in, policy_of_words
 from ckpt_core.preemption import Preemption
 from ckpt_core.resume import ResumeAttempts, ResumePoint
 from ckpt_core.tiers import Tiers
@@ -49,7 +52,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
     def __init__(
         self,
         *,
-        retention: RetentionPolicy | None = None,
+        retention: RetentionPolicy | str | None = None,
         resume: Literal["auto"] | None = None,
         resume_attempts: int | None = 3,
         preempt: Any = True,
@@ -59,9 +62,11 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             raise ValueError(
                 f"resume must be 'auto' or None, not {resume!r}: a path is given to trainer.fit(ckpt_path=)"
             )
+        retention = policy_of_words(retention) if isinstance(retention, str) else retention
         if retention is not None and not isinstance(retention, RetentionPolicy):
             raise TypeError(f"retention must be a policy such as ckpt_core.policies.KeepLatest, not {retention!r}")
         self._retention = RetentionHistory(retention) if retention is not None else None
+        self._metrics: dict[str, float] = {}  # of the checkpoint that is being saved
         self._best_model_path = self._last_model_path = ""
         self._plugin: TorchFileIO | ShardedCheckpointIO | None = None
         self._has_trained = False
@@ -244,16 +249,32 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
     # ---- what stays --------------------------------------------------------------------------------------------------
 
     def _save_and_record(self, trainer: Any, filepath: str) -> None:
-        if self._retention is None or self._is_last(filepath):
-            super()._save_checkpoint(trainer, filepath)
-            return
         # before the save, so that the checkpoint knows of itself
-        self._retention.record(filepath, trainer.global_step, trainer.callback_metrics)
+        self._metrics = self._measured(trainer, filepath)
+        is_chosen = self._retention is not None and not self._is_last(filepath)
+        if self._retention is not None and is_chosen:
+            self._retention.record(filepath, trainer.global_step, self._metrics)
         try:
             super()._save_checkpoint(trainer, filepath)
         except CheckpointError:
-            self._retention.forget(filepath)
+            if self._retention is not None and is_chosen:
+                self._retention.forget(filepath)
             raise
+        finally:
+            self._metrics = {}
+
+    def _measured(self, trainer: Any, filepath: str) -> dict[str, float]:
+        """Return the metrics that a checkpoint tells of itself.
+
+        Without a policy, that is the monitored one, and only where its value is known without waiting for a device.
+        """
+        if self._retention is not None:
+            return numbers_in(trainer.callback_metrics)
+        value = self.best_k_models.get(filepath)  # was compared with the others a moment ago
+        if value is None and self.monitor is not None:
+            value = trainer.callback_metrics.get(self.monitor)
+            value = None if isinstance(value, torch.Tensor) and value.device.type != "cpu" else value
+        return {} if value is None or self.monitor is None else numbers_in({self.monitor: value})
 
     def _save_topk_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
         with self._decides():
@@ -274,6 +295,9 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
                 "kept the checkpoint %s, which was passed over: look at it, and delete it yourself", filepath
             )
             return
+        if self._plugin is None and os.path.exists(pin_path(filepath)):
+            logger.info("kept the checkpoint %s, which is pinned: ckpt drop lets go of it", filepath)
+            return  # a plugin of ours looks for itself
         if self._retention is not None:
             self._retention.forget(filepath)
         super()._remove_checkpoint(trainer, filepath)
@@ -281,6 +305,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
     def state_dict(self) -> dict[str, Any]:
         with self._decides():
             state: dict[str, Any] = dict(super().state_dict())
+        if self._metrics:
+            state["metrics"] = dict(self._metrics)
         return state if self._retention is None else {**state, "retention": self._retention.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -244,7 +244,7 @@ def test_importing_the_options_imports_nothing_that_reads_variables(run_script: 
         import sys
         from accelerate_ckpt import CheckpointConfig, launcher
         CheckpointConfig.from_sources()
-        print([name for name in ("accelerate", "ckpt_core", "numpy", "torch", "transformers") if name in sys.modules])
+        print([name for name in ("accelerate", "fsspec", "numpy", "torch", "transformers") if name in sys.modules])
         """
     )
     assert done.stdout == "[]\n"

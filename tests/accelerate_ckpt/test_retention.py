@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from accelerate_ckpt import attach
 from accelerate_ckpt._state.naming import Retention
 from accelerate_ckpt._state.session import session_of
 from accelerate_ckpt.config import CheckpointConfig, OptionError
+from ckpt_core.cli import main
 from ckpt_core.policies import AnyOf, KeepAtSteps, KeepBest, KeepEverySteps, KeepEveryTime, KeepLatest
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -132,6 +134,32 @@ def test_nothing_goes_when_its_successor_was_not_saved(small_filesystem: Path) -
     with pytest.raises(OSError, match="No space left"):
         training.step().save(small_filesystem / "step_2")
     assert names(small_filesystem) == ["step_1"]
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+@pytest.mark.parametrize(("retention", "limit"), [("latest=1", None), (None, 1), ("latest=1", 2)])
+def test_what_is_pinned_stays(tmp_path: Path, retention: Any, limit: int | None, strategy: str) -> None:
+    training = Training(tmp_path, retention, strategy=strategy, total_limit=limit)
+    training.step(loss=0.25).save()
+    training.accelerator.end_training()
+    folder = tmp_path / "checkpoints"
+    assert main(["keep", str(folder / "checkpoint_0")]) == 0
+    for _ in range(4):
+        training.step().save()
+    training.accelerator.end_training()
+    left = [name for name in names(folder) if name.startswith("checkpoint")]
+    assert left == ["checkpoint_0", *(f"checkpoint_{number}" for number in range(5 - (limit or 1), 5))]
+
+
+def test_checkpoints_tell_what_the_script_has_logged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    training = Training(tmp_path, None)
+    for step, loss in enumerate([0.5, 0.25, 1.0]):
+        training.step(loss=loss, device=torch.ones(1, device="meta")).save(tmp_path / f"step_{step}")
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert [entry["metrics"] for entry in listed] == [{"loss": 1.0}, {"loss": 0.25}, {"loss": 0.5}]
+    assert main(["prune", str(tmp_path), "--keep", "best=loss", "--yes"]) == 0
+    assert names(tmp_path) == ["step_1", "step_2"]
 
 
 # ---- how it is written -----------------------------------------------------------------------------------------------

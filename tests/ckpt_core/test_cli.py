@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import io
 import json
 import os
@@ -58,9 +59,9 @@ def test_inspect_shows_a_card_and_a_tree(directory: Path, capsys: pytest.Capture
         "resume is exact yes",
         "parameters 48 (with buffers)",
     ]
-    assert lines[10] == "of these state_dict 192 B"
+    assert lines[10] == "of these state_dict 192 bytes"
     # what has tensors comes first
-    assert lines[12:14] == ["state_dict.layers 3 tensors, 192 B", "loops.fit 2 values"]
+    assert lines[12:14] == ["state_dict.layers 3 tensors, 192 bytes", "loops.fit 2 values"]
 
     assert main(["inspect", str(directory / "run.ckpt"), "--all"]) == 0
     out = capsys.readouterr().out
@@ -214,6 +215,22 @@ def test_what_is_misspelt_ends_with_code_2_and_a_suggestion(
     assert said in capsys.readouterr().err
 
 
+def test_a_shell_completes_commands_options_and_words(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    for words, expected in (
+        (["pru"], "prune"),
+        (["prune", "--k"], "--keep"),
+        (["--json", "completion", ""], "bash zsh"),
+        (["ls", "x"], ""),
+    ):
+        line = f"COMP_WORDS=(ckpt {' '.join(map(repr, words))}); COMP_CWORD={len(words)}; _ckpt; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(["bash", "-c", f"{script}\n{line}"], capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected
+    assert main(["completion", "zsh"]) == 0
+    assert "bashcompinit" in capsys.readouterr().out
+
+
 def test_without_words_it_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     assert "\n    verify " in capsys.readouterr().out
@@ -297,9 +314,24 @@ def test_errors_are_one_message_and_exit_code_1(directory: Path, capsys: pytest.
 def test_clean_deletes_orphans_only(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     orphan = directory / ".c.ckpt.0123456789ab.ckpt-part"
     orphan.write_bytes(b"half")
+    assert main(["clean", str(directory), "--dry-run"]) == 0
+    assert capsys.readouterr().out == f"would delete {orphan}\n" and orphan.exists()
     assert main(["clean", str(directory)]) == 0
     assert capsys.readouterr().out == f"deleted {orphan}\n"
     assert sorted(path.name for path in directory.iterdir()) == ["a.ckpt", "b.ckpt"]
+
+
+def test_clean_deletes_nothing_that_is_being_written_or_gets_its_name_back(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / ".step=3.0123456789ab-replaced.ckpt-part").mkdir()
+    locked = directory / ".c.ckpt.0123456789ab.ckpt-part"
+    with locked.open("wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for dry_run in (["--dry-run"], []):
+            assert main(["clean", str(directory), *dry_run]) == 0
+            assert capsys.readouterr().out == ""
+    assert locked.exists() and (directory / "step=3").is_dir()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,10 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch.utils.data import DataLoader, TensorDataset
 
+from ckpt_core.cli import main
 from ckpt_core.policies import AnyOf, KeepBest, KeepEverySteps, KeepLatest
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO, SyncCheckpointIO
 
@@ -99,6 +102,29 @@ def test_another_directory_is_left_alone(tmp_path: Path) -> None:
     assert steps_in(tmp_path / "second") == [6]
 
 
+@pytest.mark.parametrize("plugin", [AsyncCheckpointIO, ShardedCheckpointIO, TorchCheckpointIO])
+@pytest.mark.parametrize("settings", [{"retention": "latest=2"}, {"save_top_k": 2, "monitor": "score"}])
+def test_what_is_pinned_stays(tmp_path: Path, plugin: Any, settings: dict[str, Any]) -> None:
+    (tmp_path / ".step=1.ckpt.keep").write_text("{}")
+    fit(tmp_path, plugin(), 5, **settings)
+    found = steps_in(tmp_path)
+    assert len(found) == 3 and found[0] == 1 and 2 not in found
+
+
+@pytest.mark.parametrize("plugin", [AsyncCheckpointIO, ShardedCheckpointIO])
+def test_checkpoints_tell_the_monitored_metric(tmp_path: Path, plugin: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    fit(tmp_path, plugin(), 4, monitor="score")
+    capsys.readouterr()
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    listed = {entry["step"]: entry for entry in json.loads(capsys.readouterr().out)}
+    assert {step: entry["metrics"] for step, entry in listed.items()} == {
+        step: {"score": abs(step - 1 - 3.0)} for step in (1, 2, 3, 4)
+    }
+    assert listed[4]["kept_because"] == ["newest", "best"]
+    assert main(["prune", str(tmp_path), "--keep", "best=score:max", "--yes"]) == 0
+    assert steps_in(tmp_path) == [1, 4]
+
+
 def test_policy_comes_from_a_configuration() -> None:
     parser = LightningArgumentParser()
     parser.add_argument("--callback", type=ResumableCheckpoint)
@@ -128,5 +154,8 @@ def test_policy_comes_from_a_configuration() -> None:
 
 
 def test_what_is_no_policy_is_refused() -> None:
+    assert ResumableCheckpoint(retention="latest=2")._retention.policy == KeepLatest(2)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match="has no rule 'newest'"):
+        ResumableCheckpoint(retention="newest=2")
     with pytest.raises(TypeError, match="retention must be a policy"):
         ResumableCheckpoint(retention=3)  # type: ignore[arg-type]

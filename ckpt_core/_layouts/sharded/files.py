@@ -236,7 +236,9 @@ _LONGEST_METADATA = 512  # bytes
 _LENGTH_BYTES = 8
 
 
-def remove_leftovers(storage: Storage, directory: str, *, silent_seconds: float = SILENT_SECONDS) -> list[str]:
+def remove_leftovers(
+    storage: Storage, directory: str, *, silent_seconds: float = SILENT_SECONDS, dry_run: bool = False
+) -> list[str]:
     """Delete the files of directory checkpoints that were never committed and are not written any more.
 
     Only files that this package has written, by what is in them, in directories without a manifest to which nothing was
@@ -247,6 +249,7 @@ def remove_leftovers(storage: Storage, directory: str, *, silent_seconds: float 
         directory: The directory that holds the checkpoints.
         silent_seconds: Since the last change of any file directly in a checkpoint's directory, by the store's dates and
             our clock.
+        dry_run: Whether to delete nothing.
 
     Returns:
         The paths of the directories.
@@ -262,7 +265,7 @@ def remove_leftovers(storage: Storage, directory: str, *, silent_seconds: float 
         ours = [file.path for file in files if _is_ours(storage, file)]
         # Looked at again, because reading took its time.
         if ours and not storage.exists(f"{path}/{MANIFEST_NAME}"):
-            for name in ours:
+            for name in [] if dry_run else ours:
                 storage.remove(name)
             removed.append(path)
     return removed

@@ -13,6 +13,8 @@ import torch
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part
 from ckpt_core.cli import main
+from ckpt_core.pins import note_of_pin
+from ckpt_core.storage import LocalStorage
 from tests.support.servers import Server
 
 Capture = pytest.CaptureFixture[str]
@@ -141,8 +143,10 @@ def test_cp_replaces_another_checkpoint_only_if_it_is_told(run: Path, tmp_path: 
 
 def test_mv_deletes_what_has_arrived(run: Path, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
+    assert main(["keep", str(run / "step=20"), "--note", "v1"]) == 0
     assert main(["mv", str(run / "step=20"), str(tmp_path / "there")]) == 0
-    assert not (run / "step=20").exists()
+    assert not (run / "step=20").exists() and not (run / ".step=20.keep").exists()
+    assert note_of_pin(str(tmp_path / "there" / "step=20"), LocalStorage()) == "v1"
     with DirectoryCheckpointer().load(tmp_path / "there" / "step=20") as checkpoint:
         assert torch.equal(checkpoint.load("model")["weight"], torch.full((8,), 20.0))
 

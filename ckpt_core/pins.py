@@ -1,0 +1,96 @@
+"""Checkpoints that people have pinned: no retention deletes them.
+
+A pin is a small hidden file beside the checkpoint, ``.NAME.keep``, with a line of JSON. The checkpoint itself, which
+nobody may change once it is committed, stays as it is; programs that do not know pins do not see the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_core.storage import Storage
+
+__all__ = ["is_pin", "is_pinned", "note_of_pin", "pin", "pin_path", "unpin"]
+
+_ENDING = ".keep"
+
+
+def pin_path(path: str) -> str:
+    """Return where the pin of a checkpoint is: of ``runs/last.ckpt``, ``runs/.last.ckpt.keep``."""
+    directory, name = os.path.split(path.rstrip("/"))
+    return os.path.join(directory, f".{name}{_ENDING}")
+
+
+def is_pin(path: str) -> bool:
+    """Return whether a file is a pin, by its name."""
+    name = os.path.basename(path)
+    return name.startswith(".") and name.endswith(_ENDING)
+
+
+def is_pinned(path: str, storage: Storage) -> bool:
+    """Return whether a checkpoint is pinned.
+
+    Args:
+        path: The checkpoint; path or URL.
+        storage: Where it is.
+
+    Raises:
+        StorageError: The storage does not say.
+    """
+    return storage.exists(pin_path(path))
+
+
+def note_of_pin(path: str, storage: Storage) -> str | None:
+    """Return why a checkpoint is pinned, ``""`` if nobody has said; None if it is not.
+
+    Args:
+        path: The checkpoint; path or URL.
+        storage: Where it is.
+    """
+    try:
+        with storage.open(pin_path(path)) as reader:
+            data = bytearray(reader.size)
+            reader.read_into(0, memoryview(data))
+        note = json.loads(data)["note"]
+    except CheckpointNotFoundError:
+        return None
+    except (CheckpointError, ValueError, LookupError, TypeError):
+        return ""  # it is there, and that is what counts
+    return note if isinstance(note, str) else ""
+
+
+def pin(path: str, storage: Storage, note: str = "") -> None:
+    """Pin a checkpoint.
+
+    Args:
+        path: The checkpoint; path or URL.
+        storage: Where it is.
+        note: Why, in a few words.
+
+    Raises:
+        StorageError: The storage refused.
+    """
+    data = json.dumps({"version": 1, "note": note, "time": time.time()}).encode()
+    writer = storage.create(pin_path(path), len(data))
+    try:
+        writer.write_at(0, memoryview(bytearray(data)))
+        writer.commit(len(data))
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def unpin(path: str, storage: Storage) -> None:
+    """Let retention delete a checkpoint again; does nothing if it is not pinned.
+
+    Args:
+        path: The checkpoint; path or URL.
+        storage: Where it is.
+
+    Raises:
+        StorageError: The storage refused.
+    """
+    storage.remove(pin_path(path))
