@@ -209,8 +209,9 @@ class CheckpointConfig:
             nearest copy that is whole, under the path of either.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         storage_options: Passed to fsspec for checkpoints at URLs (``s3://...``): endpoint, credentials and so on.
-        allow_pickle: Whether ``load_state`` may run code from a checkpoint of stock Accelerate, whose registered
-            objects are pickled. What loads with ``weights_only=True`` is loaded anyway; ours never hold code.
+        allow_pickle: Whether ``load_state`` may run code from a checkpoint: stock Accelerate pickles registered
+            objects, and ours hold what in a state is not plain data as pickles. What ``torch.load`` reads with
+            ``weights_only=True`` is loaded anyway.
         resume: ``"auto"``: ``load_state`` without a directory continues from the newest checkpoint of the run that
             verifies, and does nothing where there is none, which a line says; ``accelerator.resumed`` tells which, as a
             :class:`ckpt_core.resume.ResumePoint` or None.
@@ -257,9 +258,7 @@ class CheckpointConfig:
     storage_options: dict[str, Any] | None = _option(
         None, _MAPPING, "passed to fsspec for checkpoints at URLs", repr=False, hash=False
     )
-    allow_pickle: bool = _option(
-        False, _SWITCH, "let load_state run code from pickles in checkpoints of stock Accelerate"
-    )
+    allow_pickle: bool = _option(False, _SWITCH, "let load_state run code from pickles in checkpoints")
     resume: Resume | None = _option(
         None,
         _RESUME,

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeVar
 
 from ckpt_core._pipeline import reader
-from ckpt_core._pipeline.file_save import FileSave, RefusedKeys
+from ckpt_core._pipeline.file_save import FileSave
 from ckpt_core._pipeline.jobs import OnError
+from ckpt_core._pipeline.refused_keys import RefusedKeys
 from ckpt_core._pipeline.save import Pipeline, SavedDirectories
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import CheckpointLoaded, Event, Listener, notify

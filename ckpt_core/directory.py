@@ -16,6 +16,7 @@ from ckpt_core._layouts.sharded.matching import LocalView
 from ckpt_core._pipeline.directories import copy_directory, names_of_files
 from ckpt_core._pipeline.directory_save import AddedFiles, DirectorySave, DirectoryState, WriteFiles
 from ckpt_core._pipeline.jobs import OnError
+from ckpt_core._pipeline.refused_keys import RefusedKeys
 from ckpt_core._pipeline.unchanged import UnchangedFiles
 from ckpt_core._plan import LocalTensor, WritePlanCache, local_tensor
 from ckpt_core.checkpointer import CheckpointerBase, Path
@@ -40,6 +41,7 @@ class DirectoryCheckpoint:
         path: The checkpoint's directory or URL.
         storage: Where it is.
         ranks: The ranks.
+        weights_only: As for ``torch.load``, of objects in it that are not plain data; None means True.
 
     Attributes:
         path: The directory that is read, of whichever tier.
@@ -56,15 +58,16 @@ class DirectoryCheckpoint:
         CheckpointCorruptedError: The manifest is damaged or makes no sense.
     """
 
-    def __init__(self, path: str, storage: Storage, ranks: RankGroup) -> None:
+    def __init__(self, path: str, storage: Storage, ranks: RankGroup, *, weights_only: bool | None = None) -> None:
         self._name = path
+        self._weights_only = weights_only
         self._ranks = ranks
         self._tiers = storage if isinstance(storage, TieredStorage) else None
         self._identity = None if self._tiers is None else self._tiers.local_identity(path)
         storage.nearest(path, self._open)
 
     def _open(self, storage: Storage, path: str) -> None:
-        self._reader = reader = reading.DirectoryCheckpoint(path, storage)
+        self._reader = reader = reading.DirectoryCheckpoint(path, storage, weights_only=self._weights_only)
         self._is_local = self._tiers is not None and storage is self._tiers.local
         self.path, self.files, self.size = reader.path, reader.files, reader.size
         self.metadata, self.world_size = reader.metadata, reader.world_size
@@ -239,6 +242,7 @@ class DirectoryCheckpointer(CheckpointerBase):
         self._commit_timeout = commit_timeout
         self._link_unchanged = link_unchanged
         self._plans = WritePlanCache()
+        self._refused = RefusedKeys()
         self._unchanged = UnchangedFiles(
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
@@ -322,6 +326,7 @@ class DirectoryCheckpointer(CheckpointerBase):
                 directories=self._directories,
                 plans=self._plans,
                 incremental=self._unchanged.begin(storage, target),
+                refused=self._refused,
             )
             return self._pipeline.save(save, started=started, waited=waited)
 
@@ -366,11 +371,13 @@ class DirectoryCheckpointer(CheckpointerBase):
             return None, path
         return self._tiered.remote, self._tiered.tiers.remote_path(path)
 
-    def load(self, path: Path) -> DirectoryCheckpoint:
+    def load(self, path: Path, *, weights_only: bool | None = None) -> DirectoryCheckpoint:
         """Open a checkpoint, waiting for it if its save is under way. Every rank opens it for itself.
 
         Args:
             path: Local path or URL.
+            weights_only: As for ``torch.load``, of objects in it that are not plain data; None means True. False runs
+                code from the checkpoint.
 
         Returns:
             The open checkpoint; every byte that is read from it is verified.
@@ -383,7 +390,7 @@ class DirectoryCheckpointer(CheckpointerBase):
         if not is_remote(source) and not storage.exists(source):
             # This mends what a crash in the middle of a replacement left.
             storage.remove_orphans(os.path.dirname(source))
-        opened = DirectoryCheckpoint(source, self._to_read(source), self._ranks)
+        opened = DirectoryCheckpoint(source, self._to_read(source), self._ranks, weights_only=weights_only)
         self._unchanged.loaded(storage, source)
         return opened
 

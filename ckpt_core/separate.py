@@ -121,7 +121,9 @@ class SeparateSaves:
 def _content(part: Part, rank: int, world_size: int, local: Callable[[str, torch.Tensor], LocalTensor]) -> PartContent:
     if part.kind is not Kind.SHARDED:
         cache = WritePlanCache()
-        (content,) = plan_parts([part], rank=rank, world_size=world_size, slice_replicated=False, cache=cache)
+        (content,) = plan_parts(
+            [part], rank=rank, world_size=world_size, slice_replicated=False, cache=cache, objects={}
+        )
         return content
     skeleton, tensors = encode_plain(part.state, key=part.name)
     held = {key: local(key, tensor) for key, tensor in tensors}

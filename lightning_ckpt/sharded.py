@@ -189,20 +189,26 @@ class ShardedCheckpointIO(RankCheckpointIO):
         Args:
             path: Local path or URL.
             map_location: Device of the tensors; the CPU, if not given.
-            weights_only: As for ``torch.load``, of a checkpoint that is one file; directories hold plain data only.
+            weights_only: As for ``torch.load``.
 
         Raises:
             CheckpointError: It is missing, damaged, foreign or of a newer format.
         """
         try:
-            opened = self.checkpointer.load(path)
+            opened = self.checkpointer.load(path, weights_only=weights_only)
         except (CheckpointFormatError, CheckpointNotFoundError) as error:
             return load_other_layout(self, path, error, map_location=map_location, weights_only=weights_only)
         with opened:
             return whole(opened, self._ranks_of_gradients(opened), map_location=map_location)
 
     def load_into(
-        self, path: StrPath, model: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]], *, strict: bool = True
+        self,
+        path: StrPath,
+        model: Mapping[str, Any],
+        optimizers: Sequence[Mapping[str, Any]],
+        *,
+        strict: bool = True,
+        weights_only: bool | None = None,
     ) -> tuple[dict[str, Any], list[Any]]:
         """Load a checkpoint into distributed tensors: of their bytes, only those that this rank holds are read.
 
@@ -211,11 +217,12 @@ class ShardedCheckpointIO(RankCheckpointIO):
             model: The model's state, filled in place.
             optimizers: The optimizers' states, whose tensors are filled in place; none to leave them out.
             strict: Whether the model must have the same tensors.
+            weights_only: As for ``torch.load``.
 
         Returns:
             Everything but weights and optimizers; the optimizers' states.
         """
-        with self.checkpointer.load(path) as opened:
+        with self.checkpointer.load(path, weights_only=weights_only) as opened:
             rest, buffers, _ = rest_of(opened)
             gradients = gradients_of(opened, self._ranks_of_gradients(opened))
             rest.update({GRADIENTS_KEY: gradients} if any(gradients.values()) else {})

@@ -67,7 +67,7 @@ def load_state(
         session: Of the Accelerator.
         original: Accelerate's own ``load_state``, for its own checkpoints.
         input_dir: Local path or URL; None takes the newest automatically named one that verifies.
-        load_kwargs: For Accelerate's own; ours has no pickles that it could be about.
+        load_kwargs: For Accelerate's own. ``weights_only=False`` in it says that code in the checkpoint may run.
         model_arguments: For ``load_state_dict`` of the models; ``map_location`` is Accelerate's.
 
     Raises:
@@ -96,7 +96,7 @@ def load_state(
 
     def read() -> None:
         if session.checkpointer.exists(path):
-            found.append(_Ours(session, path, dict(model_arguments)))
+            found.append(_Ours(session, path, load_kwargs, dict(model_arguments)))
         else:
             found.append(_Stock(session, path, original, load_kwargs, model_arguments))
 
@@ -166,7 +166,7 @@ class _Stock:
             session.accelerator,
             path,
             session.rank,
-            allow_pickle=session.config.allow_pickle or (load_kwargs or {}).get("weights_only") is False,
+            allow_pickle=_may_run_code(session, load_kwargs),
             strict=model_arguments.get("strict", True),
         )
 
@@ -181,6 +181,10 @@ class _Stock:
         self._checkpoint.load(self._original, self._load_kwargs)
         session.note_resumed(ResumePoint(self._path))
         _continue_counting(session, self._path, None)
+
+
+def _may_run_code(session: Session, load_kwargs: Mapping[str, Any] | None) -> bool:
+    return session.config.allow_pickle or (load_kwargs or {}).get("weights_only") is False
 
 
 def _continue_counting(session: Session, path: str, loaded: int | None) -> None:
@@ -294,19 +298,23 @@ class _Ours:
     Args:
         session: Of the Accelerator.
         path: The checkpoint.
+        load_kwargs: Of Accelerate's ``load_state``.
         model_arguments: For ``load_state_dict`` of the models.
 
     Raises:
-        CheckpointError: It is damaged, or does not fit.
+        CheckpointError: It is damaged, does not fit, or reading it would run code.
     """
 
-    def __init__(self, session: Session, path: str, model_arguments: dict[str, Any]) -> None:
+    def __init__(
+        self, session: Session, path: str, load_kwargs: dict[str, Any] | None, model_arguments: dict[str, Any]
+    ) -> None:
         model_arguments.pop("map_location", None)  # tensors go to where those of the model and its parameters are
         accelerator = session.accelerator
         self._session = session
         self._path = path
         self._model_arguments = model_arguments
-        with contextlib.closing(session.checkpointer.load(path)) as checkpoint:
+        weights_only = not _may_run_code(session, load_kwargs)
+        with contextlib.closing(session.checkpointer.load(path, weights_only=weights_only)) as checkpoint:
             about = _metadata(checkpoint, path)
             self._saved_world_size = int(about["world_size"])
             self._saved_by = checkpoint.ranks_with(RANK)

@@ -28,6 +28,7 @@ from ckpt_core._pipeline.directories import (
     publish,
     unchangeable,
 )
+from ckpt_core._pipeline.refused_keys import RefusedKeys
 from ckpt_core._pipeline.save import SavedDirectories
 from ckpt_core._pipeline.snapshot import Snapshot, given_up
 from ckpt_core._pipeline.unchanged import IncrementalSave
@@ -75,6 +76,7 @@ class DirectorySave:
         directories: Those that are saved into.
         plans: Remembers who writes what.
         incremental: Knows which files need not be written again.
+        refused: Warns of what a load will refuse.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class DirectorySave:
         directories: SavedDirectories,
         plans: WritePlanCache,
         incremental: IncrementalSave,
+        refused: RefusedKeys,
     ) -> None:
         self.path = path
         self._state: DirectoryState | None = state
@@ -99,6 +102,8 @@ class DirectorySave:
         self._directories = directories
         self._plans = plans
         self._incremental = incremental
+        self._refused = refused
+        self._objects: dict[str, str] = {}
         self._has_place = True  # no other job writes files of the same names
         self._files: RankFiles | None = None
         self._added: AddedFiles | None = None
@@ -133,6 +138,7 @@ class DirectorySave:
             world_size=world_size,
             slice_replicated=self._state.slice_replicated,
             cache=self._plans,
+            objects=self._objects,
         )
         self._files = RankFiles(self._incremental.divide(planned), rank=rank, world_size=world_size)
         snapshot.take(self._files)
@@ -176,6 +182,8 @@ class DirectorySave:
         if failure is not None:
             raise failure
         self._incremental.committed(self._laid_out)
+        if self._joint.group.rank == 0:
+            self._refused.warn_of(self.path, lambda: self._objects)
         return size
 
     def close(self) -> None:
@@ -296,7 +304,13 @@ class DirectorySave:
 
 
 def plan_parts(
-    parts: Sequence[Part], *, rank: int, world_size: int, slice_replicated: bool, cache: WritePlanCache
+    parts: Sequence[Part],
+    *,
+    rank: int,
+    world_size: int,
+    slice_replicated: bool,
+    cache: WritePlanCache,
+    objects: dict[str, str],
 ) -> list[PartContent]:
     """Return what of each part this rank writes, found without asking the others.
 
@@ -306,13 +320,14 @@ def plan_parts(
         world_size: Number of ranks.
         slice_replicated: Whether all ranks write a slice of what is the same on all; otherwise rank 0 writes it.
         cache: Remembers the plans.
+        objects: Filled with the types of what the default way of reading will refuse, by key.
 
     Raises:
-        SerializationError: Something is no plain data, or a tensor that cannot be written; the error names its key.
+        SerializationError: Pickle refuses an object, or a tensor cannot be written; the error names its key.
     """
     planned = []
     for part in parts:
-        skeleton, tensors = encode_plain(part.state, key=part.name)
+        skeleton, tensors = encode_plain(part.state, key=part.name, objects=objects)
         same = part.kind is not Kind.PER_RANK
         found = {
             name: local_tensor(tensor, key=f"{part.name}.{name}", rank=rank, world_size=world_size, replicated=same)

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from ckpt_core._layouts.torch_file import FileImage, StateLayout
+from ckpt_core._pipeline.refused_keys import RefusedKeys
 from ckpt_core._pipeline.save import SavedDirectories
 from ckpt_core._pipeline.snapshot import Snapshot
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core.memory import ScratchBuffers, StagingBuffer
 from ckpt_core.storage import Storage
 
-__all__ = ["FileSave", "RefusedKeys"]
-
-logger = logging.getLogger(__name__)
-
-_MOST_SHOWN = 5  # keys
+__all__ = ["FileSave"]
 
 
 class FileSave:
@@ -93,7 +88,7 @@ class FileSave:
             meanwhile=functools.partial(self.complete, snapshot) if snapshot.is_live else None,
             before_tail=snapshot.wait_sealed,
         )
-        self._refused.warn_of(image, self.path)
+        self._refused.warn_of(self.path, image.refused_by_default)
         return size
 
     def close(self) -> None:
@@ -113,37 +108,3 @@ class _Staged:
     def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         self._layout.fill_gaps(buffer)
         yield from self._layout.pieces_in(buffer, nbytes)
-
-
-class RefusedKeys:
-    """Warns, of the first checkpoint, of what only a resume would show: that the default way of reading refuses it."""
-
-    def __init__(self) -> None:
-        self._has_looked = False
-
-    def warn_of(self, image: FileImage, path: str) -> None:
-        """Warn of what is in a file.
-
-        Args:
-            image: The file, which is committed.
-            path: The checkpoint.
-        """
-        if self._has_looked:
-            return
-        self._has_looked = True
-        refused: dict[str, str] = {}
-        with contextlib.suppress(MemoryError):  # the checkpoint is committed, whatever becomes of this
-            refused = image.refused_by_default()
-        if not refused:
-            return
-        shown = "; ".join(f"{key or 'somewhere'}: {what}" for key, what in list(refused.items())[:_MOST_SHOWN])
-        more = f"; and {len(refused) - _MOST_SHOWN} more" if len(refused) > _MOST_SHOWN else ""
-        logger.warning(
-            "the checkpoint %s is saved, and a load with the default weights_only=True will refuse it: %s%s. "
-            "Save plain data in their place (numbers, strings, lists, dictionaries, tensors; float(x), x.tolist()), or "
-            "allow the types with torch.serialization.add_safe_globals, or load with weights_only=False, which runs "
-            "code from the file",
-            path,
-            shown,
-            more,
-        )

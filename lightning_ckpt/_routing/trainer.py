@@ -58,7 +58,13 @@ class RankCheckpointIO(ReliableCheckpointIO):
 
     @abstractmethod
     def load_into(
-        self, path: Any, model: Mapping[str, Any], optimizers: Sequence[Mapping[str, Any]], *, strict: bool = True
+        self,
+        path: Any,
+        model: Mapping[str, Any],
+        optimizers: Sequence[Mapping[str, Any]],
+        *,
+        strict: bool = True,
+        weights_only: bool | None = None,
     ) -> tuple[dict[str, Any], list[Any]]:
         """Load into distributed tensors; return everything but weights and optimizers, and the optimizers' states."""
 
@@ -197,7 +203,7 @@ def _loading_into(trainer: Any, plugin: RankCheckpointIO) -> Callable[..., dict[
         optimizers = strategy.optimizers if trainer.state.fn == "fit" else []
         # The states that optimizers have before their first step: torch makes them for this.
         states = [get_optimizer_state_dict(strategy.model, optimizer, options=options) for optimizer in optimizers]
-        rest, states = plugin.load_into(path, model, states, strict=strict)
+        rest, states = plugin.load_into(path, model, states, strict=strict, weights_only=weights_only)
         set_model_state_dict(strategy.model, model, options=options)
         for optimizer, state in zip(optimizers, states, strict=True):
             set_optimizer_state_dict(strategy.model, optimizer, state, options=options)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import enum
 import json
 import logging
 import os
 import random
 import re
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from ckpt_core.errors import (
     CheckpointError,
     SerializationError,
     StorageError,
+    UnsafeCheckpointError,
 )
 from tests.accelerate_ckpt.training import Counter, Run, Tied, assert_same, model_of
 
@@ -381,9 +385,35 @@ class Holder:
         self.value = state["inner"]["value"]
 
 
-def test_an_object_that_would_need_a_pickle_is_refused_by_name(tmp_path: Path) -> None:
+class Mode(enum.Enum):
+    FAST = 1
+
+
+def test_an_object_that_is_not_plain_data_is_saved_and_loaded_where_that_is_asked_for(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, holder = Run(accelerator_of()), Holder(Mode.FAST)
+    run.accelerator.register_for_checkpointing(holder)
+    run.train(2)
+    run.accelerator.save_state(tmp_path / "saved")
+    run.accelerator.end_training()
+    assert "custom_0.inner.value: tests.accelerate_ckpt.test_save_state.Mode" in caplog.text
+    expected = copy.deepcopy(run.state())
+    run.train(1)
+    trained = copy.deepcopy(run.state())
+    holder.value = None
+    with pytest.raises(UnsafeCheckpointError, match="allow_pickle=True") as caught:
+        run.accelerator.load_state(tmp_path / "saved")
+    assert caught.value.key == "custom_0"
+    assert_same(run.state(), trained)
+    run.accelerator.load_state(tmp_path / "saved", load_kwargs={"weights_only": False})
+    assert holder.value is Mode.FAST
+    assert_same(run.state(), expected)
+
+
+def test_an_object_that_pickle_refuses_is_refused_by_name(tmp_path: Path) -> None:
     run = Run(accelerator_of())
-    run.accelerator.register_for_checkpointing(Holder(1), Holder(Counter()))
+    run.accelerator.register_for_checkpointing(Holder(1), Holder(threading.Lock()))
     with pytest.raises(SerializationError, match=r"object 1 given to register_for_checkpointing \(Holder\)") as caught:
         run.accelerator.save_state(tmp_path / "saved")
     assert caught.value.key == "custom_1.inner.value"

@@ -1,8 +1,9 @@
-"""Nested state as JSON and a list of tensors, and back with the exact types. Never pickle.
+"""Nested state as JSON and a list of tensors, and back with the exact types. What is plain data is never pickled.
 
 A tensor is the string ``"$<index>"``; a string that itself begins with ``$`` has another ``$`` before it. What JSON has
 no word for is an object with one key, the tag: ``{"$tuple": [...]}``. A dictionary is a JSON object where its keys are
-strings that do not begin with ``$``, and a ``$dict`` of pairs where they are not.
+strings that do not begin with ``$``, and a ``$dict`` of pairs where they are not. Other objects, where the caller takes
+them, are archives of ``torch.save`` as text, which only a reader that was asked to turns into objects again.
 
 Tensors are tied if they are the same part of the same memory, so that one copy of the bytes is enough. torch's private
 ``UntypedStorage._cdata`` says that: the identity of a storage, which also storages without bytes have.
@@ -10,10 +11,13 @@ Tensors are tied if they are the same part of the same memory, so that one copy 
 
 from __future__ import annotations
 
+import base64
 import collections
 import datetime
+import io
 import math
 import pathlib
+import pickle
 import re
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -21,10 +25,10 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from ckpt_core.errors import SerializationError
+from ckpt_core.errors import CheckpointFormatError, SerializationError, UnsafeCheckpointError
 from ckpt_core.tree import join_key
 
-__all__ = ["Json", "Unresolved", "decode_plain", "decode_structure", "encode_plain", "identity_of"]
+__all__ = ["Json", "Opaque", "Unresolved", "decode_plain", "decode_structure", "encode_plain", "identity_of"]
 
 Json = Any  # what json.dumps takes and json.loads returns
 
@@ -33,44 +37,51 @@ _LARGEST_INTEGER = 2**63  # other programs' JSON readers need not go further
 _NUMPY_TYPE = re.compile(r"[<>|=][biufcmMSUVO]\d{1,9}(\[\d{0,9}\w{1,9}\])?")  # as NumPy writes them itself
 _MOST_OF_ONE_HASH = 100  # keys: numbers of 64 bits that were not chosen for it share theirs with ten at most
 _MOST_DIGITS = 16  # of the number of a tensor
+_LARGEST_OBJECT = 64 * 2**20  # bytes: it is text in the manifest
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
     "None": None,
     **{factory.__name__: factory for factory in (int, float, bool, str, list, dict, set)},
 }
 _REMEDY = (
-    "a directory checkpoint holds tensors and plain data only: keep the object out of the state, or save what it is "
-    "made of (numbers, strings, lists, dictionaries, tensors) and build it again on load"
+    "keep the object out of the state, or save what it is made of (numbers, strings, lists, dictionaries, tensors) and "
+    "build it again on load"
 )
 
 
-def encode_plain(tree: Any, *, key: str) -> tuple[Json, list[tuple[str, torch.Tensor]]]:
+def encode_plain(
+    tree: Any, *, key: str, objects: dict[str, str] | None = None
+) -> tuple[Json, list[tuple[str, torch.Tensor]]]:
     """Take a state apart.
 
     Args:
         tree: Nested dictionaries, lists, tuples and sets of tensors, arrays and plain values.
         key: Name of the state, for errors.
+        objects: There may be objects that are not plain data, and this is filled with the types of those that the
+            default way of reading refuses, by key. None: there may be none.
 
     Returns:
         The structure, in which tensors are references; and the tensors, each with a name that is unique: its path below
         ``tree``. Tensors that are the same part of the same memory (tied weights) are in it once, under the first name.
 
     Raises:
-        SerializationError: An object is not plain data, or contains itself; the error names its key.
+        SerializationError: An object is not plain data and there may be none, or pickle refuses it, or something
+            contains itself; the error names its key.
 
     Examples:
         >>> encode_plain({"weight": torch.ones(2), "sizes": (1, 2)}, key="model")
         ({'weight': '$0', 'sizes': {'$tuple': [1, 2]}}, [('weight', tensor([1., 1.]))])
     """
-    encoder = _Encoder(key)
+    encoder = _Encoder(key, objects)
     skeleton = encoder.encode(tree, "")
     return skeleton, list(encoder.tensors.items())
 
 
 class _Encoder:
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, objects: dict[str, str] | None = None) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._key = key
+        self._objects = objects
         self._indices: dict[Any, int] = {}
         self._parents: list[int] = []
 
@@ -95,7 +106,24 @@ class _Encoder:
             return {"$scalar": [node.dtype.str, node.tobytes().hex()]}
         if kind is np.ndarray and not node.dtype.hasobject and node.dtype.names is None:
             return self._encode_array(node, name)
-        return self._refuse(f"a {kind.__module__}.{kind.__qualname__} cannot be saved", name, _REMEDY)
+        return self._object(node, name)
+
+    def _object(self, node: Any, name: str) -> Json:
+        kind = f"{type(node).__module__}.{type(node).__qualname__}"
+        if self._objects is None:
+            self._refuse(f"a {kind} cannot be saved", name, _REMEDY)
+        archive = io.BytesIO()
+        try:
+            torch.save(node, archive)
+        except Exception as error:  # noqa: BLE001 - whatever a class raises when it is pickled
+            self._refuse(f"a {kind} cannot be saved: {error}", name, _REMEDY)
+        if archive.tell() > _LARGEST_OBJECT:
+            self._refuse(f"a {kind} of {archive.tell()} bytes cannot be saved", name, _REMEDY)
+        try:
+            torch.load(io.BytesIO(archive.getbuffer()), weights_only=True)
+        except pickle.UnpicklingError:
+            self._objects[join_key(self._key, name) if name else self._key] = kind
+        return {"$object": [kind, base64.b64encode(archive.getbuffer()).decode()]}
 
     def _reference(self, tensor: torch.Tensor, name: str) -> str:
         identity = identity_of(tensor)
@@ -135,7 +163,7 @@ class _Encoder:
                 return {_CONTAINERS[kind]: pairs}
             factory = next((text for text, known in _FACTORIES.items() if known is node.default_factory), None)
             if factory is None:
-                self._refuse(f"the default of a defaultdict, {node.default_factory}, cannot be saved", name, _REMEDY)
+                return self._object(node, name)
             return {"$defaultdict": [factory, pairs]}
         if kind in (set, frozenset):
             return {_CONTAINERS[kind]: [self._hashable(value, name) for value in node]}
@@ -225,19 +253,43 @@ class Unresolved:
         self.nbytes: int | None = None
 
 
-def decode_plain(skeleton: Json, tensors: Sequence[Any] | Callable[[int], Any]) -> Any:
+class Opaque:
+    """Stands for an object that is not plain data, and that was not rebuilt.
+
+    Args:
+        kind: The name of its type.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __repr__(self) -> str:
+        return f"<{self.kind}, not plain data>"
+
+
+def decode_plain(
+    skeleton: Json,
+    tensors: Sequence[Any] | Callable[[int], Any],
+    *,
+    rebuilds: bool = False,
+    weights_only: bool | None = None,
+) -> Any:
     """Put a state together again.
 
     Args:
         skeleton: From :func:`encode_plain`.
         tensors: The tensors, or a function that returns the one of an index; it is called for every reference, in
             order.
+        rebuilds: Whether objects that are not plain data are rebuilt; if not, there is an :class:`Opaque` for each.
+        weights_only: As for ``torch.load``, which rebuilds them; None means True.
 
     Raises:
+        UnsafeCheckpointError: Rebuilding an object would run code, and ``weights_only`` is not False.
         ValueError: ``skeleton`` is not valid.
     """
     resolve = tensors if callable(tensors) else tensors.__getitem__
-    return _decode(skeleton, resolve, _array)
+    make = (lambda kind, data: _rebuilt(kind, data, weights_only is not False)) if rebuilds else _opaque
+    return _decode(skeleton, resolve, _array, make)
 
 
 def decode_structure(skeleton: Json) -> tuple[Any, list[Unresolved]]:
@@ -256,7 +308,29 @@ def decode_structure(skeleton: Json) -> tuple[Any, list[Unresolved]]:
         reference.nbytes = math.prod(shape) * dtype.itemsize
         return reference
 
-    return _decode(skeleton, resolve, array), references
+    return _decode(skeleton, resolve, array, _opaque), references
+
+
+def _opaque(kind: str, _: bytes) -> Opaque:
+    return Opaque(kind)
+
+
+def _rebuilt(kind: str, archive: bytes, weights_only: bool) -> Any:
+    try:
+        return torch.load(io.BytesIO(archive), map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        if not weights_only:
+            raise ValueError(f"a {kind} is damaged: {error}") from error
+        raise UnsafeCheckpointError(
+            f"the checkpoint holds a {kind}, which is not plain data, and rebuilding it could run any code",
+            remedy="load with weights_only=False (with Accelerate: allow_pickle=True) if you trust the checkpoint's "
+            "author, or allow the type with torch.serialization.add_safe_globals",
+        ) from error
+    except Exception as error:
+        raise CheckpointFormatError(
+            f"a {kind} in the checkpoint cannot be rebuilt: {error}",
+            remedy="define or install the class where it was when the checkpoint was saved",
+        ) from error
 
 
 def _array(dtype: np.dtype[Any], shape: list[int], data: Any) -> np.ndarray[Any, Any]:
@@ -264,17 +338,25 @@ def _array(dtype: np.dtype[Any], shape: list[int], data: Any) -> np.ndarray[Any,
     return array
 
 
-def _decode(skeleton: Json, resolve: Callable[[int], Any], array: Callable[..., Any]) -> Any:
+def _decode(
+    skeleton: Json, resolve: Callable[[int], Any], array: Callable[..., Any], rebuild: Callable[[str, bytes], Any]
+) -> Any:
     try:
-        return _Decoder(resolve, array).decode(skeleton, 0)
+        return _Decoder(resolve, array, rebuild).decode(skeleton, 0)
     except (TypeError, IndexError, KeyError, AttributeError, OverflowError, RuntimeError) as error:
         raise ValueError(f"the structure of the state makes no sense: {error}") from error
 
 
 class _Decoder:
-    def __init__(self, resolve: Callable[[int], Any], array: Callable[..., Any]) -> None:
+    def __init__(
+        self,
+        resolve: Callable[[int], Any],
+        array: Callable[..., Any],
+        rebuild: Callable[[str, bytes], Any],
+    ) -> None:
         self._resolve = resolve
         self._array = array
+        self._rebuild = rebuild
 
     def decode(self, node: Json, depth: int) -> Any:
         if depth > _MAXIMUM_DEPTH:
@@ -294,6 +376,9 @@ class _Decoder:
             return self._array(_numpy_type(dtype), [_integer(size) for size in shape], self._decode_text(reference))
         if tag in _VALUES:
             return _VALUES[tag](value)
+        if tag == "$object":
+            kind, archive = value
+            return self._rebuild(str(kind), base64.b64decode(archive, validate=True))
         if tag == "$defaultdict":
             factory, pairs = value
             return collections.defaultdict(_FACTORIES[factory], self._pairs(pairs, depth))
@@ -368,7 +453,7 @@ def _path(kind: str, path: str) -> pathlib.PurePath:
 
 
 def _plain_number(node: Json) -> Any:
-    value = _Decoder(_no_tensor, _no_tensor).decode(node, 0)
+    value = _Decoder(_no_tensor, _no_tensor, _no_tensor).decode(node, 0)
     if type(value) not in (int, float):
         raise TypeError(f"{value!r} is not a number")
     return value

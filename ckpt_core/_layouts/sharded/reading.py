@@ -25,7 +25,7 @@ from ckpt_core._layouts.sharded.matching import (
     unique_targets,
 )
 from ckpt_core._layouts.sharded.plain import decode_plain
-from ckpt_core.errors import CheckpointFormatError, CheckpointNotFoundError, StorageError
+from ckpt_core.errors import CheckpointFormatError, CheckpointNotFoundError, StorageError, UnsafeCheckpointError
 from ckpt_core.geometry import Box
 from ckpt_core.memory import ScratchBuffers
 from ckpt_core.parallel import run_parallel
@@ -84,6 +84,7 @@ class DirectoryCheckpoint:
     Args:
         path: The checkpoint's directory or URL.
         storage: Where it is.
+        weights_only: As for ``torch.load``, of objects in it that are not plain data; None means True.
 
     Attributes:
         path: The directory.
@@ -100,8 +101,9 @@ class DirectoryCheckpoint:
         CheckpointCorruptedError: The manifest is damaged or makes no sense.
     """
 
-    def __init__(self, path: str, storage: Storage) -> None:
+    def __init__(self, path: str, storage: Storage, *, weights_only: bool | None = None) -> None:
         self.path = path.rstrip("/") if len(path) > 1 else path
+        self._weights_only = weights_only
         self._files = Files(self.path, storage)
         data = self._read_manifest()
         manifest = Manifest.decode(data, path=self._files.path_of(MANIFEST_NAME))
@@ -238,6 +240,7 @@ class DirectoryCheckpoint:
             CheckpointNotFoundError: The checkpoint has no such part.
             StateMismatchError: ``into`` has other keys, shapes or types; or that rank did not save the part.
             CheckpointCorruptedError: A file is missing, truncated, of another save, or a byte differs.
+            UnsafeCheckpointError: Rebuilding an object that is not plain data would run code.
         """
         contents = self._contents.part(part, rank)
         infos = contents.record.tensors
@@ -264,7 +267,16 @@ class DirectoryCheckpoint:
         self._fill(zip(targets, (box for _, box in boxes), chunks, strict=True), shared)
         in_order = iter([made[m.index] if m.target is None else m.target for m in matches])
         with self._contents.sense(part):
-            return decode_plain(contents.record.skeleton, lambda _: next(in_order))
+            try:
+                return decode_plain(
+                    contents.record.skeleton,
+                    lambda _: next(in_order),
+                    rebuilds=True,
+                    weights_only=self._weights_only,
+                )
+            except (UnsafeCheckpointError, CheckpointFormatError) as error:
+                error.path, error.key = self.path, part
+                raise
 
     def _chunks_of(self, contents: PartContents, boxes: Sequence[tuple[int, Box]]) -> list[list[Placed]]:
         """Return the chunks that each box of a tensor needs; all of their files are there, whole and of this save."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import enum
 import logging
 import pathlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ import torch
 
 from ckpt_core import (
     Checkpointer,
+    CheckpointFormatError,
     DirectoryCheckpointer,
     Kind,
     Part,
@@ -185,6 +188,105 @@ def test_what_the_program_allows_is_not_complained_of(tmp_path: Path, caplog: py
             files.save({"x": Colour.RED}, tmp_path / "a.ckpt")
         assert Checkpointer().load(tmp_path / "a.ckpt") == {"x": Colour.RED}
     assert caplog.records == []
+
+
+@dataclasses.dataclass
+class Point:
+    x: int
+
+
+class Pair(NamedTuple):
+    a: int
+    b: list[int]
+
+
+OBJECTS = {
+    "enum": (Colour.RED, "part.hyper.x"),
+    "dataclass": (Point(3), "part.hyper.x"),
+    "Namespace": (argparse.Namespace(lr=1), "part.hyper.x"),
+    "namedtuple": (Pair(1, [2]), "part.hyper.x"),
+    "key": ({Colour.RED: 1}, "part.hyper.x"),
+    "defaultdict": (defaultdict(Path, a=1), "part.hyper.x"),
+}
+
+
+@pytest.mark.parametrize(("value", "key"), OBJECTS.values(), ids=OBJECTS)
+@pytest.mark.parametrize("kind", [Kind.PER_RANK, Kind.REPLICATED])
+def test_an_object_in_a_directory_is_saved_and_said_and_loaded_only_where_that_is_asked_for(
+    value: Any, key: str, kind: Kind, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any
+) -> None:
+    path = tmp_path / "a"
+    state = {"w": torch.ones(3), "hyper": {"fine": 1, "x": value}}
+    with caplog.at_level(logging.WARNING), DirectoryCheckpointer() as directories:
+        for step in (1, 2):
+            directories.save([Part("part", state, kind)], path, step=step)
+            directories.wait(path)
+    (warning,) = [record.getMessage() for record in caplog.records]
+    assert f"{key}: " in warning
+    assert "fine" not in warning
+    with DirectoryCheckpointer().load(path) as opened, pytest.raises(UnsafeCheckpointError, match="weights_only") as no:
+        opened.load("part")
+    assert (no.value.path, no.value.key) == (str(path), "part")
+    with DirectoryCheckpointer().load(path, weights_only=False) as opened:
+        found = opened.load("part")
+    assert found["hyper"] == state["hyper"]
+    assert type(found["hyper"]["x"]) is type(value)
+    assert main(["verify", str(path)]) == 0
+    assert main(["inspect", str(path)]) == 0
+    assert "w: float32[3]" in capsys.readouterr().out
+
+
+def test_an_object_that_the_program_allows_is_loaded_from_a_directory(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.serialization.safe_globals([Colour]), caplog.at_level(logging.WARNING):
+        with DirectoryCheckpointer(strategy="sync") as directories:
+            directories.save([Part("part", {"x": Colour.RED}, Kind.PER_RANK)], tmp_path / "a", step=1)
+        with DirectoryCheckpointer().load(tmp_path / "a") as opened:
+            assert opened.load("part") == {"x": Colour.RED}
+    assert caplog.records == []
+
+
+class Bomb:
+    """Leaves a mark when it is rebuilt."""
+
+    def __init__(self, mark: str) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return (Path.touch, (Path(self.mark),))
+
+
+def test_no_look_at_a_directory_runs_code_from_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, mark = tmp_path / "a", tmp_path / "mark"
+    with DirectoryCheckpointer(strategy="sync") as directories:
+        directories.save([Part("part", {"x": Bomb(str(mark)), "w": torch.ones(2)}, Kind.PER_RANK)], path, step=1)
+        opened = directories.load(path)
+    with opened:
+        opened.verify()
+        with pytest.raises(UnsafeCheckpointError):
+            opened.load("part")
+        with pytest.raises(UnsafeCheckpointError):
+            opened.load("part", into={"w": torch.zeros(2)}, strict=False)
+    for command in (["inspect", "--depth", "9"], ["verify"], ["diff", str(path)], ["cp", str(path)]):
+        main([*command, str(path)] if command[0] != "cp" else ["cp", str(path), str(tmp_path / "b")])
+    assert "Bomb" in capsys.readouterr().out
+    assert not mark.exists()
+    with directories.load(path, weights_only=False) as opened:
+        opened.load("part")
+    assert mark.exists()
+
+
+def test_a_class_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with DirectoryCheckpointer(strategy="sync") as directories:
+        directories.save([Part("part", {"x": Point(1)}, Kind.PER_RANK)], tmp_path / "a", step=1)
+        monkeypatch.delattr(f"{__name__}.Point")
+        with (
+            directories.load(tmp_path / "a", weights_only=False) as opened,
+            pytest.raises(CheckpointFormatError, match="Point in the checkpoint cannot be rebuilt") as caught,
+        ):
+            opened.load("part")
+    assert caught.value.path == str(tmp_path / "a")
 
 
 def test_inspect_shows_what_python_does_not_print(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
