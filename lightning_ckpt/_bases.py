@@ -10,12 +10,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["CallbackBase", "CheckpointIOBase", "ModelCheckpointBase"]
+__all__ = ["CallbackBase", "CheckpointIOBase", "DummyLoggerBase", "ModelCheckpointBase"]
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO as CheckpointIOBase
     from lightning.pytorch.callbacks import Callback as CallbackBase
     from lightning.pytorch.callbacks import ModelCheckpoint as ModelCheckpointBase
+    from lightning.pytorch.loggers.logger import DummyLogger as DummyLoggerBase
 else:
 
     def _derived_from_installed(name: str, *modules: str) -> type[Any]:
@@ -34,6 +35,9 @@ else:
 
     CheckpointIOBase = _derived_from_installed("CheckpointIO", "lightning.fabric.plugins", "lightning_fabric.plugins")
     CallbackBase = _derived_from_installed("Callback", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
+    DummyLoggerBase = _derived_from_installed(
+        "DummyLogger", "lightning.pytorch.loggers.logger", "pytorch_lightning.loggers.logger"
+    )
     ModelCheckpointBase = _derived_from_installed(
         "ModelCheckpoint", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks"
     )

@@ -14,6 +14,7 @@ from ckpt_core.options import CheckpointerOptions, wait_if_small
 from lightning_ckpt._boundaries import watch_boundaries
 from lightning_ckpt._plugin_base import ReliableCheckpointIO, SaveOutcomes, StrPath, load_other_layout
 from lightning_ckpt._private.hooks import before_setup
+from lightning_ckpt._rehearsing import rehearse_if_asked
 
 __all__ = ["AsyncCheckpointIO", "SyncCheckpointIO", "TorchFileIO", "training_goes_on"]
 
@@ -33,6 +34,7 @@ class TorchFileIO(ReliableCheckpointIO):
         self._checkpointer = Checkpointer(**options.settings(self.outcomes, self.summary))
         self._told_about_callback = False
         before_setup(_watch)
+        rehearse_if_asked()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -15,7 +15,8 @@ PACKAGES = ("ckpt_core", "ckpt_async", "lightning_ckpt", "accelerate_ckpt")
 # The modules of ckpt_core, top layer first. Those of one layer may import each other; docs/architecture.md explains the
 # order.
 LAYERS = (
-    {"cli"},
+    {"cli", "testing"},
+    {"rehearsal"},
     {"interchange"},
     {"options"},
     {"checkpointer", "directory", "separate"},

@@ -95,6 +95,8 @@ ALSO_THERE = {
     "ckpt_core.tiers": {"Tiers"},
     "ckpt_core.directory": {"DirectoryCheckpoint", "DirectoryCheckpointer"},
     "ckpt_core.checkpointer": {"Checkpointer"},
+    "ckpt_core.testing": {"assert_resumes_exactly"},
+    "ckpt_core.rehearsal": {"CannotRehearseError", "Difference", "Resumed", "Result", "rehearse"},
     "ckpt_core.catalog": {"Catalog", "CheckpointInfo"},
     "lightning_ckpt.parameter_server": {"ParameterServerWorker"},
     "accelerate_ckpt.integrations.transformers": {"ResumableCallback"},

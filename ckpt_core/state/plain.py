@@ -138,6 +138,10 @@ class PlainState:
             for found in self._found()
         }
 
+    def values(self) -> dict[str, Any]:
+        """Return each plain value."""
+        return {found.path: found.value for found in self._found()}
+
     def changed(self) -> dict[str, str]:
         """Return the digests of the values that have changed since the beginning."""
         changed = {found.path: fingerprint(found.value) for found in self._found() if not self._is_known(found)}

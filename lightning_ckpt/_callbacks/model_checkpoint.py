@@ -33,6 +33,7 @@ from lightning_ckpt._callbacks.outcomes import OutcomeWatch, raise_as_rank_0
 from lightning_ckpt._callbacks.resume import AutoResume, find_resume, point_of, stable_directory
 from lightning_ckpt._private.hooks import before_look_ups, without_a_path
 from lightning_ckpt._private.loops import checkpoint_directory
+from lightning_ckpt._rehearsing import rehearse_if_asked
 from lightning_ckpt._report import announce
 from lightning_ckpt._routing.trainer import is_routed, raise_on_all_ranks
 from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
@@ -90,12 +91,14 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         before_look_ups(_introduce)
         if self._auto is not None:
             without_a_path(find_resume)
+        rehearse_if_asked()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         before_look_ups(_introduce)  # in a process that was spawned, too
         if self._auto is not None:
             without_a_path(find_resume)
+        rehearse_if_asked()
 
     def meet(self, trainer: Any) -> None:
         """Learn from the plugin of a Trainer how to reach the checkpoints."""

@@ -62,6 +62,10 @@ class UsersObjects(Live):
         """Return the digests of all plain attributes."""
         return {name: plain.digests() for name, plain in self._plain.items()}
 
+    def values(self) -> list[tuple[Any, dict[str, Any]]]:
+        """Return each object with its plain attributes."""
+        return [(self._owners[name], plain.values()) for name, plain in self._plain.items()]
+
     # ---- while training ----------------------------------------------------------------------------------------------
 
     def training_starts(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from ckpt_core.errors import CheckpointError
 from lightning_ckpt._bases import CheckpointIOBase, ModelCheckpointBase
 
-__all__ = ["before_look_ups", "before_saves_of_fabric", "before_setup", "without_a_path"]
+__all__ = ["before_look_ups", "before_saves_of_fabric", "before_setup", "in_place_of_paths", "without_a_path"]
 
 _Call = Callable[[Any], None]
 
@@ -81,6 +81,33 @@ def without_a_path(find: Callable[[Any], list[str | None]]) -> None:
 
         wrapped: Any = functools.wraps(original)(select)
         wrapped.asks_without_a_path = find
+        connector._select_ckpt_path = wrapped
+
+
+def in_place_of_paths(choose: Callable[[Any], str | None], root: str) -> None:
+    """Let every Trainer ask ``choose(trainer)`` what its first ``fit`` resumes from, whatever its ``ckpt_path`` is.
+
+    What Lightning and its loggers write by themselves goes to another root directory, for which there is no setter.
+    Whoever was asked before is not asked, so call it again when others may be.
+
+    Args:
+        choose: A function, and always the same.
+        root: The ``default_root_dir``.
+    """
+    for package in _trainers():
+        connector = importlib.import_module(f"{package}.trainer.connectors.checkpoint_connector")._CheckpointConnector
+        original = connector._select_ckpt_path
+        if getattr(original, "chooses", None) is original:
+            continue
+
+        def select(self: Any, state_fn: Any, *args: Any, _original: Any = original, **kw: Any) -> Any:
+            if state_fn == "fit" and _is_a_first_start(self.trainer):
+                self.trainer._default_root_dir = root
+                return choose(self.trainer)
+            return _original(self, state_fn, *args, **kw)
+
+        wrapped: Any = functools.wraps(original)(select)
+        wrapped.chooses = wrapped
         connector._select_ckpt_path = wrapped
 
 

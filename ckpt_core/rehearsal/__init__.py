@@ -1,0 +1,30 @@
+"""Rehearsal: a script of a user is trained, resumed in fresh processes, and compared with itself, step by step.
+
+No list of captured things is complete, because users write Python. ``plan``: what one process of a rehearsal is told.
+``notes``: what the plugins in it write down of each step. ``comparing``: in what two runs differ. ``running``: starts
+the processes and says what was found.
+"""
+
+from __future__ import annotations
+
+from ckpt_core.rehearsal.comparing import Difference
+from ckpt_core.rehearsal.notes import Notes, classes_of, defined_at, generators_of, labelled, script_variables
+from ckpt_core.rehearsal.plan import POINTS, VARIABLE, Plan
+from ckpt_core.rehearsal.running import CannotRehearseError, Result, Resumed, rehearse
+
+__all__ = [
+    "POINTS",
+    "VARIABLE",
+    "CannotRehearseError",
+    "Difference",
+    "Notes",
+    "Plan",
+    "Result",
+    "Resumed",
+    "classes_of",
+    "defined_at",
+    "generators_of",
+    "labelled",
+    "rehearse",
+    "script_variables",
+]

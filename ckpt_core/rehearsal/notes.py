@@ -1,0 +1,258 @@
+"""What a process of a rehearsal writes down of each step: one short text for each key of the state.
+
+Numbers are written as they are, so that people can read what differs; everything else as a digest. Unlike the flight
+recorder, a rehearsal may wait for the device and read all that there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import multiprocessing
+import os
+import sys
+import types
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt_core.digest import digest, digest_of_parts
+from ckpt_core.rehearsal.plan import Plan
+from ckpt_core.state.plain import fingerprint
+from ckpt_core.state.reach import is_plain
+from ckpt_core.state.rng import RngState
+from ckpt_core.tree import leaves
+
+__all__ = ["Notes", "classes_of", "defined_at", "described", "generators_of", "labelled", "script_variables"]
+
+_SHOWN = 48  # characters
+_SMALL = 2**16
+_SAMPLED = ("attributes", "data sets", "variables")
+_OF_INTEREST = ("exact", "resume", "no state")
+_LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_PACKAGES = tuple(os.path.join(_OURS, name) for name in ("ckpt_core", "lightning_ckpt", "accelerate_ckpt"))
+
+State = Mapping[str, Mapping[str, Any]]
+
+
+class Notes:
+    """The notes of one rank.
+
+    Args:
+        plan: What this process is told.
+        rank: This one.
+    """
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self._path = os.path.join(plan.directory, f"rank-{rank}.json")
+        self._steps: dict[str, dict[str, dict[str, str]]] = {}
+        self._where: dict[str, list[str]] = {}
+        self._saved: list[dict[str, Any]] = []
+        self._missed: list[str] = []
+        self._said: list[str] = []
+        self._resumed = False
+        self._listen()
+
+    def _listen(self) -> None:
+        show = warnings.showwarning
+
+        def listen(message: Any, *args: Any, **kwargs: Any) -> None:
+            if any(word in str(message) for word in _OF_INTEREST) and str(message) not in self._said:
+                self._said.append(str(message))
+            show(message, *args, **kwargs)
+
+        warnings.showwarning = listen
+
+    def take(self, number: int, state: State) -> None:
+        """Write down a step.
+
+        Args:
+            number: Counts the steps of the training, those before a resume too.
+            state: Everything that two runs are compared in: by subject, values by key.
+        """
+        self._steps[str(number)] = {
+            subject: {key: described(value, whole=subject not in _SAMPLED) for key, value in values.items()}
+            for subject, values in state.items()
+        }
+
+    def define(self, subject: str, places: list[str]) -> None:
+        """Note in which files the code is that a subject depends on."""
+        self._where[subject] = list(dict.fromkeys([*self._where.get(subject, []), *places]))
+
+    def saved(self, point: str, path: str, number: int, place: str, already: Sequence[str] = ()) -> None:
+        """Note a checkpoint.
+
+        Args:
+            point: Why it was saved there.
+            path: Where it is.
+            number: Of the last step before it.
+            place: The same for people.
+            already: ``subject:key`` of what the next step has from before the save, and a resumed run has not.
+        """
+        self._saved.append({"point": point, "path": path, "number": number, "place": place, "already": [*already]})
+
+    def missed(self, points: list[str]) -> None:
+        """Note points that did not occur."""
+        self._missed = points
+
+    def resumed(self) -> None:
+        """Note that the script has resumed from the checkpoint that it was to resume from."""
+        self._resumed = True
+
+    def write(self) -> None:
+        """Write the file, at once whole."""
+        found = {
+            "steps": self._steps,
+            "where": self._where,
+            "saved": self._saved,
+            "missed": self._missed,
+            "said": self._said,
+            "resumed": self._resumed,
+        }
+        with open(f"{self._path}.part", "w", encoding="utf-8") as file:
+            json.dump(found, file)
+        os.replace(f"{self._path}.part", self._path)
+
+    def leave(self) -> None:
+        """Write the file and end the process: nothing that the script does after its training is done."""
+        self.write()
+        for child in multiprocessing.active_children():
+            child.terminate()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(0)
+
+
+def described(value: Any, *, whole: bool = True) -> str:
+    """Return a short text that is the same in every process for the same bits.
+
+    Args:
+        value: Anything; of objects of unknown classes, their class counts.
+        whole: Whether all of a large tensor is read, and not a sample of it.
+
+    Example:
+        >>> described(0.5), described("a" * 100) == described("a" * 100)
+        ('0.5', True)
+    """
+    if isinstance(value, torch.Tensor) and (whole or value.numel() <= _SMALL):
+        return _of_tensor(value.detach())
+    if value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic)):
+        text = repr(value)
+        return text if len(text) <= _SHOWN else f"{type(value).__name__} #{digest(text.encode())}"
+    if isinstance(value, np.ndarray) or is_plain(value):
+        return f"{type(value).__name__} #{fingerprint(value)}"
+    parts = [f"{name}={described(leaf, whole=whole)};".encode() for name, leaf in leaves(value) if leaf is not value]
+    return f"{type(value).__name__} #{digest_of_parts(parts)}"
+
+
+def _of_tensor(tensor: torch.Tensor) -> str:
+    tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor
+    kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
+        return kind
+    tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    if tensor.dim() == 0 and not tensor.is_complex():
+        return f"{tensor.item()!r} ({str(tensor.dtype).removeprefix('torch.')})"
+    data = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
+    return f"{kind} #{digest(data.data)}"
+
+
+def generators_of() -> dict[str, Any]:
+    """Return the state of each global generator of this process, by name."""
+    state = RngState.capture()
+    found: dict[str, Any] = {"random": str(state.python), "torch": state.torch_cpu}
+    found["numpy.random"] = str([np.asarray(part).tolist() for part in state.numpy[1:]])
+    for kind, (states, _) in state.devices.items():
+        found.update({f"{kind}:{number}": one for number, one in enumerate(states)})
+    return found
+
+
+# ---- the user's code -------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _is_users(file: str | None) -> bool:
+    if not file or file.startswith("<"):
+        return False
+    return not any(part in file for part in _LIBRARIES) and not file.startswith(_PACKAGES)
+
+
+def defined_at(thing: Any) -> str | None:
+    """Return the name of the class of an object, or of a function, with file and line; None if no user wrote it."""
+    while isinstance(thing, functools.partial):
+        thing = thing.func
+    code = thing if isinstance(thing, (type, types.FunctionType, types.MethodType)) else type(thing)
+    try:
+        file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
+    except (OSError, TypeError):
+        return None
+    if not _is_users(file):
+        return None
+    with contextlib.suppress(ValueError):
+        file = min(str(file), os.path.relpath(str(file)), key=len)
+    return f"{code.__qualname__} ({file}:{line})"
+
+
+def labelled(things: Iterable[Any]) -> list[tuple[str, Any]]:
+    """Return objects with the name of their class or function, and a number from the second of a name on."""
+    found: dict[str, Any] = {}
+    for thing in things:
+        name = getattr(thing, "__name__", None) or type(thing).__name__
+        same = sum(label.partition("#")[0] == name for label in found)
+        found[f"{name}#{same + 1}" if same else name] = thing
+    return list(found.items())
+
+
+def classes_of(*things: Any, depth: int = 3) -> list[str]:
+    """Return :func:`defined_at` of objects and of those that they hold in their attributes and lists."""
+    found: list[str] = []
+    seen: set[int] = set()
+
+    def walk(thing: Any, depth: int) -> None:
+        if depth < 0 or id(thing) in seen or isinstance(thing, (torch.Tensor, np.ndarray, type, types.ModuleType, str)):
+            return
+        seen.add(id(thing))
+        place = defined_at(thing)
+        if place is not None:
+            found.append(place)
+        items: Any = thing if isinstance(thing, (list, tuple)) else getattr(thing, "__dict__", {}).values()
+        for item in list(items)[:64]:
+            walk(item, depth - (not isinstance(thing, (list, tuple))))
+
+    for thing in things:
+        walk(thing, depth)
+    return list(dict.fromkeys(found))
+
+
+def script_variables() -> dict[str, Any]:
+    """Return plain variables of the script: of its modules, and of the functions that are running in it.
+
+    They tell where a difference comes from; that they differ is no difference of the training: a script that resumes
+    has other arguments than one that does not.
+    """
+    found: dict[str, Any] = {}
+    for scope, values in _scopes():
+        for name, value in values.items():
+            if not name.startswith("__") and is_plain(value):
+                found[f"{scope}:{name}"] = value
+    return found
+
+
+def _scopes() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if name != "__mp_main__" and _is_users(file):
+            yield os.path.basename(str(file)) if name == "__main__" else name, dict(vars(module))
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if _is_users(code.co_filename) and code.co_name != "<module>":
+            yield f"{os.path.basename(code.co_filename)}:{code.co_name}()", dict(frame.f_locals)
+        frame = frame.f_back  # type: ignore[assignment]

@@ -1,0 +1,66 @@
+"""What one process of a rehearsal is told, in a variable of its environment, so that the script stays as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+
+__all__ = ["POINTS", "VARIABLE", "Plan"]
+
+VARIABLE = "CKPT_REHEARSAL"
+#: Where a rehearsal saves, unless it is told steps.
+POINTS = ("middle", "epoch-end", "accumulation", "validation")
+
+_LONG = 60
+_SHORT = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What one process does.
+
+    Attributes:
+        directory: Where its notes go.
+        checkpoints: Where the checkpoints of the script's own go, in the place of those that it names.
+        saves: Where those of the rehearsal go.
+        at: Optimizer steps after which to save.
+        points: Names of other points at which to save, of :data:`POINTS`.
+        steps: After how many optimizer steps to end; None: a little after the second epoch if that is short.
+        resume: The checkpoint to resume from; None trains from the beginning.
+        until: Number of the last step to take notes of, in a run that is compared with another one.
+    """
+
+    directory: str
+    checkpoints: str
+    saves: str
+    at: tuple[int, ...] = ()
+    points: tuple[str, ...] = ()
+    steps: int | None = None
+    resume: str | None = None
+    until: int | None = None
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment that tells a process of the plan."""
+        return {VARIABLE: json.dumps(dataclasses.asdict(self))}
+
+    @classmethod
+    def of_environment(cls) -> Plan | None:
+        """Return what this process was told, None if it is no rehearsal."""
+        text = os.environ.get(VARIABLE)
+        if not text:
+            return None
+        told = json.loads(text)
+        return cls(**{**told, "at": tuple(told["at"]), "points": tuple(told["points"])})
+
+    def batches(self, per_epoch: int | None, window: int) -> int | None:
+        """Return after how many batches to end, None if that is counted in steps.
+
+        Args:
+            per_epoch: Batches of an epoch; None if they are not known.
+            window: Batches of one optimizer step.
+        """
+        if self.steps is not None:
+            return None
+        two_epochs = 0 if per_epoch is None else 2 * per_epoch + 2 * window
+        return two_epochs if 0 < two_epochs <= _LONG * window else _SHORT * window

@@ -1,0 +1,464 @@
+"""Runs a script without interruption and resumed, and says what two runs that should be one differ in."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import glob
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from ckpt_core.errors import CheckpointError
+from ckpt_core.rehearsal.comparing import EXPLAIN, HINTS, SUBJECTS, TOLD, Difference, compare, hints
+from ckpt_core.rehearsal.plan import POINTS, Plan
+
+__all__ = ["CannotRehearseError", "Result", "Resumed", "rehearse"]
+
+_RANK = re.compile(r"rank-(\d+)\.json$")
+_SHOWN = 4
+_TAIL_LINES = 25
+_GRACE_SECONDS = 10
+
+_EACH_PROCESS = (
+    "A second resume from the same checkpoint differs in it, too: it is something that is another in each process. "
+    "What to do: look there for time, os.urandom, secrets, uuid, hash() or a generator without a seed, and draw from "
+    "torch, numpy or random, whose generators are restored; kernels that are not deterministic need "
+    "torch.use_deterministic_algorithms(True)."
+)
+_LOST = {
+    "position": "The script or the loader has lost its place. What to do: let the loader be prepared or returned from "
+    "train_dataloader, give an iterable data set state_dict and load_state_dict, and leave out no batch twice.",
+    "generators": "Something draws random numbers that a resumed run does not repeat, or only it draws. What to do: "
+    "draw from a torch.Generator of your own that is an attribute of the data set, sampler or module.",
+    "data": "What makes the batches has a state that no checkpoint holds: a counter, a list, a generator, a variable "
+    "of the script. What to do: give the data set or the sampler state_dict and load_state_dict.",
+    "modes": "What to do: set it in __init__, or in a hook that every start passes.",
+    "loss": "The model or the code around it has a state that no checkpoint holds. What to do: register a buffer, or "
+    "save it with on_save_checkpoint (Lightning) or register_for_checkpointing (Accelerate).",
+    "weights": "Something other than the optimizer changes weights or buffers, or what it goes by is not saved. What "
+    "to do: do it before the save, in training_step or a callback with state_dict.",
+    "optimizers": "What to do: return the optimizer from configure_optimizers (Lightning) or prepare it (Accelerate), "
+    "and set what changes in a scheduler.",
+    "schedulers": "What to do: return the scheduler from configure_optimizers (Lightning) or prepare it (Accelerate).",
+    "logged": "A metric or a running value is not in the checkpoint. What to do: make it a torchmetrics.Metric that "
+    "is an attribute of the module, or save it.",
+    "callbacks": "What to do: load in load_state_dict what state_dict returns.",
+    "objects": "What to do: return it from state_dict and load it in load_state_dict.",
+    "data sets": "What to do: give it state_dict and load_state_dict; if nothing depends on it, --ignore it.",
+    "attributes": "What to do: register a buffer or override on_save_checkpoint (module), give it state_dict "
+    "(callback); if nothing depends on it, --ignore it.",
+}
+
+
+class CannotRehearseError(CheckpointError):
+    """The script cannot be rehearsed: it fails by itself, or trains without our plugins."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumed:
+    """One resume, compared with the run that was not interrupted.
+
+    Attributes:
+        point: Why it was saved there: ``"middle"``, ``"epoch-end"``, ...
+        place: Where that is.
+        steps: How many steps were compared.
+        differences: The first of each subject, the earliest first; empty if the resume was exact.
+        hints: Variables of the script that differ at the first difference.
+        where: By subject, the classes and functions that it depends on, with file and line.
+        said: What the resumed run itself has warned of.
+        failure: The end of its output, if it has failed.
+    """
+
+    point: str
+    place: str
+    steps: int
+    differences: tuple[Difference, ...] = ()
+    hints: Mapping[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
+    where: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    said: tuple[str, ...] = ()
+    failure: str | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether it ended with the same bits."""
+        return not self.differences and self.failure is None
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """What a rehearsal has found.
+
+    Attributes:
+        command: What was run.
+        steps: Steps of the run that was not interrupted.
+        subjects: What was compared.
+        resumes: The resumes.
+        missed: Points that did not occur.
+        repeats: ``subject:key`` in which two resumes from the same checkpoint differ; None if that was not asked.
+    """
+
+    command: Sequence[str]
+    steps: int
+    subjects: tuple[str, ...]
+    resumes: tuple[Resumed, ...]
+    missed: tuple[str, ...] = ()
+    repeats: frozenset[str] | None = None
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether every resume was exact."""
+        return all(resumed.is_exact for resumed in self.resumes)
+
+    def text(self) -> str:
+        """Return the table, and below it what differs, where it is defined and what to do."""
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        times = "1 resume" if len(self.resumes) == 1 else f"{len(self.resumes)} resumes"
+        yield f"{times} of `{shlex.join(self.command)}`, compared with {self.steps} steps that were not interrupted"
+        yield ""
+        yield from _table(
+            [
+                ["saved after", *(resumed.place.partition(" (")[0] for resumed in self.resumes)],
+                ["", *(resumed.point for resumed in self.resumes)],
+                ["repeated steps", *(str(resumed.steps) for resumed in self.resumes)],
+                *([SUBJECTS[subject], *(_cell(r, subject) for r in self.resumes)] for subject in self.subjects),
+            ]
+        )
+        for resumed in self.resumes:
+            if not resumed.is_exact:
+                yield ""
+                yield from self._details(resumed)
+        if self.missed:
+            yield ""
+            yield f"did not occur in these steps: {', '.join(self.missed)} (--steps trains longer)"
+        if self.is_exact:
+            yield ""
+            yield "exact: every resumed run did the same, bit for bit"
+
+    def _details(self, resumed: Resumed) -> Iterator[str]:
+        yield f"saved after {resumed.place} [{resumed.point}]: NOT EXACT"
+        for message in resumed.said:
+            yield f"  the resumed run said: {message}"
+        if resumed.failure is not None:
+            yield "  the resumed run failed:"
+            yield from (f"    {line}" for line in resumed.failure.splitlines())
+        if not resumed.differences:
+            return
+        first = resumed.differences[0].number
+        at_first = [difference for difference in resumed.differences if difference.number == first]
+        causes = [at_first[0], *(d for d in at_first[1:] if d.subject in EXPLAIN)]
+        yield f"  first difference: {causes[0].place}"
+        for difference in causes:
+            yield from self._cause(resumed, difference)
+        others = [d for d in resumed.differences if d not in causes]
+        if others:
+            yield "  after that: " + ", ".join(f"{SUBJECTS[d.subject]} ({d.place.partition(' (')[0]})" for d in others)
+
+    def _cause(self, resumed: Resumed, difference: Difference) -> Iterator[str]:
+        rank = f" of rank {difference.rank}" if difference.rank else ""
+        yield f"  {SUBJECTS[difference.subject]}{rank}:"
+        yield from (f"    {line}" for line in _pairs(difference.keys))
+        places = _places(resumed.where.get(difference.subject, ()), difference)
+        if places:
+            yield f"    defined in: {', '.join(places)}"
+        if difference is resumed.differences[0] and resumed.hints:
+            yield "    variables of the script that differ there:"
+            yield from (f"      {line}" for line in _pairs(resumed.hints))
+        names = {f"{difference.subject}:{key}" for key in difference.keys}
+        repeats = self.repeats is not None and bool(names & self.repeats)
+        yield f"    {_EACH_PROCESS if repeats else _LOST.get(difference.subject, _LOST['loss'])}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain data, for JSON."""
+        return {"exact": self.is_exact, **dataclasses.asdict(self), "repeats": sorted(self.repeats or ())}
+
+
+def _cell(resumed: Resumed, subject: str) -> str:
+    found = [difference for difference in resumed.differences if difference.subject == subject]
+    if found:
+        return f"DIFFERS, {found[0].place.partition(' (')[0]}"
+    return "same" if resumed.steps else "-"
+
+
+def _table(rows: list[list[str]]) -> Iterator[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _pairs(pairs: Mapping[str, tuple[str, str]]) -> Iterator[str]:
+    for key, (expected, found) in list(pairs.items())[:_SHOWN]:
+        yield f"{key}: {found} instead of {expected}"
+    if len(pairs) > _SHOWN:
+        yield f"and {len(pairs) - _SHOWN} more"
+
+
+def _places(places: Sequence[str], difference: Difference) -> list[str]:
+    owners = {key.partition(".")[0] for key in difference.keys}
+    of_owners = [place for place in places if place.partition(" ")[0].rpartition(".")[2] in owners]
+    return of_owners or list(places)[:_SHOWN]
+
+
+# ---- the processes ---------------------------------------------------------------------------------------------------
+
+
+def rehearse(
+    command: Sequence[str],
+    *,
+    at: Sequence[int] = (),
+    points: Sequence[str] | None = None,
+    steps: int | None = None,
+    resume_arguments: Sequence[str] = (),
+    ignore: Collection[str] = (),
+    directory: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
+    cwd: str | os.PathLike[str] | None = None,
+    timeout: float | None = None,
+    announce: Callable[[str], None] = lambda _: None,
+) -> Result:
+    """Train with a command, resume it in fresh processes, and compare.
+
+    Args:
+        command: The words that start the training; the script uses one of our plugins. ``{dir}`` in one is replaced by
+            a directory for what the script itself writes.
+        at: Optimizer steps after which to save.
+        points: Other points at which to save, of :data:`ckpt_core.rehearsal.POINTS`; None: all of them, unless ``at``
+            is given.
+        steps: How many optimizer steps to train; None: a little more than two epochs if that is short, else 30.
+        resume_arguments: Words that a resumed run gets besides, with which a script is told to resume; ``{checkpoint}``
+            in one is replaced by the path.
+        ignore: Patterns of ``subject:key`` that may differ, such as ``"attributes:Model.seen"``.
+        directory: Where checkpoints, notes and the output of all processes go, and stay; None: a temporary directory.
+        env: Variables in addition to those of this process.
+        cwd: Working directory of the processes.
+        timeout: Seconds that one process may take.
+        announce: Called with a line for people before each process.
+
+    Returns:
+        What was found.
+
+    Raises:
+        CannotRehearseError: The script fails without being interrupted, takes longer than ``timeout``, does not train
+            with one of our plugins, or nothing was saved.
+        ValueError: A point or step that there cannot be.
+    """
+    names = tuple(points) if points is not None else () if at else POINTS
+    unknown = [name for name in names if name not in POINTS]
+    if unknown:
+        raise ValueError(f"there is no point {unknown[0]!r}: there are {', '.join(POINTS)}")
+    if any(step < 1 for step in at) or (steps is not None and steps <= max(at, default=0)):
+        raise ValueError("steps to save after are at least 1, and fewer than those that are trained")
+    if steps is None and at:
+        steps = max(at) + 10
+    with contextlib.ExitStack() as stack:
+        root = os.fspath(directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-rehearsal-")))
+        runs = _Runs(list(command), os.path.abspath(root), list(resume_arguments), env, cwd, timeout)
+        announce("training without interruption")
+        whole = runs.start("uninterrupted", at=tuple(at), points=names, steps=steps)
+        return _Comparison(runs, whole, ignore, announce).result()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """What one run has left: its notes by rank."""
+
+    ranks: Mapping[int, Mapping[str, Any]]
+    failure: str | None
+
+    @property
+    def first(self) -> Mapping[str, Any]:
+        return self.ranks[min(self.ranks)]
+
+
+class _Runs:
+    """Starts the processes of one rehearsal."""
+
+    def __init__(
+        self,
+        command: list[str],
+        root: str,
+        resume_arguments: list[str],
+        env: Mapping[str, str] | None,
+        cwd: str | os.PathLike[str] | None,
+        timeout: float | None,
+    ) -> None:
+        self.command, self._root, self._resume_arguments = command, root, resume_arguments
+        self._env, self._cwd, self._timeout = env, cwd, timeout
+
+    def start(self, name: str, *, resume: str | None = None, until: int | None = None, **planned: Any) -> _Run:
+        directory = os.path.join(self._root, name)
+        shutil.rmtree(directory, ignore_errors=True)
+        os.makedirs(os.path.join(directory, "files"))
+        checkpoints, saves = os.path.join(self._root, "checkpoints"), os.path.join(self._root, "saves")
+        plan = Plan(directory, checkpoints, saves, resume=resume, until=until, **planned)
+        words = list(self.command)
+        if resume is not None:
+            words += [word.replace("{checkpoint}", resume) for word in self._resume_arguments]
+        words = [word.replace("{dir}", os.path.join(directory, "files")) for word in words]
+        output = os.path.join(directory, "output.txt")
+        status = self._run(words, output, plan)
+        files = glob.glob(os.path.join(glob.escape(directory), "rank-*.json"))
+        ranks = {int(_RANK.search(file)[1]): _read(file) for file in files}  # type: ignore[index]
+        failure = None
+        if not ranks or status:
+            failure = f"{shlex.join(words)}: exit status {status}\n{_tail(output)}"
+        return _Run(ranks, failure)
+
+    def _run(self, words: list[str], output: str, plan: Plan) -> int:
+        environment = {**os.environ, **(self._env or {}), **plan.variables()}
+        with open(output, "wb") as file:
+            try:
+                process = subprocess.Popen(
+                    words,
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env=environment,
+                    cwd=self._cwd,
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise CannotRehearseError(f"{words[0]} cannot be started: {error}") from error
+            try:
+                return process.wait(self._timeout)
+            except subprocess.TimeoutExpired:
+                raise CannotRehearseError(
+                    f"{shlex.join(words)} has not ended within {self._timeout:g} s\n{_tail(output)}",
+                    remedy="train fewer steps (--steps), or allow more time (--timeout)",
+                ) from None
+            finally:
+                _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End a process and its group: a launcher is asked first, so that it ends its ranks."""
+    if process.poll() is None:
+        process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_GRACE_SECONDS)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _read(file: str) -> Mapping[str, Any]:
+    with open(file, encoding="utf-8") as opened:
+        return json.load(opened)  # type: ignore[no-any-return]
+
+
+def _tail(output: str) -> str:
+    with open(output, encoding="utf-8", errors="replace") as file:
+        return "".join(file.readlines()[-_TAIL_LINES:]).rstrip()
+
+
+class _Comparison:
+    def __init__(self, runs: _Runs, whole: _Run, ignore: Collection[str], announce: Callable[[str], None]) -> None:
+        if whole.failure is not None:
+            raise CannotRehearseError(
+                f"the script cannot be rehearsed: without any interruption it left nothing to compare\n{whole.failure}",
+                remedy="it must end well by itself, and train with a Trainer that has ResumableCheckpoint or one of "
+                "our CheckpointIOs, or with an Accelerator that accelerate_ckpt is attached to",
+            )
+        if not whole.first["saved"]:
+            raise CannotRehearseError(
+                "nothing was saved in the steps that were trained, so nothing can be resumed",
+                remedy="train more steps (--steps), or say where to save (--at 3)",
+            )
+        self._runs, self._whole, self._ignore, self._announce = runs, whole, ignore, announce
+        self._numbers = sorted(map(int, whole.first["steps"]))
+        self._repeats: frozenset[str] | None = None
+
+    def result(self) -> Result:
+        resumes = [self._resume(saved) for saved in self._whole.first["saved"]]
+        failed = next((i for i, resumed in enumerate(resumes) if resumed[1].differences), None)
+        if failed is not None:
+            self._resume_again(self._whole.first["saved"][failed], resumes[failed][0])
+            resumes = [(run, self._judge(saved, run)) for saved, (run, _) in self._with_saved(resumes)]
+        steps = self._whole.first["steps"]
+        noted = {subject for step in steps.values() for subject in step}
+        return Result(
+            tuple(self._runs.command),
+            len(steps),
+            tuple(subject for subject in SUBJECTS if subject in noted),
+            tuple(resumed for _, resumed in resumes),
+            tuple(self._whole.first["missed"]),
+            self._repeats,
+        )
+
+    def _with_saved(self, resumes: list[tuple[_Run, Resumed]]) -> Iterator[tuple[Mapping[str, Any], Any]]:
+        return zip(self._whole.first["saved"], resumes, strict=True)
+
+    def _resume(self, saved: Mapping[str, Any]) -> tuple[_Run, Resumed]:
+        self._announce(f"resuming from {saved['place']} ({saved['point']})")
+        run = self._start(saved, f"resumed-{saved['point']}-{saved['number']}")
+        return run, self._judge(saved, run)
+
+    def _start(self, saved: Mapping[str, Any], name: str) -> _Run:
+        return self._runs.start(name, resume=saved["path"], until=self._numbers[-1])
+
+    def _resume_again(self, saved: Mapping[str, Any], run: _Run) -> None:
+        self._announce("resuming once more, to see what differs in each process")
+        again = self._start(saved, "resumed-again")
+        if again.failure is None:
+            found: set[str] = set()
+            for rank in run.ranks.keys() & again.ranks.keys():
+                one, other = run.ranks[rank]["steps"], again.ranks[rank]["steps"]
+                for number in one.keys() & other.keys():
+                    for subject, values in one[number].items():
+                        if subject == HINTS:
+                            continue
+                        others = other[number].get(subject, {})
+                        found |= {f"{subject}:{key}" for key in values if values[key] != others.get(key)}
+            self._repeats = frozenset(found)
+
+    def _judge(self, saved: Mapping[str, Any], run: _Run) -> Resumed:
+        number = int(saved["number"])
+        failure = run.failure
+        if failure is None and not run.first["resumed"]:
+            raise CannotRehearseError(
+                "the script was to resume and began from the beginning: it did not call accelerator.load_state",
+                remedy="say how it is told to resume, such as --resume-with '--resume_from_checkpoint {checkpoint}'",
+            )
+        differences: list[Difference] = []
+        for rank in sorted(run.ranks.keys() & self._whole.ranks.keys()):
+            expected, found = self._whole.ranks[rank]["steps"], run.ranks[rank]["steps"]
+            differences += compare(
+                expected,
+                found,
+                after=number,
+                rank=rank,
+                ignore=self._ignore,
+                but=self._harmless(),
+                already=saved["already"],
+            )
+        order = list(SUBJECTS)
+        differences.sort(key=lambda d: (d.number, order.index(d.subject), d.rank))
+        first = differences[0] if differences else None
+        explained: Mapping[str, tuple[str, str]] = {}
+        if first is not None:
+            explained = hints(self._whole.ranks[first.rank]["steps"], run.ranks[first.rank]["steps"], first.number)
+        noted = run.first["steps"] if run.ranks else {}
+        return Resumed(
+            point=saved["point"],
+            place=saved["place"],
+            steps=sum(other > number and str(other) in noted for other in self._numbers),
+            differences=tuple(differences),
+            hints=explained,
+            where=self._whole.first["where"],
+            said=tuple(run.first["said"]) if run.ranks else (),
+            failure=failure,
+        )
+
+    def _harmless(self) -> set[str]:
+        """Return what tells of a run and is another in each process, such as times, where all else is the same."""
+        repeats = self._repeats or frozenset()
+        return set(repeats) if all(name.partition(":")[0] in TOLD for name in repeats) else set()

@@ -1,0 +1,273 @@
+"""What a Trainer does in a process of ``ckpt rehearse``: it saves, takes notes of each step, and ends early.
+
+The script stays as it is. Its checkpoints go elsewhere, its loggers write nothing, and what comes after the training is
+not done.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torchmetrics import Metric
+
+from ckpt_core.rehearsal import Notes, Plan, classes_of, generators_of, labelled, script_variables
+from ckpt_core.state.plain import PlainState
+from ckpt_core.state.rng import capture_generator, find_generators
+from ckpt_core.tree import leaves
+from lightning_ckpt._bases import CallbackBase, DummyLoggerBase
+from lightning_ckpt._exact.users import UsersObjects
+from lightning_ckpt._private.hooks import in_place_of_paths
+from lightning_ckpt._private.replacing import Live
+
+__all__ = ["rehearse_if_asked"]
+
+_OF_LOADERS = ("dataset", "sampler", "batch_sampler", "collate_fn")
+
+
+def rehearse_if_asked() -> None:
+    """Let the first fit of a Trainer be rehearsed, if this process was started for it."""
+    plan = _plan()
+    if plan is not None:
+        in_place_of_paths(_begin, plan.directory)
+
+
+@functools.cache
+def _plan() -> Plan | None:
+    return Plan.of_environment()
+
+
+def _begin(trainer: Any) -> str | None:
+    plan = _plan()
+    assert plan is not None
+    for number, callback in enumerate(trainer.checkpoint_callbacks):
+        if hasattr(callback, "dirpath"):
+            callback.dirpath = os.path.join(plan.checkpoints, str(number))
+    logger = _Logger(plan.directory)
+    trainer.loggers = [logger] if trainer.loggers else []
+    trainer.callbacks = [*trainer.callbacks, Rehearsal(plan, logger)]
+    return plan.resume
+
+
+class _Logger(DummyLoggerBase):
+    """Keeps what is logged in one step, and writes nothing; ``experiment`` takes every call."""
+
+    def __init__(self, directory: str) -> None:
+        super().__init__()
+        self._directory = directory
+        self.rows: dict[str, Any] = {}
+
+    @property
+    def save_dir(self) -> str:
+        return self._directory
+
+    @property
+    def log_dir(self) -> str:
+        return self._directory
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self.rows.update(metrics)
+
+
+class Rehearsal(Live, CallbackBase):
+    """Saves where the plan says, and takes notes after each batch.
+
+    Args:
+        plan: What this process is told.
+        logger: What the Trainer logs to.
+    """
+
+    def __init__(self, plan: Plan, logger: _Logger) -> None:
+        self._plan, self._logger = plan, logger
+        self._batch: Any = None
+        self._steps_before = 0
+        self._left = set(plan.points)
+        self._at = set(plan.at)
+        self._is_over = False
+        self._batches: int | None = None
+        self._middle = 0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        # behind all others, also those that the module has brought
+        trainer.callbacks = [*(callback for callback in trainer.callbacks if callback is not self), self]
+        self._notes = Notes(self._plan, trainer.global_rank)
+        if self._plan.resume is not None:
+            self._notes.resumed()
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._users = UsersObjects(trainer)
+        per_epoch, window = trainer.num_training_batches, trainer.accumulate_grad_batches
+        known = int(per_epoch) if per_epoch != float("inf") and per_epoch > 0 else None
+        self._batches = self._plan.batches(known, window)
+        most = self._batches if self._batches is not None else (self._plan.steps or 1) * window
+        if known is not None and trainer.max_epochs not in (None, -1):
+            most = min(most, known * trainer.max_epochs)
+        # of the second epoch, if there is one: by then, hooks of an epoch's start have run twice
+        if known is not None:
+            self._middle = known + max(1, known // 2) if most > known + known // 2 + window else min(known, most) // 2
+        else:
+            self._middle = most // 2
+
+    # ---- the steps ---------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        self._batch = {name or "batch": leaf for name, leaf in leaves(batch)}
+        self._steps_before = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        number = trainer.fit_loop.total_batch_idx
+        self._take(trainer, number, batch_idx, outputs)
+        is_open = trainer.global_step == self._steps_before
+        self._is_over = self._is_last(trainer.global_step, number)
+        if self._is_over:
+            self._leave(trainer)
+        if self._at and trainer.global_step >= min(self._at) and not is_open:
+            self._at.remove(min(self._at))
+            self._save(trainer, "step")
+        elif "middle" in self._left and number + 1 >= max(1, self._middle) and not is_open:
+            self._save(trainer, "middle")
+        elif "accumulation" in self._left and is_open and trainer.global_step and pl_module.automatic_optimization:
+            self._save(trainer, "accumulation")
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *_: Any, **__: Any) -> None:
+        if not trainer.sanity_checking and "validation" in self._left:
+            self._save(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        if "epoch-end" in self._left:
+            self._save(trainer, "epoch-end")
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        self._take(trainer, trainer.fit_loop.total_batch_idx + 1, None, None)
+        self._leave(trainer)
+
+    def _is_last(self, step: int, number: int) -> bool:
+        if self._plan.until is not None:
+            return number >= self._plan.until
+        if self._batches is not None:
+            return number + 1 >= self._batches
+        return self._plan.steps is not None and step >= self._plan.steps
+
+    def _save(self, trainer: Any, point: str) -> None:
+        self._left.discard(point)
+        number = trainer.fit_loop.total_batch_idx
+        path = os.path.join(self._plan.saves, f"{point}-{number}.ckpt")
+        trainer.save_checkpoint(path)
+        place = f"step {trainer.global_step} (epoch {trainer.current_epoch})"
+        self._notes.saved(point, path, number, place, [f"logged:{name}" for name in _named(self._logger.rows)])
+
+    def _leave(self, trainer: Any) -> None:
+        trainer.strategy.checkpoint_io.teardown()  # saves in the background are durable then
+        self._notes.missed(sorted(self._left) + [f"step {step}" for step in sorted(self._at)])
+        self._notes.write()
+        trainer.strategy.barrier("rehearsal")
+        self._notes.leave()
+
+    # ---- notes -------------------------------------------------------------------------------------------------------
+
+    def _take(self, trainer: Any, number: int, batch_idx: int | None, outputs: Any) -> None:
+        module, loaders = trainer.lightning_module, _loaders(trainer)
+        rows, self._logger.rows = self._logger.rows, {}
+        data = [
+            getattr(loader, name, None)
+            for loader in loaders
+            for name in _OF_LOADERS
+            if getattr(loader, name, None) is not None
+        ]
+        users = self._users.values()
+        batch = "end" if batch_idx is None else batch_idx
+        callbacks = [cb for cb in trainer.callbacks if cb not in trainer.checkpoint_callbacks]
+        state: dict[str, dict[str, Any]] = {
+            "position": {"step": trainer.global_step, "epoch": trainer.current_epoch, "batch": batch},
+            "generators": {**generators_of(), **_own_generators([*data, module, *callbacks])},
+            "data": self._batch or {},
+            "modes": dict(_modes(module)),
+            "loss": {name or "loss": leaf for name, leaf in leaves(outputs)},
+            "gradients": {name: parameter.grad for name, parameter in module.named_parameters()},
+            "weights": {**dict(module.named_parameters()), **dict(module.named_buffers())},
+            "optimizers": dict(_optimizers(trainer, module)),
+            "schedulers": dict(_schedulers(trainer)),
+            "logged": {**dict(_metrics(module)), **trainer.callback_metrics, **_named(rows)},
+            "callbacks": {f"{n}.{k}": v for n, cb in labelled(callbacks) for k, v in leaves(cb.state_dict())},
+            "data sets": {f"{n}.{k}": v for n, o in labelled(data) for k, v in PlainState(o).values().items()},
+            "attributes": {
+                f"{label}.{path}": value
+                for (label, _), (_, values) in zip(labelled([o for o, _ in users]), users, strict=True)
+                for path, value in values.items()
+            },
+            "variables": script_variables(),
+        }
+        self._notes.take(number, state)
+        if not self._defined:
+            self._defined = True
+            self._define(module, callbacks, data)
+
+    _defined = False
+
+    def _define(self, module: Any, callbacks: list[Any], data: list[Any]) -> None:
+        of_module, of_data, of_callbacks = (
+            classes_of(module, depth=0),
+            classes_of(*data),
+            classes_of(*callbacks, depth=0),
+        )
+        for subject in ("loss", "weights", "modes", "optimizers", "schedulers", "logged", "gradients"):
+            self._notes.define(subject, of_module)
+        for subject in ("data", "data sets", "position"):
+            self._notes.define(subject, of_data)
+        self._notes.define("callbacks", of_callbacks)
+        self._notes.define("generators", [*of_data, *of_module])
+        self._notes.define("attributes", [*of_module, *of_callbacks])
+
+
+def _named(rows: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"row {name}": value for name, value in rows.items()}
+
+
+def _loaders(trainer: Any) -> list[Any]:
+    return [leaf for _, leaf in leaves(trainer.train_dataloader)]
+
+
+def _modes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, child in module.named_modules():
+        yield f"{name or type(child).__name__}.training", child.training
+    for name, parameter in module.named_parameters():
+        yield f"{name}.requires_grad", parameter.requires_grad
+
+
+def _optimizers(trainer: Any, module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for number, optimizer in enumerate(trainer.optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            for key, value in group.items():
+                if key != "params":
+                    yield f"{number}.group {index}.{key}", value
+            for position, parameter in enumerate(group["params"]):
+                name = names.get(id(parameter), f"{index}.{position}")
+                for key, value in leaves(optimizer.state.get(parameter, {})):
+                    yield f"{number}.{name}.{key}", value
+
+
+def _schedulers(trainer: Any) -> Iterator[tuple[str, Any]]:
+    for number, config in enumerate(trainer.lr_scheduler_configs):
+        for key, value in leaves(config.scheduler.state_dict()):
+            yield f"{number}.{key}", value
+
+
+def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    for name, child in module.named_modules():
+        if isinstance(child, Metric):
+            for key, value in leaves(child.metric_state):
+                yield f"{name}.{key}", value
+
+
+def _own_generators(owners: list[Any]) -> dict[str, Any]:
+    return {
+        f"{label}.{path}": generator.get_state()
+        if isinstance(generator, torch.Generator)
+        else str(capture_generator(generator))
+        for label, owner in labelled(owners)
+        for path, generator in find_generators(owner)
+    }

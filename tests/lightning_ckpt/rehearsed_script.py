@@ -1,0 +1,122 @@
+"""A training script of a user with one defect, or none, that ``ckpt rehearse`` is to name: ``rehearsed_script.py CASE``.
+
+It knows nothing of rehearsals.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint
+
+SEEN: list[int] = []
+
+
+class Samples(Dataset):
+    def __init__(self, transform: Any = None) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        x = torch.full((4,), float(index)) + torch.rand(4)
+        return x if self.transform is None else self.transform(x)
+
+
+class ByTheClock:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + time.time() % 1 + os.urandom(1)[0]
+
+
+class WithHistory(Samples):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        SEEN.append(index)
+        return super().__getitem__(index) * (1 + len(SEEN) % 7)
+
+
+class Model(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.3), torch.nn.Linear(8, 1))
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        loss = self.net(batch).pow(2).mean()
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def validation_step(self, batch: torch.Tensor, batch_idx: int) -> None:
+        self.log("val", self.net(batch).mean())
+
+    def on_train_end(self) -> None:
+        raise AssertionError("a rehearsal ends before")
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+
+class Timed(Model):
+    """Has an attribute that is another in each process, and that nothing depends on."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.began = time.time()
+        return super().training_step(batch, batch_idx)
+
+
+class Annealed(Model):
+    factor = 1.0
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.factor *= 0.9
+        return super().training_step(batch, batch_idx) * self.factor
+
+
+def lose_generators() -> None:
+    """A mutation of the engine."""
+    from ckpt_core.state import rng
+
+    rng.RngState.restore = lambda self: None  # type: ignore[method-assign]
+
+
+def lose_moments() -> None:
+    """Another one."""
+    load = torch.optim.AdamW.load_state_dict
+
+    def load_state_dict(self: Any, state: Any) -> None:
+        load(self, state)
+        for values in self.state.values():
+            values["exp_avg"].zero_()
+
+    torch.optim.AdamW.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
+def main(case: str) -> None:
+    pl.seed_everything(1, verbose=False)
+    mutations = {"generators": lose_generators, "moments": lose_moments}
+    mutations.get(case, lambda: None)()
+    data = {"history": WithHistory, "clock": lambda: Samples(ByTheClock())}.get(case, Samples)()
+    model = {"annealed": Annealed, "timed": Timed}.get(case, Model)()
+    trainer = pl.Trainer(
+        max_epochs=9,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        accumulate_grad_batches=2 if case == "exact" else 1,
+        plugins=[AsyncCheckpointIO()],
+        callbacks=[ResumableCheckpoint(dirpath="mine", every_n_train_steps=3, save_top_k=0, save_last=True)],
+    )
+    loaders = DataLoader(data, batch_size=4, shuffle=True), DataLoader(Samples(), batch_size=12)
+    trainer.fit(model, *loaders, ckpt_path="last")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

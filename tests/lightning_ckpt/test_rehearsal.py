@@ -1,0 +1,121 @@
+"""``ckpt rehearse`` on a Trainer: what is exact is said to be, and each defect is named with its place."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ckpt_core.cli import main
+from ckpt_core.rehearsal import CannotRehearseError, Result, rehearse, running
+from ckpt_core.rehearsal.plan import Plan
+from ckpt_core.testing import assert_resumes_exactly
+from tests.conftest import LIGHTNING, ScriptRunner
+
+SCRIPT = Path(__file__).with_name("rehearsed_script.py")
+Rehearse = Callable[..., Result]
+
+
+@pytest.fixture
+def forked(fork_script: ScriptRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes are forked from one that has imported Lightning, which saves seconds each."""
+
+    def run(self: object, words: list[str], output: str, plan: Plan) -> int:
+        assert words[0] == sys.executable
+        script, *arguments = words[1:]
+        done = fork_script(Path(script), *arguments, modules=LIGHTNING, env=plan.variables(), check=False)
+        Path(output).write_text(done.stdout + done.stderr, encoding="utf-8")
+        return done.returncode
+
+    monkeypatch.setattr(running._Runs, "_run", run)
+
+
+def of_case(case: str) -> list[str]:
+    return [sys.executable, str(SCRIPT), case]
+
+
+@pytest.mark.usefixtures("forked")
+def test_an_exact_script_is_exact_at_every_point_and_its_own_checkpoints_are_left_alone(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "last.ckpt").write_bytes(b"of another run")
+    result = rehearse(of_case("exact"))
+    assert result.is_exact, result.text()
+    assert {resumed.point for resumed in result.resumes} == {"middle", "epoch-end", "accumulation", "validation"}
+    # two epochs of 6 batches and a little more, of which the resumes repeat what follows the save
+    assert result.steps == 16
+    assert sorted(resumed.steps for resumed in result.resumes) == [6, 10, 10, 13]
+    assert {"data", "weights", "optimizers", "schedulers", "generators", "logged", "attributes"} <= set(result.subjects)
+    assert [path.name for path in mine.iterdir()] == ["last.ckpt"]
+    assert "exact: every resumed run did the same" in result.text()
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("case", "subject", "named"),
+    [
+        ("clock", "data", ["ByTheClock (", "A second resume from the same checkpoint differs in it, too"]),
+        ("history", "data", ["WithHistory (", "rehearsed_script.py:SEEN", "has a state that no checkpoint holds"]),
+        ("annealed", "loss", ["Annealed.factor: 0.9 instead of 0.3", "Annealed (", "the resumed run said: "]),
+        ("generators", "generators", ["torch: uint8["]),
+        ("moments", "weights", ["after that: ", "optimizers (step 10)"]),
+    ],
+)
+def test_a_defect_is_named_with_its_first_step_and_its_place(case: str, subject: str, named: list[str]) -> None:
+    with pytest.raises(AssertionError) as failed:
+        assert_resumes_exactly(of_case(case), at=[9], steps=11)
+    text = str(failed.value)
+    assert f"first difference: step 10 (epoch 1, batch 3)\n  {running.SUBJECTS[subject]}:\n" in text, text
+    for words in named:
+        assert words in text
+
+
+@pytest.mark.usefixtures("forked")
+def test_what_only_tells_of_a_run_and_is_another_in_each_process_is_no_difference() -> None:
+    result = rehearse(of_case("timed"), at=[3], steps=5)
+    assert result.is_exact, result.text()
+    assert result.repeats == {"attributes:Timed.began"}
+
+
+@pytest.mark.usefixtures("forked")
+def test_what_is_ignored_is_not_compared() -> None:
+    loss = ["loss:*", "gradients:*", "weights:*", "optimizers:*", "logged:*", "attributes:Annealed.*"]
+    assert rehearse(of_case("annealed"), at=[3], steps=5, ignore=loss).is_exact
+
+
+@pytest.mark.usefixtures("forked")
+def test_the_command_says_it_in_json_and_by_its_exit_code(tmp_path: Path) -> None:
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        options = ["--json", "--at", "2", "--steps", "4", "--keep", str(tmp_path / "kept")]
+        code = main(["rehearse", *options, "--", *of_case("history")])
+    found = json.loads(printed.getvalue())
+    assert code == 1
+    assert found["exact"] is False
+    assert found["resumes"][0]["differences"][0]["subject"] == "data"
+    assert (tmp_path / "kept" / "uninterrupted" / "output.txt").is_file()
+
+
+def test_what_cannot_be_rehearsed_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "other.py"
+    script.write_text("print('no Trainer')")
+    with pytest.raises(CannotRehearseError, match="no Trainer"):
+        rehearse([sys.executable, str(script)])
+    assert main(["rehearse", "--", sys.executable, str(script)]) == 3
+    assert main(["rehearse", "--points", "noon", "--", sys.executable, str(script)]) == 2
+    assert "there is no point 'noon'" in capsys.readouterr().err
+
+
+def test_a_function_is_called_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "trains.py").write_text("def train():\n    raise RuntimeError('called')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(CannotRehearseError, match="RuntimeError: called"):
+        assert_resumes_exactly(importlib.import_module("trains").train)
+    with pytest.raises(ValueError, match="at the top of a module"):
+        assert_resumes_exactly(lambda: None)
