@@ -134,6 +134,7 @@ def drain(*, raised: bool) -> None:
         try:
             if not raised:
                 save_deferred(session)
+                session.training_ended()
             session.finish()
         except CheckpointError as error:
             failure = failure or error
@@ -244,8 +245,10 @@ def _backward(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Non
 
 
 def _log(original: Any, accelerator: Any, values: Any, *args: Any, **kwargs: Any) -> None:
-    original(accelerator, values, *args, **kwargs)
     session = session_of(accelerator)
+    # with what the script logs, under its step: a call of our own would move the steps of some trackers on
+    figures = {} if session is None else session.report.new_metrics()
+    original(accelerator, {**values, **figures} if figures else values, *args, **kwargs)
     if session is not None:
         session.note_metrics(values)
 

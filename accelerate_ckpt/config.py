@@ -9,6 +9,7 @@ torch and Accelerate, and those must still count.
 from __future__ import annotations
 
 import difflib
+import importlib
 import json
 import math
 import os
@@ -122,6 +123,13 @@ def _parse_preempt(text: str) -> Any:
     return found if isinstance(found, Mapping) else switched
 
 
+def _check_listeners(value: Any) -> tuple[Any, ...]:
+    listeners = [name for name in value.replace(" ", "").split(",") if name] if isinstance(value, str) else value
+    if not isinstance(listeners, (list, tuple)) or not all(callable(one) or isinstance(one, str) for one in listeners):
+        raise ValueError(f"must be a list of functions or of names of classes, not {value!r}")
+    return tuple(listeners)
+
+
 def _json(text: str) -> Any:
     try:
         return json.loads(text)
@@ -178,6 +186,7 @@ _DIRECTORY = _path("a directory", "DIRECTORY")
 _MAPPING = _Kind(_or_none(_check_mapping), _json, "JSON")
 _RESUME = _Kind(_or_none(_choice(Resume).check), str, "{auto}")
 _PREEMPT = _Kind(_check_preempt, _parse_preempt, "SIGNALS")
+_LISTENERS = _Kind(_check_listeners, str, "CLASSES")
 _RETENTION = _Kind(_or_none(_check_retention), _parse_retention, "RULES")
 
 
@@ -223,6 +232,13 @@ class CheckpointConfig:
             durable: True (SIGTERM), ``"SIGTERM,SIGUSR1"``, or a :class:`ckpt_core.preemption.Preemption` or a mapping
             of its arguments, with deadlines and notices. The exit status is 128 and the signal's number, or 75.
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
+        report: A local file to which a page about the run is written at its end; its event log is beside it, unless
+            ``event_log`` names another.
+        log_metrics: Whether the figures of the saves (``checkpoint/stall_seconds``, ``checkpoint/share_of_run``, ...)
+            go to the trackers, with what the script gives to ``accelerator.log``; with ``transformers``, into the logs
+            of its ``Trainer``.
+        listeners: Called with every event: functions, or in a flag, a variable or a file names of classes, with commas
+            between them, such as ``ckpt_core.listeners.opentelemetry.OpenTelemetryListener``.
         recorder: Whether each rank records the steps of its optimizers in a small file beside the checkpoints, and a
             resumed run compares those that it repeats and says whether they are the same.
 
@@ -274,6 +290,11 @@ class CheckpointConfig:
         None, _PREEMPT, "true, or signals such as SIGTERM,SIGUSR1, on which all ranks save and the run ends", hash=False
     )
     event_log: str | None = _option(None, _FILE, "file to which every event is appended as a line of JSON")
+    report: str | None = _option(None, _FILE, "file to which a page about the run is written at its end")
+    log_metrics: bool = _option(False, _SWITCH, "give the figures of the saves to the trackers, with what is logged")
+    listeners: Any = _option(
+        (), _LISTENERS, "names of classes whose objects hear of every event, with commas between them", hash=False
+    )
     recorder: bool = _option(True, _SWITCH, "record each step, and say after a resume whether it was exact")
 
     def __post_init__(self) -> None:
@@ -292,6 +313,14 @@ class CheckpointConfig:
     def is_async(self) -> bool:
         """Whether ``save_state`` returns before the checkpoint is durable."""
         return self.strategy != "sync" and not self.wait
+
+    def made_listeners(self) -> list[Any]:
+        """Return the listeners, those that are named made.
+
+        Raises:
+            OptionError: There is no such class.
+        """
+        return [_made(listener) if isinstance(listener, str) else listener for listener in self.listeners]
 
     @property
     def slices_replicated(self) -> bool:
@@ -323,7 +352,8 @@ class CheckpointConfig:
             >>> CheckpointConfig.from_sources({"strategy": "sync"}, variables={"ACCELERATE_CKPT_MAX_PENDING": "2"})
             CheckpointConfig(strategy='sync', wait=False, max_pending=2, on_error='raise', mid_accumulation='grads', \
 commit_timeout=600.0, retention=None, local_dir=None, upload_to=None, keep_local=None, allow_pickle=False, \
-resume=None, resume_attempts=3, checkpoint_dir=None, preempt=None, event_log=None, recorder=True)
+resume=None, resume_attempts=3, checkpoint_dir=None, preempt=None, event_log=None, \
+report=None, log_metrics=False, listeners=(), recorder=True)
         """
         environment = os.environ if variables is None else variables
         given_flags = {flag_name.format(name): (name, value) for name, value in (flags or {}).items()}
@@ -361,6 +391,14 @@ def _from_source(origin: str, name: str, value: Any) -> Any:
     if name not in kinds:
         raise OptionError(f"{origin}: there is no option {name!r}{nearest(name, [*kinds, FILE_OPTION])}")
     return _checked(name, kinds[name], kinds[name].parse(value) if isinstance(value, str) else value, origin)
+
+
+def _made(name: str) -> Any:
+    module, _, attribute = name.rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), attribute)()
+    except (ImportError, AttributeError, ValueError) as error:
+        raise OptionError(f"listeners: there is no {name!r}: {error}") from error
 
 
 def _read_file(origin: str, path: str | os.PathLike[str]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import dataclasses
 import json
 import logging
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -37,6 +38,8 @@ __all__ = [
     "SaveFailed",
     "SaveStarted",
     "SnapshotTaken",
+    "TrainingEnded",
+    "TrainingStarted",
     "UploadFailed",
     "notify",
     "size_in_words",
@@ -177,7 +180,34 @@ class ResumeCompared(Event):
     message: str
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingStarted(Event):
+    """A process begins to train, or continues.
+
+    Attributes:
+        path: Of the checkpoint that it continues from; where there is none, of the directory of the checkpoints.
+        resumed: Whether it continues.
+        step: Optimizer steps until now, those before a resume too.
+    """
+
+    resumed: bool
+    step: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingEnded(Event):
+    """A process has trained to the end: not that it was killed, was told to end, or has raised.
+
+    Attributes:
+        path: Of the directory of the checkpoints.
+        step: Optimizer steps until now, those before a resume too.
+    """
+
+    step: int
+
+
 Listener = Callable[[Event], None]
+_SINCE = round(time.time(), 3)  # what tells the starts of a container apart, which have the same pid
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -201,6 +231,7 @@ class RunSummary:
         stall_seconds: Time that training stood still, all saves together.
         longest_stall_seconds: The longest of them.
         commit_seconds: Time from the end of the stall until the last checkpoint was durable.
+        pending: Paths of the checkpoints whose save is under way.
         loaded: The last checkpoint that was read; None if there was none.
 
     Examples:
@@ -220,8 +251,14 @@ class RunSummary:
         """Count from zero, for another run in the same process; what was read before it belongs to it."""
         self.saves = self.failures = self.uploads = self.bytes = 0
         self.stall_seconds = self.longest_stall_seconds = self.commit_seconds = 0.0
+        self.pending: set[str] = set()
+        self._told = (0, 0, 0.0)
 
     def __call__(self, event: Event) -> None:
+        if isinstance(event, SaveStarted):
+            self.pending.add(event.path)
+        elif isinstance(event, SaveCommitted | SaveFailed):
+            self.pending.discard(event.path)
         if isinstance(event, SnapshotTaken):
             self.stall_seconds += event.stall_seconds
             self.longest_stall_seconds = max(self.longest_stall_seconds, event.stall_seconds)
@@ -248,8 +285,23 @@ class RunSummary:
             "checkpoint/stall_seconds_total": self.stall_seconds,
             "checkpoint/share_of_run": self.stall_seconds / run_seconds if run_seconds > 0 else 0.0,
             "checkpoint/saves": float(self.saves),
+            "checkpoint/pending": float(len(self.pending)),
             "checkpoint/failures": float(self.failures),
         }
+
+    def new_metrics(self, run_seconds: float) -> dict[str, float]:
+        """Return :meth:`metrics` if a save has become durable or has failed since the last call, else nothing.
+
+        ``checkpoint/stall_seconds`` is the time for which training stood still since then.
+
+        Args:
+            run_seconds: How long the run has taken until now.
+        """
+        saves, failures, stall = self._told
+        if (saves, failures) == (self.saves, self.failures):
+            return {}
+        self._told = (self.saves, self.failures, self.stall_seconds)
+        return {"checkpoint/stall_seconds": self.stall_seconds - stall, **self.metrics(run_seconds)}
 
     def in_words(self, run_seconds: float) -> str:
         """Return one line about the run.
@@ -286,7 +338,8 @@ class EventLog:
     """A listener that appends each event to a file as one line of JSON.
 
     Each line is one ``write`` to a file opened for appending, so that several threads and processes may share the file
-    and a killed process leaves whole lines only.
+    and a killed process leaves whole lines only. Besides the event's own fields, a line has its name (``event``), the
+    process (``pid``, ``host``, ``since`` when) and its ``rank``.
 
     Args:
         path: The local file; its directory is created.
@@ -297,10 +350,18 @@ class EventLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, event: Event) -> None:
-        record = {"event": type(event).__name__, "pid": os.getpid(), **dataclasses.asdict(event)}
+        process = {"pid": os.getpid(), "host": socket.gethostname(), "since": _SINCE, "rank": _rank()}
+        record = {"event": type(event).__name__, **process, **dataclasses.asdict(event)}
         line = (json.dumps(record) + "\n").encode()
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
             os.write(descriptor, line)
         finally:
             os.close(descriptor)
+
+
+def _rank() -> int:
+    """Return the rank of this process among those that train together, 0 if it is alone."""
+    import torch.distributed as dist  # the command line reads this module, and shows help without torch
+
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

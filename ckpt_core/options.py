@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from ckpt_core.checkpointer import CheckpointerBase
 from ckpt_core.events import EventLog, Listener
 from ckpt_core.preflight import Preflight
+from ckpt_core.report import try_to_write
 from ckpt_core.tiers import Tiers
 
 __all__ = ["CheckpointerOptions", "wait_if_small"]
@@ -36,6 +37,9 @@ class CheckpointerOptions:
             nearest copy that is whole, under the path of either tier.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
+        report: A local file to which a page of HTML about the run, with all starts that the event log has, is written
+            at its end (:mod:`ckpt_core.report`). Without ``event_log``, the log is beside it, as ``<report>.jsonl``.
+        listeners: Called with every event.
 
     Raises:
         ValueError: One of ``local_dir`` and ``upload_to`` is missing, or they make no sense; the message names the
@@ -56,6 +60,8 @@ class CheckpointerOptions:
     upload_to: str | None = None
     keep_local: int | None = None
     event_log: str | None = None
+    report: str | None = None
+    listeners: Sequence[Listener] = ()
 
     def __post_init__(self) -> None:
         _ = self.tiers  # refuses here what makes no sense, and not at the first save
@@ -65,20 +71,30 @@ class CheckpointerOptions:
         """The two tiers; None if there is one place only."""
         return Tiers.of(self.local_dir, self.upload_to, self.keep_local)
 
+    @property
+    def log_path(self) -> str | None:
+        """Where the events go; None if nobody wants them."""
+        return self.event_log or (None if self.report is None else f"{self.report}.jsonl")
+
+    def write_report(self) -> None:
+        """Write the page, if it is wanted; called at the end of a run, on one rank."""
+        if self.report is not None and self.log_path is not None:
+            try_to_write(self.log_path, self.report)
+
     def settings(self, *listeners: Listener) -> dict[str, Any]:
         """Return the arguments for a checkpointer of either layout.
 
         Args:
             listeners: Hear of every event besides the event log.
         """
-        log = [] if self.event_log is None else [EventLog(self.event_log)]
+        log = [] if self.log_path is None else [EventLog(self.log_path)]
         return {
             "strategy": self.strategy,
             "max_pending": self.max_pending,
             "on_error": self.on_error,
             "storage_options": self.storage_options,
             "tiers": self.tiers,
-            "listeners": [*listeners, *log, Preflight(self.storage_options)],
+            "listeners": [*listeners, *self.listeners, *log, Preflight(self.storage_options)],
         }
 
 

@@ -9,6 +9,7 @@ from typing import Any, Union
 from ckpt_core import Checkpointer, DirectoryCheckpointer, awaited_paths
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_core.events import Event, RunSummary, SaveFailed, SaveStarted
+from ckpt_core.options import CheckpointerOptions
 from lightning_ckpt._bases import CheckpointIOBase
 
 __all__ = ["ReliableCheckpointIO", "SaveOutcomes", "StrPath", "load_other_layout"]
@@ -41,8 +42,10 @@ class ReliableCheckpointIO(CheckpointIOBase):
     Attributes:
         outcomes: Hears of all its saves.
         summary: Adds up what they cost.
+        options: How it saves.
     """
 
+    options: CheckpointerOptions
     outcomes: SaveOutcomes
     summary: RunSummary
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from ckpt_core.events import RunSummary, size_in_words
+from ckpt_core.events import RunSummary, TrainingEnded, TrainingStarted, size_in_words
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._private.replacing import Live
 
@@ -66,20 +66,45 @@ class RunReport(Live):
         self._trainer = trainer
         self._log_metrics = log_metrics
         self._begin = time.monotonic()
-        self._logged = 0
-        self._summary = summary_of(trainer)
-        if self._summary is not None:
-            self._summary.begin()
+        plugin = trainer.strategy.checkpoint_io
+        self._plugin = plugin if isinstance(plugin, ReliableCheckpointIO) else None
+        if self._plugin is not None:
+            self._plugin.summary.begin()
+
+    def training_starts(self, directory: Any) -> None:
+        """Note that the fit trains from now on.
+
+        Args:
+            directory: Of the checkpoints.
+        """
+        if self._plugin is not None:
+            path, step = self._trainer.ckpt_path, self._trainer.global_step
+            at = self._plugin.checkpointer.known_as(path or directory or ".")
+            self._plugin.checkpointer.notify(TrainingStarted(path=at, resumed=path is not None, step=step))
+
+    def training_ends(self, directory: Any) -> None:
+        """Note that the fit has trained to its end.
+
+        Args:
+            directory: Of the checkpoints.
+        """
+        if self._plugin is not None:
+            at = self._plugin.checkpointer.known_as(directory or ".")
+            self._plugin.checkpointer.notify(TrainingEnded(path=at, step=self._trainer.global_step))
 
     def after_batch(self) -> None:
         """Give the loggers the figures of the last save, once, when a batch has ended since."""
-        if self._log_metrics and self._summary is not None and self._summary.saves > self._logged:
-            self._logged = self._summary.saves
-            metrics = self._summary.metrics(time.monotonic() - self._begin)
-            for logger in self._trainer.loggers if self._trainer.is_global_zero else []:
+        if self._log_metrics and self._plugin is not None:
+            metrics = self._plugin.summary.new_metrics(time.monotonic() - self._begin)
+            for logger in self._trainer.loggers if metrics and self._trainer.is_global_zero else []:
                 logger.log_metrics(metrics, step=self._trainer.global_step)
 
     def close(self) -> None:
-        """Print the line about the run, if there is anything to say."""
-        if self._summary is not None and (self._summary.saves or self._summary.failures):
-            announce(self._trainer, self._summary.in_words(time.monotonic() - self._begin))
+        """Print the line about the run, if there is anything to say, and write the page, if it is wanted."""
+        if self._plugin is None:
+            return
+        summary = self._plugin.summary
+        if summary.saves or summary.failures:
+            announce(self._trainer, summary.in_words(time.monotonic() - self._begin))
+        if self._trainer.is_global_zero:
+            self._plugin.options.write_report()

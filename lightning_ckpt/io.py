@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from ckpt_core import Checkpointer
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
-from ckpt_core.events import RunSummary
+from ckpt_core.events import Listener, RunSummary
 from ckpt_core.options import CheckpointerOptions, wait_if_small
 from lightning_ckpt._boundaries import watch_boundaries
 from lightning_ckpt._plugin_base import ReliableCheckpointIO, SaveOutcomes, StrPath, load_other_layout
@@ -28,7 +28,7 @@ class TorchFileIO(ReliableCheckpointIO):
     """What the plugins that write one file share: a :class:`ckpt_core.Checkpointer` in Lightning's words."""
 
     def __init__(self, options: CheckpointerOptions) -> None:
-        self.storage_options = options.storage_options
+        self.options, self.storage_options = options, options.storage_options
         self.tiers = options.tiers
         self.outcomes, self.summary = SaveOutcomes(), RunSummary()
         self._checkpointer = Checkpointer(**options.settings(self.outcomes, self.summary))
@@ -144,6 +144,9 @@ class SyncCheckpointIO(TorchFileIO):
         upload_to: URL or directory to which they are then uploaded in the background.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         event_log: A local file to which every event is appended as a line of JSON.
+        report: A local file to which a page about the run is written at its end; its event log is beside it, unless
+            ``event_log`` names another.
+        listeners: Called with every event (:mod:`ckpt_core.events`).
 
     Example::
 
@@ -158,6 +161,8 @@ class SyncCheckpointIO(TorchFileIO):
         upload_to: str | None = None,
         keep_local: int | None = None,
         event_log: str | None = None,
+        report: str | None = None,
+        listeners: Sequence[Listener] = (),
     ) -> None:
         super().__init__(
             CheckpointerOptions(
@@ -167,6 +172,8 @@ class SyncCheckpointIO(TorchFileIO):
                 upload_to=upload_to,
                 keep_local=keep_local,
                 event_log=event_log,
+                report=report,
+                listeners=listeners,
             )
         )
 
@@ -189,6 +196,9 @@ class AsyncCheckpointIO(TorchFileIO):
         upload_to: URL or directory to which they are then uploaded in the background.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         event_log: A local file to which every event is appended as a line of JSON.
+        report: A local file to which a page about the run is written at its end; its event log is beside it, unless
+            ``event_log`` names another.
+        listeners: Called with every event (:mod:`ckpt_core.events`).
 
     Example::
 
@@ -205,6 +215,8 @@ class AsyncCheckpointIO(TorchFileIO):
         upload_to: str | None = None,
         keep_local: int | None = None,
         event_log: str | None = None,
+        report: str | None = None,
+        listeners: Sequence[Listener] = (),
     ) -> None:
         super().__init__(
             CheckpointerOptions(
@@ -215,5 +227,7 @@ class AsyncCheckpointIO(TorchFileIO):
                 upload_to=upload_to,
                 keep_local=keep_local,
                 event_log=event_log,
+                report=report,
+                listeners=listeners,
             )
         )

@@ -68,8 +68,9 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         resume_attempts: After how many starts in a row that ended without a newer checkpoint ``"auto"`` tries an older
             one first; None: never.
         log_metrics: Whether the Trainer's loggers get the figures of each save: ``checkpoint/bytes``,
-            ``checkpoint/commit_seconds``, ``checkpoint/stall_seconds_total``, ``checkpoint/share_of_run``,
-            ``checkpoint/saves`` and ``checkpoint/failures``, as rank 0 sees them. Needs one of our plugins.
+            ``checkpoint/commit_seconds``, ``checkpoint/stall_seconds`` (since the last figures),
+            ``checkpoint/stall_seconds_total``, ``checkpoint/share_of_run``, ``checkpoint/saves``,
+            ``checkpoint/pending`` and ``checkpoint/failures``, as rank 0 sees them. Needs one of our plugins.
         preempt: What makes the run save ``preempted-step=N.ckpt`` after the batch, on all ranks at the same one, and
             end with ``SIGTERMException`` and the exit status 143 when it is durable: True, SIGTERM; names of signals
             (``"SIGTERM,SIGUSR1"``); or a :class:`ckpt_core.preemption.Preemption`, which also knows deadlines and
@@ -195,6 +196,8 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         if self._state is not None:
             self._begin_recording(trainer)
             self._state.training_starts()
+        if self._report is not None:
+            self._report.training_starts(self.dirpath)
 
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if self._state is not None:
@@ -239,6 +242,8 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         super().on_train_end(trainer, pl_module)
         if self._state is not None:
             self._state.training_ended()
+        if self._report is not None:
+            self._report.training_ends(self.dirpath)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         unwrap(trainer)

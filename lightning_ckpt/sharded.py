@@ -10,7 +10,7 @@ import torch
 
 from ckpt_core import DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError
-from ckpt_core.events import RunSummary
+from ckpt_core.events import Listener, RunSummary
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.ranks import RankGroup
 from ckpt_core.state.trainer_parts import (
@@ -56,6 +56,9 @@ class ShardedCheckpointIO(RankCheckpointIO):
         upload_to: URL or directory to which they are then uploaded in the background.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         event_log: A local file to which every event is appended as a line of JSON.
+        report: A local file to which a page about the run is written at its end; its event log is beside it, unless
+            ``event_log`` names another.
+        listeners: Called with every event (:mod:`ckpt_core.events`).
 
     Example::
 
@@ -74,6 +77,8 @@ class ShardedCheckpointIO(RankCheckpointIO):
         upload_to: str | None = None,
         keep_local: int | None = None,
         event_log: str | None = None,
+        report: str | None = None,
+        listeners: Sequence[Listener] = (),
     ) -> None:
         options = CheckpointerOptions(
             strategy=mode,
@@ -84,8 +89,10 @@ class ShardedCheckpointIO(RankCheckpointIO):
             upload_to=upload_to,
             keep_local=keep_local,
             event_log=event_log,
+            report=report,
+            listeners=listeners,
         )
-        self.storage_options = storage_options
+        self.options, self.storage_options = options, storage_options
         self.tiers = options.tiers
         self.outcomes, self.summary = SaveOutcomes(), RunSummary()
         self._settings = {**options.settings(self.outcomes, self.summary), "commit_timeout": commit_timeout}

@@ -18,7 +18,9 @@ LAYERS = (
     {"cli", "testing"},
     {"rehearsal"},
     {"interchange"},
+    {"listeners"},
     {"options"},
+    {"report"},
     {"checkpointer", "directory", "separate"},
     {"policies"},
     {"preflight", "resume"},
@@ -53,7 +55,11 @@ LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in name
 # The fsspec backends are extras: ckpt_core reaches them through fsspec alone.
 THIRD_PARTY_OF_CORE = {"fsspec", "numpy", "stamina", "torch", "xxhash"}
 # What only one module may import, where it is used and installed: clients that a user asks for by an extra.
-OPTIONAL_OF_MODULE = {"storage": {"aiobotocore", "azure", "botocore", "obstore"}, "cli": {"rich"}}
+OPTIONAL_OF_MODULE = {
+    "storage": {"aiobotocore", "azure", "botocore", "obstore"},
+    "cli": {"rich"},
+    "listeners": {"opentelemetry", "prometheus_client"},
+}
 FRAMEWORKS_OF = {
     "ckpt_async": set[str](),
     "lightning_ckpt": {"lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics"},

@@ -7,8 +7,8 @@ import collections
 import contextlib
 import itertools
 import logging
+import os
 import sys
-import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate_ckpt._data.loaders import LoaderPositions
 from accelerate_ckpt._private.data import unregister
 from accelerate_ckpt._recording import Recording
+from accelerate_ckpt._report import RunReport
 from accelerate_ckpt._state.naming import Retention, automatic_root, by_number, numbered, unwanted
 from accelerate_ckpt._state.outcomes import OutcomeWatch
 from accelerate_ckpt._state.preemption import PreemptionWatch
@@ -28,7 +29,6 @@ from accelerate_ckpt._state.resume import AutoResume
 from accelerate_ckpt.config import CheckpointConfig
 from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.errors import StateMismatchError
-from ckpt_core.events import RunSummary
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.policies import numbers_in
 from ckpt_core.ranks import Agreement, RankGroup
@@ -155,14 +155,16 @@ class Session:
             upload_to=config.upload_to,
             keep_local=config.keep_local,
             event_log=config.event_log,
+            report=config.report,
+            listeners=config.made_listeners(),
         )
         self.tiers = options.tiers
-        self._begin, self._summary = time.monotonic(), RunSummary()
+        self.report = RunReport(options, log_metrics=config.log_metrics)
         self.checkpointer = DirectoryCheckpointer(
             ranks=ranks,
             slice_replicated=config.slices_replicated,
             commit_timeout=config.commit_timeout,
-            **options.settings(self._summary),
+            **options.settings(self.report.summary),
         )
         self.agreement = Agreement(ranks.rank, ranks.world_size, store, config.commit_timeout)
         if store is not None:
@@ -262,11 +264,21 @@ class Session:
     def note_resumed(self, point: ResumePoint) -> None:
         """Note where ``load_state`` has continued, also for the script."""
         self.resumed = self.accelerator.resumed = point
+        self.report.resumed()
 
     @property
     def work_done(self) -> tuple[int, int]:
         """Grows when the script trains on a batch."""
         return self.backwards, self.step
+
+    @property
+    def _directory(self) -> str:
+        return os.path.abspath(self.config.checkpoint_dir or self.accelerator.project_dir or ".")
+
+    def training_ended(self) -> None:
+        """Note that the script has come to its end."""
+        if self.accelerator is not None:
+            self.report.ended(self.checkpointer.notify, self.step, self._directory)
 
     def ended_as_told(self) -> None:
         """Training is over, or the run was told to end: what it was resumed from is sound."""
@@ -293,6 +305,7 @@ class Session:
         self._steps[id(optimizer)] += 1
         if self.recording is not None:
             self.recording.stepped(optimizer, self.step)
+        self.report.stepped(self.checkpointer.notify, self.resumed, self._directory)
         if not self.local_sgd.active:  # its ranks exchange nothing until they average
             self.outcomes.optimizer_stepped(optimizer)
 
@@ -359,9 +372,7 @@ class Session:
                 self.checkpointer.close()
             finally:
                 self.agreement.leave()
-                if self._summary.saves or self._summary.failures:
-                    self.announce(self._summary.in_words(time.monotonic() - self._begin))
-                    self._summary.begin()
+                self.report.close(self.announce, rank=self.rank)
 
 
 def _is_on_device(value: Any) -> bool:

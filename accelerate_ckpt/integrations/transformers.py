@@ -5,13 +5,15 @@ Trainer that is given and nowhere else:
 
 ==========================  ============================================================================================
 ``train`` (public)          to find the newest checkpoint that verifies, and to wait for the background when training
-fails ``_save_checkpoint``        the only place that knows that a checkpoint is due *after* the evaluation that may
-have made it the
-                            best one, and before ``on_save``
+                            fails
+``log`` (public)            with the option ``log_metrics``: gives the figures of the saves to all trackers
+``_save_checkpoint``        the only place that knows that a checkpoint is due *after* the evaluation that may have made
+                            it the best one, and before ``on_save``
 ``_load_from_checkpoint``   it reads ``model.safetensors`` as one file, unverified; ``load_state`` reads what any
-strategy wrote ``_load_best_model``        the same, and with the last save still in the background
+                            strategy wrote
+``_load_best_model``        the same, and with the last save still in the background
 ``_tr_loss``,               the losses since the last log, which are in no checkpoint of the Trainer: what it logs after
-a ``_globalstep_last_logged``  resume would not be what an uninterrupted run logs
+``_globalstep_last_logged`` a resume would not be what an uninterrupted run logs
 ``_total_loss_scalar``
 ==========================  ============================================================================================
 
@@ -116,6 +118,7 @@ class ResumableCallback(TrainerCallback):
             "_save_checkpoint": self._save_checkpoint,
             "_load_from_checkpoint": self._load_from_checkpoint,
             "_load_best_model": self._load_best_model,
+            **({"log": self._log} if self._session.config.log_metrics else {}),
         }
         for name, ours in around.items():
             stock = getattr(trainer, name)
@@ -230,6 +233,16 @@ class ResumableCallback(TrainerCallback):
         if best is not None and not os.path.isdir(best):
             log.warning("the best checkpoint %s could not be saved, so it is not loaded", best)
             state.best_model_checkpoint = None
+
+    def _log(self, stock: Callable[..., Any], logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        # not on_log: the callbacks of trackers come before ours
+        figures = self._session.report.new_metrics() if {"loss", "train_runtime"} & logs.keys() else {}
+        if not figures:
+            return stock(logs, *args, **kwargs)
+        more = {**logs, **figures}
+        result = stock(more, *args, **kwargs)
+        logs |= {name: value for name, value in more.items() if name not in figures}  # the Trainer adds the epoch
+        return result
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 

@@ -54,6 +54,9 @@ def test_defaults() -> None:
         "checkpoint_dir": None,
         "preempt": None,
         "event_log": None,
+        "report": None,
+        "log_metrics": False,
+        "listeners": (),
         "recorder": True,
     }
 

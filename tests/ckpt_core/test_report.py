@@ -5,7 +5,11 @@ from __future__ import annotations
 import html.parser
 import json
 import os
+import shutil
 import signal
+import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +17,8 @@ import torch
 
 from ckpt_core import Checkpointer, EventLog, StorageError
 from ckpt_core.cli import main
-from ckpt_core.cli.report import page_of, read_events, totals_of
+from ckpt_core.events import TrainingEnded, TrainingStarted, notify
+from ckpt_core.report import interruptions_of, page_of, read_events, totals_of
 from ckpt_core.storage import LocalStorage
 from ckpt_core.storage.base import FileWriter
 
@@ -57,6 +62,8 @@ def test_totals_are_those_of_the_run(log: str, capsys: pytest.CaptureFixture[str
     size = os.path.getsize(Path(log).with_name("1.ckpt"))
     assert counted == {
         "processes": 2,
+        "ranks": 1,
+        "interruptions": 0,
         "saves": 4,
         "durable": 2,
         "failed": 1,
@@ -81,14 +88,14 @@ class Page(html.parser.HTMLParser):
         super().__init__()
         self.open: list[str] = []
         self.text: list[str] = []
-        self.colors: list[str] = []
+        self.marks: list[str] = []
         self.feed(page)
 
     def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
         values = dict(attributes)
         assert "src" not in values and "href" not in values, "self-contained"
-        if tag == "rect":
-            self.colors.append(values["fill"] or "")
+        if tag in ("rect", "path"):
+            self.marks.append(values["class"] or "")
         if tag not in ("html", "meta", "link"):
             self.open.append(tag)
 
@@ -107,30 +114,112 @@ def test_the_page_shows_every_save_and_how_it_ended(log: str, tmp_path: Path) ->
     text = "\n".join(page.text)
     for name, outcome in (("1.ckpt", "durable"), ("3.ckpt", "not finished"), ("below.ckpt", "failed: ")):
         assert f"{tmp_path}" in text and name in text and outcome in text
-    assert page.colors.count("#d6293e") >= 1, "the save that was killed"
-    assert page.colors.count("#8e6bbf") == 1, "what was read"
-    assert page.colors.count("#f08c00") >= 4, "two stalls, in the time line and by themselves"
+    assert page.marks.count("x") >= 1, "the save that was killed"
+    assert page.marks.count("l") == 1, "what was read"
+    assert page.marks.count("t") >= 4, "two stalls, in the time line and by themselves"
 
 
-def test_a_long_run_is_a_page_that_a_browser_can_show(tmp_path: Path) -> None:
-    log = tmp_path / "long.jsonl"
+def process_of(events: EventLog, end: str, act: Callable[[Checkpointer], None]) -> None:
+    """Let a process of its own act, and end with a signal or as it should."""
+    child = os.fork()
+    if child == 0:
+        with Checkpointer(strategy="sync", listeners=[events]) as checkpointer:
+            act(checkpointer)
+            if end == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            notify([events], TrainingEnded(path="/run", step=9))
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+def test_what_interruptions_cost_is_counted_from_the_state_that_was_resumed_from(tmp_path: Path) -> None:
+    events, saved = EventLog(tmp_path / "events.jsonl"), str(tmp_path / "1.ckpt")
+
+    def first(checkpointer: Checkpointer) -> None:
+        checkpointer.notify(TrainingStarted(path=str(tmp_path), resumed=False, step=0))
+        checkpointer.save(STATE, saved)
+        time.sleep(0.2)
+        checkpointer.save(STATE, tmp_path / "2.ckpt")
+
+    def again(checkpointer: Checkpointer) -> None:
+        time.sleep(0.3)
+        checkpointer.notify(TrainingStarted(path=saved, resumed=True, step=1))
+
+    process_of(events, "killed", first)
+    process_of(events, "ended", again)
+    process_of(events, "ended", again)  # trained further: nothing was interrupted
+    processes = read_events([str(events.path)])
+    (interruption,) = interruptions_of(processes)
+    assert (interruption.path, interruption.step) == (saved, 1)
+    records = [json.loads(line) for line in events.path.read_text().splitlines()]
+    begun = next(each["time"] for each in records if each["event"] == "SaveStarted" and each["path"] == saved)
+    resumed = next(each["time"] for each in records if each["event"] == "TrainingStarted" and each["resumed"])
+    assert interruption.seconds == pytest.approx(resumed - begun) and interruption.seconds >= 0.5
+    assert interruption.ended - interruption.saved >= 0.2, "the second save was lost with it"
+    totals = totals_of(processes)
+    assert totals["interruptions"] == 1 and totals["interruption_seconds"] == interruption.seconds
+    page = Page(page_of(processes))
+    assert "Interruptions" in page.text and saved in page.text
+    assert page.marks.count("g") == 2, "where training continued"
+
+
+def test_starts_in_containers_are_told_apart(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    line = {"event": "TrainingStarted", "pid": 7, "host": "node", "path": "/run", "resumed": True, "step": 5}
+    log.write_text("".join(json.dumps({**line, "since": since, "time": 1e9 + since}) + "\n" for since in (1, 2)))
+    assert totals_of(read_events([str(log)]))["interruptions"] == 1
+
+
+@pytest.fixture(scope="module")
+def long_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run of a hundred thousand steps on two ranks, with a save every ten, killed now and then."""
+    folder = tmp_path_factory.mktemp("long")
+    log = folder / "long.jsonl"
     with log.open("w") as file:
-        for step in range(30_000):
-            place = {"path": f"/run/<{step}>.ckpt", "pid": 1 + step // 10_000}
-            for number, event in enumerate(
-                (
-                    {"event": "SaveStarted"},
-                    {"event": "SnapshotTaken", "bytes": 10, "stall_seconds": 0.1},
-                    {"event": "SaveCommitted", "bytes": 10, "background_seconds": 0.2},
-                )
-            ):
-                file.write(json.dumps({**place, "time": 1e9 + step + number / 10, **event}) + "\n")
+        for step in range(0, 100_000, 10):
+            for rank in (0, 1):
+                place = {"path": f"/run/<{step}>.ckpt", "pid": 1 + step // 10_000, "rank": rank, "host": f"node{rank}"}
+                begun = {"event": "TrainingStarted", "resumed": step > 0, "step": step}
+                for number, event in enumerate(
+                    (
+                        *([{**begun, "path": f"/run/<{step - 10}>.ckpt"}] if step % 10_000 == 0 else []),
+                        {"event": "SaveStarted"},
+                        {"event": "SnapshotTaken", "bytes": 10, "stall_seconds": 0.1 + 0.2 * (step == 50_000)},
+                        {"event": "SaveCommitted", "bytes": 10, "background_seconds": 0.2},
+                    )
+                ):
+                    file.write(json.dumps({**place, "time": 1e9 + step + number, **event}) + "\n")
     processes = read_events([str(log)])
-    assert totals_of(processes)["stall_seconds"] == pytest.approx(3000)
-    page = page_of(processes)
-    assert len(page) < 2_000_000
+    totals = totals_of(processes)
+    assert totals["stall_seconds"] == pytest.approx(2000.4)
+    assert (totals["ranks"], totals["processes"], totals["interruptions"]) == (2, 20, 9)
+    assert totals["interruption_seconds"] == pytest.approx(9 * 10)
+    (folder / "page.html").write_text(page_of(processes))
+    return folder / "page.html"
+
+
+def test_a_long_run_is_a_small_page(long_page: Path) -> None:
+    page = long_page.read_text()
+    assert len(page) < 500_000
     assert Page(page).open == []
-    assert "&lt;29999&gt;" in page
+    assert "&lt;99990&gt;" in page
+    assert "&lt;50000&gt;.ckpt: 300 ms" in page, "the longest stall is shown, whatever is left out"
+
+
+@pytest.mark.slow
+def test_a_browser_shows_the_page_of_a_long_run(long_page: Path) -> None:
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no chromium is installed")
+    picture = long_page.with_suffix(".png")
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1100,1400"]
+    ways = [f"--user-data-dir={long_page.parent / 'profile'}", f"file://{long_page}"]
+    shot = subprocess.run([browser, *options, f"--screenshot={picture}", *ways], capture_output=True, check=False)
+    assert picture.exists(), shot.stderr.decode()
+    matplotlib = pytest.importorskip("matplotlib.image")
+    pixels = (matplotlib.imread(picture)[:, :, :3] * 255).round().astype(int).reshape(-1, 3)
+    shown = {tuple(map(int, pixel)) for pixel in pixels}
+    assert {(0xF0, 0x8C, 0x00), (0x38, 0xA8, 0x9D)} <= shown, "stalls, and what is written in the background"
 
 
 def test_what_is_no_log_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

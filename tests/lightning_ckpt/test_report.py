@@ -9,13 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import TensorBoardLogger
 
+from ckpt_core.report import interruptions_of, read_events
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO, SyncCheckpointIO
 from tests.lightning_ckpt.exact_cases import MemoryLogger
 from tests.lightning_ckpt.reliable_cases import BATCHES, model_of, trainer_of
+from tests.support.event_files import scalars_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
+
+
+class StopAfter(Callback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            raise ValueError("stop")
+
 
 PLUGINS = [SyncCheckpointIO, AsyncCheckpointIO, ShardedCheckpointIO]
 
@@ -81,6 +95,37 @@ def test_loggers_get_the_figures_of_each_save(plugin: Any, tmp_path: Path) -> No
         assert row["checkpoint/failures"] == 0
         assert 0 < row["checkpoint/share_of_run"] <= 1
         assert row["checkpoint/stall_seconds_total"] > 0
+
+
+def test_tensorboard_shows_the_figures(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path / "logs")
+    callbacks = [saver(tmp_path, log_metrics=True)]
+    trainer_of(tmp_path, callbacks, plugins=[AsyncCheckpointIO()], logger=logger, max_epochs=1).fit(model_of())
+    shown = scalars_of(tmp_path / "logs")
+    names = ("bytes", "commit_seconds", "stall_seconds", "stall_seconds_total", "share_of_run", "saves", "pending")
+    for name in (*names, "failures"):
+        assert shown[f"checkpoint/{name}"], name
+    steps = [step for step, _ in shown["checkpoint/saves"]]
+    assert steps == sorted(set(steps)) and steps[-1] <= BATCHES
+    stalls = [value for _, value in shown["checkpoint/stall_seconds"]]
+    assert sum(stalls) == pytest.approx(shown["checkpoint/stall_seconds_total"][-1][1], rel=1e-5)
+
+
+@pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.__name__)
+def test_the_page_of_a_run_is_written_at_its_end(plugin: Any, tmp_path: Path) -> None:
+    heard: list[str] = []
+    page = tmp_path / "report.html"
+    options: dict[str, Any] = {"report": str(page), "listeners": [lambda event: heard.append(type(event).__name__)]}
+    with pytest.raises(ValueError, match="stop"):
+        trainer_of(tmp_path, [saver(tmp_path / "c"), StopAfter(5)], plugins=[plugin(**options)]).fit(model_of())
+    assert not page.exists() and "TrainingEnded" not in heard
+    trainer_of(tmp_path, [saver(tmp_path / "c")], plugins=[plugin(**options)]).fit(model_of(), ckpt_path="last")
+    (interruption,) = interruptions_of(read_events([f"{page}.jsonl"]))
+    assert interruption.step == 4
+    assert interruption.path == str(tmp_path / "c" / "last.ckpt")
+    assert interruption.seconds > 0
+    assert "Interruptions" in page.read_text()
+    assert heard.count("TrainingStarted") == 2 and heard[-1] == "TrainingEnded"
 
 
 def test_loggers_get_nothing_unless_asked(tmp_path: Path) -> None:

@@ -1,0 +1,482 @@
+"""What the checkpoints of a run have cost, from its event log: totals, and one self-contained page.
+
+Examples:
+    >>> import os, tempfile, torch
+    >>> from ckpt_core import Checkpointer, EventLog
+    >>> from ckpt_core.report import read_events, totals_of
+    >>> log = os.path.join(tempfile.mkdtemp(), "events.jsonl")
+    >>> with Checkpointer(listeners=[EventLog(log)]) as checkpointer:
+    ...     size = checkpointer.save({"weight": torch.ones(2)}, os.path.join(os.path.dirname(log), "1.ckpt"))
+    >>> totals_of(read_events([log]))["durable"]
+    1
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import html
+import json
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ckpt_core.events import size_in_words
+
+__all__ = [
+    "Interruption",
+    "Process",
+    "Save",
+    "interruptions_of",
+    "page_of",
+    "read_events",
+    "seconds_in_words",
+    "totals_of",
+    "try_to_write",
+]
+
+logger = logging.getLogger(__name__)
+
+_WIDTH, _ROW, _PLOT = 1000, 40, 140  # pixels
+_MOST_MARKS = 1000  # in one picture: more cannot be told apart
+_MOST_ROWS = 100  # of a table
+_MOST_RANKS = 64
+
+
+@dataclasses.dataclass
+class Save:
+    """One save of one process.
+
+    Attributes:
+        path: The checkpoint.
+        started: Unix time in seconds at which training stopped for it.
+        stall: Seconds until training continued; None if the process ended before.
+        waited: The part of it spent waiting for an earlier save.
+        durable: Unix time at which it was committed; None if it was not.
+        bytes: Size of the checkpoint.
+        error: Why it failed; empty if it did not.
+    """
+
+    path: str
+    started: float
+    stall: float | None = None
+    waited: float = 0.0
+    durable: float | None = None
+    bytes: int = 0
+    error: str = ""
+
+    @property
+    def outcome(self) -> str:
+        """What became of it, in a word or two."""
+        if self.error:
+            return "failed"
+        return "durable" if self.durable is not None else "not finished"
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rstrip("/").rpartition("/")[2]
+
+
+@dataclasses.dataclass
+class Process:
+    """What one process has reported, from one start of its training to the next.
+
+    Attributes:
+        pid: Its number.
+        rank: Its rank; 0 where the log does not say.
+        first, last: Unix times in seconds of its first and its last event.
+        saves: Its saves.
+        others: The other events: uploads, loads, deletions, what was passed over, where training began and ended.
+    """
+
+    pid: int
+    rank: int
+    first: float
+    last: float
+    saves: list[Save] = dataclasses.field(default_factory=list)
+    others: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def add(self, event: dict[str, Any]) -> None:
+        """Note one event."""
+        kind, moment = event["event"], float(event["time"])
+        begun = moment - float(event.get("stall_seconds") or event.get("seconds") or 0.0)
+        self.first, self.last = min(self.first, begun), max(self.last, moment)
+        if kind == "SaveStarted":
+            self.saves.append(Save(event["path"], moment))
+            return
+        save = next((each for each in reversed(self.saves) if each.path == event["path"]), None)
+        if save is None or kind not in ("SnapshotTaken", "SaveCommitted", "SaveFailed"):
+            self.others.append(event)
+        elif kind == "SnapshotTaken":
+            save.stall, save.waited = float(event["stall_seconds"]), float(event.get("waited_seconds", 0.0))
+            save.bytes = max(save.bytes, int(event["bytes"]))
+        elif kind == "SaveCommitted":
+            save.durable, save.bytes = moment, max(save.bytes, int(event["bytes"]))
+        else:
+            save.error = str(event["error"])
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Return the other events of one kind, in order."""
+        return [event for event in self.others if event["event"] == kind]
+
+
+@dataclasses.dataclass(frozen=True)
+class Interruption:
+    """A training that ended too early, and was continued by another process.
+
+    Attributes:
+        path: The checkpoint that it was continued from.
+        step: Optimizer steps of that.
+        saved: Unix time in seconds of its state: what was trained after it was lost.
+        ended: Unix time of the last sign of life of the process that ended.
+        resumed: Unix time at which training continued.
+    """
+
+    path: str
+    step: int
+    saved: float
+    ended: float
+    resumed: float
+
+    @property
+    def seconds(self) -> float:
+        """What it has cost: the work that was lost, and the time until training continued from the same state."""
+        return self.resumed - self.saved
+
+
+def read_events(paths: Iterable[str]) -> list[Process]:
+    """Return the processes that have written to event logs, in the order of their first events; see :class:`Process`.
+
+    A line that was cut off by a crash is left out.
+
+    Args:
+        paths: Local files, as ``event_log`` writes them.
+
+    Raises:
+        ValueError: One of them is no event log.
+        OSError: One of them cannot be read.
+    """
+    processes: list[Process] = []
+    for path in paths:
+        before = len(processes)
+        running: dict[tuple[Any, ...], Process] = {}
+        for event in _events(path):
+            pid, moment = int(event["pid"]), float(event["time"])
+            # in containers, each start has the same host and number; in a notebook, one process has several
+            key = (event.get("host"), pid, event.get("since"))
+            process = running.get(key)
+            if process is None or (event["event"] == "TrainingStarted" and process.events("TrainingStarted")):
+                process = running[key] = Process(pid, int(event.get("rank", 0)), moment, moment)
+                processes.append(process)
+            process.add(event)
+        if len(processes) == before:
+            raise ValueError(f"{path} holds no events")
+    return sorted(processes, key=lambda process: process.first)
+
+
+def _events(path: str) -> Iterator[dict[str, Any]]:
+    with Path(path).open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            try:
+                event = json.loads(line)
+                if event["event"] and event["path"] and float(event["time"]) and int(event["pid"]):
+                    yield event
+            except (ValueError, KeyError, TypeError):
+                continue
+
+
+def interruptions_of(processes: Sequence[Process]) -> list[Interruption]:
+    """Return where a run was interrupted and continued, as rank 0 has reported it.
+
+    Args:
+        processes: From :func:`read_events`.
+    """
+    found = []
+    before: list[Process] = []
+    for process in (each for each in processes if each.rank == 0):
+        started = next(iter(process.events("TrainingStarted")), None)
+        last = before[-1] if before else None
+        if started is not None and last is not None and started["resumed"] and not last.events("TrainingEnded"):
+            moments = [save.started for each in before for save in each.saves if save.path == started["path"]]
+            saved = max(moments, default=last.last)
+            found.append(Interruption(started["path"], int(started["step"]), saved, last.last, float(started["time"])))
+        if started is not None:
+            before.append(process)
+    return found
+
+
+def totals_of(processes: Sequence[Process]) -> dict[str, Any]:
+    """Return the totals of a run.
+
+    Args:
+        processes: From :func:`read_events`.
+    """
+    saves = [save for process in processes for save in process.saves]
+    stalls = sorted(save.stall for save in saves if save.stall is not None)
+    commits = sorted(save.durable - save.started for save in saves if save.durable is not None)
+    span = sum(process.last - process.first for process in processes)
+    kinds = [event["event"] for process in processes for event in process.others]
+    interruptions = interruptions_of(processes)
+    return {
+        "processes": len(processes),
+        "ranks": len({process.rank for process in processes}),
+        "seconds": span,
+        "saves": len(saves),
+        "durable": sum(save.durable is not None for save in saves),
+        "failed": sum(bool(save.error) for save in saves),
+        "not_finished": sum(save.outcome == "not finished" for save in saves),
+        "bytes": sum(save.bytes for save in saves if save.durable is not None),
+        "stall_seconds": sum(stalls),
+        "stall_seconds_median": stalls[len(stalls) // 2] if stalls else 0.0,
+        "stall_seconds_longest": stalls[-1] if stalls else 0.0,
+        "durable_after_seconds_median": commits[len(commits) // 2] if commits else 0.0,
+        "share_of_run": sum(stalls) / span if span > 0 else 0.0,
+        "interruptions": len(interruptions),
+        "interruption_seconds": sum(each.seconds for each in interruptions),
+        "uploads": kinds.count("CheckpointUploaded"),
+        "failed_uploads": kinds.count("UploadFailed"),
+        "loads": kinds.count("CheckpointLoaded"),
+        "passed_over": kinds.count("CheckpointSkipped"),
+    }
+
+
+def seconds_in_words(seconds: float) -> str:
+    """Return a duration such as ``"34 ms"``, ``"1.2 s"`` or ``"2:03:04"``.
+
+    Args:
+        seconds: How long.
+    """
+    if seconds < 1:
+        return f"{1000 * seconds:.0f} ms"
+    return f"{seconds:.1f} s" if seconds < 120 else str(datetime.timedelta(seconds=round(seconds)))
+
+
+# ---- the page --------------------------------------------------------------------------------------------------------
+
+_STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:1040px;margin:2em auto;padding:0 1em;color:#1f2933;background:#fff}
+.cards{display:flex;flex-wrap:wrap;gap:1em}
+.card{flex:1;min-width:9em;padding:.8em 1em;background:#f4f6f8;border-radius:8px}
+.card b{display:block;font-size:1.5em}svg{width:100%;height:auto}svg text{font-size:12px;fill:#6b7785}
+table{border-collapse:collapse;width:100%}td,th{text-align:right;padding:.25em .6em;border-bottom:1px solid #e3e8ee}
+td:first-child,th:first-child{text-align:left;word-break:break-all}.muted{color:#6b7785}
+.r{fill:#d9e2ec}.t{fill:#f08c00}.w{fill:#38a89d}.x{fill:#d6293e}.u{fill:#5b8def}.l{fill:#8e6bbf}.g{fill:#12564f}
+@media(prefers-color-scheme:dark){body{background:#14181d;color:#e3e8ee}.card{background:#1f2933}
+td,th{border-color:#334}.r{fill:#334}}
+"""
+
+_MARKS = {"CheckpointUploaded": "u", "UploadFailed": "x", "CheckpointLoaded": "l"}
+_LEGEND = (
+    "One row for each rank; a process is a grey bar. Orange: training stands still. Green: a checkpoint is written in "
+    "the background. Red: it failed, or the process ended before it was durable. Blue: an upload. Violet: a checkpoint "
+    "is read. A triangle: training continues from a checkpoint. Point at a mark to read what it is."
+)
+
+
+def try_to_write(log: str, target: str) -> None:
+    """Write the page about a run; where that cannot be done, say so in a warning instead of failing a training.
+
+    Args:
+        log: Its event log.
+        target: The local file to write.
+    """
+    try:
+        Path(target).write_text(page_of(read_events([log])), encoding="utf-8")
+    except (OSError, ValueError) as error:
+        logger.warning("the report %s could not be written: %s", target, error)
+
+
+def page_of(processes: Sequence[Process]) -> str:
+    """Return one self-contained HTML page about a run: totals, a time line, every stall, and tables.
+
+    Args:
+        processes: From :func:`read_events`.
+    """
+    totals = totals_of(processes)
+    interruptions = interruptions_of(processes)
+    cards = [
+        (f"{totals['share_of_run']:.2%}", "of the run was spent waiting for checkpoints"),
+        (seconds_in_words(totals["stall_seconds_median"]), "training stood still for a typical save"),
+        (f"{totals['durable']:,}", f"checkpoints durable, {size_in_words(totals['bytes'])} in all"),
+        (seconds_in_words(totals["durable_after_seconds_median"]), "until a typical save was durable"),
+    ]
+    if interruptions:
+        what = "interruption" if len(interruptions) == 1 else "interruptions"
+        cards.append((seconds_in_words(totals["interruption_seconds"]), f"{len(interruptions):,} {what} cost"))
+    bad = totals["failed"] + totals["not_finished"] + totals["failed_uploads"] + totals["passed_over"]
+    if bad:
+        cards.append((f"{bad:,}", "saves failed or not finished, uploads failed, checkpoints passed over"))
+    in_all = f"{seconds_in_words(totals['seconds'])} in {totals['processes']:,} process(es)"
+    saves = sorted((save for process in processes for save in process.saves), key=lambda save: save.started)
+    parts = [
+        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
+        f"<title>Checkpoints of a run</title><style>{_STYLE}</style><h1>Checkpoints of a run</h1>",
+        f"<p class=muted>from {_date(processes[0].first)}, {in_all}</p>",
+        "<div class=cards>",
+        *(f"<div class=card><b>{html.escape(value)}</b>{html.escape(text)}</div>" for value, text in cards),
+        f"</div><h2>Time line</h2><p>{_LEGEND}</p>",
+        _time_line(processes),
+        *_interruptions(interruptions),
+        "<h2>Stall of each save</h2>",
+        _stalls(saves),
+        "<h2>Ranks</h2>",
+        _ranks(processes),
+        "<h2>Saves</h2>",
+        _saves(saves),
+    ]
+    return "\n".join(parts) + "\n"
+
+
+def _date(moment: float) -> str:
+    return datetime.datetime.fromtimestamp(moment).isoformat(sep=" ", timespec="seconds")
+
+
+def _text(text: str) -> str:
+    return html.escape("".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>\n" for row in rows)
+    return f"<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>\n{body}</table>"
+
+
+def _by_rank(processes: Sequence[Process]) -> list[tuple[int, list[Process]]]:
+    ranks: dict[int, list[Process]] = {}
+    for process in processes:
+        ranks.setdefault(process.rank, []).append(process)
+    return sorted(ranks.items())
+
+
+def _time_line(processes: Sequence[Process]) -> str:
+    ranks = _by_rank(processes)
+    shown = ranks[:_MOST_RANKS]
+    begin, end = min(process.first for process in processes), max(process.last for process in processes)
+    scale = _WIDTH / max(end - begin, 1e-9)
+    height = _ROW * len(shown) + 20
+
+    def bar(start: float, stop: float, top: int, style: str, note: str) -> str:
+        left, width = (start - begin) * scale, max((stop - start) * scale, 1.0)
+        return (
+            f"<rect x='{left:.1f}' y='{top}' width='{width:.1f}' height='10' class='{style}'>"
+            f"<title>{_text(note)}</title></rect>\n"
+        )
+
+    marks = [f"<svg viewBox='0 0 {_WIDTH} {height}' role='img' aria-label='time line'>"]
+    for row, (rank, starts) in enumerate(shown):
+        top = row * _ROW + 16
+        marks.append(f"<text x='0' y='{top - 3}'>rank {rank}</text>\n")
+        ends = {id(save): process.last for process in starts for save in process.saves}
+        marks += [bar(each.first, each.last, top, "r", f"process {each.pid}") for each in starts]
+        saves = _some([save for process in starts for save in process.saves], _MOST_MARKS // len(shown))
+        for save in saves:
+            resumed = save.started + (save.stall or 0.0)
+            written = ends[id(save)] if save.durable is None else save.durable
+            if written > resumed or save.outcome != "durable":
+                style = "w" if save.outcome == "durable" else "x"
+                marks.append(bar(resumed, written, top + 11, style, f"{save.name}: {save.outcome} {save.error}"))
+            if save.stall is not None:
+                marks.append(bar(save.started, resumed, top, "t", f"{save.name}: {seconds_in_words(save.stall)}"))
+        others = [event for process in starts for event in process.others]
+        for event in others[: _MOST_MARKS // len(shown)]:
+            if event["event"] in _MARKS:
+                start, note = event["time"] - event.get("seconds", 0.0), f"{event['event']}: {event['path']}"
+                marks.append(bar(start, event["time"], top + 11, _MARKS[event["event"]], note))
+            elif event["event"] == "TrainingStarted" and event["resumed"]:
+                x, note = (event["time"] - begin) * scale, f"continues at step {event['step']} from {event['path']}"
+                marks.append(f"<path d='M{x:.1f} {top - 2}l9 7l-9 7z' class='g'><title>{_text(note)}</title></path>\n")
+    marks.append(f"<text x='0' y='{height - 4}'>0</text>")
+    marks.append(f"<text x='{_WIDTH}' y='{height - 4}' text-anchor='end'>{seconds_in_words(end - begin)}</text></svg>")
+    if len(ranks) > len(shown):
+        marks.append(f"<p class=muted>the first {len(shown)} of {len(ranks):,} ranks</p>")
+    return "".join(marks)
+
+
+def _some(saves: Sequence[Save], most: int) -> list[Save]:
+    """Return so many saves at most: of those that share a place, one that is not durable, or that stalled longest."""
+    each = len(saves) // most + 1
+    groups = (saves[i : i + each] for i in range(0, len(saves), each))
+    return [max(group, key=lambda save: (save.outcome != "durable", save.stall or 0.0)) for group in groups]
+
+
+def _interruptions(interruptions: Sequence[Interruption]) -> list[str]:
+    if not interruptions:
+        return []
+    rows = [
+        (
+            each.path,
+            f"{each.step:,}",
+            seconds_in_words(max(each.ended - each.saved, 0.0)),
+            seconds_in_words(each.resumed - max(each.ended, each.saved)),
+            seconds_in_words(each.seconds),
+        )
+        for each in interruptions[:_MOST_ROWS]
+    ]
+    head = ("continued from", "step", "work lost, at least", "until training again", "in all")
+    return [
+        "<h2>Interruptions</h2><p>Training ended without reaching its end, and continued from a checkpoint.</p>",
+        _table(head, rows),
+    ]
+
+
+def _stalls(saves: Sequence[Save]) -> str:
+    stalls = [save for save in saves if save.stall is not None]
+    if not stalls:
+        return "<p class=muted>no save got so far</p>"
+    longest = max(save.stall or 0.0 for save in stalls) or 1e-9
+    chosen = _some(stalls, _MOST_MARKS)
+    width = _WIDTH / len(chosen)
+    bars = []
+    for index, save in enumerate(chosen):
+        height = max(_PLOT * (save.stall or 0.0) / longest, 1.0)
+        waited = f", {seconds_in_words(save.waited)} of it for an earlier save" if save.waited >= 0.001 else ""
+        bars.append(
+            f"<rect x='{index * width:.2f}' y='{_PLOT - height:.1f}' width='{max(width * 0.8, 0.5):.2f}' "
+            f"height='{height:.1f}' class='t'><title>{_text(save.name)}: "
+            f"{seconds_in_words(save.stall or 0.0)}{waited}</title></rect>\n"
+        )
+    label = f"<text x='0' y='12'>{seconds_in_words(longest)}</text>"
+    return f"<svg viewBox='0 0 {_WIDTH} {_PLOT}' role='img' aria-label='stalls'>{''.join(bars)}{label}</svg>"
+
+
+def _ranks(processes: Sequence[Process]) -> str:
+    rows = []
+    for rank, starts in _by_rank(processes)[:_MOST_ROWS]:
+        totals = totals_of(starts)
+        failures = totals["failed"] + totals["not_finished"] + totals["failed_uploads"]
+        rows.append(
+            (
+                f"{rank}",
+                f"{len(starts):,}",
+                f"{totals['durable']:,}",
+                size_in_words(totals["bytes"]),
+                seconds_in_words(totals["stall_seconds"]),
+                seconds_in_words(totals["stall_seconds_longest"]),
+                f"{totals['share_of_run']:.2%}",
+                f"{totals['uploads']:,}",
+                f"{failures:,}",
+            )
+        )
+    head = ("rank", "starts", "durable", "size", "stall", "longest", "share", "uploads", "failed or not finished")
+    return _table(head, rows)
+
+
+def _saves(saves: Sequence[Save]) -> str:
+    bad = [save for save in saves if save.outcome != "durable"]
+    rest = [save for save in saves if save.outcome == "durable"]
+    shown = [*bad[:_MOST_ROWS], *rest[-max(_MOST_ROWS - len(bad), 0) or len(rest) :]]
+    rows = [
+        (
+            save.path,
+            _date(save.started),
+            size_in_words(save.bytes),
+            "" if save.stall is None else seconds_in_words(save.stall),
+            "" if save.durable is None else seconds_in_words(save.durable - save.started),
+            f"{save.outcome}{': ' if save.error else ''}{save.error}",
+        )
+        for save in shown
+    ]
+    left_out = len(saves) - len(shown)
+    note = f"<p class=muted>{len(shown):,} of {len(saves):,}: those that failed, and the last ones</p>"
+    return _table(("checkpoint", "saved", "size", "stall", "durable after", "outcome"), rows) + note * bool(left_out)

@@ -1,0 +1,108 @@
+"""What a script's saves cost: in its trackers, in the Trainer's logs, and as a page."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+from accelerate import Accelerator
+
+from accelerate_ckpt import CheckpointConfig, attach
+from accelerate_ckpt.config import OptionError
+from ckpt_core import options
+from ckpt_core.events import Event
+from ckpt_core.report import interruptions_of, read_events
+from tests.accelerate_ckpt.training import Run
+from tests.support.event_files import scalars_of
+
+NAMES = ("bytes", "commit_seconds", "stall_seconds", "stall_seconds_total", "share_of_run", "saves", "pending")
+
+
+@pytest.fixture(autouse=True)
+def _in_the_background(fresh_accelerate: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options, "SMALL_STATE_BYTES", 0)
+
+
+def train(folder: Path, *, log: bool = True, resume: bool = False, **settings: Any) -> Any:
+    """Three steps with a save after each, which the script logs when it is durable, every ten of its own steps."""
+    accelerator = attach(Accelerator(log_with="tensorboard" if log else None, project_dir=folder), **settings)
+    accelerator.init_trackers("run")
+    run = Run(accelerator)
+    if resume:
+        accelerator.load_state(str(folder / "2"))
+    for step in range(3):
+        run.train(1)
+        accelerator.save_state(str(folder / str(step)))
+        assert (folder / str(step)).is_dir()  # waits for it
+        accelerator.log({"loss": 0.5}, step=10 * step)
+        accelerator.log({"other": 0.5}, step=10 * step)
+    return accelerator
+
+
+def test_tensorboard_shows_the_figures_at_the_steps_of_the_script(tmp_path: Path) -> None:
+    train(tmp_path, log_metrics=True, strategy="async").end_training()
+    shown = scalars_of(tmp_path)
+    assert [step for step, _ in shown["loss"]] == [0, 10, 20]
+    for name in (*NAMES, "failures"):
+        assert [step for step, _ in shown[f"checkpoint/{name}"]] == [0, 10, 20], name
+    assert [value for _, value in shown["checkpoint/saves"]] == [1, 2, 3]
+    assert shown["checkpoint/pending"][-1][1] == 0
+    stalls = [value for _, value in shown["checkpoint/stall_seconds"]]
+    assert min(stalls) > 0
+    assert sum(stalls) == pytest.approx(shown["checkpoint/stall_seconds_total"][-1][1], rel=1e-5)
+
+
+def test_trackers_get_nothing_unless_asked(tmp_path: Path) -> None:
+    train(tmp_path).end_training()
+    assert sorted(scalars_of(tmp_path)) == ["loss", "other"]
+
+
+def test_the_page_counts_interruptions_and_listeners_hear_of_them(tmp_path: Path) -> None:
+    page, heard = tmp_path / "report.html", list[Event]()
+    wanted: dict[str, Any] = {"log": False, "report": page, "listeners": [heard.append]}
+    train(tmp_path, **wanted)  # ends without a word
+    gc.collect()  # end_training is for all Accelerators that there are
+    train(tmp_path, resume=True, **wanted).end_training()
+    (interruption,) = interruptions_of(read_events([f"{page}.jsonl"]))
+    assert (interruption.path, interruption.step) == (str(tmp_path / "2"), 3)
+    assert "Interruptions" in page.read_text()
+    names = [type(event).__name__ for event in heard]
+    assert names.count("TrainingStarted") == 2 and names.count("TrainingEnded") == 1
+
+
+def test_listeners_have_names_in_flags() -> None:
+    name = "ckpt_core.listeners.opentelemetry.OpenTelemetryListener"
+    config = CheckpointConfig.from_sources({"listeners": f"{name},{name}"}, variables={})
+    assert [type(listener).__name__ for listener in config.made_listeners()] == ["OpenTelemetryListener"] * 2
+    for wrong in ("ckpt_core.listeners.prometeus.Listener", "ckpt_core.events.Listner", "listener"):
+        with pytest.raises(OptionError, match=f"there is no '{wrong}'"):
+            CheckpointConfig(listeners=[wrong]).made_listeners()
+    with pytest.raises(OptionError, match="listeners must be a list of functions or of names"):
+        CheckpointConfig(listeners=[3])
+
+
+def test_the_logs_of_a_trainer_hold_the_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="the optional extra is not installed")
+    from accelerate_ckpt.integrations.transformers import ResumableCallback
+    from tests.accelerate_ckpt.test_transformers import trainer_for
+
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "logs"))
+    settings: dict[str, Any] = {"max_steps": 8, "save_steps": 2, "logging_steps": 1, "eval_strategy": "steps"}
+    trainer = trainer_for(
+        tmp_path,
+        callback=False,
+        report_to=["tensorboard"],
+        eval_steps=4,
+        **settings,
+    )
+    ResumableCallback(trainer, log_metrics=True)
+    result = trainer.train()
+    shown = scalars_of(tmp_path)
+    assert "epoch" in result.metrics
+    rows = [row for row in trainer.state.log_history if "checkpoint/saves" in row]
+    assert rows and all("loss" in row or "train_runtime" in row for row in rows)
+    assert rows[-1]["checkpoint/bytes"] > 1000
+    assert not any(name.startswith("checkpoint/") for name in trainer.evaluate())
+    assert [value for _, value in shown["train/checkpoint/saves"]] == [row["checkpoint/saves"] for row in rows]
