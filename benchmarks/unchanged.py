@@ -18,7 +18,7 @@ from ckpt_core import DirectoryCheckpointer, Kind, Part
 __all__ = ["table"]
 
 FROZEN = 0.95  # of the parameters
-WARM_UP = 2  # saves in which what does not change gets a file of its own
+WARM_UP = 1  # the save that writes what does not change
 AIM = 1.05
 
 
@@ -34,7 +34,10 @@ def table(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
         f"{options.repeats} saves after {WARM_UP}, {options.idle:g} s idle before each\n"
     )
     print(f"{'':22s} {'written per save':>18s} {'of the trained':>15s} {'durable':>10s}")
-    parts = [Part("model", {**base, **adapters}, Kind.SHARDED), Part("optimizer", moments, Kind.SHARDED)]
+    parts = [
+        Part("model", {**base, **adapters}, Kind.SHARDED, frozenset(base)),
+        Part("optimizer", moments, Kind.SHARDED),
+    ]
     changing = [*adapters.values(), *(value for entry in moments.values() for value in entry.values())]
     results: dict[str, Any] = {"frozen_bytes": frozen, "trained_bytes": trained, "aim": AIM}
     for name, link in (("unchanged files linked", True), ("everything written", False)):

@@ -99,27 +99,34 @@ class ShardedCheckpointIO(RankCheckpointIO):
         self._checkpointer: DirectoryCheckpointer | None = None
         self._ranks = RankGroup.alone()
         self._buffers: Callable[[], Collection[str]] = tuple
+        self._frozen: Callable[[], Collection[str]] = tuple
         DirectoryCheckpointer(**self._settings)  # refuses what makes no sense here and not at the first save
         _listen()
 
     def __getstate__(self) -> dict[str, Any]:
-        alone = {"_checkpointer": None, "_ranks": RankGroup.alone(), "_buffers": tuple}  # until it is connected
-        return {**self.__dict__, **alone}
+        alone = {"_checkpointer": None, "_ranks": RankGroup.alone()}  # until it is connected
+        return {**self.__dict__, **alone, "_buffers": tuple, "_frozen": tuple}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         _listen()  # in a process that was spawned, too
 
-    def connect(self, ranks: RankGroup, buffers: Callable[[], Collection[str]] = tuple) -> None:
+    def connect(
+        self,
+        ranks: RankGroup,
+        buffers: Callable[[], Collection[str]] = tuple,
+        frozen: Callable[[], Collection[str]] = tuple,
+    ) -> None:
         """Say who saves together; called on all ranks together.
 
         Args:
             ranks: The ranks of the run.
             buffers: Returns the names of the model's buffers.
+            frozen: Returns the names of its parameters that training does not change.
         """
         if self._checkpointer is not None:
             self._checkpointer.close()
-        self._ranks, self._buffers = ranks, buffers
+        self._ranks, self._buffers, self._frozen = ranks, buffers, frozen
         self._checkpointer = DirectoryCheckpointer(ranks=ranks, slice_replicated=True, **self._settings)
 
     @property
@@ -179,7 +186,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
         self.refuse(storage_options)
         checkpointer = self.checkpointer
         self.before_change(path, removes=False)
-        parts = parts_of(checkpoint, rank=self._ranks.rank, buffers=self._buffers())
+        parts = parts_of(checkpoint, rank=self._ranks.rank, buffers=self._buffers(), frozen=self._frozen())
         # Ranks that are at different steps are refused instead of being mixed.
         checkpointer.save(parts, path, metadata=metadata_of(checkpoint), step=checkpoint.get("global_step"))
         if not training_goes_on(checkpoint, path):

@@ -18,7 +18,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from ckpt_core.directory import DirectoryCheckpoint, Part
 from ckpt_core.errors import StateMismatchError
-from ckpt_core.state.kinds import Kind
+from ckpt_core.state.kinds import Kind, frozen_parameters
 from ckpt_core.tree import tensors
 
 __all__ = [
@@ -50,9 +50,10 @@ def indexed(name: str, index: int) -> str:
     return name if index == 0 else f"{name}_{index}"
 
 
-def model_parts(weights: Sequence[Mapping[str, Any]], kind: Kind) -> list[Part]:
-    """Return one part for each state dictionary."""
-    return [Part(indexed("model", index), state, kind) for index, state in enumerate(weights)]
+def model_parts(models: Sequence[Any], weights: Sequence[Mapping[str, Any]], kind: Kind) -> list[Part]:
+    """Return one part for each state dictionary; hooks may have taken those of some models away."""
+    frozen = [frozen_parameters(model) for model in models] if len(models) == len(weights) else [()] * len(weights)
+    return [Part(indexed("model", index), state, kind, frozen[index]) for index, state in enumerate(weights)]
 
 
 def optimizer_parts(optimizers: Sequence[Any], kind: Kind) -> list[Part]:
@@ -214,7 +215,12 @@ def is_sharded(accelerator: Any) -> bool:
 def sharded_parts(accelerator: Any) -> list[Part]:
     """Return models and optimizers in pieces; each optimizer belongs to the model with its number, as in Accelerate."""
     found = [
-        Part(indexed("model", index), get_model_state_dict(model, options=_PIECES), Kind.SHARDED)
+        Part(
+            indexed("model", index),
+            get_model_state_dict(model, options=_PIECES),
+            Kind.SHARDED,
+            frozen_parameters(model),
+        )
         for index, model in enumerate(accelerator._models)
     ]
     for index, (model, optimizer) in enumerate(zip(accelerator._models, accelerator._optimizers, strict=False)):

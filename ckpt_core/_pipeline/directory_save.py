@@ -339,7 +339,8 @@ def plan_parts(
         else:
             _check_whole(part, found)
             pieces = {name: tensor.pieces for name, tensor in found.items()} if rank == 0 or not same else {}
-        planned.append(PartContent(part.name, part.kind.value, skeleton, found, pieces, spread and world_size > 1))
+        spread = spread and world_size > 1
+        planned.append(PartContent(part.name, part.kind.value, skeleton, found, pieces, spread, part.frozen))
     return planned
 
 

@@ -1,10 +1,9 @@
-"""Tensors that have not changed since the last checkpoint are not written again: their file is linked or copied.
+"""Frozen tensors are not written again: their file is linked to the one of the checkpoint before, or copied.
 
-What decides is the content: a file is taken over only if every block of it has the digest that the same block has in
-the file of the earlier checkpoint. So a file is taken over whole or not at all, and tensors that stay as they are get
-files of their own (:class:`~ckpt_core._plan.Grouping`). Which those are may be guessed, from what was found at the last
-save and from the counters in which autograd notes changes; a wrong guess costs a file that is written, and never a
-wrong byte.
+Callers say which tensors are frozen (:attr:`~ckpt_core.Part.frozen`), and those are written into a file of their own.
+What decides is the content: the file is taken over only if every block of it has the digest that the same block has in
+the file of the checkpoint before. A tensor that was called frozen and has changed costs a file that is written, and
+never a wrong byte.
 
 Every checkpoint remains whole by itself: what is taken over is a hard link or a copy, never a reference. Links share
 the blocks of a disk, though, so a block that goes bad would be in all checkpoints from then on. Therefore a file is
@@ -17,16 +16,17 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from ckpt_core._layouts.image import WINDOW, Image
+from ckpt_core._layouts.sharded.manifest import RankRecord
+from ckpt_core._layouts.sharded.safetensors_file import DIGEST_BYTES, FileLayout
 from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, WrittenFile
-from ckpt_core._pipeline.known_files import Known, KnownFile, changes, known_at, known_file
-from ckpt_core._plan import Grouping
+from ckpt_core._pipeline.directories import read_manifest
 from ckpt_core.digest import digest
-from ckpt_core.errors import CheckpointError
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointError
 from ckpt_core.memory import ScratchBuffers
 from ckpt_core.parallel import IO_THREADS, run_parallel
 from ckpt_core.storage import FileReader, Storage, is_remote
@@ -36,10 +36,41 @@ __all__ = ["LINKS_BETWEEN_READINGS", "IncrementalSave", "UnchangedFiles"]
 logger = logging.getLogger(__name__)
 
 LINKS_BETWEEN_READINGS = 10
+_NEVER_READ = 2**31  # links of a file whose bytes this process has neither written nor read back
 _READ = 8 * 2**20  # bytes of a file that are read at a time, to be compared
+_WORTH_A_FILE = 256 * 1024  # a file costs a call or two to make durable, and its share of the manifest
 
-Key = tuple[str, str]  # part and tensor
-Hint = tuple[int, int]  # address and autograd's counter of changes
+
+@dataclasses.dataclass(frozen=True)
+class _KnownFile:
+    """A safetensors file of the checkpoint before.
+
+    Attributes:
+        name: Its name.
+        size: Its length in bytes.
+        save_id: The save that wrote it.
+        digests: Of its blocks, one after the other; the first is its header's.
+        links: How many checkpoints have taken it over since its bytes were written or read back.
+    """
+
+    name: str
+    size: int
+    save_id: str
+    digests: bytes
+    links: int
+
+    def fits(self, layout: FileLayout) -> bool:
+        """Return whether it has the header of such a file, but for the save's id."""
+        fits = self.size == layout.size and len(self.digests) == (len(layout.blocks) - 1) * DIGEST_BYTES
+        return fits and bytes.fromhex(digest(layout.header(self.save_id))) == self.digests[:DIGEST_BYTES]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """A committed checkpoint, as far as one rank has written it: where it is, and its safetensors files."""
+
+    path: str
+    files: tuple[_KnownFile, ...]
 
 
 class UnchangedFiles:
@@ -49,7 +80,7 @@ class UnchangedFiles:
         rank: This process's rank.
         world_size: Number of ranks.
         divide_replicated: Whether parts that all ranks hold alike may be divided over files. If not, they stay files
-            that other programs read as they are, and are taken over only if all of the part is unchanged.
+            that other programs read as they are, and are taken over only if all of the part is frozen.
         enabled: If not, everything is written each time.
     """
 
@@ -58,10 +89,7 @@ class UnchangedFiles:
         self._enabled = enabled
         self._world_size = world_size
         self._divide_replicated = divide_replicated
-        self._groupings: dict[str, Grouping] = {}
-        self._known: Known | None = None
-        self._hints: Mapping[Key, Hint] = {}
-        self._misled: set[Key] = set()
+        self._known: _Known | None = None
         self._loaded: tuple[Storage, str] | None = None
 
     def loaded(self, storage: Storage, path: str) -> None:
@@ -72,37 +100,24 @@ class UnchangedFiles:
     def begin(self, storage: Storage, path: str) -> IncrementalSave:
         """Return what a save at ``path`` needs to know."""
         if self._loaded is not None:
-            found, self._loaded = known_at(*self._loaded, rank=self._rank), None
-            if found is not None and self._known is None:
-                self._known = found
-                for part, groups in found.groups().items():
-                    self._grouping(part).restore(groups)
-        hints = {key: hint for key, hint in self._hints.items() if key not in self._misled}
-        return IncrementalSave(self, storage, path, self._known, hints)
+            found, self._loaded = _known_at(*self._loaded, rank=self._rank), None
+            self._known = self._known or found
+        return IncrementalSave(self, storage, path, self._known)
 
-    def _grouping(self, part: str) -> Grouping:
-        return self._groupings.setdefault(part, Grouping())
-
-    def group(self, content: PartContent, unchanged: Collection[Key]) -> PartContent:
-        """Return the part with the groups that its tensors are written in."""
-        may_be_divided = self._divide_replicated if content.kind == "replicated" else content.kind == "sharded"
-        if not may_be_divided or (self._world_size == 1 and not self._divide_replicated):
+    def divide(self, content: PartContent) -> PartContent:
+        """Return the part with its frozen tensors in a file of their own, if that is worth it."""
+        may_be_divided = content.kind == "sharded" or (content.kind == "replicated" and self._divide_replicated)
+        if not self._enabled or not may_be_divided or (self._world_size == 1 and not self._divide_replicated):
             return content
-        sizes = {key: sum(piece.tensor.nbytes for piece in pieces) for key, pieces in content.pieces.items()}
-        found = {key for key in sizes if (content.name, key) in unchanged}
-        return dataclasses.replace(content, groups=self._grouping(content.name).update(sizes, found))
+        sizes = {key: sum(piece.tensor.nbytes for piece in pieces) for key, pieces in content.pieces.items() if pieces}
+        frozen = sizes.keys() & set(content.frozen)
+        apart = len(frozen) < len(sizes) and sum(sizes[key] for key in frozen) >= _WORTH_A_FILE
+        return dataclasses.replace(content, apart=apart)
 
-    def committed(self, known: Known, hints: Mapping[Key, Hint], misled: Iterable[Key]) -> None:
-        """Note that a save was committed.
-
-        Args:
-            known: Its files.
-            hints: Of the tensors, when it began.
-            misled: Tensors that have changed although their hint said that they had not: not every kernel counts.
-        """
+    def committed(self, path: str, files: Iterable[_KnownFile]) -> None:
+        """Note that a checkpoint is there, with these files of this rank."""
         if self._enabled:
-            self._known, self._hints = known, hints
-            self._misled.update(misled)
+            self._known = _Known(path, tuple(files))
 
 
 class IncrementalSave:
@@ -113,34 +128,20 @@ class IncrementalSave:
         storage: Where it goes.
         path: The checkpoint.
         known: The checkpoint before, if one is known.
-        hints: Of the tensors at that time.
     """
 
-    def __init__(
-        self, memory: UnchangedFiles, storage: Storage, path: str, known: Known | None, hints: Mapping[Key, Hint]
-    ) -> None:
+    def __init__(self, memory: UnchangedFiles, storage: Storage, path: str, known: _Known | None) -> None:
         self._memory = memory
         self._storage = storage
         self._path = path
         self._known = known if known is not None and _same_store(known.path, path) else None
-        self._hints_before = hints
-        self._hints: dict[Key, Hint] = {}
-        self._expected: set[Key] = set()
+        self._frozen: Mapping[str, frozenset[str]] = {}
         self._links: dict[str, int] = {}
-        self._surprises: set[str] = set()  # files that were not what was expected
 
     def divide(self, contents: Sequence[PartContent]) -> list[PartContent]:
         """Return the parts with their tensors divided over files; called when the state is about to be taken."""
-        for content in contents:
-            if content.kind == "per-rank":
-                continue
-            for key, pieces in content.pieces.items():
-                if len(pieces) == 1 and not pieces[0].tensor.is_inference():
-                    self._hints[content.name, key] = pieces[0].tensor.data_ptr(), pieces[0].tensor._version
-        if self._known is not None:
-            before = self._hints_before
-            self._expected = {key for key, hint in self._hints.items() if before.get(key) == hint} | self._known.same
-        return [self._memory.group(content, self._expected) for content in contents]
+        self._frozen = {content.name: frozenset(content.frozen) for content in contents}
+        return [self._memory.divide(content) for content in contents]
 
     def take_over(self, files: RankFiles, name: str, image: Image, target: str, *, scratch: ScratchBuffers) -> bool:
         """Make the file ``name`` of this save that of the checkpoint before, if the two are equal.
@@ -158,15 +159,14 @@ class IncrementalSave:
         if self._known is None:
             return False
         file = next((file for file in files.written() if file.name == name), None)
-        if file is None or file.part is None or not {(file.part, key) for key in file.keys} <= self._expected:
+        if file is None or file.part is None or not self._frozen[file.part].issuperset(file.keys):
             return False
-        before = self._known.with_header_of(file.layout)
+        before = next((known for known in self._known.files if known.fits(file.layout)), None)
         if before is None:
             return False
         _take_all(image, scratch)
         file = next(file for file in files.written() if file.name == name)
-        if file.digests[len(before.header_digest) :] != before.digests[len(before.header_digest) :]:
-            self._surprises.add(name)
+        if file.digests[DIGEST_BYTES:] != before.digests[DIGEST_BYTES:]:
             return False
         try:
             self._storage.copy(f"{self._known.path}/{before.name}", target)
@@ -177,10 +177,10 @@ class IncrementalSave:
             )
             return False
         if is_right:
-            files.take_over(name, save_id=before.save_id, header_digest=before.header_digest)
+            files.take_over(name, save_id=before.save_id, header_digest=before.digests[:DIGEST_BYTES])
         return is_right
 
-    def _is_right(self, target: str, file: WrittenFile, before: KnownFile) -> bool:
+    def _is_right(self, target: str, file: WrittenFile, before: _KnownFile) -> bool:
         assert self._known is not None
         links = before.links + 1
         whole = links > LINKS_BETWEEN_READINGS
@@ -197,18 +197,40 @@ class IncrementalSave:
 
     def committed(self, files: RankFiles) -> None:
         """Note that the checkpoint is there, with these files of this rank."""
-        written = [known_file(file, links=self._links.get(file.name, 0)) for file in files.written()]
-        same: set[Key] = set()
-        misled: set[Key] = set()
-        if self._known is not None:
-            for part in {file.part for file in written if file.part is not None}:
-                unchanged, changed = changes([f for f in written if f.part == part], self._known)
-                if not changed:
-                    unchanged = {key for key in self._known.same if key[0] == part}  # saved twice: nothing new is known
-                same |= unchanged
-                expected = {(part, key) for f in written if f.name in self._surprises for key in f.keys}
-                misled |= changed & expected
-        self._memory.committed(Known(self._path, tuple(written), frozenset(same)), self._hints, misled)
+        self._memory.committed(
+            self._path,
+            [
+                _KnownFile(file.name, file.layout.size, file.save_id, file.digests, self._links.get(file.name, 0))
+                for file in files.written()
+            ],
+        )
+
+
+def _known_at(storage: Storage, path: str, *, rank: int) -> _Known | None:
+    """Return what a rank of another process has written of the checkpoint at ``path``; None if that is not known."""
+    try:
+        _, manifest = read_manifest(storage, path)
+        if rank >= len(manifest.ranks):
+            return None
+        return _Known(path, tuple(_files_of(storage, path, manifest.ranks[rank], manifest.save_id)))
+    except (CheckpointError, ValueError, LookupError, TypeError, AttributeError) as error:
+        logger.info("unchanged files of %s are written again: %s", path, error)
+        return None
+
+
+def _files_of(storage: Storage, path: str, record: RankRecord, save_id: str) -> Iterable[_KnownFile]:
+    if record.digests is None:
+        return
+    digests = bytearray(record.digests.size)
+    with storage.open(f"{path}/{record.digests.name}") as reader:
+        reader.read_into(0, memoryview(digests))
+    if digest(digests) != record.digests.digest:
+        raise CheckpointCorruptedError("the digests differ from those that were saved", path=path)
+    begin = 0
+    for file in record.files:
+        end = begin + file.blocks * DIGEST_BYTES
+        yield _KnownFile(file.name, file.size, file.save_id or save_id, bytes(digests[begin:end]), _NEVER_READ)
+        begin = end
 
 
 def _same_store(one: str, other: str) -> bool:
@@ -235,10 +257,10 @@ def _take_all(image: Image, scratch: ScratchBuffers) -> None:
     image.tail()
 
 
-def _compare(reader: FileReader, file: WrittenFile, before: KnownFile, *, whole: bool) -> bool:
+def _compare(reader: FileReader, file: WrittenFile, before: _KnownFile, *, whole: bool) -> bool:
     """Return whether the header of a file, or all of it, has the digests that are known of it."""
     blocks = file.layout.blocks.tolist() if whole else [0, file.layout.header_size]
-    wanted = [before.digests[i * 8 : i * 8 + 8].hex() for i in range(len(blocks) - 1)]
+    wanted = [before.digests[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES].hex() for i in range(len(blocks) - 1)]
     # Whole blocks, as many as are read at a time; the header is larger only if there are very many tensors.
     first_of_read = np.unique(np.searchsorted(blocks, range(0, blocks[-1], _READ), side="right") - 1).tolist()
     found: list[bool] = []

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from ckpt_core.errors import StateMismatchError
 
-__all__ = ["Kind", "Part", "join_ranks", "state_of_rank"]
+__all__ = ["Kind", "Part", "frozen_parameters", "join_ranks", "state_of_rank"]
 
 
 class Kind(enum.Enum):
@@ -34,11 +37,23 @@ class Part:
         name: Letters, digits and underscores; beginning of the name of its file.
         state: Nested dictionaries, lists and tuples of tensors and plain values.
         kind: Who holds it.
+        frozen: Names of tensors in it that training does not change (:func:`frozen_parameters`). They are written once,
+            and linked or copied at later saves, as long as their bytes are the same.
     """
 
     name: str
     state: Any
     kind: Kind
+    frozen: Collection[str] = ()
+
+
+_WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")
+
+
+def frozen_parameters(model: torch.nn.Module) -> frozenset[str]:
+    """Return the names of the parameters that need no gradient, as the model and its wrapped modules know them."""
+    found = [name for name, value in model.named_parameters(remove_duplicate=False) if not value.requires_grad]
+    return frozenset([*found, *(_WRAPPERS.sub("", name).removeprefix("module.") for name in found)])
 
 
 def join_ranks(replicated: Mapping[str, Any], per_rank: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:

@@ -36,7 +36,9 @@ def optimizer_part(index: int) -> str:
     return "optimizer" if index == 0 else f"optimizer_{index}"
 
 
-def parts_of(checkpoint: Mapping[str, Any], *, rank: int, buffers: Collection[str] = ()) -> list[Part]:
+def parts_of(
+    checkpoint: Mapping[str, Any], *, rank: int, buffers: Collection[str] = (), frozen: Collection[str] = ()
+) -> list[Part]:
     """Split a checkpoint of the Trainer into parts.
 
     Weights and optimizers are parts of their own, so that each can be read alone; their tensors may be distributed. The
@@ -47,13 +49,14 @@ def parts_of(checkpoint: Mapping[str, Any], *, rank: int, buffers: Collection[st
         checkpoint: What the Trainer gives its strategy; the callbacks and hooks of the user have changed it already.
         rank: This process's rank.
         buffers: Names of the model's buffers.
+        frozen: Names of its parameters that training does not change.
     """
     model = checkpoint.get("state_dict", {})
     whole = {name: value for name, value in model.items() if name in buffers or not isinstance(value, torch.Tensor)}
     weights = {name: value for name, value in model.items() if name not in whole}
     kept_apart = ("state_dict", "optimizer_states", GRADIENTS_KEY)
     rest = {name: value for name, value in checkpoint.items() if name not in kept_apart}
-    parts = [Part(_MODEL, weights, Kind.SHARDED)]
+    parts = [Part(_MODEL, weights, Kind.SHARDED, frozen)]
     for index, state in enumerate(checkpoint.get("optimizer_states", ())):
         parts.append(Part(optimizer_part(index), state, Kind.SHARDED))
     own = {"checkpoint": rest, "buffers": whole, "order": list(model) if "state_dict" in checkpoint else None}

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from ckpt_core import Kind, Part, RankGroup
 from ckpt_core.errors import CheckpointError, StateMismatchError
+from ckpt_core.state.kinds import frozen_parameters
 from lightning_ckpt._routing.trainer import (
     RankCheckpointIO,
     is_routed,
@@ -115,7 +116,9 @@ def _save(
                 raise CheckpointError(f"the name {name!r} cannot be that of a file", remedy="give it another name")
             own = _buffers(value, found)
             rest[name] = own
-            parts.append(Part(name, {key: item for key, item in found.items() if key not in own}, Kind.SHARDED))
+            frozen = frozen_parameters(value) if isinstance(value, nn.Module) else ()
+            weights = {key: item for key, item in found.items() if key not in own}
+            parts.append(Part(name, weights, Kind.SHARDED, frozen))
         parts.append(Part(_REST, rest if fabric.global_rank == 0 else {}, Kind.PER_RANK))
         plugin.checkpointer.save(parts, target)
         plugin.checkpointer.wait_when_touched(target)

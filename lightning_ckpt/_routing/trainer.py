@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from ckpt_core import DirectoryCheckpointer, RankGroup
 from ckpt_core.errors import CheckpointError
 from ckpt_core.ranks import raise_together
+from ckpt_core.state.kinds import frozen_parameters
 from lightning_ckpt._boundaries import watch_boundaries
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._private.replacing import Live, replace
@@ -49,7 +50,12 @@ class RankCheckpointIO(ReliableCheckpointIO):
         """What saves."""
 
     @abstractmethod
-    def connect(self, ranks: RankGroup, buffers: Callable[[], Collection[str]] = tuple) -> None:
+    def connect(
+        self,
+        ranks: RankGroup,
+        buffers: Callable[[], Collection[str]] = tuple,
+        frozen: Callable[[], Collection[str]] = tuple,
+    ) -> None:
         """Say who saves together; called on all ranks together."""
 
     @abstractmethod
@@ -159,7 +165,11 @@ def _replace_methods(trainer: Any, strategy: Any, plugin: RankCheckpointIO) -> N
     refuse_strategy(strategy)
     refuse_unequal_ranks(trainer)
     ranks = RankGroup.connect(trainer.global_rank, trainer.world_size, strategy.broadcast)
-    plugin.connect(ranks, lambda: {name for name, _ in trainer.lightning_module.named_buffers()})
+    plugin.connect(
+        ranks,
+        lambda: {name for name, _ in trainer.lightning_module.named_buffers()},
+        lambda: frozen_parameters(trainer.lightning_module),
+    )
     bases = {cls.__name__ for cls in type(strategy).__mro__}
     is_sharded = bool({"FSDPStrategy", "ModelParallelStrategy"} & bases)
     route_methods(

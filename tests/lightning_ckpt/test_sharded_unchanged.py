@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning import LightningModule, Trainer
+from lightning import Fabric, LightningModule, Trainer
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -66,7 +66,7 @@ def test_a_frozen_backbone_is_linked_and_each_checkpoint_resumes_alone(mode: str
     whole = fit(tmp_path / "whole", STEPS, mode)
     path = tmp_path / "cut"
     fit(path, STEPS - 3, mode)
-    assert backbone_of(path / "step=5.ckpt")[1] == 4
+    assert backbone_of(path / "step=5.ckpt")[1] == 5
     for older in path.glob("step=[1-4].ckpt"):
         shutil.rmtree(older)
     assert backbone_of(path / "step=5.ckpt")[1] == 1
@@ -82,3 +82,13 @@ def test_a_frozen_backbone_is_linked_and_each_checkpoint_resumes_alone(mode: str
     for step in (5, 8):
         with DirectoryCheckpointer().load(path / f"step={step}.ckpt") as checkpoint:
             checkpoint.verify()
+
+
+def test_fabric_links_what_is_frozen(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[ShardedCheckpointIO(mode="sync")])
+    model = FineTuned()
+    optimizer = model.configure_optimizers()
+    model, optimizer = fabric.setup(model, optimizer)
+    for number in range(3):
+        fabric.save(tmp_path / str(number), {"model": model, "optimizer": optimizer})
+    assert backbone_of(tmp_path / "2")[1] == 3

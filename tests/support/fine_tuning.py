@@ -56,7 +56,7 @@ class FineTune:
         moments = {name: tensor * 2 for name, tensor in self.trained.items()}
         seed = torch.tensor([float(next(iter(self.trained.values()))[0, 0])])
         return [
-            Part("model", self.model(), kind),
+            Part("model", self.model(), kind, frozenset(self.frozen)),
             Part("optimizer", {"state": moments, "lr": 0.1}, kind),
             Part("rng", {"seed": seed}, Kind.PER_RANK),
         ]

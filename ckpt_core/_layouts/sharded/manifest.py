@@ -37,8 +37,7 @@ __all__ = [
     "digests_name",
     "encode_manifest",
     "encode_part",
-    "group_name",
-    "group_of",
+    "frozen_name",
     "per_rank_name",
     "piece_name",
     "read_stamp",
@@ -397,7 +396,6 @@ def _mapping(value: Any) -> dict[str, Any]:
 
 _PART = re.compile(r"[A-Za-z0-9_]{1,100}")
 _SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
-_GROUP = re.compile(r"-unchanged-([1-9][0-9]{0,5})[-.]")
 _SAVE_ID = re.compile(r"[0-9A-Za-z-]{1,64}")
 _RESERVED = {"rank", "manifest"}
 _LONGEST_COMPONENT = 255
@@ -418,15 +416,9 @@ def piece_name(part: str, rank: int, world_size: int, suffix: str = "") -> str:
     return shard_name(_numbered(part, rank, world_size), suffix)
 
 
-def group_name(part: str, rank: int, world_size: int, group: int, suffix: str = "") -> str:
-    """Return the name of the file of one group of the tensors that a rank writes of a part; 0: those that change."""
-    return shard_name(_numbered(part, rank, world_size) + (f"-unchanged-{group}" if group else ""), suffix)
-
-
-def group_of(name: str) -> int:
-    """Return the number of the group that a file holds, by its name."""
-    found = _GROUP.search(name)
-    return 0 if found is None else int(found[1])
+def frozen_name(part: str, rank: int, world_size: int, suffix: str = "") -> str:
+    """Return the name of the file that holds the frozen tensors of a rank's share of a part."""
+    return shard_name(f"{_numbered(part, rank, world_size)}-unchanged-1", suffix)
 
 
 def per_rank_name(rank: int, world_size: int, suffix: str = "") -> str:

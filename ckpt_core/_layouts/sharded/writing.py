@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from ckpt_core._layouts.sharded.manifest import (
     digests_name,
     encode_manifest,
     encode_part,
-    group_name,
+    frozen_name,
     per_rank_name,
     piece_name,
     shard_name,
@@ -89,7 +89,8 @@ class PartContent:
         tensors: All of its tensors, in the order of ``encode_plain``, the same on all ranks (but for a per-rank part).
         pieces: What this rank writes of each; tensors of which it writes nothing may be missing.
         spread: Whether several ranks write it. If not, rank 0 writes it whole.
-        groups: Tensors with another number than 0 go into files of their own, one for each number.
+        frozen: Tensors that stay as they are from save to save.
+        apart: Whether those go into a file of their own.
     """
 
     name: str
@@ -98,7 +99,8 @@ class PartContent:
     tensors: Mapping[str, WholeTensor]
     pieces: Mapping[str, Sequence[TensorPiece]]
     spread: bool = False
-    groups: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    frozen: Collection[str] = ()
+    apart: bool = False
 
 
 class _Chunk(NamedTuple):
@@ -132,7 +134,6 @@ class WrittenFile:
         save_id: Which save it is of: that of the rank's files, or the earlier one that wrote it.
         layout: Where everything is in it.
         keys: The tensor that each chunk is of, in file order.
-        names: The names of the chunks.
         digests: Of its blocks, one after the other; of those that were not taken yet, nothing.
     """
 
@@ -141,7 +142,6 @@ class WrittenFile:
     save_id: str
     layout: FileLayout
     keys: tuple[str, ...]
-    names: tuple[str, ...]
     digests: bytes
 
 
@@ -221,17 +221,19 @@ class RankFiles:
             spread = part.spread and self._world_size > 1
             if not spread and self._rank > 0 and chunks:
                 raise ValueError(f"part {part.name!r} is written by rank 0 alone")
-            by_group: dict[int, list[_Chunk]] = {}
-            for chunk in chunks:
-                by_group.setdefault(part.groups.get(chunk.key, 0), []).append(chunk)
-            for group, members in sorted(by_group.items()):
-                if len(by_group) > 1:
-                    name = group_name(part.name, self._rank, self._world_size, group, suffix)
-                elif spread:
-                    name = piece_name(part.name, self._rank, self._world_size, suffix)
-                else:
-                    name = shard_name(part.name, suffix)
-                yield self._file(name, part.name, members, len(part.tensors))
+            if part.apart:
+                frozen = [chunk for chunk in chunks if chunk.key in part.frozen]
+                chunks = [chunk for chunk in chunks if chunk.key not in part.frozen]
+            if chunks:
+                name = (
+                    piece_name(part.name, self._rank, self._world_size, suffix)
+                    if spread or part.apart
+                    else shard_name(part.name, suffix)
+                )
+                yield self._file(name, part.name, chunks, len(part.tensors))
+            if part.apart:
+                name = frozen_name(part.name, self._rank, self._world_size, suffix)
+                yield self._file(name, part.name, frozen, len(part.tensors))
         if count:
             if not _is_all(own, count):
                 raise SerializationError(
@@ -327,7 +329,6 @@ class RankFiles:
                 file.save_id or self._save_id,
                 file.layout,
                 tuple([chunk.key for chunk in file.chunks]),
-                tuple([chunk.name for chunk in file.chunks]),
                 b"".join(image.digests),
             )
 

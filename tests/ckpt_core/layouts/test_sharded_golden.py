@@ -58,7 +58,7 @@ def write_linked(path: Path) -> Path:
             part_of(name, kind, tree, rank=rank, world_size=RANKS, cuts=CUTS, spread=kind != "per-rank")
             for name, (kind, tree) in golden_state(rank).items()
         ]
-        parts[0] = dataclasses.replace(parts[0], groups={"layers.0.weight": 1})
+        parts[0] = dataclasses.replace(parts[0], frozen=("layers.0.weight",), apart=True)
         older = RankFiles(parts, rank=rank, world_size=RANKS, save_id="older")
         newer = RankFiles(parts, rank=rank, world_size=RANKS, save_id="golden")
         older_images, newer_images = dict(older.live_files()), dict(newer.live_files())

@@ -171,7 +171,7 @@ def directories(root: Path | str, strategy: Any, world_size: int, *, slices: boo
 
 
 def fine_tune(root: Path, strategy: Any, world_size: int) -> Written:
-    """Most is frozen: its files are linked from the third save on."""
+    """Most is frozen: its files are linked from the second save on."""
 
     def work(group: RankGroup) -> None:
         run = FineTune.new(width=400)

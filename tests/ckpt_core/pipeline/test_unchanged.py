@@ -1,4 +1,4 @@
-"""What did not change between two saves is not written again, and every checkpoint is whole without the others."""
+"""What is frozen and did not change between two saves is not written again, and every checkpoint is whole without the others."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from safetensors import safe_open
 
 from ckpt_core import CheckpointCorruptedError, DirectoryCheckpointer, Kind, Part
 from ckpt_core._pipeline.unchanged import LINKS_BETWEEN_READINGS
+from ckpt_core.state.kinds import frozen_parameters
 from ckpt_core.storage import FaultyStorage, storage_for
 from tests.support.fine_tuning import FineTune, bytes_written, copies, counted, files_with, load_model
 from tests.support.states import assert_same_state
 
 STRATEGIES = ["sync", "async"]
 UNCHANGED = "unchanged"
-STEADY = 3  # saves until what does not change has a file of its own, and that is there
+STEADY = 2  # saves until what does not change has been written, and is linked
 
 
 def train_and_save(
@@ -61,7 +62,7 @@ def test_a_save_writes_what_is_trained_and_little_more(strategy: Any, place: str
     # Blocks of the disk, headers, digests and the manifest are all that comes on top.
     overhead = 10 * 4096
     assert all(run.trained_bytes < count < run.trained_bytes * 1.05 + overhead for count in written[STEADY - 1 :])
-    assert copies(storage) == 4
+    assert copies(storage) == STEADY + 2
     for path, model in models.items():
         assert_same_state(load_model(path, storage), model)
 
@@ -71,16 +72,14 @@ def test_links_are_of_one_file_and_other_programs_read_them(tmp_path: Path) -> N
     models = saved(tmp_path, STEADY + 1, run)
     paths = list(models)
     kept = [files_with(path, UNCHANGED) for path in paths]
-    assert [len(files) for files in kept] == [0, 1, 1, 1]
-    assert [files[0].stat().st_nlink for files in kept[1:]] == [3, 3, 3]
-    assert not inodes(paths[0]) & inodes(paths[1])
-    assert len(inodes(paths[2]) & inodes(paths[3])) == 1
-    with safe_open(kept[3][0], "pt") as file:
+    assert [[file.stat().st_nlink for file in files] for files in kept] == [[3], [3], [3]]
+    assert len(inodes(paths[1]) & inodes(paths[2])) == 1
+    with safe_open(kept[2][0], "pt") as file:
         assert set(file.keys()) == set(run.frozen), "large and small ones"
         assert all(torch.equal(file.get_tensor(key), value) for key, value in run.frozen.items())
 
 
-@pytest.mark.parametrize("gone", [1, 2, 3])
+@pytest.mark.parametrize("gone", [0, 1, 2])
 def test_deleting_one_leaves_the_others_whole(gone: int, tmp_path: Path) -> None:
     models = saved(tmp_path, STEADY + 1, FineTune.new())
     shutil.rmtree(tmp_path / f"step={gone}")
@@ -110,7 +109,7 @@ def test_saving_over_the_same_path(place: str, strategy: Any, tmp_path: Path) ->
         for _ in range(STEADY + 3):
             model = train_and_save(run, checkpointer, f"{root}/last")
             assert_same_state(load_model(f"{root}/last", storage), model)
-    assert copies(storage) == 4
+    assert copies(storage) == STEADY + 2
     if place == "local":
         assert files_with(tmp_path / "last", UNCHANGED)[0].stat().st_nlink == 1
     assert len(storage.list(f"{root}/last")) == 6, "of the ones before, nothing is left"
@@ -123,13 +122,13 @@ def test_a_state_that_is_made_anew_for_each_save_is_compared_by_its_bytes(tmp_pa
     with DirectoryCheckpointer(storage=storage, slice_replicated=True, strategy="sync") as checkpointer:
         for number in range(STEADY + 3):
             run.step()
-            parts = [Part(part.name, _copied(part.state), part.kind) for part in run.parts()]
+            parts = [Part(part.name, _copied(part.state), part.kind, part.frozen) for part in run.parts()]
             before = bytes_written(storage)
             checkpointer.save(parts, tmp_path / str(number))
             written.append(bytes_written(storage) - before)
             assert_same_state(load_model(tmp_path / str(number)), run.model())
-    assert written[-1] == written[-2] == written[-3] < written[0] / 4
-    assert copies(storage) == 3
+    assert written[-1] == written[-2] == written[1] < written[0] / 4
+    assert copies(storage) == STEADY + 2
 
 
 def _copied(tree: Any) -> Any:
@@ -147,30 +146,19 @@ def _by_numpy(tensor: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("change", [_by_data, _by_numpy])
-def test_changes_that_autograd_does_not_count_are_saved(change: Callable[[torch.Tensor], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["1.weight", "1.bias"])
+def test_what_is_called_frozen_and_changes_is_saved(
+    name: str, change: Callable[[torch.Tensor], None], tmp_path: Path
+) -> None:
     run = FineTune.new()
     storage = counted()
     with DirectoryCheckpointer(storage=storage, slice_replicated=True, strategy="sync") as checkpointer:
-        for number in range(STEADY + 4):
-            for tensor in run.trained.values():
-                change(tensor)
-            checkpointer.save(run.parts(), tmp_path / str(number))
+        for number in range(STEADY + 3):
+            if number in (2, 3):
+                change(run.frozen[name])
+            train_and_save(run, checkpointer, tmp_path / str(number))
             assert_same_state(load_model(tmp_path / str(number)), run.model())
-    assert copies(storage) >= 3, "by then it is known which tensors change"
-
-
-def test_a_small_tensor_that_changes_unnoticed_does_not_keep_the_others_from_being_linked(tmp_path: Path) -> None:
-    run = FineTune.new()
-    norm = torch.nn.BatchNorm1d(5)  # its statistics are small, and autograd does not count their changes
-    storage = counted()
-    with DirectoryCheckpointer(storage=storage, slice_replicated=True, strategy="sync") as checkpointer:
-        for number in range(STEADY + 4):
-            norm(torch.randn(3, 5))
-            run.step()
-            run.frozen["0.mean"] = norm.running_mean  # type: ignore[assignment]
-            checkpointer.save(run.parts(), tmp_path / str(number))
-            assert_same_state(load_model(tmp_path / str(number)), run.model())
-    assert files_with(tmp_path / "6", UNCHANGED)[0].stat().st_nlink == 4, "the third found out, the fourth wrote it"
+    assert copies(storage) == 2, "at the second save and at the last one"
 
 
 def test_a_tensor_that_is_trained_later(tmp_path: Path) -> None:
@@ -178,15 +166,15 @@ def test_a_tensor_that_is_trained_later(tmp_path: Path) -> None:
     storage = counted()
     written = []
     with DirectoryCheckpointer(storage=storage, slice_replicated=True) as checkpointer:
-        for number in range(12):
-            if number >= 5:
-                run.frozen["1.weight"].add_(1.0)
+        for number in range(8):
+            if number == 5:
+                run.trained["1.weight"] = run.frozen.pop("1.weight")
             before = bytes_written(storage)
             model = train_and_save(run, checkpointer, tmp_path / str(number))
             written.append(bytes_written(storage) - before)
             assert_same_state(load_model(tmp_path / str(number)), model)
     assert written[4] < written[0] / 3
-    assert written[4] < written[-1] < written[0] / 1.5, "it and what was trained before, and no more"
+    assert written[4] < written[-1] < written[0] / 1.1, "it, its moments and what was trained before, and no more"
     assert written[-1] == written[-2]
 
 
@@ -201,23 +189,29 @@ def test_changed_back_and_forth(tmp_path: Path) -> None:
             assert_same_state(load_model(tmp_path / str(number)), model)
 
 
-def test_the_same_state_saved_twice_is_linked_and_nothing_is_divided(tmp_path: Path) -> None:
+def test_little_is_not_worth_a_file(tmp_path: Path) -> None:
+    for path in saved(tmp_path, STEADY + 1, FineTune.new(width=60)):
+        assert not files_with(path, UNCHANGED)
+
+
+def test_a_part_that_is_frozen_whole_is_linked_whole(tmp_path: Path) -> None:
     run = FineTune.new()
     with DirectoryCheckpointer(slice_replicated=True, strategy="sync") as checkpointer:
         for number in range(3):
-            checkpointer.save(run.parts()[:1], tmp_path / str(number))
+            part = Part("teacher", run.frozen, Kind.REPLICATED, frozenset(run.frozen))
+            checkpointer.save([part], tmp_path / str(number))
     assert [file.stat().st_nlink for file in files_with(tmp_path / "2", "safetensors")] == [3]
     assert not files_with(tmp_path / "2", UNCHANGED)
 
 
-def test_a_state_saved_twice_hides_nothing_from_the_next_save(tmp_path: Path) -> None:
-    run = FineTune.new()
-    with DirectoryCheckpointer(slice_replicated=True, strategy="sync") as checkpointer:
-        for number in range(3):
-            if number == 2:
-                run.step()
-            checkpointer.save(run.parts(), tmp_path / str(number))
-    assert files_with(tmp_path / "2", UNCHANGED)
+def test_names_of_frozen_parameters() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    assert frozen_parameters(model) == frozenset()
+    model[0].requires_grad_(False)
+    model[1].weight = model[0].weight
+    assert frozen_parameters(model) == {"0.weight", "0.bias", "1.weight"}, "tied ones by each of their names"
+    wrapped = torch.nn.ModuleDict({"module": model, "_orig_mod": model})
+    assert {"module.0.bias", "0.bias"} <= frozen_parameters(wrapped)
 
 
 @pytest.mark.parametrize("frozen", [True, False])
@@ -227,7 +221,8 @@ def test_files_for_other_programs_stay_one(frozen: bool, tmp_path: Path) -> None
         for number in range(4):
             if not frozen:
                 run.step()
-            checkpointer.save([Part("model", run.model(), Kind.REPLICATED)], tmp_path / str(number))
+            names = frozenset(run.model() if frozen else run.frozen)
+            checkpointer.save([Part("model", run.model(), Kind.REPLICATED, names)], tmp_path / str(number))
             assert not files_with(tmp_path / str(number), UNCHANGED)
     file = tmp_path / "3" / "model.safetensors"
     assert file.stat().st_nlink == (4 if frozen else 1)
@@ -267,7 +262,7 @@ def test_damage_does_not_spread_for_ever(tmp_path: Path, caplog: pytest.LogCaptu
                 whole.append(number)
             except CheckpointCorruptedError:
                 assert not caplog.records
-    assert whole == [0, 1, 2, *range(LINKS_BETWEEN_READINGS + 2, LINKS_BETWEEN_READINGS + 6)]
+    assert whole == [0, 1, 2, *range(LINKS_BETWEEN_READINGS + 1, LINKS_BETWEEN_READINGS + 6)]
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
     assert "damaged" in caplog.text
 
@@ -285,21 +280,8 @@ def test_the_first_save_of_a_resumed_run_links_to_what_was_loaded(tmp_path: Path
     saved(tmp_path, 4, run)
     storage = counted()
     resumed(tmp_path, run, "next", storage)
-    assert files_with(tmp_path / "next", UNCHANGED)[0].stat().st_nlink == 4
+    assert files_with(tmp_path / "next", UNCHANGED)[0].stat().st_nlink == 5
     assert bytes_written(storage) < sum(tensor.nbytes for tensor in run.frozen.values()) / 2
-
-
-def test_a_resumed_run_keeps_the_groups(tmp_path: Path) -> None:
-    run = FineTune.new()
-    run.trained["9.late"] = torch.randn(300, 300)
-    with DirectoryCheckpointer(slice_replicated=True, strategy="sync") as checkpointer:
-        for number in range(8):
-            if number == 4:
-                run.frozen["9.late"] = run.trained.pop("9.late")
-            train_and_save(run, checkpointer, tmp_path / f"step={number % 4}")
-    storage = counted()
-    resumed(tmp_path, run, "next", storage)
-    assert copies(storage) == 2, "the second group was made when the late one was frozen"
 
 
 def test_another_file_of_the_same_size_is_not_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -307,7 +289,7 @@ def test_another_file_of_the_same_size_is_not_taken_over(tmp_path: Path, caplog:
     with DirectoryCheckpointer(slice_replicated=True, strategy="sync") as checkpointer:
         for number in range(STEADY):
             train_and_save(run, checkpointer, tmp_path / str(number))
-        (file,) = files_with(tmp_path / "2", UNCHANGED)
+        (file,) = files_with(tmp_path / "1", UNCHANGED)
         other = file.read_bytes().replace(b"  ", b"\t ", 1)  # as safetensors, it is the same
         file.unlink()
         file.write_bytes(other)
@@ -369,7 +351,7 @@ def test_saves_to_another_store_take_nothing_over(tmp_path: Path, caplog: pytest
         for root in (store, str(tmp_path), store, str(tmp_path)):
             model = train_and_save(run, checkpointer, f"{root}/other")
             assert_same_state(load_model(f"{root}/other"), model)
-    assert files_with(tmp_path / "2", UNCHANGED)[0].stat().st_nlink == 2
+    assert files_with(tmp_path / "1", UNCHANGED)[0].stat().st_nlink == 2
     assert "could not be copied" not in caplog.text, "it was not even tried"
 
 

@@ -37,9 +37,9 @@ def test_a_fine_tune_uploads_what_is_trained(place: str, server_of: Callable[[st
             checkpointer.wait()
             written.append(bytes_written(storage) - before)
             models[f"{root}/{number}"] = {key: value.clone() for key, value in run.model().items()}
-    assert copies(storage) == SAVES - 2
+    assert copies(storage) == SAVES - 1
     assert written[0] > sum(tensor.nbytes for tensor in run.frozen.values())
-    assert all(count < 1.05 * run.trained_bytes + 10 * 4096 for count in written[2:])
+    assert all(count < 1.05 * run.trained_bytes + 10 * 4096 for count in written[1:])
     for gone in (1, 3):
         with DirectoryCheckpointer(storage=inner) as checkpointer:
             checkpointer.remove(f"{root}/{gone}")
@@ -50,5 +50,5 @@ def test_a_fine_tune_uploads_what_is_trained(place: str, server_of: Callable[[st
         checkpointer.load(f"{root}/4").close()
         run.step()
         checkpointer.save(run.parts(), f"{root}/next")
-    assert copies(storage) == SAVES - 1, "a resumed run copies what it loaded"
+    assert copies(storage) == SAVES, "a resumed run copies what it loaded"
     assert_same_state(load_model(f"{root}/next", inner), run.model())
