@@ -273,12 +273,12 @@ def _optimizer_step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) ->
 def _iterate(original: Any, loader: Any) -> Iterator[Any]:
     """Make deferred saves between two batches: there the script has done all that it does in a step."""
     for batch in original(loader):
-        before = {id(session): session.work_done for session in live_sessions() if session.preemption is not None}
+        before = {id(session): session.work_done for session in live_sessions() if session.saves_by_itself}
         yield batch
         for session in live_sessions():
             save_deferred(session)
-            if session.preemption is not None and before.get(id(session)) != session.work_done:
-                session.preemption.after_batch(session)
+            if session.saves_by_itself and before.get(id(session)) != session.work_done:
+                session.after_batch()
 
 
 def _enter_local_sgd(original: Any, context: Any) -> Any:

@@ -25,6 +25,7 @@ __all__ = ["CheckpointConfig", "OptionError", "nearest"]
 Strategy = Literal["sync", "async", "sharded"]
 Resume = Literal["auto"]
 OnError = Literal["raise", "warn"]
+Interval = Literal["auto", "continuous"]
 MidAccumulation = Literal["grads", "defer", "error"]
 
 VARIABLE_PREFIX = "ACCELERATE_CKPT_"
@@ -67,6 +68,12 @@ def _check_count(value: Any) -> int:
 def _check_seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(f"must be a number of seconds above 0, not {value!r}")
+    return float(value)
+
+
+def _check_share(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
+        raise ValueError(f"must be a share of the run between 0 and 1, not {value!r}")
     return float(value)
 
 
@@ -180,11 +187,14 @@ def _as_mapping(policy: Any, **arguments: Any) -> dict[str, Any]:
 _COUNT = _Kind(_check_count, _number, "N")
 _COUNT_OR_ALL = _Kind(_or_none(_check_count), _number, "N")
 _SECONDS = _Kind(_check_seconds, _number, "SECONDS")
+_SECONDS_OR_NONE = _Kind(_or_none(_check_seconds), _number, "SECONDS")
+_SHARE = _Kind(_or_none(_check_share), _number, "SHARE")
 _SWITCH = _Kind(_check_switch, _switch, "{true,false}")
 _FILE = _path("the path of a file", "PATH")
 _DIRECTORY = _path("a directory", "DIRECTORY")
 _MAPPING = _Kind(_or_none(_check_mapping), _json, "JSON")
 _RESUME = _Kind(_or_none(_choice(Resume).check), str, "{auto}")
+_INTERVAL = _Kind(_or_none(_choice(Interval).check), str, "{auto,continuous}")
 _PREEMPT = _Kind(_check_preempt, _parse_preempt, "SIGNALS")
 _LISTENERS = _Kind(_check_listeners, str, "CLASSES")
 _RETENTION = _Kind(_or_none(_check_retention), _parse_retention, "RULES")
@@ -226,11 +236,18 @@ class CheckpointConfig:
             :class:`ckpt_core.resume.ResumePoint` or None.
         resume_attempts: After how many starts in a row that ended without a newer checkpoint ``"auto"`` tries an older
             one first; None: never.
-        checkpoint_dir: Directory of the run's checkpoints, also a URL, where ``"auto"`` looks and ``preempt`` saves,
-            for scripts without automatic names; by default ``checkpoints`` in the project directory.
+        checkpoint_dir: Directory of the run's checkpoints, also a URL, where ``resume`` looks, and ``preempt`` and
+            ``interval`` save, for scripts without automatic names; by default ``checkpoints`` in the project directory.
         preempt: What makes all ranks save after the same batch and the program end with ``SystemExit``, when that is
             durable: True (SIGTERM), ``"SIGTERM,SIGUSR1"``, or a :class:`ckpt_core.preemption.Preemption` or a mapping
             of its arguments, with deadlines and notices. The exit status is 128 and the signal's number, or 75.
+        interval: When all ranks save by themselves, after the body of the training loop: ``"auto"``, at the interval
+            that loses the least time to saves and failures (Young/Daly), from what saves take here; ``"continuous"``,
+            each as soon as the one before is durable. The checkpoints have the next automatic name, or are the two
+            newest ``auto_N`` of step N in ``checkpoint_dir``, of which ``retention`` keeps others.
+        mtbf: For ``"auto"``: mean time between failures of the whole job in seconds; by default as observed.
+        max_overhead: For ``"auto"``: the share of the run that saves may take, such as 0.005; without ``mtbf`` it is
+            used up.
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
         report: A local file to which a page about the run is written at its end; its event log is beside it, unless
             ``event_log`` names another.
@@ -284,10 +301,17 @@ class CheckpointConfig:
         3, _COUNT_OR_ALL, "starts in a row without a newer checkpoint after which auto tries an older one first"
     )
     checkpoint_dir: str | None = _option(
-        None, _DIRECTORY, "where auto looks and preempt saves (default: checkpoints in project_dir)"
+        None, _DIRECTORY, "where auto looks, preempt and interval save (default: checkpoints in project_dir)"
     )
     preempt: Any = _option(
         None, _PREEMPT, "true, or signals such as SIGTERM,SIGUSR1, on which all ranks save and the run ends", hash=False
+    )
+    interval: Interval | None = _option(
+        None, _INTERVAL, "save by itself: auto, as what saves take and failures say; continuous, one after the other"
+    )
+    mtbf: float | None = _option(None, _SECONDS_OR_NONE, "time between failures for interval auto (default: observed)")
+    max_overhead: float | None = _option(
+        None, _SHARE, "share of the run that saves may take for interval auto, such as 0.005"
     )
     event_log: str | None = _option(None, _FILE, "file to which every event is appended as a line of JSON")
     report: str | None = _option(None, _FILE, "file to which a page about the run is written at its end")
@@ -306,6 +330,9 @@ class CheckpointConfig:
             raise OptionError(
                 f"{given} needs {missing} too: checkpoints go to local_dir first, and from there to upload_to"
             )
+        for name in ("mtbf", "max_overhead"):
+            if getattr(self, name) is not None and self.interval != "auto":
+                raise OptionError(f"{name} is for interval='auto', and interval is {self.interval!r}")
         if self.keep_local is not None and self.local_dir is None:
             raise OptionError("keep_local needs local_dir and upload_to: without them there is one tier only")
 
@@ -352,8 +379,8 @@ class CheckpointConfig:
             >>> CheckpointConfig.from_sources({"strategy": "sync"}, variables={"ACCELERATE_CKPT_MAX_PENDING": "2"})
             CheckpointConfig(strategy='sync', wait=False, max_pending=2, on_error='raise', mid_accumulation='grads', \
 commit_timeout=600.0, retention=None, local_dir=None, upload_to=None, keep_local=None, allow_pickle=False, \
-resume=None, resume_attempts=3, checkpoint_dir=None, preempt=None, event_log=None, \
-report=None, log_metrics=False, listeners=(), recorder=True)
+resume=None, resume_attempts=3, checkpoint_dir=None, preempt=None, interval=None, mtbf=None, \
+max_overhead=None, event_log=None, report=None, log_metrics=False, listeners=(), recorder=True)
         """
         environment = os.environ if variables is None else variables
         given_flags = {flag_name.format(name): (name, value) for name, value in (flags or {}).items()}

@@ -75,6 +75,13 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
             end with ``SIGTERMException`` and the exit status 143 when it is durable: True, SIGTERM; names of signals
             (``"SIGTERM,SIGUSR1"``); or a :class:`ckpt_core.preemption.Preemption`, which also knows deadlines and
             notices, whose exit status is 75. False: SIGTERM ends the run without a save.
+        interval: When to save for a restart: ``"auto"``, at the interval that loses the least time to saves and
+            failures (Young/Daly), from what saves take here; ``"continuous"``, each as soon as the one before is
+            durable. Also at the end of training, and of epochs if ``every_n_epochs`` is given. A checkpoint that is
+            ranked by a ``monitor`` needs a callback of its own.
+        mtbf: For ``"auto"``: mean time between failures of the whole job in seconds; by default as observed.
+        max_overhead: For ``"auto"``: the share of the run that saves may take, such as 0.005; without ``mtbf`` it is
+            used up.
 
     Raises:
         CheckpointError: At the start of a fit, when this release of Lightning is not supported.
@@ -111,6 +118,9 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         log_metrics: bool = False,
         preempt: bool | str | Preemption = True,
         recorder: bool = True,
+        interval: Literal["auto", "continuous"] | None = None,
+        mtbf: float | None = None,
+        max_overhead: float | None = None,
     ) -> None:
         if data_resume not in ("auto", "replay"):
             raise ValueError(f"data_resume must be 'auto' or 'replay', not {data_resume!r}")
@@ -134,6 +144,9 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
             resume=resume,
             resume_attempts=resume_attempts,
             preempt=preempt,
+            interval=interval,
+            mtbf=mtbf,
+            max_overhead=max_overhead,
         )
         check_callback(self)
         self.exact = exact

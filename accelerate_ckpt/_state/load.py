@@ -366,6 +366,8 @@ class _Ours:
         _continue_counting(session, self._path, self._about["iteration"])
         session.step = int(self._about.get("step", 0))  # older checkpoints have none
         session.note_resumed(point_of(self._path, session.step, own["data"]))
+        if session.interval is not None:
+            session.interval.resumed(session.step, self._about.get("interval"))
         has_own = self._rank == session.rank
         if session.recording is not None:
             recorded = own.get("recorder") if has_own else None

@@ -152,17 +152,27 @@ class Retention:
         policy: A policy, or the mapping that names its class.
         checkpointer: What saves.
         storage_options: For checkpoints at URLs.
+        prefix: What the names begin with that the policy is for.
 
     Raises:
         OptionError: The mapping names no policy.
     """
 
     def __init__(
-        self, policy: Any, checkpointer: DirectoryCheckpointer, storage_options: dict[str, Any] | None
+        self,
+        policy: Any,
+        checkpointer: DirectoryCheckpointer,
+        storage_options: dict[str, Any] | None,
+        prefix: str = "",
     ) -> None:
+        self._prefix = prefix
         self._history = RetentionHistory(_built(policy) if isinstance(policy, Mapping) else policy)
         self._checkpointer = checkpointer
         self._storage_options = storage_options
+
+    def covers(self, target: str) -> bool:
+        """Return whether the policy is for a checkpoint of that name."""
+        return os.path.basename(target.rstrip("/")).startswith(self._prefix)
 
     def record(self, target: str, step: int, metrics: Mapping[str, float], time: float) -> None:
         """Note a checkpoint whose save has begun.

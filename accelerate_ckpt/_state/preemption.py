@@ -74,6 +74,8 @@ class PreemptionWatch:
         reason, status = due
         if session.rank == 0:
             log.warning("this run ends because of %s: it saves first", reason)
+        if session.interval is not None:
+            session.interval.schedule.is_ending = True
         try:
             path = session.accelerator.save_state(_target_of(session))
             session.finish()

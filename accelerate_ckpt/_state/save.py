@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import time
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def save_state(session: Session, output_dir: str | os.PathLike[str] | None) -> P
         session.tell_once(
             "resume", "resume='auto' does nothing by itself: call accelerator.load_state() after prepare, at each start"
         )
-    session.saving = True
+    session.saving, begin = True, time.monotonic()
     try:
         agreed = _agree(session, target_of(accelerator, output_dir))
         target = agreed.path
@@ -71,6 +72,8 @@ def save_state(session: Session, output_dir: str | os.PathLike[str] | None) -> P
             _save_now(session, agreed)
     finally:
         session.saving = False
+    if session.interval is not None:
+        session.interval.schedule.took(time.monotonic() - begin)
     accelerator.project_configuration.iteration += 1
     return target if is_url(target) else Path(target)
 
@@ -291,6 +294,8 @@ def _metadata(session: Session, target: str) -> dict[str, Any]:
         "custom_objects": len(accelerator._custom_objects),
         "local_sgd": session.local_sgd.capture(),
     }
+    if session.interval is not None:
+        about["interval"] = session.interval.schedule.state_dict()
     if session.retention is not None:
         about["time"] = commit_time()
         session.retention.record(target, session.step, session.metrics, about["time"])

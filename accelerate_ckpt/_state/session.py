@@ -22,15 +22,16 @@ from accelerate_ckpt._data.loaders import LoaderPositions
 from accelerate_ckpt._private.data import unregister
 from accelerate_ckpt._recording import Recording
 from accelerate_ckpt._report import RunReport
+from accelerate_ckpt._state.interval import PREFIX, AutoInterval
 from accelerate_ckpt._state.naming import Retention, automatic_root, by_number, numbered, unwanted
 from accelerate_ckpt._state.outcomes import OutcomeWatch
 from accelerate_ckpt._state.preemption import PreemptionWatch
 from accelerate_ckpt._state.resume import AutoResume
-from accelerate_ckpt.config import CheckpointConfig
+from accelerate_ckpt.config import CheckpointConfig, OptionError
 from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.options import CheckpointerOptions
-from ckpt_core.policies import numbers_in
+from ckpt_core.policies import KeepLatest, SaveInterval, numbers_in
 from ckpt_core.ranks import Agreement, RankGroup
 from ckpt_core.resume import ResumePoint
 
@@ -119,6 +120,7 @@ class Session:
         auto_resume: What counts attempts to resume; None unless the run was resumed by ``resume="auto"``.
         backwards: Backward passes until now.
         preemption: What watches for the end of the run; None if nothing does.
+        interval: What saves without being asked to; None if nothing does.
         retention: What keeps account of the checkpoints for a policy; None without a policy.
         limit: Says, for the paths whose save is under way, what another framework's own rule would delete, None without
             one; where it is not set, the rule is ``total_limit``.
@@ -170,9 +172,18 @@ class Session:
         if store is not None:
             atexit.register(self.agreement.leave)  # for scripts that end without end_training
         self.outcomes = OutcomeWatch(self.checkpointer, self.agreement, store)
-        self.retention = (
-            None if config.retention is None else Retention(config.retention, self.checkpointer, config.storage_options)
-        )
+        self.retention: Retention | None = None
+        self.interval = _interval_of(config, ranks.world_size)
+        automatic = accelerator.project_configuration.automatic_checkpoint_naming
+        if config.retention is not None:
+            self.retention = Retention(config.retention, self.checkpointer, config.storage_options)
+        elif self.interval is not None and not automatic:
+            self.retention = Retention(KeepLatest(2), self.checkpointer, config.storage_options, PREFIX)
+        elif self.interval is not None and accelerator.project_configuration.total_limit is None:
+            raise OptionError(
+                "interval saves often, and automatic names without total_limit keep everything: give retention, such "
+                "as 'latest=2', or ProjectConfiguration(total_limit=2)"
+            )
         self.recording = (
             Recording(self._accelerator, self.checkpointer.notify, self.announce) if config.recorder else None
         )
@@ -267,6 +278,27 @@ class Session:
         self.report.resumed()
 
     @property
+    def commit_seconds(self) -> float:
+        """How long the last save that is durable went on in the background, on this rank."""
+        return self.report.summary.commit_seconds
+
+    @property
+    def saves_by_itself(self) -> bool:
+        """Whether the script need not ask for a save."""
+        return self.preemption is not None or self.interval is not None
+
+    def after_batch(self) -> None:
+        """Do what is due after the body of the training loop.
+
+        Raises:
+            SystemExit: The run was told to end.
+        """
+        if self.preemption is not None:
+            self.preemption.after_batch(self)
+        if self.interval is not None:
+            self.interval.after_batch(self)
+
+    @property
     def work_done(self) -> tuple[int, int]:
         """Grows when the script trains on a batch."""
         return self.backwards, self.step
@@ -346,7 +378,7 @@ class Session:
         self.passed_over.discard(self.checkpointer.known_as(target))  # saved again
         pending = [*self.checkpointer.pending, target]
         gone = (self.limit or self._beyond_total_limit)(pending)
-        if self.retention is not None:
+        if self.retention is not None and self.retention.covers(target):
             given_up = self.retention.surplus(target, pending, self.protected, self.passed_over)
             gone = (
                 given_up
@@ -420,6 +452,11 @@ def _forget(data: LoaderPositions) -> None:
     with contextlib.suppress(ReferenceError):  # it would put the Accelerator right as well
         data.release()
     unregister(data)
+
+
+def _interval_of(config: CheckpointConfig, world_size: int) -> AutoInterval | None:
+    interval = SaveInterval.of(config.interval, config.mtbf, config.max_overhead)
+    return None if interval is None else AutoInterval(interval, world_size)
 
 
 def _rank_group(accelerator: Any, timeout: float) -> RankGroup:

@@ -127,6 +127,8 @@ class ResumableCallback(TrainerCallback):
         trainer.add_callback(self)
         if self._session.preemption is not None:
             self._session.preemption.asks_itself = False  # the Trainer fetches all batches of a step before it
+        if self._session.interval is not None:
+            self._session.interval.asks_itself = False
 
     @property
     def _session(self) -> Session:
@@ -178,8 +180,13 @@ class ResumableCallback(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         preemption = self._session.preemption
+        interval = self._session.interval
         due = preemption.due() if preemption is not None else None
+        if interval is not None and interval.due(self._session):
+            control.should_save = True
         if due is not None:
+            if interval is not None:
+                interval.schedule.is_ending = True
             reason, self._ends_with = due
             if self._session.rank == 0:
                 log.warning("this run ends because of %s: it saves first", reason)

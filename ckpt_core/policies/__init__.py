@@ -1,10 +1,11 @@
-"""Pure decisions about checkpoints: which ones to keep.
+"""Pure decisions about checkpoints: which ones to keep, and when to save.
 
-A policy sees what is known of each committed checkpoint, which a history collects, and says which it wants kept. It
-reads no file and deletes none; who asks it deletes the others, and only after their successor is durable.
+A retention policy sees what is known of each committed checkpoint, which a history collects, and says which it wants
+kept. It reads no file and deletes none; who asks it deletes the others, and only after their successor is durable.
 """
 
 from ckpt_core.policies.history import RetentionHistory, numbers_in
+from ckpt_core.policies.interval import SaveInterval, SaveSchedule, best_interval
 from ckpt_core.policies.retention import (
     AnyOf,
     KeepAtSteps,
@@ -28,7 +29,10 @@ __all__ = [
     "KeepLatest",
     "RetentionHistory",
     "RetentionPolicy",
+    "SaveInterval",
+    "SaveSchedule",
     "SavedCheckpoint",
+    "best_interval",
     "numbers_in",
     "policy_of_words",
     "rules_of_words",

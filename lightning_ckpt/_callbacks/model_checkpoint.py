@@ -15,12 +15,13 @@ from ckpt_core import Catalog, CheckpointInfo
 from ckpt_core.catalog import newest_first
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ckpt_core.pins import pin_path
-from ckpt_core.policies import RetentionHistory, RetentionPolicy, numbers_in, policy_of_words
+from ckpt_core.policies import RetentionHistory, RetentionPolicy, SaveInterval, numbers_in, policy_of_words
 from ckpt_core.preemption import Preemption
 from ckpt_core.resume import ResumeAttempts, ResumePoint
 from ckpt_core.tiers import Tiers
 from lightning_ckpt._bases import ModelCheckpointBase
 from lightning_ckpt._boundaries import watch_boundaries
+from lightning_ckpt._callbacks.interval import AutoInterval
 from lightning_ckpt._callbacks.lookup import (
     is_remote,
     left_in_another_version,
@@ -57,12 +58,21 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         resume: Literal["auto"] | None = None,
         resume_attempts: int | None = 3,
         preempt: Any = True,
+        interval: Literal["auto", "continuous"] | None = None,
+        mtbf: float | None = None,
+        max_overhead: float | None = None,
         **settings: Any,
     ) -> None:
         if resume not in (None, "auto"):
             raise ValueError(
                 f"resume must be 'auto' or None, not {resume!r}: a path is given to trainer.fit(ckpt_path=)"
             )
+        self._interval = SaveInterval.of(interval, mtbf, max_overhead)
+        if self._interval is not None:
+            _check_alone(interval, settings)
+            settings["every_n_epochs"] = settings.get("every_n_epochs") or 0
+        self._auto_interval: AutoInterval | None = None
+        self._known_of_failures: dict[str, Any] = {}
         retention = policy_of_words(retention) if isinstance(retention, str) else retention
         if retention is not None and not isinstance(retention, RetentionPolicy):
             raise TypeError(f"retention must be a policy such as ckpt_core.policies.KeepLatest, not {retention!r}")
@@ -126,13 +136,25 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             # must wait for what all of them save on an exception.
             if [cb for cb in trainer.callbacks if isinstance(cb, ReliableModelCheckpoint)][-1] is self:
                 self._watch = OutcomeWatch(trainer)
+            self._auto_interval = None if self._interval is None else AutoInterval(self._interval, trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._auto_interval is not None:
+            self._auto_interval.after_batch(lambda: self._save_for_restart(trainer))
         if self._watch is not None:
             self._watch.after_batch(trainer)
 
+    def _save_for_restart(self, trainer: Any) -> None:
+        if self._should_skip_saving_checkpoint(trainer):
+            return
+        candidates = self._monitor_candidates(trainer)
+        self._save_topk_checkpoint(trainer, candidates)
+        self._save_last_checkpoint(trainer, candidates)
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._auto_interval is not None:
+            self._save_for_restart(trainer)
         super().on_train_end(trainer, pl_module)
         if self._watch is not None:
             self._watch.after_training(trainer)
@@ -228,6 +250,10 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
+        if self._auto_interval is not None:
+            self._auto_interval.begin()
+            self._auto_interval.schedule.load_state_dict(self._known_of_failures)
+            self._known_of_failures = {}
         # A copy holds the state of its original, which was saved before the name of the copy was known.
         resumed = os.path.basename(trainer.ckpt_path or "")
         if resumed.startswith(self.CHECKPOINT_NAME_LAST) and self._is_in_dirpath(trainer.ckpt_path):
@@ -310,10 +336,13 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             state: dict[str, Any] = dict(super().state_dict())
         if self._metrics:
             state["metrics"] = dict(self._metrics)
+        if self._auto_interval is not None:
+            state["interval"] = self._auto_interval.schedule.state_dict()
         return state if self._retention is None else {**state, "retention": self._retention.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
+        self._known_of_failures = state_dict.get("interval", {})
         if self._retention is not None and self.dirpath is not None:
             known = state_dict.get("retention", ())
             self._retention.load_state_dict(known, os.fspath(self.dirpath), looks=self._tiers is None)
@@ -355,6 +384,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         if self.save_on_exception:  # then scripts look for the name that Lightning gives it
             path = self.format_checkpoint_name(metrics=candidates)
         announce(trainer, f"This run ends because of {reason}: it saves {path} first.")
+        if self._auto_interval is not None:
+            self._auto_interval.schedule.is_ending = True
         try:
             # Not as one of the callback's own, which it would count: a resumed run does what is still due at this step.
             trainer.save_checkpoint(path)
@@ -585,6 +616,15 @@ def _copy(trainer: Any, plugin: TorchFileIO | ShardedCheckpointIO, source: str, 
         raise_on_all_ranks(copy, world_size=trainer.world_size)
     else:
         raise_as_rank_0(trainer, copy if trainer.is_global_zero else _nothing)
+
+
+def _check_alone(interval: str | None, settings: Mapping[str, Any]) -> None:
+    for name in ("monitor", "every_n_train_steps", "train_time_interval"):
+        if settings.get(name) is not None:
+            raise ValueError(
+                f"interval={interval!r} and {name} are for two callbacks: one that saves for a restart, when that is "
+                f"due, and a second ResumableCheckpoint({name}=...)"
+            )
 
 
 def _was_told_to_end(exception: BaseException) -> bool:

@@ -74,3 +74,10 @@ def test_false_is_a_fresh_start_and_auto_an_argument(tmp_path: Path) -> None:
     asked = trainer_for(tmp_path, max_steps=4)
     asked.train(resume_from_checkpoint="auto")
     assert asked.accelerator.resumed.step == 4
+
+
+def test_the_interval_saves_beside_the_strategy_of_the_trainer(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, callback=False, max_steps=23, save_strategy="no", save_total_limit=2)
+    ResumableCallback(trainer, interval="auto", mtbf=1e9)
+    trainer.train()
+    assert saved(tmp_path) == ["checkpoint-10", "checkpoint-20"]

@@ -1,0 +1,67 @@
+"""``interval="auto"``: all ranks save when what a save costs and how often the run fails say so."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from accelerate_ckpt._state.resume import directory_of_run
+from ckpt_core.policies import SaveInterval, SaveSchedule
+
+__all__ = ["PREFIX", "AutoInterval"]
+
+#: What the names of checkpoints begin with that are saved without being asked for, where no names are automatic.
+PREFIX = "auto_"
+
+
+class AutoInterval:
+    """Follows the steps of one Accelerator.
+
+    Args:
+        interval: How the time between two saves is chosen.
+        world_size: Number of ranks.
+
+    Attributes:
+        asks_itself: Whether somebody else knows better than the loaders where a step ends, and asks :meth:`due`.
+        schedule: Says when.
+    """
+
+    def __init__(self, interval: SaveInterval, world_size: int) -> None:
+        self.schedule = SaveSchedule(interval, world_size)
+        self.asks_itself = True
+
+    def resumed(self, step: int, state: Mapping[str, Any] | None) -> None:
+        """Continue after a checkpoint was loaded.
+
+        Args:
+            step: Where the run is.
+            state: Of the schedule, as the checkpoint has it.
+        """
+        self.schedule.begin(step)
+        self.schedule.load_state_dict(state or {})
+
+    def due(self, session: Any) -> bool:
+        """Return whether to save now; called by all ranks after each step."""
+        step = session.step
+        if not self.schedule.due(step) or session.window_is_open:
+            return False
+        if session.step_of_all is None:
+            session.tell_once(
+                "interval",
+                "the option interval does not save by itself, because the ranks may take different numbers of steps: "
+                "call save_state where all of them come",
+            )
+            return False
+        proposal = self.schedule.propose(step, session.commit_seconds) if session.rank == 0 else None
+        line = self.schedule.agree(step, session.agreement.announce("interval", proposal))
+        if line is not None:
+            session.announce(f"interval: {line}")
+        return True
+
+    def after_batch(self, session: Any) -> None:
+        """Save if that is due."""
+        if self.asks_itself and self.due(session):
+            automatic = session.accelerator.project_configuration.automatic_checkpoint_naming
+            target = None if automatic else os.path.join(directory_of_run(session), f"{PREFIX}{session.step}")
+            session.accelerator.save_state(target)

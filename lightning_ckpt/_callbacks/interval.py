@@ -1,0 +1,59 @@
+"""``interval="auto"``: the callback saves when what a save costs and how often the run fails say so."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ckpt_core.policies import SaveInterval, SaveSchedule
+from lightning_ckpt._private.replacing import Live
+from lightning_ckpt._report import announce, summary_of
+
+__all__ = ["AutoInterval"]
+
+
+class AutoInterval(Live):
+    """Follows the steps of one fit.
+
+    Args:
+        interval: How the time between two saves is chosen.
+        trainer: Its processes are connected.
+    """
+
+    def __init__(self, interval: SaveInterval, trainer: Any) -> None:
+        self.schedule = SaveSchedule(interval, trainer.world_size)
+        self._trainer = trainer
+        self._step = trainer.global_step
+        self._stops = False
+
+    def begin(self) -> None:
+        """Begin to count; called when all that a resume restores is there."""
+        self._step, self._stops = self._trainer.global_step, False
+        self.schedule.begin(self._step)
+
+    def after_batch(self, save: Callable[[], None]) -> None:
+        """Save if that is due: after a batch in which the optimizers stepped, on all ranks together."""
+        step = self._trainer.global_step
+        if step == self._step:
+            return
+        self._step = step
+        if self.schedule.due(step):
+            summary = summary_of(self._trainer)
+            proposal = None
+            if self._trainer.is_global_zero:
+                proposal = self.schedule.propose(step, 0.0 if summary is None else summary.commit_seconds)
+            line = self.schedule.agree(step, self._trainer.strategy.broadcast(proposal))
+            if line is not None:
+                announce(self._trainer, f"interval: {line}")
+        elif not self._ends_here():
+            return
+        begin = time.monotonic()
+        save()
+        self.schedule.took(time.monotonic() - begin)
+
+    def _ends_here(self) -> bool:
+        # When training has ended, its epoch counts as over, also in the middle: a run that is given more steps would
+        # begin with the next one.
+        stops, self._stops = self._stops, bool(self._trainer.should_stop)
+        return self._step == self._trainer.max_steps or (self._stops and not stops)
