@@ -1,0 +1,80 @@
+"""Each message that a user may meet has its entry in docs/troubleshooting.md, and each entry its message."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "troubleshooting.md"
+PACKAGES = ("ckpt_core", "lightning_ckpt", "accelerate_ckpt")
+MOST_MESSAGES = 8  # of one entry: what fits more says nothing about any
+FEWEST_LETTERS = 8  # what has fewer passes another message on
+
+
+def errors() -> set[str]:
+    tree = ast.parse((ROOT / "ckpt_core" / "errors.py").read_text(encoding="utf-8"))
+    return {node.name for node in tree.body if isinstance(node, ast.ClassDef)}
+
+
+def text_of(node: ast.expr) -> str:
+    """The text of a message, with … for what is put in."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return re.sub(r"%(?:#x|[sd.f0-9]+)", "…", node.value)
+    if isinstance(node, ast.JoinedStr):
+        return "".join(text_of(value) for value in node.values)
+    if isinstance(node, ast.BinOp):
+        return text_of(node.left) + text_of(node.right)
+    return "…"
+
+
+def all_messages() -> Iterator[tuple[str, str]]:
+    """Place and text of each error of ours that is made, and each warning."""
+    ours = errors()
+    for path in (path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if not isinstance(node, ast.Call) or not node.args:
+                continue
+            name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if name in ours or name in ("warn", "warning"):
+                text = text_of(node.args[0])
+            elif name == "tell_once":
+                text = text_of(node.args[-1])
+            else:
+                continue
+            if len(re.findall("[a-z]", text)) >= FEWEST_LETTERS:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", text
+
+
+@functools.cache
+def messages() -> list[tuple[str, str]]:
+    return list(all_messages())
+
+
+def entries() -> list[str]:
+    rows = [line for line in PAGE.read_text(encoding="utf-8").splitlines() if line.startswith("| `")]
+    quoted = [quote for row in rows for quote in re.findall(r"`([^`]+)`", row.split(" | ")[0])]
+    return [quote for quote in quoted if quote[:1].islower() or " " in quote]
+
+
+def covers(entry: str, message: str) -> bool:
+    return re.search(".*".join(map(re.escape, entry.split("…"))), message, re.DOTALL) is not None
+
+
+def test_every_message_has_an_entry() -> None:
+    quoted = entries()
+    missing = [f"{place}: {text}" for place, text in messages() if not any(covers(entry, text) for entry in quoted)]
+    assert missing == []
+
+
+def test_every_entry_has_a_message() -> None:
+    texts = [text for _, text in messages()]
+    assert [entry for entry in entries() if not any(covers(entry, text) for text in texts)] == []
+
+
+def test_no_entry_is_for_everything() -> None:
+    texts = [text for _, text in messages()]
+    assert [entry for entry in entries() if sum(covers(entry, text) for text in texts) > MOST_MESSAGES] == []
