@@ -56,6 +56,7 @@ class Save:
         durable: Unix time at which it was committed; None if it was not.
         bytes: Size of the checkpoint.
         error: Why it failed; empty if it did not.
+        is_copy: Whether it is another name of a checkpoint, which stops training for nothing.
     """
 
     path: str
@@ -65,6 +66,7 @@ class Save:
     durable: float | None = None
     bytes: int = 0
     error: str = ""
+    is_copy: bool = False
 
     @property
     def outcome(self) -> str:
@@ -111,7 +113,7 @@ class Process:
             self.others.append(event)
         elif kind == "SnapshotTaken":
             save.stall, save.waited = float(event["stall_seconds"]), float(event.get("waited_seconds", 0.0))
-            save.bytes = max(save.bytes, int(event["bytes"]))
+            save.bytes, save.is_copy = max(save.bytes, int(event["bytes"])), not event["bytes"]
         elif kind == "SaveCommitted":
             save.durable, save.bytes = moment, max(save.bytes, int(event["bytes"]))
         else:
@@ -199,8 +201,8 @@ def interruptions_of(processes: Sequence[Process]) -> list[Interruption]:
         started = next(iter(process.events("TrainingStarted")), None)
         last = before[-1] if before else None
         if started is not None and last is not None and started["resumed"] and not last.events("TrainingEnded"):
-            moments = [save.started for each in before for save in each.saves if save.path == started["path"]]
-            saved = max(moments, default=last.last)
+            same = [save for each in before for save in each.saves if save.path == started["path"]]
+            saved = max((save.started for save in same if save.outcome == "durable"), default=last.last)
             found.append(Interruption(started["path"], int(started["step"]), saved, last.last, float(started["time"])))
         if started is not None:
             before.append(process)
@@ -214,9 +216,10 @@ def totals_of(processes: Sequence[Process]) -> dict[str, Any]:
         processes: From :func:`read_events`.
     """
     saves = [save for process in processes for save in process.saves]
-    stalls = sorted(save.stall for save in saves if save.stall is not None)
+    stalls = sorted(save.stall for save in saves if save.stall is not None and not save.is_copy)
     commits = sorted(save.durable - save.started for save in saves if save.durable is not None)
     span = sum(process.last - process.first for process in processes)
+    stalled = sum(save.stall or 0.0 for save in saves)
     kinds = [event["event"] for process in processes for event in process.others]
     interruptions = interruptions_of(processes)
     return {
@@ -228,11 +231,11 @@ def totals_of(processes: Sequence[Process]) -> dict[str, Any]:
         "failed": sum(bool(save.error) for save in saves),
         "not_finished": sum(save.outcome == "not finished" for save in saves),
         "bytes": sum(save.bytes for save in saves if save.durable is not None),
-        "stall_seconds": sum(stalls),
+        "stall_seconds": stalled,
         "stall_seconds_median": stalls[len(stalls) // 2] if stalls else 0.0,
         "stall_seconds_longest": stalls[-1] if stalls else 0.0,
         "durable_after_seconds_median": commits[len(commits) // 2] if commits else 0.0,
-        "share_of_run": sum(stalls) / span if span > 0 else 0.0,
+        "share_of_run": stalled / span if span > 0 else 0.0,
         "interruptions": len(interruptions),
         "interruption_seconds": sum(each.seconds for each in interruptions),
         "uploads": kinds.count("CheckpointUploaded"),
@@ -421,7 +424,7 @@ def _interruptions(interruptions: Sequence[Interruption]) -> list[str]:
 
 
 def _stalls(saves: Sequence[Save]) -> str:
-    stalls = [save for save in saves if save.stall is not None]
+    stalls = [save for save in saves if save.stall is not None and not save.is_copy]
     if not stalls:
         return "<p class=muted>no save got so far</p>"
     longest = max(save.stall or 0.0 for save in stalls) or 1e-9

@@ -17,7 +17,7 @@ import torch
 
 from ckpt_core import Checkpointer, EventLog, StorageError
 from ckpt_core.cli import main
-from ckpt_core.events import TrainingEnded, TrainingStarted, notify
+from ckpt_core.events import SaveStarted, TrainingEnded, TrainingStarted, notify
 from ckpt_core.report import interruptions_of, page_of, read_events, totals_of
 from ckpt_core.storage import LocalStorage
 from ckpt_core.storage.base import FileWriter
@@ -140,6 +140,7 @@ def test_what_interruptions_cost_is_counted_from_the_state_that_was_resumed_from
         checkpointer.save(STATE, saved)
         time.sleep(0.2)
         checkpointer.save(STATE, tmp_path / "2.ckpt")
+        checkpointer.notify(SaveStarted(path=saved))  # and did not get to the end
 
     def again(checkpointer: Checkpointer) -> None:
         time.sleep(0.3)
@@ -161,6 +162,20 @@ def test_what_interruptions_cost_is_counted_from_the_state_that_was_resumed_from
     page = Page(page_of(processes))
     assert "Interruptions" in page.text and saved in page.text
     assert page.marks.count("g") == 2, "where training continued"
+
+
+def test_other_names_of_a_checkpoint_do_not_count_as_typical_saves(tmp_path: Path) -> None:
+    events = EventLog(tmp_path / "events.jsonl")
+    with Checkpointer(strategy="async", listeners=[events]) as checkpointer:
+        for step in (1, 2):
+            checkpointer.save(STATE, tmp_path / f"{step}.ckpt")
+            for name in ("last", "best"):
+                checkpointer.copy(tmp_path / f"{step}.ckpt", tmp_path / f"{name}.ckpt")
+    (process,) = read_events([str(events.path)])
+    of_saves = sorted(save.stall or 0.0 for save in process.saves if save.name in ("1.ckpt", "2.ckpt"))
+    totals = totals_of([process])
+    assert (totals["saves"], totals["stall_seconds_median"]) == (6, of_saves[1])
+    assert totals["stall_seconds"] >= sum(of_saves)
 
 
 def test_starts_in_containers_are_told_apart(tmp_path: Path) -> None:
