@@ -25,9 +25,11 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from ckpt_core.events import EventLog, SaveCommitted, SaveStarted, SnapshotTaken
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
 
 VOCABULARY = 128  # ASCII: every character is its own token
@@ -181,6 +183,27 @@ class StepLog(Callback):
             log.write(json.dumps(record) + "\n")
 
 
+class LoggedTorchCheckpointIO(TorchCheckpointIO):
+    """Lightning's own plugin, whose saves are logged as ours are, to compare with.
+
+    Args:
+        event_log: The file.
+    """
+
+    def __init__(self, event_log: str) -> None:
+        super().__init__()
+        self._log = EventLog(event_log)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        started = SaveStarted(path=str(path))
+        self._log(started)
+        super().save_checkpoint(checkpoint, path, storage_options)
+        size = Path(path).stat().st_size
+        taken = SnapshotTaken(path=str(path), bytes=size, stall_seconds=time.time() - started.time)
+        self._log(taken)
+        self._log(SaveCommitted(path=str(path), bytes=size, background_seconds=0.0, time=taken.time))
+
+
 def sha256(value: Any) -> str:
     """SHA-256 over everything in a nested state: structure, plain values, and the bytes of all tensors."""
     digest = hashlib.sha256()
@@ -209,14 +232,17 @@ def build_trainer(options: argparse.Namespace) -> L.Trainer:
     saving = {"dirpath": directory, "every_n_train_steps": options.every_n_steps, "save_top_k": 1, "save_last": True}
     callbacks: list[Callback] = [StepLog(options.output)]
     plugins: list[Any] = []
+    logs = {"event_log": options.event_log, "report": options.report}
     if options.strategy_io == "async":
         callbacks.append(ResumableCheckpoint(**saving))
-        plugins.append(AsyncCheckpointIO(event_log=options.event_log))
+        plugins.append(AsyncCheckpointIO(**logs))
     elif options.strategy_io == "sync":
         callbacks.append(ResumableCheckpoint(**saving))
-        plugins.append(SyncCheckpointIO(event_log=options.event_log))
+        plugins.append(SyncCheckpointIO(**logs))
     else:  # what Lightning does by itself, to compare with
         callbacks.append(ModelCheckpoint(**saving))
+        if options.event_log is not None:
+            plugins.append(LoggedTorchCheckpointIO(options.event_log))
     return L.Trainer(
         accelerator="cpu" if options.cpu else "auto",
         devices=options.devices,
@@ -249,6 +275,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     saving.add_argument("--strategy-io", choices=["async", "sync", "none"], default="async")
     saving.add_argument("--every-n-steps", type=int, default=10, help="optimizer steps between saves (default: 10)")
     saving.add_argument("--event-log", default=None, help="append what the saves do to this JSON Lines file")
+    saving.add_argument("--report", default=None, help="write a page about the run here at its end")
     model = parser.add_argument_group("model and data")
     model.add_argument("--width", type=int, default=256)
     model.add_argument("--layers", type=int, default=6)

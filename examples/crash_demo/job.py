@@ -33,7 +33,7 @@ class TrainingJob:
         self.steps = directory / "steps-rank0.jsonl"
         self.launched = time.time()
         self._process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), "--output", str(directory), "--event-log", str(self.events), *arguments],
+            [sys.executable, str(SCRIPT), *self._places(), *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -41,6 +41,10 @@ class TrainingJob:
         self._copier = threading.Thread(target=self._copy_output, daemon=True)
         self._copier.start()
         atexit.register(self._end_with_the_driver)
+
+    def _places(self) -> list[str]:
+        places = {"output": self.directory, "event-log": self.events, "report": self.directory / "report.html"}
+        return [word for name, path in places.items() for word in (f"--{name}", str(path))]
 
     def _end_with_the_driver(self) -> None:
         """A session of its own would outlive a driver that is interrupted."""

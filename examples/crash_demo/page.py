@@ -11,7 +11,9 @@ from pathlib import Path
 from compare import Row
 from matplotlib.figure import Figure
 from picture import Notes
-from records import Job, Run
+from records import Job, Run, typical_stall
+
+from ckpt_core.report import read_events, seconds_in_words, totals_of
 
 TEMPLATE = """<!doctype html>
 <html lang="en">
@@ -47,11 +49,13 @@ th {{ color: var(--muted); font-weight: 600; }}
 <main>
 <h1>Killed, resumed, and the same bits</h1>
 <p class="lead">A small GPT is trained three times on {processes} processes with the same seed: left alone, killed by
-SIGKILL and resumed, and with synchronous saves. Point at any mark in the picture to read what it is.</p>
+SIGKILL and resumed, and with Lightning's own checkpoints. Point at any mark in the picture to read what it is.</p>
 <div class="cards">{cards}</div>
 <div class="picture">{picture}</div>
 <h2>Kills</h2>
 {kills}
+<p>What checkpoints have cost: <a href="killed/report.html">report of the killed run</a>,
+<a href="uninterrupted/report.html">of the uninterrupted one</a>.</p>
 <h2>The killed and resumed run beside the uninterrupted one</h2>
 {comparison}
 </main>
@@ -119,18 +123,21 @@ def write_page(path: Path, figure: Figure, notes: Notes, runs: list[Run], rows: 
         path: Where to.
         figure: The picture.
         notes: A sentence about every mark of the picture by its id.
-        runs: The uninterrupted, the killed and the synchronous run.
+        runs: The uninterrupted and the killed run, and the one with Lightning's own checkpoints.
         rows: The comparison of the first two.
     """
-    alone, killed, sync = runs
+    alone, killed, stock = runs
+    totals = totals_of(read_events([str(killed.directory / "events.jsonl")]))
     exact = all(row.equal for row in rows)
     repeated = " + ".join(str(len(job.lost)) for job in killed.kills)
     cards = [
         card(f"bit-exact: {'yes' if exact else 'no'}", "weights, optimizer and loss logs", "good" if exact else "bad"),
         card(f"{len(killed.kills)} kills", "SIGKILL to all processes at once"),
         card(f"{repeated} steps", "repeated after the kills"),
-        card(f"{1000 * alone.stall_seconds:.0f} ms", "training held up by asynchronous saves"),
-        card(f"{1000 * sync.stall_seconds:.0f} ms", "training held up by synchronous saves"),
+        card(f"{1000 * typical_stall(alone).seconds:.0f} ms", "a typical save with AsyncCheckpointIO stops training"),
+        card(f"{1000 * typical_stall(stock).seconds:.0f} ms", "a typical save of Lightning's own stops training"),
+        card(f"{totals['share_of_run']:.1%}", "of the killed run was spent waiting for checkpoints"),
+        card(seconds_in_words(totals["interruption_seconds"]), "is what its kills cost, restarts included"),
     ]
     kills = as_table(
         ["", "after", "aimed", "write cut off", "last step done", "resumed from step", "steps repeated"],

@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch, Rectangle
-from records import Job, Run, Save, Stall
+from records import Job, Run, Save, Stall, typical_stall
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e3e8ee"
 STEP, LOST, COLLECT, STALL, WRITE, KILL, COMMIT, STARTUP = (
@@ -173,18 +173,13 @@ def legend(figure: Figure) -> None:
     )  # fmt: skip
 
 
-def widest_stall(run: Run) -> Stall:
-    """The stall whose saves took longest to be durable: the one to look at closely."""
-    return max(run.stalls, key=lambda stall: stall.durable - stall.start)
-
-
-def draw(alone: Run, killed: Run, sync: Run, *, exact: bool) -> tuple[Figure, Notes]:
+def draw(alone: Run, killed: Run, stock: Run, *, exact: bool) -> tuple[Figure, Notes]:
     """Draw the three runs below each other and three close-ups.
 
     Args:
         alone: The uninterrupted run with asynchronous saves.
         killed: The killed and resumed run.
-        sync: The run with synchronous saves.
+        stock: The run with Lightning's own checkpoints.
         exact: Whether the killed run ended with the bits of the uninterrupted one.
 
     Returns:
@@ -203,7 +198,7 @@ def draw(alone: Run, killed: Run, sync: Run, *, exact: bool) -> tuple[Figure, No
     lanes = [
         ("uninterrupted, asynchronous saves", alone),
         ("killed and resumed, asynchronous saves", killed),
-        ("uninterrupted, synchronous saves", sync),
+        ("uninterrupted, Lightning's own saves", stock),
     ]
     longest = max(run.seconds for _, run in lanes)
     grid = figure.add_gridspec(3, 1, left=0.05, right=0.985, top=0.845, bottom=0.405, hspace=0.5)
@@ -217,7 +212,7 @@ def draw(alone: Run, killed: Run, sync: Run, *, exact: bool) -> tuple[Figure, No
         if row == len(lanes) - 1:
             axes.set_xlabel("seconds since the run was started", color=MUTED, fontsize=10)
 
-    draw_close_ups(figure, alone, killed, sync, notes)
+    draw_close_ups(figure, alone, killed, stock, notes)
     return figure, notes
 
 
@@ -230,11 +225,11 @@ def summary(run: Run) -> str:
     )
 
 
-def draw_close_ups(figure: Figure, alone: Run, killed: Run, sync: Run, notes: Notes) -> None:
+def draw_close_ups(figure: Figure, alone: Run, killed: Run, stock: Run, notes: Notes) -> None:
     """One save of each kind on the same scale, and the kill that hit a save."""
     stalls = [
-        ("an asynchronous save, then last.ckpt", alone, widest_stall(alone)),
-        ("a synchronous save, then last.ckpt", sync, widest_stall(sync)),
+        ("a typical save with AsyncCheckpointIO", alone, typical_stall(alone)),
+        ("a typical save of Lightning's own", stock, typical_stall(stock)),
     ]
     longest = max(stall.durable - stall.start for _, _, stall in stalls)
     views = [(title, run, stall.start, longest + 0.15) for title, run, stall in stalls]
@@ -267,5 +262,5 @@ def describe_stall(axes: Axes, stall: Stall) -> None:
     background = sum(save.background_seconds for save in stall.saves)
     written = f"written in {1000 * background:.0f} ms in the background"
     if background <= SYNCHRONOUS_SECONDS * len(stall.saves):
-        written = "written while the training waits"
+        written = "written while the training waits, and not synced to the disk"
     axes.text(0, DISK_ROW - DISK_HEIGHT / 2 - 0.05, written, fontsize=10.5, color=COMMIT, va="top")

@@ -117,6 +117,12 @@ class Run:
         return sum(stall.seconds for stall in self.stalls)
 
 
+def typical_stall(run: Run) -> Stall:
+    """The stall with the median duration, of those after the first, which allocates what later ones use again."""
+    stalls = sorted(run.stalls[1:] or run.stalls, key=lambda stall: stall.seconds)
+    return stalls[len(stalls) // 2]
+
+
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The records of a JSON Lines file; none where the file does not exist yet. A line still being written is left."""
     if not path.exists():

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt_core.report import interruptions_of, read_events
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = REPOSITORY / "examples" / "crash_demo"
 # Quick steps, and the full model, so that a save takes long enough to be hit by a kill.
@@ -56,6 +58,10 @@ def test_killed_run_ends_with_the_same_bits(tmp_path: Path) -> None:
     assert "bit-exact: yes" in page
     assert f"kill {len(jobs) - 1}: SIGKILL to all processes, aimed while a save is being written" in page
     assert "resumed from step" in page
+    (interruption,) = interruptions_of(read_events([str(tmp_path / "killed" / "events.jsonl")]))
+    assert interruption.seconds > 0
+    assert "Interruptions" in (tmp_path / "killed" / "report.html").read_text()
+    assert "a typical save of Lightning&#x27;s own stops training" in page
     assert "http" not in page, "the page must not need anything from elsewhere"
 
 
@@ -122,23 +128,24 @@ def log_jobs_and_saves(directory: Path, *jobs: dict[str, Any], cut_off: bool = F
     (directory / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for job in jobs))
     events = []
     for moment, path in ((0.6, "first.ckpt"), (1.6, "second.ckpt")):
-        events.append({"event": "SaveStarted", "time": moment, "path": path})
-        events.append({"event": "SnapshotTaken", "time": moment + 0.1, "path": path, "bytes": 8, "stall_seconds": 0.1})
+        place = {"pid": 1, "path": path}
+        events.append({**place, "event": "SaveStarted", "time": moment})
+        events.append({**place, "event": "SnapshotTaken", "time": moment + 0.1, "bytes": 8, "stall_seconds": 0.1})
         if not (cut_off and path == "second.ckpt"):
-            events.append({"event": "SaveCommitted", "time": moment + 0.2, "path": path})
+            events.append({**place, "event": "SaveCommitted", "time": moment + 0.2, "bytes": 8})
     (directory / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
 
 
 def test_picture_shows_what_happened_and_says_when_bits_differ(demo: Any, tmp_path: Path) -> None:
-    alone, killed, sync = (write_run(tmp_path / name) for name in ("alone", "killed", "sync"))
+    alone, killed, stock = (write_run(tmp_path / name) for name in ("alone", "killed", "stock"))
     whole = {"launched": -1.0, "ended": 3.0, "killed": False, "aim": "", "during_save": []}
     log_jobs_and_saves(alone, whole)
-    log_jobs_and_saves(sync, whole)
+    log_jobs_and_saves(stock, whole)
     first = {"launched": -1.0, "ended": 1.8, "killed": True, "aim": "at a save", "during_save": ["second.ckpt"]}
     log_jobs_and_saves(killed, first, {**whole, "launched": 2.0, "ended": 6.0}, cut_off=True)
     log_steps(killed, [(1, 2.25)], later=3.0)
 
-    runs = [demo("records").read_run(run) for run in (alone, killed, sync)]
+    runs = [demo("records").read_run(run) for run in (alone, killed, stock)]
     assert [len(job.lost) for job in runs[1].jobs] == [1, 0]
     # Between the two steps, and where the kill came after a snapshot: until training was free again.
     assert [run.stall_seconds for run in runs] == pytest.approx([0.5, 0.7, 0.5])
