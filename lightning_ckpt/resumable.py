@@ -167,7 +167,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         name_mismatches(trainer)
         if stage == "fit" and self._is_first_callback(trainer):
             self._report = RunReport(trainer, log_metrics=self.log_metrics)
-        if self.exact and stage == "fit":
+        if self.exact and stage == "fit" and trainer.lightning_module is not None:  # which a test may leave out
             self._state = ExactState.of(trainer, self.data_resume == "replay", self._warn_inexact)
 
     def _warn_inexact(self, causes: str) -> None:

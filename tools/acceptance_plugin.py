@@ -2,7 +2,8 @@
 
 Every Python process of a test run installs the hook below (through ``sitecustomize``, because tests spawn processes):
 when ``lightning.pytorch`` has been imported, the class named in ``ACCEPTANCE_IO`` takes the place of
-``TorchCheckpointIO`` everywhere, in the strategies' default as well as in what the tests import. In the pytest process
+``TorchCheckpointIO`` everywhere, in the strategies' default as well as in what the tests import, and the class named in
+``ACCEPTANCE_CALLBACK``, if there is one, that of ``ModelCheckpoint``. In the pytest process
 this module is also a plugin that appends the outcome of every phase of every test to the file named in
 ``ACCEPTANCE_RESULTS``.
 """
@@ -44,6 +45,8 @@ class _AfterLightning(importlib.abc.MetaPathFinder):
             _bridge_versions()
             if os.environ.get("ACCEPTANCE_IO"):
                 _swap(os.environ["ACCEPTANCE_IO"])
+            if os.environ.get("ACCEPTANCE_CALLBACK"):
+                _swap_callback(os.environ["ACCEPTANCE_CALLBACK"])
 
         spec.loader.exec_module = execute_and_swap  # type: ignore[method-assign]
         return spec
@@ -79,6 +82,19 @@ def _swap(name: str) -> None:
         is_lightning = getattr(module, "__name__", "").startswith("lightning.")
         if is_lightning and vars(module).get("TorchCheckpointIO") is TorchCheckpointIO:
             module.TorchCheckpointIO = ours
+
+
+def _swap_callback(name: str) -> None:
+    import lightning.pytorch.callbacks.model_checkpoint as stock
+
+    module_name, class_name = name.split(":")
+    ours, replaced = getattr(importlib.import_module(module_name), class_name), stock.ModelCheckpoint
+    # It is part of the key of the callback's state.
+    ours.__name__ = ours.__qualname__ = replaced.__qualname__
+    setattr(sys.modules[ours.__module__], ours.__name__, ours)
+    for module in list(sys.modules.values()):
+        if getattr(module, "__name__", "").startswith("lightning.") and vars(module).get("ModelCheckpoint") is replaced:
+            module.ModelCheckpoint = ours
 
 
 def _counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,13 +2,15 @@
 
 A digest has to be the same in another process and must never wait for an accelerator. So tensors that are not in host
 memory count by dtype and shape alone, and objects of unknown classes by their class and the tensors in them: what else
-they hold (paths, times, identities) may differ where nothing is wrong.
+they hold (paths, times, identities) may differ where nothing is wrong. Of long lists and large graphs of objects, a
+sample counts, so that no batch takes long.
 """
 
 from __future__ import annotations
 
 import ctypes
 import dataclasses
+import itertools
 import random
 import struct
 import weakref
@@ -30,7 +32,7 @@ WHOLE_BYTES = 2**20
 SAMPLED_WORDS = 2**13
 
 _DEPTH = 8
-_OBJECTS = 2**12
+_ITEMS = 2**10  # that are looked at in a batch, whatever it is: lists of a million numbers, graphs of objects
 _MT19937_WORDS = 624  # the words of the state, and after them the position in them
 _WEIGHTS = 8
 _BUFFERS = 2
@@ -48,11 +50,11 @@ def digest_batch(batch: Any) -> int:
         False
     """
     digest = xxhash.xxh3_64()
-    _add(batch, digest.update, _DEPTH, is_data=True)
+    _add(batch, digest.update, _DEPTH, _ITEMS, is_data=True)
     return digest.intdigest()
 
 
-def _add(value: Any, update: _Update, depth: int, *, is_data: bool) -> None:
+def _add(value: Any, update: _Update, depth: int, items: int, *, is_data: bool) -> None:
     if isinstance(value, torch.Tensor):
         _add_tensor(value, update)
     elif isinstance(value, np.ndarray):
@@ -64,23 +66,25 @@ def _add(value: Any, update: _Update, depth: int, *, is_data: bool) -> None:
     elif depth == 0:
         update(type(value).__qualname__.encode())
     else:
-        _add_container(value, update, depth - 1, is_data=is_data)
+        _add_container(value, update, depth - 1, items, is_data=is_data)
 
 
-def _add_container(value: Any, update: _Update, depth: int, *, is_data: bool) -> None:
+def _add_container(value: Any, update: _Update, depth: int, items: int, *, is_data: bool) -> None:
     if isinstance(value, Mapping):
-        for key, item in value.items():
-            _add(key if isinstance(key, (str, int)) else None, update, depth, is_data=is_data)
-            _add(item, update, depth, is_data=is_data)
+        share = max(1, items // max(1, len(value)))
+        for key, item in itertools.islice(value.items(), items):
+            _add(key if isinstance(key, (str, int)) else None, update, depth, 1, is_data=is_data)
+            _add(item, update, depth, share, is_data=is_data)
     elif isinstance(value, (list, tuple)):
         update(b"[%d" % len(value))
-        for item in value:
-            _add(item, update, depth, is_data=is_data)
+        for item in _spread(value, items):
+            _add(item, update, depth, max(1, items // len(value)), is_data=is_data)
     else:
         update(type(value).__qualname__.encode())
         fields = {f.name for f in dataclasses.fields(value)} if dataclasses.is_dataclass(value) else set()
-        for name, item in list(getattr(value, "__dict__", {}).items()):
-            _add(item, update, depth, is_data=is_data and name in fields)
+        found = list(getattr(value, "__dict__", {}).items())[:items]
+        for name, item in found:
+            _add(item, update, depth, max(1, items // len(found)), is_data=is_data and name in fields)
 
 
 def _add_tensor(tensor: torch.Tensor, update: _Update) -> None:
@@ -123,8 +127,8 @@ def _update_with_memory(memory: Any, size: int, update: _Update) -> None:
 def _add_array(array: np.ndarray, update: _Update) -> None:
     update(f"{array.dtype}{array.shape}".encode())
     if array.dtype.hasobject:
-        for item in array.reshape(-1)[:_OBJECTS]:
-            _add(item, update, 1, is_data=True)
+        for item in array.reshape(-1)[:_ITEMS]:
+            _add(item, update, 1, 1, is_data=True)
     elif array.size:
         memory = array.ravel(order="K")  # a view wherever the memory has no gaps
         _update_with_memory(memory.view(np.uint8).data, memory.nbytes, update)
@@ -196,7 +200,7 @@ class WeightSample:
         return digest.intdigest() if found else None
 
 
-def _spread(tensors: Sequence[torch.Tensor], number: int) -> Sequence[torch.Tensor]:
-    if len(tensors) <= number:
-        return tensors
-    return [tensors[round(i * (len(tensors) - 1) / (number - 1))] for i in range(number)]
+def _spread(items: Sequence[Any], number: int) -> Sequence[Any]:
+    if len(items) <= number:
+        return items
+    return [items[round(i * (len(items) - 1) / max(1, number - 1))] for i in range(number)]

@@ -21,7 +21,9 @@ from ckpt_core.state.reach import Found, is_generator, reach, sample
 __all__ = ["PlainState", "fingerprint"]
 
 _WHOLE_BYTES = 1 << 18
+_LOOKED_AT_BYTES = 1 << 22  # of the arrays in one value: a data set's may be a list of a million
 _SAMPLED_ITEMS = 1 << 12
+_FEWEST_ITEMS = 1 << 6
 _CAPTURED_BYTES = 64 << 20
 _CAPTURED_ITEMS = 1 << 18
 _PACKED_ITEMS = 64
@@ -34,29 +36,31 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 def fingerprint(value: Any) -> str:
     """Return a digest of a plain value, the same in every process; of long containers and arrays, that of a sample."""
-    return digest_of_parts(_parts(value))
+    return digest_of_parts(_parts(value, [_LOOKED_AT_BYTES]))
 
 
-def _parts(value: Any) -> Iterator[bytes]:
+def _parts(value: Any, left: list[int]) -> Iterator[bytes]:
     if isinstance(value, torch.Tensor):
         value = value.detach()
         yield f"{value.dtype}{tuple(value.shape)}".encode()
         if value.device.type != "cpu" or value.layout != torch.strided:
             return  # to look at it would wait for the device
+        if not _is_whole(value.numel() * value.element_size(), left):
+            value = _thinned(value.flatten() if value.is_contiguous() else value, left)
         flat = value.reshape(-1)
-        if flat.numel() * flat.element_size() > _WHOLE_BYTES:
-            flat = flat[:: max(1, flat.numel() // _SAMPLED_ITEMS)]
         yield flat.contiguous().view(torch.uint8).numpy().tobytes() if flat.numel() else b""
     elif isinstance(value, np.ndarray):
         yield f"{value.dtype}{value.shape}".encode()
-        if value.nbytes > _WHOLE_BYTES:
-            value = value.reshape(-1)[:: max(1, value.size // _SAMPLED_ITEMS)]
+        if isinstance(value, np.memmap):
+            return  # a file, which is no state of the run: to look at it would read from the disk
+        if not _is_whole(value.nbytes, left):
+            value = _thinned(value.reshape(-1) if value.flags.c_contiguous else value, left)
         yield value.tobytes()
     elif isinstance(value, dict):
         yield f"{type(value).__name__}{len(value)}".encode()
         for key in sample(value):
             yield repr(key).encode()
-            yield from _parts(value[key])
+            yield from _parts(value[key], left)
     elif isinstance(value, (set, frozenset)):
         # of one set, its members alone: their order is another in each process
         yield f"{type(value).__name__}{len(value)}".encode()
@@ -68,9 +72,21 @@ def _parts(value: Any) -> Iterator[bytes]:
             yield repr(items).encode()
         else:
             for item in items:
-                yield from _parts(item)
+                yield from _parts(item, left)
     else:
         yield f"{type(value).__name__}{value!r}".encode()
+
+
+def _is_whole(size: int, left: list[int]) -> bool:
+    left[0] -= size
+    return size <= _WHOLE_BYTES and left[0] >= 0
+
+
+def _thinned(array: Any, left: list[int]) -> Any:
+    """Return some elements, spread over all axes: to flatten what is not contiguous would copy it."""
+    number = _SAMPLED_ITEMS if left[0] >= 0 else _FEWEST_ITEMS
+    along = max(1, round(number ** (1 / max(1, array.ndim))))
+    return array[tuple(slice(None, None, max(1, size // along)) for size in array.shape)]
 
 
 def _reference(value: Any) -> Callable[[], Any] | None:

@@ -667,5 +667,5 @@ def _saves_through_plugin(strategy: Any) -> bool:
     if is_routed(strategy):
         return True
     # Sharded strategies write by themselves and leave the plugin out.
-    base: Any = next(cls for cls in type(strategy).__mro__ if cls.__name__ == "Strategy")
-    return type(strategy).save_checkpoint is base.save_checkpoint
+    base: Any = next((cls for cls in type(strategy).__mro__ if cls.__name__ == "Strategy"), None)
+    return base is not None and type(strategy).save_checkpoint is base.save_checkpoint

@@ -384,3 +384,36 @@ def test_a_loss_that_is_late_is_recorded_and_compared(runs: Runs, monkeypatch: p
     Late.there = False
     many = run(runs.begin(), 0, _WAITING_FOR_LOSS + 5)
     assert len(many.capture()["records"]) == 5 * 128  # those that have waited too long are recorded without it
+
+
+class Counted:
+    """A number that counts how often it is looked at."""
+
+    looks = 0
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        Counted.looks += 1
+        return {"n": self.others}
+
+    others: list[Counted]
+
+
+@pytest.mark.parametrize("kind", ["graph", "lists", "mapping"])
+def test_no_batch_takes_long_to_look_at(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Counted, "looks", 0)
+    nodes = [Counted() for _ in range(300)]
+    for node in nodes:
+        node.others = nodes if kind == "graph" else []
+    batches = {"graph": nodes[0], "lists": [nodes] * 300, "mapping": {i: {0: nodes} for i in range(300)}}
+    assert digest_batch(batches[kind]) == digest_batch(batches[kind])
+    assert 0 < Counted.looks < 20_000
+
+
+def test_lists_of_numbers_that_differ_in_length_or_in_a_sampled_number_differ() -> None:
+    lists = [list(range(2000)) for _ in range(50)]
+    other = [[*numbers] for numbers in lists]
+    assert digest_batch(lists) == digest_batch(other)
+    other[20][0] = -1
+    assert digest_batch(lists) != digest_batch(other)
+    assert digest_batch(lists) != digest_batch(lists[:-1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,3 +83,34 @@ def test_a_shuffle_of_a_long_list_is_seen() -> None:
     before = fingerprint(order)
     order.sort(key=lambda i: i % 7)
     assert fingerprint(order) != before
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.broadcast_to(np.zeros(1), (2**20, 2**20)), torch.zeros(1).expand(2**20, 2**20)],
+    ids=["array", "tensor"],
+)
+def test_to_look_at_what_is_not_contiguous_does_not_copy_it(value: Any) -> None:
+    # 8 TiB, if it did
+    assert fingerprint(value) == fingerprint(value)
+    assert fingerprint(value) != fingerprint(value[:-1])
+
+
+def test_a_file_that_is_mapped_into_memory_is_not_read(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "data.bin", dtype=np.uint8, mode="w+", shape=(100,))
+    before = fingerprint(mapped)
+    mapped[3] = 1
+    assert fingerprint(mapped) == before
+
+
+def test_a_change_in_one_of_many_arrays_is_seen() -> None:
+    arrays = [np.zeros(1000, np.float32) for _ in range(500)]
+    before = fingerprint(arrays)
+    arrays[250][999] = 1
+    assert fingerprint(arrays) != before
+
+
+def test_of_a_list_of_a_thousand_large_arrays_a_part_is_looked_at() -> None:
+    # one page each: more would be 256 GiB
+    arrays = [np.broadcast_to(np.zeros(1), (2**25,)) for _ in range(1000)]
+    assert fingerprint(arrays) == fingerprint(list(arrays))
