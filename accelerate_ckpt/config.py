@@ -256,6 +256,9 @@ class CheckpointConfig:
             of its ``Trainer``.
         listeners: Called with every event: functions, or in a flag, a variable or a file names of classes, with commas
             between them, such as ``ckpt_core.listeners.opentelemetry.OpenTelemetryListener``.
+        overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizers' state while
+            the next forward and backward pass run; the device then waits at the next optimizer step. Whatever
+            else changes them calls :func:`ckpt_core.wait_staged` first, or that save fails.
         recorder: Whether each rank records the steps of its optimizers in a small file beside the checkpoints, and a
             resumed run compares those that it repeats and says whether they are the same.
 
@@ -319,6 +322,9 @@ class CheckpointConfig:
     listeners: Any = _option(
         (), _LISTENERS, "names of classes whose objects hear of every event, with commas between them", hash=False
     )
+    overlap: bool = _option(
+        False, _SWITCH, "let an accelerator copy during the next step; wait_staged() before other changes"
+    )
     recorder: bool = _option(True, _SWITCH, "record each step, and say after a resume whether it was exact")
 
     def __post_init__(self) -> None:
@@ -380,7 +386,8 @@ class CheckpointConfig:
             CheckpointConfig(strategy='sync', wait=False, max_pending=2, on_error='raise', mid_accumulation='grads', \
 commit_timeout=600.0, retention=None, local_dir=None, upload_to=None, keep_local=None, allow_pickle=False, \
 resume=None, resume_attempts=3, checkpoint_dir=None, preempt=None, interval=None, mtbf=None, \
-max_overhead=None, event_log=None, report=None, log_metrics=False, listeners=(), recorder=True)
+max_overhead=None, event_log=None, report=None, log_metrics=False, listeners=(), overlap=False, \
+recorder=True)
         """
         environment = os.environ if variables is None else variables
         given_flags = {flag_name.format(name): (name, value) for name, value in (flags or {}).items()}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt_core import policies, storage
     from ckpt_core._pipeline.reader import verify
+    from ckpt_core._pipeline.staging import wait_staged
     from ckpt_core.catalog import Catalog, CheckpointInfo
     from ckpt_core.checkpointer import Checkpointer
     from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer
@@ -54,6 +55,7 @@ __all__ = [
     "policies",
     "storage",
     "verify",
+    "wait_staged",
 ]
 
 __version__ = "0.1.0"
@@ -70,6 +72,7 @@ _HOMES = {
     "RankGroup": "ranks",
     "Tiers": "tiers",
     "verify": "_pipeline.reader",
+    "wait_staged": "_pipeline.staging",
 }
 
 

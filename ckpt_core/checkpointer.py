@@ -14,6 +14,7 @@ from ckpt_core._pipeline.file_save import FileSave
 from ckpt_core._pipeline.jobs import OnError
 from ckpt_core._pipeline.refused_keys import RefusedKeys
 from ckpt_core._pipeline.save import Pipeline, SavedDirectories
+from ckpt_core._pipeline.staging import wait_staged
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import CheckpointLoaded, Event, Listener, notify
 from ckpt_core.pins import is_pinned
@@ -42,6 +43,7 @@ class CheckpointerBase:
         storage: Storage | None = None,
         tiers: Tiers | None = None,
         uploads: bool = True,
+        overlap: bool = False,
     ) -> None:
         if strategy not in ("sync", "async"):
             raise ValueError(f"strategy must be 'sync' or 'async', not {strategy!r}")
@@ -56,6 +58,7 @@ class CheckpointerBase:
         self._listeners = list(listeners)
         self._storage = storage
         self._tiers = tiers
+        self._overlap = overlap
         self._tiered: TieredStorage | None = None
         self._uploader: Uploader | None = None  # of this process; other ranks have none
         if tiers is not None:
@@ -67,7 +70,11 @@ class CheckpointerBase:
         self._directories = SavedDirectories()
         self._refused = RefusedKeys()
         self._pipeline = Pipeline(
-            strategy=strategy, max_pending=max_pending, on_error=on_error, listeners=self._listeners
+            strategy=strategy,
+            max_pending=max_pending,
+            on_error=on_error,
+            listeners=self._listeners,
+            overlap=overlap,
         )
         self._queues = [self._pipeline.queue, *([] if self._uploader is None else [self._uploader.queue])]
 
@@ -82,6 +89,7 @@ class CheckpointerBase:
             listeners=[listener for listener in self._listeners if listener is not self._uploader],
             storage=self._storage,
             tiers=self._tiers,
+            overlap=self._overlap,
         )
         return settings, ()
 
@@ -166,6 +174,14 @@ class CheckpointerBase:
         self._pipeline.queue.wait(None if path is None else self.known_as(path))
         self.raise_failure()
 
+    def wait_staged(self) -> None:
+        """Let what the caller queues on accelerators from now on wait until the state of the saves so far is copied.
+
+        Needed with ``overlap`` before anything but an optimizer's step changes parameters or an optimizer's state. The
+        devices wait; this returns at once.
+        """
+        wait_staged()
+
     def drain(self, *, timeout: float | None = None) -> None:
         """Block until all saves and removals have ended, whether they failed or not; at most ``timeout`` seconds."""
         self._pipeline.queue.wait(timeout=timeout)
@@ -230,6 +246,7 @@ class CheckpointerBase:
         """Return the name of a checkpoint that is about to be read, when no save of it is under way."""
         source = self.known_as(path)
         self._pipeline.queue.wait(source)
+        self.wait_staged()  # it may be loaded into what is being copied
         uploader = self._uploader_of(source)
         if uploader is not None:
             uploader.resume(source)
@@ -276,6 +293,10 @@ class Checkpointer(CheckpointerBase):
         tiers: Commit on a local disk, which is what :meth:`save` and :meth:`wait` are about, and upload from there in
             the background; :meth:`load` takes the nearest copy that is whole (:class:`ckpt_core.tiers.Tiers`).
         uploads: Whether this process uploads; with ``tiers``.
+        overlap: Whether an asynchronous save of an accelerator's tensors leaves the device to copy parameters and
+            optimizers' state during the next forward and backward pass, so that nobody waits; the next step of any
+            ``torch.optim.Optimizer`` does, on the device. Whatever else changes them calls :meth:`wait_staged` first;
+            if it does not, the save fails with :class:`~ckpt_core.errors.SnapshotTornError`, and later ones wait.
 
     Examples:
         >>> import os, tempfile, torch

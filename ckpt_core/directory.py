@@ -197,6 +197,7 @@ class DirectoryCheckpointer(CheckpointerBase):
             everything, so that upload failures are raised there (:class:`ckpt_core.tiers.Tiers`).
         link_unchanged: Whether files whose tensors have not changed are linked to those of the checkpoint before, or
             copied by the store, instead of being written again (:mod:`ckpt_core._pipeline.unchanged`).
+        overlap: As for :class:`~ckpt_core.Checkpointer`.
 
     Examples:
         >>> import os, tempfile, torch
@@ -223,6 +224,7 @@ class DirectoryCheckpointer(CheckpointerBase):
         storage: Storage | None = None,
         tiers: Tiers | None = None,
         link_unchanged: bool = True,
+        overlap: bool = False,
     ) -> None:
         super().__init__(
             strategy=strategy,
@@ -233,6 +235,7 @@ class DirectoryCheckpointer(CheckpointerBase):
             storage=storage,
             tiers=tiers,
             uploads=ranks is None or ranks.rank == 0,
+            overlap=overlap,
         )
         if not commit_timeout > 0:
             raise ValueError(f"commit_timeout must be a number of seconds, not {commit_timeout}")

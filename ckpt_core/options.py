@@ -40,6 +40,9 @@ class CheckpointerOptions:
         report: A local file to which a page of HTML about the run, with all starts that the event log has, is written
             at its end (:mod:`ckpt_core.report`). Without ``event_log``, the log is beside it, as ``<report>.jsonl``.
         listeners: Called with every event.
+        overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizers' state while
+            the next forward and backward pass run; the device then waits at the next optimizer step. Whatever
+            else changes them calls :func:`ckpt_core.wait_staged` first, or that save fails.
 
     Raises:
         ValueError: One of ``local_dir`` and ``upload_to`` is missing, or they make no sense; the message names the
@@ -62,6 +65,7 @@ class CheckpointerOptions:
     event_log: str | None = None
     report: str | None = None
     listeners: Sequence[Listener] = ()
+    overlap: bool = False
 
     def __post_init__(self) -> None:
         _ = self.tiers  # refuses here what makes no sense, and not at the first save
@@ -95,6 +99,7 @@ class CheckpointerOptions:
             "storage_options": self.storage_options,
             "tiers": self.tiers,
             "listeners": [*listeners, *self.listeners, *log, Preflight(self.storage_options)],
+            "overlap": self.overlap,
         }
 
 

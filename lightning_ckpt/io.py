@@ -199,6 +199,9 @@ class AsyncCheckpointIO(TorchFileIO):
         report: A local file to which a page about the run is written at its end; its event log is beside it, unless
             ``event_log`` names another.
         listeners: Called with every event (:mod:`ckpt_core.events`).
+        overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizers' state while
+            the next forward and backward pass run; the device then waits at the next optimizer step. Whatever
+            else changes them calls :func:`ckpt_core.wait_staged` first, or that save fails.
 
     Example::
 
@@ -217,6 +220,7 @@ class AsyncCheckpointIO(TorchFileIO):
         event_log: str | None = None,
         report: str | None = None,
         listeners: Sequence[Listener] = (),
+        overlap: bool = False,
     ) -> None:
         super().__init__(
             CheckpointerOptions(
@@ -229,5 +233,6 @@ class AsyncCheckpointIO(TorchFileIO):
                 event_log=event_log,
                 report=report,
                 listeners=listeners,
+                overlap=overlap,
             )
         )

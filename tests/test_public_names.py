@@ -22,7 +22,7 @@ ERRORS = {
 EXPORTED = {
     "ckpt_core": ERRORS
     | {"Catalog", "CheckpointInfo", "Checkpointer", "DirectoryCheckpoint", "DirectoryCheckpointer", "EventLog", "Kind"}
-    | {"Part", "RankGroup", "Tiers", "policies", "storage", "verify"},
+    | {"Part", "RankGroup", "Tiers", "policies", "storage", "verify", "wait_staged"},
     "ckpt_core.errors": ERRORS | {"none_verifies"},
     "ckpt_core.events": {
         "CheckpointLoaded",

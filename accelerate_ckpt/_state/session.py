@@ -159,6 +159,7 @@ class Session:
             event_log=config.event_log,
             report=config.report,
             listeners=config.made_listeners(),
+            overlap=config.overlap,
         )
         self.tiers = options.tiers
         self.report = RunReport(options, log_metrics=config.log_metrics)

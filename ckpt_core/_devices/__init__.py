@@ -14,23 +14,32 @@ from ckpt_core._devices.generators import (
     restore_device_generators,
 )
 from ckpt_core._devices.pinning import PINNING, Pinning, pin
+from ckpt_core._devices.row_sums import ROW, RowSums
 from ckpt_core._devices.streams import (
+    Events,
     LateNumber,
     SideStreams,
     accelerator_name,
+    is_capturing,
+    let_devices_wait,
     on_current_streams,
     wait_for_devices,
 )
 
 __all__ = [
     "PINNING",
+    "ROW",
     "DeviceGenerators",
+    "Events",
     "LateNumber",
     "Pinning",
+    "RowSums",
     "SideStreams",
     "accelerator_name",
     "capture_device_generators",
     "current_device_generators",
+    "is_capturing",
+    "let_devices_wait",
     "on_current_streams",
     "pin",
     "restore_device_generators",

@@ -9,9 +9,19 @@ from typing import TypeVar
 
 import torch
 
-__all__ = ["LateNumber", "SideStreams", "accelerator_name", "on_current_streams", "wait_for_devices"]
+__all__ = [
+    "Events",
+    "LateNumber",
+    "SideStreams",
+    "accelerator_name",
+    "is_capturing",
+    "let_devices_wait",
+    "on_current_streams",
+    "wait_for_devices",
+]
 
 Job = TypeVar("Job")
+Events = dict[torch.device, torch.Event]  # of the side stream of each device
 
 # One for each device, kept: allocators cache memory per stream, and torch has no more than 32 of them to give out.
 _side_streams: dict[torch.device, torch.Stream] = {}
@@ -53,6 +63,24 @@ def wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
     """Return when what this thread has queued for tensors of devices is done, so that other threads may read them."""
     for device in _devices_of(tensors):
         _wait_for(device)
+
+
+def let_devices_wait(events: Events) -> None:
+    """Let what this thread queues from now on wait for events; the devices wait, this thread does not."""
+    for device, event in events.items():
+        stream = _current_stream(device)
+        if stream is not None:
+            stream.wait_event(event)
+
+
+def is_capturing(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether this thread's work for a device of some tensors is recorded into a graph, and not done."""
+    modules = {device.type: torch.get_device_module(device) for device in _devices_of(tensors)}.values()
+    return any(getattr(module, "is_current_stream_capturing", _never)() for module in modules)
+
+
+def _never() -> bool:
+    return False
 
 
 def accelerator_name() -> str | None:
@@ -122,9 +150,10 @@ class SideStreams:
         with _used(self._streams.values(), self._device):
             yield
 
-    def record(self, tensors: Iterable[torch.Tensor]) -> list[torch.Event]:
+    def record(self, tensors: Iterable[torch.Tensor]) -> Events:
         """Return events that happen when what is queued now is done, of the streams that some tensors are read on."""
-        return [self._streams[device].record_event() for device in _devices_of(tensors) if device in self._streams]
+        devices = [device for device in _devices_of(tensors) if device in self._streams]
+        return {device: self._streams[device].record_event() for device in devices}
 
     def synchronize(self) -> None:
         """Return when nothing is queued on any of the streams any more; raise what one of them has raised."""

@@ -20,7 +20,8 @@ from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._pipeline import reader
 from ckpt_core._pipeline.jobs import Job, JobQueue, OnError
 from ckpt_core._pipeline.snapshot import BufferPool, Snapshot
-from ckpt_core.errors import CheckpointError, OutOfMemoryError
+from ckpt_core._pipeline.staging import watch_optimizers
+from ckpt_core.errors import CheckpointError, OutOfMemoryError, SnapshotTornError
 from ckpt_core.events import (
     CheckpointRemoved,
     Listener,
@@ -78,6 +79,7 @@ class Pipeline:
         max_pending: How many staging buffers there may be.
         on_error: What a failure in the background does.
         listeners: Called with every event.
+        overlap: Whether copies from accelerators go on until the next step of an optimizer.
 
     Attributes:
         buffers: Lends memory for copies of states.
@@ -92,6 +94,7 @@ class Pipeline:
         max_pending: int,
         on_error: OnError,
         listeners: Sequence[Listener],
+        overlap: bool = False,
     ) -> None:
         self.buffers = BufferPool(max_pending)
         self.scratch = ScratchBuffers()
@@ -101,6 +104,9 @@ class Pipeline:
         self._last_save: Job | None = None
         self._saving_thread: int | None = None
         self._has_warned_of_memory = False
+        self._overlaps = overlap and strategy == "async"
+        if self._overlaps:
+            watch_optimizers()
 
     @property
     def is_inside_a_save(self) -> bool:
@@ -184,7 +190,7 @@ class Pipeline:
                 raise failure from error
 
     def _save_later(self, save: Save, started: float, waited: float) -> int:
-        snapshot = Snapshot(save.path, self.buffers)
+        snapshot = Snapshot(save.path, self.buffers, overlaps=self._overlaps)
         # Writing begins while the state is still being copied; the commit waits for the seal.
         action = functools.partial(self._write_in_background, save, snapshot)
         runs = False
@@ -220,6 +226,8 @@ class Pipeline:
         except BaseException as error:
             if snapshot.is_given_up:
                 raise ImageAbandonedError("the save was given up") from error
+            if isinstance(error, SnapshotTornError):
+                self._overlaps = False
             raise
         finally:
             snapshot.release()

@@ -6,31 +6,20 @@ because every page must first be found and cleared. So buffers are kept between 
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
-from ckpt_core._devices import SideStreams, wait_for_devices
+from ckpt_core._devices import is_capturing, wait_for_devices
 from ckpt_core._layouts.image import ImageAbandonedError
+from ckpt_core._pipeline.staging import COPY_GROUP, BackgroundCopy, Piece
 from ckpt_core.errors import CheckpointError, OutOfMemoryError, SnapshotTornError
 from ckpt_core.memory import StagingBuffer
-from ckpt_core.parallel import wait_through
 
-__all__ = [
-    "COPY_GROUP",
-    "BackgroundCopy",
-    "BufferPool",
-    "Layout",
-    "Snapshot",
-    "TornSnapshotGuard",
-    "given_up",
-]
-
-COPY_GROUP = 64 * 2**20  # bytes copied by one call: long enough that taking the GIL between two does not count
+__all__ = ["BufferPool", "Layout", "Snapshot", "TornSnapshotGuard", "given_up"]
 
 
 class BufferPool:
@@ -113,109 +102,6 @@ class BufferPool:
             self._idle.pop().close()
 
 
-class BackgroundCopy:
-    """Copies tensors into host memory on its own thread, in order, so that others can pickle and write meanwhile.
-
-    Each group of pieces is one call into torch, which holds no GIL and uses torch's threads. Tensors of accelerators
-    are copied on a side stream of their device, which starts after the work already queued on the current one; the
-    training thread waits in :meth:`wait`. However it ends, nothing is written to the targets afterwards, and no tensor
-    is held.
-
-    Args:
-        pieces: ``(end, target, source)``: ``uint8`` tensors of the same size, and the offset that is reached with them.
-    """
-
-    def __init__(self, pieces: Iterable[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
-        self._pieces = list(pieces)
-        self._reached = 0
-        self._error: BaseException | None = None
-        self._progress = threading.Condition()
-        self._streams = SideStreams(source for _, _, source in self._pieces)
-        self._claim = threading.Lock()  # for the thread, or for whoever gives up on it, whichever comes first
-        self._ended = threading.Event()
-        try:
-            threading.Thread(target=self._run, name="ckpt-staging").start()
-        except RuntimeError:  # the interpreter is shutting down: no new threads
-            self._run()
-        except BaseException:  # Ctrl-C while the thread was starting: it may be writing to the targets already
-            if not self._claim.acquire(blocking=False):
-                wait_through(self._ended)
-            raise
-
-    def _run(self) -> None:
-        if not self._claim.acquire(blocking=False):
-            return
-        try:
-            with self._streams.entered(), torch.no_grad():
-                try:
-                    self._copy()
-                finally:
-                    self._streams.synchronize()  # whatever has failed: the targets are about to be used again
-        except BaseException as error:  # noqa: BLE001 - raised again by wait()
-            self._error = error
-        finally:
-            self._pieces = []  # what the caller has let go of is free from now on
-            self._ended.set()
-            self._advance(sys.maxsize)
-
-    def _copy(self) -> None:
-        queued = []
-        for end, targets, sources in _groups(self._pieces):
-            # What does not block needs a stream to wait for afterwards.
-            torch._foreach_copy_(targets, sources, non_blocking=self._streams.may_be_late)
-            if self._streams:
-                queued.append((end, self._streams.record(sources)))
-            else:
-                self._advance(end)
-        for end, events in queued:
-            for event in events:
-                event.synchronize()
-            self._advance(end)
-
-    def _advance(self, offset: int) -> None:
-        with self._progress:
-            self._reached = offset
-            self._progress.notify_all()
-
-    def wait_until(self, offset: int) -> None:
-        """Return when everything up to ``offset`` is copied.
-
-        Raises:
-            ImageAbandonedError: The copy has failed; :meth:`wait` raises why.
-        """
-        with self._progress:
-            self._progress.wait_for(lambda: self._reached >= offset)
-        if self._error is not None:
-            raise ImageAbandonedError("the state could not be copied")
-
-    def settle(self) -> None:
-        """Return when nothing is copied any more, whatever has become of the copy."""
-        wait_through(self._ended)
-
-    def wait(self) -> None:
-        """Return when all bytes are copied; raise what the copy raised."""
-        self.settle()
-        if self._error is not None:
-            raise self._error
-
-
-def _groups(
-    pieces: Iterable[tuple[int, torch.Tensor, torch.Tensor]],
-) -> Iterator[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    nbytes = end = 0
-    for end, target, source in pieces:
-        targets.append(target)
-        sources.append(source)
-        nbytes += source.numel()
-        if nbytes >= COPY_GROUP:
-            yield end, targets, sources
-            targets, sources, nbytes = [], [], 0
-    if targets:
-        yield end, targets, sources
-
-
 class TornSnapshotGuard:
     """Detects that a tensor was changed, through torch, between the beginning and the end of a snapshot.
 
@@ -256,7 +142,7 @@ class Layout(Protocol):
     def staged_size(self) -> int:
         """Bytes of the buffer that all of them need; 0 if they need none."""
 
-    def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterable[tuple[int, torch.Tensor, torch.Tensor]]:
+    def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterable[Piece]:
         """Yield what is to be copied into ``buffer`` as ``(end, target, source)``, in order.
 
         Args:
@@ -274,6 +160,8 @@ class Snapshot:
     Args:
         path: The checkpoint, for messages.
         buffers: Lends the memory; None for live tensors, in the foreground.
+        overlaps: Whether the copy of what an accelerator has goes on after :meth:`finish`, until the next step of an
+            optimizer (:mod:`ckpt_core._pipeline.staging`).
 
     Attributes:
         is_live: Whether the save is in the foreground.
@@ -283,13 +171,14 @@ class Snapshot:
         sealed_at: ``time.perf_counter()`` of the moment in which it was complete.
     """
 
-    def __init__(self, path: str, buffers: BufferPool | None = None) -> None:
+    def __init__(self, path: str, buffers: BufferPool | None = None, *, overlaps: bool = False) -> None:
         self.is_live = buffers is None
         self.buffer: StagingBuffer | None = None
         self.not_copied: OutOfMemoryError | None = None
         self.sealed_at = 0.0
         self._path = path
         self._buffers = buffers
+        self._overlaps = overlaps
         self._guard = TornSnapshotGuard(())
         self._copy: BackgroundCopy | None = None
         self._failure: CheckpointError | None = None
@@ -299,7 +188,18 @@ class Snapshot:
     # ---- the training thread -----------------------------------------------------------------------------------------
 
     def take(self, layout: Layout) -> None:
-        """Begin to copy the tensors; those that are not copied may be read by other threads from now on."""
+        """Begin to copy the tensors; those that are not copied may be read by other threads from now on.
+
+        Raises:
+            CheckpointError: A CUDA graph is being captured: the state is not computed now.
+        """
+        if is_capturing(layout.tensors):
+            raise CheckpointError(
+                "save was called while a CUDA graph is being captured: the work that computes the state is only "
+                "recorded, and nothing of it was done",
+                path=self._path,
+                remedy="save outside of torch.cuda.graph(), before the capture or after a replay",
+            )
         self._guard = TornSnapshotGuard(layout.tensors)
         if self._buffers is not None and layout.staged_size:
             try:
@@ -309,20 +209,20 @@ class Snapshot:
         if self.buffer is None:
             wait_for_devices(layout.tensors)
         else:
-            self._copy = BackgroundCopy(layout.pieces_in(self.buffer, COPY_GROUP))
+            self._copy = BackgroundCopy(layout.pieces_in(self.buffer, COPY_GROUP), overlaps=self._overlaps)
 
     def begin_writing(self) -> None:
         """Let the other thread write what there is already."""
         self._taken.set()
 
     def finish(self) -> None:
-        """Return when the caller may change the state: it is copied, if it is to be, and its tensors are not held.
+        """Return when the caller may change the state, if the copy overlaps only by a step of an optimizer.
 
         Raises:
             SnapshotTornError: A tensor changed while it was being copied.
         """
         if self._copy is not None:
-            self._copy.wait()
+            self._copy.hand_over()
             self._guard.check(path=self._path)
             self._guard = TornSnapshotGuard(())
 
@@ -364,8 +264,9 @@ class Snapshot:
         try:
             self._copy.wait_until(offset)
         except ImageAbandonedError:
-            self._sealed.wait()  # the training thread is about to say why
+            self._sealed.wait()  # the training thread is about to say why, if it has not gone on
             self._raise_failure()
+            self._check_copy(self._copy)
             raise
 
     def wait_sealed(self) -> None:
@@ -380,11 +281,29 @@ class Snapshot:
         self._raise_failure()
         if self._copy is None:
             self._guard.check(path=self._path)
+        else:
+            self._check_copy(self._copy)
+
+    def _check_copy(self, copy: BackgroundCopy) -> None:
+        try:
+            is_whole = copy.wait()
+        except BaseException as error:  # its thread has ended: this one says it
+            raise given_up(error, self._path) from error
+        if not is_whole:
+            raise SnapshotTornError(
+                "parameters or an optimizer's state were changed by something else than the optimizer's step while "
+                "they were being copied; nothing was saved, and later saves wait for their copies",
+                path=self._path,
+                remedy="call wait_staged() of the checkpointer before you change them (weights that are swapped for "
+                "validation, clamped or loaded, replays of CUDA graphs), or set overlap=False",
+            )
 
     def release(self) -> None:
         """Give the buffer back when nothing is copied into it any more."""
         if not self.is_live:
             self._sealed.wait()
+        if self._copy is not None:
+            self._copy.settle()
         buffer, self.buffer = self.buffer, None
         if buffer is not None and self._buffers is not None:
             self._buffers.release(buffer)

@@ -60,6 +60,7 @@ def test_defaults() -> None:
         "report": None,
         "log_metrics": False,
         "listeners": (),
+        "overlap": False,
         "recorder": True,
     }
 

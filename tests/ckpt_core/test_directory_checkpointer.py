@@ -30,7 +30,7 @@ from ckpt_core import (
     verify,
 )
 from ckpt_core._pipeline import snapshot
-from ckpt_core._pipeline.snapshot import BackgroundCopy
+from ckpt_core._pipeline.staging import BackgroundCopy
 from ckpt_core.events import CheckpointRemoved, Event, SaveCommitted, SaveFailed, SaveStarted, SnapshotTaken
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 from tests.support.states import assert_same_state, states
@@ -262,8 +262,8 @@ def test_a_tensor_that_changes_while_it_is_taken_fails_the_save(
         return False
 
     class ChangingCopy(BackgroundCopy):
-        def wait(self) -> None:
-            super().wait()
+        def hand_over(self) -> None:
+            super().hand_over()
             change()
 
     if strategy == "async":

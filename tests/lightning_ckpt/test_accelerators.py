@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO, SyncCheckpointIO
-from tests.support.accelerators import Accelerator
+from tests.support.accelerators import Accelerator, late_copies
 from tests.support.states import assert_same_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not have many workers")
@@ -23,7 +24,7 @@ class Model(pl.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.net = torch.nn.Sequential(
-            torch.nn.Linear(8, 32), torch.nn.BatchNorm1d(32), torch.nn.Dropout(0.3), torch.nn.Linear(32, 1)
+            torch.nn.Linear(8, 2048), torch.nn.BatchNorm1d(2048), torch.nn.Dropout(0.3), torch.nn.Linear(2048, 1)
         )
         self.losses: list[float] = []
         self.devices: set[str] = set()
@@ -76,16 +77,34 @@ class Fits:
 
 
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
-@pytest.mark.parametrize("plugin", [SyncCheckpointIO, AsyncCheckpointIO, ShardedCheckpointIO])
+@pytest.mark.parametrize(
+    "plugin",
+    [
+        SyncCheckpointIO,
+        AsyncCheckpointIO,
+        ShardedCheckpointIO,
+        functools.partial(AsyncCheckpointIO, overlap=True),
+        functools.partial(ShardedCheckpointIO, overlap=True),
+    ],
+    ids=["sync", "async", "sharded", "async-overlap", "sharded-overlap"],
+)
 def test_resumed_fit_has_the_bits_of_the_whole_one(
-    tmp_path: Path, plugin: Any, precision: str, accelerator: Accelerator
+    tmp_path: Path,
+    plugin: Any,
+    precision: str,
+    accelerator: Accelerator,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
+    copied_late = late_copies(monkeypatch)
+
     if precision == "16-mixed" and accelerator.type != "cuda":
         pytest.skip("half precision with a scaler is CUDA's")
     fits = Fits(accelerator, plugin, precision)
     whole = fits.fit(tmp_path / "whole", 1, 15)
     first = fits.fit(tmp_path / "parts", 1, 5)
     second = fits.fit(tmp_path / "parts", 2, 15, ckpt_path="last")
+    assert copied_late() == ("overlap" in request.node.callspec.id)
     assert first.losses + second.losses == whole.losses
     states = [{name: value.cpu() for name, value in model.state_dict().items()} for model in (second, whole)]
     assert_same_state(*states)

@@ -17,6 +17,7 @@ from tests.simulated_device.build import built_library, find_compiler
 
 __all__ = [
     "NAME",
+    "capturing",
     "find_compiler",
     "host_register",
     "host_unregister",
@@ -38,6 +39,7 @@ __all__ = [
 NAME = "simulated"
 DEVICES = 2
 _ops: Any = torch.ops.simulated
+_captures: list[bool] = []
 
 
 def load() -> None:
@@ -113,6 +115,16 @@ def without_streams() -> Iterator[None]:
         yield
     finally:
         _ops.refuse_streams(False)
+
+
+@contextlib.contextmanager
+def capturing() -> Iterator[None]:
+    """Let the device say that what is queued is recorded into a graph; it is done all the same."""
+    _captures.append(True)
+    try:
+        yield
+    finally:
+        _captures.pop()
 
 
 # ---- what tests look at ----------------------------------------------------------------------------------------------
@@ -208,6 +220,10 @@ def current_stream(device: Any = None) -> torch.Stream:
 
 def synchronize(device: Any = None) -> None:
     torch.accelerator.synchronize(_index(device))
+
+
+def is_current_stream_capturing() -> bool:
+    return bool(_captures)
 
 
 def empty_cache() -> None:

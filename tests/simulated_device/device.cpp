@@ -26,6 +26,7 @@
 #include <ATen/ops/ones_like.h>
 #include <ATen/ops/set_cpu_dispatch.h>
 #include <ATen/ops/set_native.h>
+#include <ATen/ops/sum.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
@@ -652,6 +653,17 @@ at::Scalar local_scalar(const at::Tensor& self) {
   current_stream(self.device().index()).synchronize();
   return real_view(self).item();
 }
+// A reduction that is queued, for what is computed beside the training.
+at::Tensor& sum_out(const at::Tensor& self, c10::OptionalArrayRef<int64_t> dim, bool keepdim,
+    Optional<c10::ScalarType> dtype, at::Tensor& out) {
+  current_stream(self.device().index()).add([to = real_view(out), from = real_view(self), keepdim, dtype,
+      dims = dim.has_value() ? Optional<std::vector<int64_t>>(dim->vec()) : std::nullopt]() mutable {
+    at::OptionalIntArrayRef over;
+    if (dims.has_value()) over = *dims;
+    at::sum_out(to, from, over, keepdim, dtype);
+  });
+  return out;
+}
 void record_stream(at::Tensor& self, c10::Stream stream) {
   Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
 }
@@ -756,6 +768,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar);
+  m.impl("sum.IntList_out", sum_out);
   m.impl("native_dropout", native_dropout);
   m.impl("native_batch_norm", native_batch_norm);
   m.impl("record_stream", record_stream);

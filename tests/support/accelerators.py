@@ -9,13 +9,29 @@ from typing import Any, NoReturn, Protocol
 import pytest
 import torch
 
-__all__ = ["CUDA", "SIMULATED", "Accelerator", "CudaAccelerator", "SimulatedAccelerator"]
+from ckpt_core._pipeline import staging
+
+__all__ = ["CUDA", "SIMULATED", "Accelerator", "CudaAccelerator", "SimulatedAccelerator", "late_copies"]
 
 #: Parameters of the fixture ``accelerator``.
 SIMULATED = pytest.param("simulated", marks=pytest.mark.own_process)
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 _BUSY_CYCLES = 500_000_000  # some tenths of a second
+
+
+def late_copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
+    """Let small tensors be copied beside the training, too, and return what says whether any was so far."""
+    divide, found = staging._divide, [False]
+
+    def watch(pieces: Any) -> Any:
+        early, late = divide(pieces)
+        found.append(bool(late))
+        return early, late
+
+    monkeypatch.setattr(staging, "LATE_PIECE", staging.ROW)
+    monkeypatch.setattr(staging, "_divide", watch)
+    return lambda: any(found)
 
 
 class Accelerator(Protocol):

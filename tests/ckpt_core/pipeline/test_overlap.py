@@ -1,0 +1,449 @@
+"""Saves that overlap with training: the host waits for nothing, the device as late as is right, and nothing is torn.
+
+Each test runs on the simulated device. A stream that is paused shows who waits for it.
+"""
+
+from __future__ import annotations
+
+import errno
+import gc
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_core import (
+    Checkpointer,
+    CheckpointError,
+    DirectoryCheckpointer,
+    Kind,
+    Part,
+    SnapshotTornError,
+    StorageError,
+    wait_staged,
+)
+from ckpt_core._devices import ROW, RowSums, streams
+from ckpt_core._pipeline import staging
+from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
+from tests.support.accelerators import SIMULATED, SimulatedAccelerator
+from tests.support.states import assert_same_state
+
+MIB = 2**20
+LONGEST_SECONDS = 30  # for what returns at once
+both_layouts = pytest.mark.parametrize("layout", ["file", "directory"])
+pytestmark = pytest.mark.parametrize("accelerator", [SIMULATED], indirect=True)
+
+
+class Training:
+    """A weight of 2 MiB and its momentum; a small weight, and a buffer of 4 MiB that no optimizer knows.
+
+    Args:
+        early: Whether there is something that is copied early.
+    """
+
+    def __init__(
+        self, accelerator: SimulatedAccelerator, layout: str, directory: Path, *, early: bool = True, **settings: Any
+    ) -> None:
+        self.device, self.layout, self.directory, self.module = accelerator.type, layout, directory, accelerator.module
+        checkpointers: Any = {"file": Checkpointer, "directory": DirectoryCheckpointer}
+        self.checkpointer = checkpointers[layout](strategy="async", overlap=True, **settings)
+        self.buffers = {"buffer": torch.zeros(MIB, device=self.device)} if early else {}
+        sizes = {"weight": MIB // 2 + 300, "small": 10} if early else {"weight": MIB // 2}  # of no whole rows
+        self.weights = {name: torch.nn.Parameter(torch.ones(n, device=self.device)) for name, n in sizes.items()}
+        self.optimizer = torch.optim.SGD(self.weights.values(), lr=1.0, momentum=0.5)
+        self.step()  # from here on it is known
+
+    def step(self, closure: Any = None) -> None:
+        for weight in self.weights.values():
+            weight.grad = torch.ones_like(weight)
+        self.optimizer.step(closure)
+
+    def state(self) -> dict[str, torch.Tensor]:
+        momenta = {
+            f"momentum of {name}": self.optimizer.state[weight]["momentum_buffer"]
+            for name, weight in self.weights.items()
+        }
+        return {**{name: weight.detach() for name, weight in self.weights.items()}, **momenta, **self.buffers}
+
+    def on_host(self) -> dict[str, torch.Tensor]:
+        return {name: tensor.cpu() for name, tensor in self.state().items()}
+
+    def save(self, name: str = "saved") -> None:
+        state: Any = self.state() if self.layout == "file" else [Part("model", self.state(), Kind.REPLICATED)]
+        self.checkpointer.save(state, self.directory / name)
+
+    def load(self, name: str = "saved") -> dict[str, torch.Tensor]:
+        if self.layout == "file":
+            return dict(self.checkpointer.load(self.directory / name, map_location="cpu"))
+        with self.checkpointer.load(self.directory / name) as opened:
+            return dict(opened.load("model", map_location="cpu"))
+
+    def side_stream(self) -> torch.Stream:
+        """Return the stream that copies, after a first save, which makes it."""
+        self.save("first")
+        self.checkpointer.wait()
+        return streams._side_streams[torch.device(self.device, 0)]
+
+
+@pytest.fixture(params=["file", "directory"])
+def training(request: pytest.FixtureRequest, accelerator: SimulatedAccelerator, tmp_path: Path) -> Iterator[Training]:
+    made = Training(accelerator, request.param, tmp_path)
+    yield made
+    made.checkpointer.close(raises=False)
+
+
+def values(tensor: torch.Tensor) -> list[float]:
+    return tensor.cpu().unique().tolist()
+
+
+def returns(act: Callable[[], Any]) -> bool:
+    """Whether it returns, on a thread of its own, while streams are paused."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            act()
+        except BaseException as error:  # noqa: BLE001 - raised below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(LONGEST_SECONDS)
+    for error in errors:
+        raise error
+    return not thread.is_alive()
+
+
+def test_neither_the_save_nor_the_step_waits_on_the_host(training: Training) -> None:
+    side, current = training.side_stream(), torch.accelerator.current_stream()
+    expected = training.on_host()
+    for stream in (current, side):
+        training.module.pause(stream)
+    try:
+        assert returns(training.save)
+        assert returns(training.step)
+        assert training.checkpointer.is_busy
+    finally:
+        for stream in (current, side):
+            training.module.resume(stream)
+    training.checkpointer.wait()
+    assert_same_state(training.load(), expected)
+    assert training.on_host()["weight"].unique().tolist() != expected["weight"].unique().tolist()
+
+
+@both_layouts
+def test_the_device_waits_for_the_step_and_not_for_what_comes_before(
+    tmp_path: Path, layout: str, accelerator: SimulatedAccelerator
+) -> None:
+    training = Training(accelerator, layout, tmp_path, early=False)
+    side = training.side_stream()
+    expected = training.on_host()
+    forward = torch.zeros(3, device=training.device)
+    accelerator.module.pause(side)
+    try:
+        training.save()
+        forward.fill_(1.0)
+        assert returns(lambda: values(forward) == [1.0])
+        # As Lightning computes the whole step.
+        assert returns(lambda: training.step(lambda: forward.add_(1.0).cpu()))
+        step_is_done = torch.accelerator.current_stream().record_event()
+        assert not step_is_done.query()
+    finally:
+        accelerator.module.resume(side)
+    assert values(forward) == [2.0]
+    training.checkpointer.close()
+    assert_same_state(training.load(), expected)
+
+
+@both_layouts
+def test_a_closure_of_an_optimizer_that_is_not_of_torch_is_not_trusted(
+    tmp_path: Path, layout: str, accelerator: SimulatedAccelerator
+) -> None:
+    class ChangesFirst(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> Any:
+            for weight in self.param_groups[0]["params"]:
+                weight.data.add_(1.0)
+            return closure()
+
+    training = Training(accelerator, layout, tmp_path, early=False)
+    side = training.side_stream()
+    other = ChangesFirst(training.weights.values(), {})
+    expected = training.on_host()
+    accelerator.module.pause(side)
+    try:
+        training.save()
+        other.step(lambda: 0.0)
+        step_is_done = torch.accelerator.current_stream().record_event()
+        assert not step_is_done.query()
+    finally:
+        accelerator.module.resume(side)
+    training.checkpointer.close()
+    assert_same_state(training.load(), expected)
+
+
+@both_layouts
+def test_every_step_is_saved_as_it_was(tmp_path: Path, layout: str, accelerator: SimulatedAccelerator) -> None:
+    training = Training(accelerator, layout, tmp_path, max_pending=2)
+    expected = []
+    with training.checkpointer, accelerator.module.lazy(side_streams_only=True):
+        for step in range(5):
+            expected.append(training.on_host())
+            training.save(str(step))
+            training.buffers["buffer"].add_(1.0)  # nobody announces it
+            training.buffers["buffer"].data.mul_(2.0)
+            training.step()
+        training.checkpointer.wait()
+        for step, wanted in enumerate(expected):
+            assert_same_state(training.load(str(step)), wanted)
+
+
+def test_what_a_save_does_on_the_host_does_not_depend_on_the_size(
+    tmp_path: Path, accelerator: SimulatedAccelerator
+) -> None:
+    counts = []
+    for size in (MIB, 16 * MIB):
+        training = Training(accelerator, "file", tmp_path, early=False)
+        training.weights = {"weight": torch.nn.Parameter(torch.ones(size // 4, device=training.device))}
+        training.optimizer = torch.optim.SGD(training.weights.values(), lr=1.0, momentum=0.5)
+        training.step()
+        training.side_stream()
+        before = accelerator.module.work_queued(), accelerator.module.host_waits()
+        training.save()
+        training.checkpointer.close()
+        counts.append((accelerator.module.work_queued() - before[0], accelerator.module.host_waits() - before[1]))
+    assert counts[0] == counts[1]
+
+
+# ---- changes that nobody announces -----------------------------------------------------------------------------------
+
+
+@both_layouts
+@pytest.mark.parametrize("name", ["weight", "momentum of weight"])
+def test_a_change_that_no_hook_sees_fails_the_save_and_later_ones_wait(
+    tmp_path: Path, layout: str, name: str, accelerator: SimulatedAccelerator
+) -> None:
+    training = Training(accelerator, layout, tmp_path, early=False)
+    side = training.side_stream()
+    changed = training.state()[name]
+    accelerator.module.pause(side)
+    try:
+        training.save()
+        changed.data[MIB // 3].add_(1.0)  # one number, and autograd does not count it
+        assert values(changed) == [1.0, 2.0] or values(changed) == [0.0, 1.0]
+    finally:
+        accelerator.module.resume(side)
+    with pytest.raises(SnapshotTornError, match="wait_staged"):
+        training.checkpointer.wait()
+    assert not training.checkpointer.exists(tmp_path / "saved")
+    expected = training.on_host()
+    training.save()
+    changed.data.add_(1.0)
+    training.checkpointer.close()
+    assert_same_state(training.load(), expected)
+
+
+def test_wait_staged_makes_such_a_change_safe(training: Training) -> None:
+    expected = training.on_host()
+    with training.module.lazy(side_streams_only=True):
+        training.save()
+        wait_staged()
+        training.weights["weight"].data.add_(1.0)
+        training.module.synchronize()
+    training.checkpointer.wait()
+    assert_same_state(training.load(), expected)
+
+
+def test_a_load_waits_for_what_is_being_copied(training: Training) -> None:
+    training.side_stream()
+    training.step()
+    expected = training.on_host()
+    with training.module.lazy(side_streams_only=True):
+        training.save()
+        training.weights["weight"].data.copy_(training.load("first")["weight"])
+    training.checkpointer.wait()
+    assert_same_state(training.load(), expected)
+
+
+def test_every_optimizer_of_torch_calls_its_closure_before_it_changes_anything(
+    accelerator: SimulatedAccelerator,
+) -> None:
+    kinds = [
+        kind
+        for kind in vars(torch.optim).values()
+        if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    ]
+    assert len(kinds) >= 13
+    for kind in kinds:
+        weight = torch.nn.Parameter(torch.ones(4, 4))
+        optimizer = kind([weight], lr=0.1)
+
+        def gradient(weight: torch.nn.Parameter = weight, kind: Any = kind) -> torch.Tensor:
+            grad = torch.ones(4, 4)
+            weight.grad = grad.to_sparse() if kind is torch.optim.SparseAdam else grad
+            return weight.detach().sum()
+
+        gradient()
+        optimizer.step(gradient)
+        found: list[Any] = []
+
+        def first(
+            found: Any = found, optimizer: Any = optimizer, weight: Any = weight, gradient: Any = gradient
+        ) -> torch.Tensor:
+            if not found:
+                found.append([weight.detach().clone(), *_tensors(optimizer)])
+            result: torch.Tensor = gradient()
+            return result
+
+        expected = [weight.detach().clone(), *_tensors(optimizer)]
+        optimizer.step(first)
+        assert_same_state(dict(enumerate(found[0])), dict(enumerate(expected)))
+
+
+def _tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return [value.clone() for value in values if isinstance(value, torch.Tensor)]
+
+
+def test_sums_see_one_word_and_two_that_change_places(accelerator: SimulatedAccelerator) -> None:
+    def differs(change: Callable[[torch.Tensor], Any]) -> bool:
+        tensor = torch.arange(4 * ROW // 8, dtype=torch.int64, device=accelerator.type)
+        memory = tensor.view(torch.uint8)
+        sums = RowSums([memory[:ROW], memory[ROW:]])
+        change(tensor)
+        for piece in (memory[:ROW], memory[ROW:]):
+            sums.add([piece])
+        return sums.differ()
+
+    assert not differs(lambda _: None)
+    assert differs(lambda tensor: tensor[-1:].add_(1))
+    assert differs(lambda tensor: tensor.view(torch.float64).neg_())
+    assert differs(lambda tensor: tensor.copy_(tensor.flip(0)))
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_is_not_used_again_while_something_is_copied_into_it(
+    tmp_path: Path, accelerator: SimulatedAccelerator
+) -> None:
+    full = Fault("create", number=2, error=OSError(errno.ENOSPC, "No space left on device"))
+    training = Training(accelerator, "file", tmp_path, storage=FaultyStorage(LocalStorage(), [full]))
+    side = training.side_stream()
+    training.module.pause(side)
+    try:
+        training.save()
+        assert not training.checkpointer._pipeline.queue.wait(timeout=1.0)  # it has failed, and is not over
+        assert training.checkpointer._pipeline.buffers.exhausted
+    finally:
+        training.module.resume(side)
+    with pytest.raises(StorageError):
+        training.checkpointer.close()
+
+
+def test_what_is_copied_is_let_go_of(training: Training) -> None:
+    gc.collect()
+    training.side_stream()
+    before = training.module.live_bytes()
+    training.save()
+    training.checkpointer.wait()
+    training.buffers.clear()
+    gc.collect()
+    assert before - training.module.live_bytes() == 4 * MIB
+
+
+def test_much_that_no_optimizer_owns_is_copied_before_the_save_returns(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    side = training.side_stream()
+    monkeypatch.setattr(staging, "EARLY_BYTES", MIB)
+    training.module.pause(side)
+    saving = threading.Thread(target=training.save)
+    saving.start()
+    saving.join(1.0)
+    try:
+        assert saving.is_alive()  # a full state that was gathered for the save must not stay when it returns
+    finally:
+        training.module.resume(side)
+        saving.join()
+    training.checkpointer.wait()
+
+
+# ---- where it cannot be done -----------------------------------------------------------------------------------------
+
+
+def test_what_no_optimizer_has_changed_yet_is_copied_early(tmp_path: Path, accelerator: SimulatedAccelerator) -> None:
+    weight = torch.ones(MIB, device=accelerator.type)
+    torch.optim.SGD([weight.requires_grad_()], lr=1.0)  # has made no step
+    with accelerator.module.lazy(side_streams_only=True), Checkpointer(overlap=True) as checkpointer:
+        checkpointer.save({"weight": weight.detach()}, tmp_path / "saved")
+        weight.data.fill_(2.0)
+        checkpointer.wait()
+        found = checkpointer.load(tmp_path / "saved", map_location="cpu")
+    assert found["weight"].unique().tolist() == [1.0]
+
+
+@both_layouts
+def test_a_device_without_streams_is_waited_for(
+    tmp_path: Path, layout: str, accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt_core._devices.streams._side_streams", {})
+    with accelerator.module.without_streams():
+        training = Training(accelerator, layout, tmp_path)
+        expected = training.on_host()
+        training.save()
+        training.weights["weight"].data.add_(1.0)
+        training.buffers["buffer"].add_(1.0)
+        training.checkpointer.wait()
+        assert_same_state(training.load(), expected)
+        training.checkpointer.close()
+
+
+def test_memory_that_is_not_pinned_makes_nobody_save_something_else(
+    tmp_path: Path, accelerator: SimulatedAccelerator
+) -> None:
+    with accelerator.module.limited_pinning(0):
+        training = Training(accelerator, "file", tmp_path)
+        expected = training.on_host()
+        training.save()
+        training.step()
+        training.checkpointer.wait()
+        assert_same_state(training.load(), expected)
+        training.checkpointer.close()
+
+
+def test_a_failure_of_the_device_fails_the_save_and_not_the_training(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.side_stream()
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the device has gone")
+
+    monkeypatch.setattr(RowSums, "add", fail)
+    training.save()
+    training.step()
+    with pytest.raises(CheckpointError, match="the device has gone"):
+        training.checkpointer.wait()
+    monkeypatch.undo()
+    expected = training.on_host()
+    training.save()
+    assert_same_state(training.load(), expected)
+
+
+@both_layouts
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_a_save_inside_of_a_capture_is_refused_before_anything_is_queued(
+    tmp_path: Path, layout: str, strategy: Any, accelerator: SimulatedAccelerator
+) -> None:
+    state: Any = {"weight": torch.ones(MIB, device=accelerator.type)}
+    checkpointers: Any = {"file": Checkpointer, "directory": DirectoryCheckpointer}
+    gc.collect()  # to free memory is work for the device, too
+    with checkpointers[layout](strategy=strategy) as checkpointer:
+        before = accelerator.module.work_queued(), accelerator.module.host_waits()
+        with accelerator.module.capturing(), pytest.raises(CheckpointError, match=r"torch\.cuda\.graph"):
+            checkpointer.save(state if layout == "file" else [Part("m", state, Kind.REPLICATED)], tmp_path / "saved")
+        assert (accelerator.module.work_queued(), accelerator.module.host_waits()) == before
+        assert not checkpointer.exists(tmp_path / "saved")
