@@ -1,15 +1,24 @@
-"""``ckpt cp`` and ``mv``: checkpoints to another place, verified there."""
+"""``ckpt cp``, ``mv`` and ``sync``: checkpoints to another place, verified there."""
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import os
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core.cli.finding import find
+from ckpt_core.cli.finding import find, find_all
 from ckpt_core.cli.output import print_json
 from ckpt_core.cli.parser import Commands, Exit, Options, json_object
-from ckpt_core.errors import CheckpointError, CheckpointFormatError, StorageError
+from ckpt_core.errors import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    StorageError,
+)
 from ckpt_core.events import size_in_words
 
 if TYPE_CHECKING:
@@ -19,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["add_commands"]
 
 _FOOTER = b"ckpt_core torch_file"
+_BLOCK = 2**20  # bytes
 _END = 256  # bytes at the end of a file, in which the digest of all digests is
 
 
@@ -41,6 +51,29 @@ def add_commands(commands: Commands) -> None:
             "--target-storage-options", type=json_object, metavar="JSON", help="of the target, where they differ"
         )
 
+    sync = commands.add(
+        "sync",
+        _sync,
+        help="bring a directory of checkpoints to where another one is: copies what is missing, verified",
+        epilog="A checkpoint appears at the target when it is complete, or not at all; what is there already is passed\n"
+        "over, so that the same command continues after an interruption, and may run beside a training. Under the same\n"
+        "name (last.ckpt), the one that was committed later replaces the other one; a newer one at the target stays.\n"
+        "--delete deletes at the target what SOURCE no longer has, when all that it has is there. What is pinned,\n"
+        "damaged, another program's, or newer than all of SOURCE stays.\n"
+        "Exit codes: 0 TARGET has all that SOURCE has, 1 it has not, 2 usage, or --delete without --yes and nobody to\n"
+        "ask. An empty SOURCE is an error.",
+    )
+    sync.add_argument("source", metavar="SOURCE", help="a directory of checkpoints; path or URL")
+    sync.add_argument("target", metavar="TARGET", help="another one, which need not be there; path or URL")
+    sync.add_argument("-r", "-R", "--recursive", action="store_true", help="take directories below it, too")
+    sync.add_argument("--delete", action="store_true", help="delete at the target what the source no longer has")
+    sync.add_argument("--verify", action="store_true", help="compare every byte also of what is there already")
+    sync.add_argument("-n", "--dry-run", action="store_true", help="change nothing, only show what would be")
+    sync.add_argument("-y", "--yes", action="store_true", help="do not ask before deleting")
+    sync.add_argument(
+        "--target-storage-options", type=json_object, metavar="JSON", help="of the target, where they differ"
+    )
+
 
 def _cp(options: Options) -> int:
     return _transfer_all(options, removes=False)
@@ -54,9 +87,7 @@ def _transfer_all(options: Options, *, removes: bool) -> int:
     from ckpt_core.cli.progress import progress
     from ckpt_core.cli.tidying import delete
 
-    target_options = (
-        options.storage_options if options.target_storage_options is None else options.target_storage_options
-    )
+    target_options = _target_options(options)
     infos: list[CheckpointInfo] = []
     is_many = len(options.sources) > 1
     for source in options.sources:
@@ -83,6 +114,180 @@ def _transfer_all(options: Options, *, removes: bool) -> int:
     if options.json:
         print_json(done)
     return Exit.OK
+
+
+def _target_options(options: Options) -> dict[str, Any] | None:
+    given: dict[str, Any] | None = options.target_storage_options
+    return options.storage_options if given is None else given
+
+
+# ---- sync ------------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class _Step:
+    """What a sync does about one checkpoint.
+
+    Attributes:
+        action: ``"copy"``, ``"replace"``, ``"was there"``, ``"keep"``, ``"delete"``; or how that ended: ``"FAILED"``,
+            ``"gone"``, ``"asked"``.
+        path: Of the source; of what is only at the target, there.
+        target: Where it goes, or is.
+        why: It is kept, deleted, or could not be copied.
+        info: What is known of it.
+        is_missing: Whether the source has what the target has not, and nothing can be done about it.
+    """
+
+    action: str
+    path: str
+    target: str
+    info: CheckpointInfo
+    why: str = ""
+    is_missing: bool = False
+
+    def __str__(self) -> str:
+        arrow = "" if self.path == self.target else f" -> {self.target}"
+        return f"{self.action:<9}  {self.path}{arrow}  ({self.why or size_in_words(self.info.size)})"
+
+
+def _sync(options: Options) -> int:
+    from ckpt_core.cli.progress import progress
+
+    target_options = _target_options(options)
+    copies, deletions = _plan(options, target_options)
+    total = 2 * sum(step.info.size for step in copies if step.action in ("copy", "replace") or options.verify)
+    done = copies
+    if not options.dry_run:
+        with progress(options, "sync", total) as advance:
+            done = [_copied(step, options, target_options, advance) for step in copies]
+    if not options.json:
+        for step in done:
+            print(step)
+    is_whole = not any(step.is_missing for step in done)
+    deletions = _delete_at_target(deletions, options, target_options, is_whole)
+    if options.json:
+        print_json(
+            [{"action": s.action, "path": s.path, "target": s.target, "why": s.why} for s in [*done, *deletions]]
+        )
+    if any(step.action == "asked" for step in deletions):
+        return Exit.USAGE
+    return Exit.OK if is_whole else Exit.FAILED
+
+
+def _plan(options: Options, target_options: dict[str, Any] | None) -> tuple[list[_Step], list[_Step]]:
+    """Return what is to be done about the checkpoints of the source, oldest first, and about others at the target.
+
+    Raises:
+        CheckpointError: There is nothing at the source, or it is the target.
+    """
+    from ckpt_core.checkpointer import full_path
+    from ckpt_core.storage import storage_for
+
+    source, target = (full_path(path).rstrip("/") for path in (options.source, options.target))
+    if source == target:
+        raise CheckpointError("source and target are the same", path=target, remedy="give another target")
+    places = find_all([source], options.storage_options, recursive=options.recursive)
+    if places[0].is_checkpoint:
+        raise CheckpointError("this is a checkpoint, and not a directory of them", path=source, remedy="use ckpt cp")
+    if not any(place.checkpoints for place in places):
+        raise CheckpointError(places[0].hint(options.storage_options), path=source)
+    copies, others = [], []
+    for place in places:
+        directory = target + full_path(place.path).rstrip("/").removeprefix(source)
+        try:
+            there = {info.name: info for info in find(directory, target_options).checkpoints}
+        except CheckpointNotFoundError:
+            there = {}
+        origin, storage = storage_for(source, options.storage_options), storage_for(target, target_options)
+        copies += [
+            _step(info, there.pop(info.name, None), f"{directory}/{info.name}", origin, storage)
+            for info in reversed(place.checkpoints)
+        ]
+        others += [_only_at_target(info, place.checkpoints) for info in there.values()]
+    return copies, others if options.delete else []
+
+
+def _step(info: CheckpointInfo, there: CheckpointInfo | None, target: str, origin: Storage, storage: Storage) -> _Step:
+    if not info.is_readable:
+        return _Step("keep", info.path, target, info, "DAMAGED at the source: not copied", is_missing=True)
+    if there is None:
+        return _Step("copy", info.path, target, info)
+    if not there.is_readable:
+        return _Step("replace", info.path, target, info, "what is there is damaged")
+    if _is_same(origin, info.path, storage, there.path):
+        return _Step("was there", info.path, target, info)
+    if info.committed is None or (there.committed is not None and there.committed >= info.committed):
+        why = "another one is at the target, and is not older: ckpt cp --force replaces it"
+        return _Step("keep", info.path, target, info, why, is_missing=True)
+    return _Step("replace", info.path, target, info, "newer than what is there")
+
+
+def _only_at_target(info: CheckpointInfo, source: list[CheckpointInfo]) -> _Step:
+    newest = max((other.committed or 0.0 for other in source), default=0.0)
+    why = ""
+    if info.is_pinned:
+        why = "pinned"
+    elif not info.is_readable:
+        why = "damaged: delete it yourself"
+    elif info.committed is None:
+        why = "another program's"
+    elif info.committed > newest:
+        why = "newer than all of the source"
+    return _Step("keep" if why else "delete", info.path, info.path, info, why or "not at the source")
+
+
+def _copied(
+    step: _Step, options: Options, target_options: dict[str, Any] | None, advance: Callable[[int], None]
+) -> _Step:
+    from ckpt_core._pipeline import reader
+    from ckpt_core.cli.progress import Watched
+    from ckpt_core.storage import storage_for
+
+    try:
+        if step.action in ("copy", "replace"):
+            is_new = _transfer(step.info, step.target, options.storage_options, target_options, True, advance)
+            return step if is_new else dataclasses.replace(step, action="was there", why="")
+        if step.action == "was there" and options.verify:
+            reader.verify(step.target, storage=Watched(storage_for(step.target, target_options), advance))
+    except CheckpointError as error:
+        if not _is_there(step.path, options.storage_options):
+            return dataclasses.replace(step, action="gone", why="deleted meanwhile, by the run's retention")
+        return dataclasses.replace(step, action="FAILED", why=str(error), is_missing=True)
+    return step
+
+
+def _is_there(path: str, storage_options: dict[str, Any] | None) -> bool:
+    try:
+        find(path, storage_options)
+    except CheckpointNotFoundError:
+        return False
+    return True
+
+
+def _delete_at_target(
+    steps: list[_Step], options: Options, target_options: dict[str, Any] | None, is_whole: bool
+) -> list[_Step]:
+    """Delete what is to be deleted at the target, if that is safe and somebody has said so; return what was done."""
+    from ckpt_core.cli.tidying import agreed, delete
+
+    surplus = [step for step in steps if step.action == "delete"]
+    if surplus and not is_whole:
+        print("ckpt sync: nothing was deleted, because not all of the source is at the target", file=sys.stderr)
+        return [dataclasses.replace(step, action="keep", why="not all of the source is here") for step in steps]
+    if not options.json:
+        for step in steps:
+            print(step)
+    if not surplus or options.dry_run:
+        return steps
+    if not (options.yes or agreed(options)):
+        print("ckpt sync: nothing was deleted; --yes deletes, --dry-run only shows", file=sys.stderr)
+        return [dataclasses.replace(step, action="asked") for step in steps]
+    for step in surplus:
+        delete(step.info, target_options)
+    return steps
+
+
+# ---- one checkpoint --------------------------------------------------------------------------------------------------
 
 
 def _take_pin_along(
@@ -138,7 +343,7 @@ def _transfer(
     origin, storage = Watched(storage_for(source, source_options), advance), storage_for(path, target_options)
     watched = Watched(storage, advance)
     there = _identity(storage, path)
-    is_there = there is not None and there == _identity(origin, source)
+    is_there = there is not None and _is_same(origin, source, storage, path)
     if not is_there and there is not None and not force:
         raise StorageError("there is another checkpoint at the target", path=path, remedy="--force replaces it")
     if is_there:
@@ -155,22 +360,39 @@ def _transfer(
     return True
 
 
+def _is_same(origin: Storage, source: str, storage: Storage, path: str) -> bool:
+    """Return whether there is the same checkpoint at the target; of other programs' files, every byte is compared."""
+    from ckpt_core.storage.base import ReaderIO
+
+    here, there = _identity(origin, source), _identity(storage, path)
+    if here is None or there is None or here[0] != "foreign" or here != there:
+        return here == there
+    with origin.open(source) as first, storage.open(path) as second:
+        one, other = io.BufferedReader(ReaderIO(first), _BLOCK), io.BufferedReader(ReaderIO(second), _BLOCK)
+        while block := one.read(_BLOCK):
+            if block != other.read(_BLOCK):
+                return False
+    return True
+
+
 def _identity(storage: Storage, path: str) -> tuple[str, Any] | None:
     """Return what tells a checkpoint from any other; None if nothing is there."""
     from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
     from ckpt_core._pipeline import reader
 
     if reader.is_directory_checkpoint(storage, path):
-        with DirectoryCheckpoint(path, storage) as checkpoint:
-            return "directory", (checkpoint.save_id, checkpoint.stamp)
+        try:
+            with DirectoryCheckpoint(path, storage) as checkpoint:
+                return "directory", (checkpoint.save_id, checkpoint.stamp)
+        except (CheckpointCorruptedError, CheckpointFormatError):
+            return "damaged", object()  # like no other
     if not storage.exists(path):
         return None
     try:
         with storage.open(path) as file:
             end = bytearray(min(file.size, _END))
             file.read_into(file.size - len(end), memoryview(end))
-            # Of another program's there is no telling without comparing all of it.
-            return ("file", (file.size, bytes(end))) if _FOOTER in end else ("file", object())
+            return ("file", (file.size, bytes(end))) if _FOOTER in end else ("foreign", file.size)
     except StorageError as error:
         raise CheckpointFormatError(
             "there is a directory at the target that is no checkpoint", path=path, remedy="end the target with /"

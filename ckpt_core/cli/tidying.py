@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckpt_core.policies import RetentionPolicy, SavedCheckpoint
     from ckpt_core.storage import Storage
 
-__all__ = ["add_commands", "delete"]
+__all__ = ["add_commands", "agreed", "delete"]
 
 _RULES = "latest=3, best=val_loss, best=acc:max:2, every_steps=1000, every_hours=6, at_steps=1000+5000"
 
@@ -185,7 +185,7 @@ def _prune(options: Options) -> int:
             print(line)
         would = "would delete" if options.dry_run else "to delete:"
         print(f"{would} {len(surplus)} of {count(len(decisions), 'checkpoint')}, which frees {size_in_words(freed)}")
-    is_sure = not surplus or options.dry_run or options.yes or _agreed(options)
+    is_sure = not surplus or options.dry_run or options.yes or agreed(options)
     if not is_sure:
         print("ckpt prune: nothing was deleted; --yes deletes, --dry-run only shows", file=sys.stderr)
         return Exit.USAGE
@@ -202,7 +202,8 @@ def _prune(options: Options) -> int:
     return Exit.OK
 
 
-def _agreed(options: Options) -> bool:
+def agreed(options: Options) -> bool:
+    """Ask whether what was shown is to be deleted, and return the answer; no where nobody can be asked."""
     if options.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
     return input("delete them? [y/N] ").strip().lower() in ("y", "yes")

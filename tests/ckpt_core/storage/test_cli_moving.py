@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -174,3 +175,103 @@ def test_on_a_store(server_of: Callable[[str], Server], run: Path, tmp_path: Pat
     assert main(["ls", f"{bucket}-that-is-not-there/run", *options]) == 1
     assert main(["verify", f"{bucket}/nope", *options]) == 3
     assert "no such file, directory or bucket" in capsys.readouterr().err
+
+
+# ---- sync ------------------------------------------------------------------------------------------------------------
+
+
+def synced(capsys: Capture, *words: object, code: int = 0) -> dict[str, str]:
+    assert main(["sync", *map(str, words), "--json"]) == code
+    return {os.path.basename(entry["path"]): entry["action"] for entry in json.loads(capsys.readouterr().out)}
+
+
+def listing(directory: Path) -> list[str]:
+    return sorted(name for name in os.listdir(directory) if not name.startswith("."))
+
+
+def test_sync_copies_what_is_missing_and_replaces_what_is_older(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    there = tmp_path / "there"
+    assert set(synced(capsys, run, there, "--dry-run").values()) == {"copy"} and not there.exists()
+    assert set(synced(capsys, run, there).values()) == {"copy"}
+    assert set(synced(capsys, run, there, "--verify").values()) == {"was there"}
+    with DirectoryCheckpointer(strategy="sync") as checkpointer:
+        checkpointer.save(parts(60), run / "step=60", step=60)
+        checkpointer.copy(run / "step=60", run / "last")
+    done = synced(capsys, run, there)
+    assert {name for name, action in done.items() if action != "was there"} == {"step=60", "last"}
+    assert done["step=60"] == "copy" and done["last"] == "replace"
+    assert as_json(capsys, "diff", run / "last", there / "last")["differ"] == {}
+    assert listing(there) == listing(run)
+    # and not the other way
+    with DirectoryCheckpointer(strategy="sync") as checkpointer:
+        checkpointer.save(parts(70), there / "last", step=70)
+    assert synced(capsys, run, there, code=1)["last"] == "keep"
+    assert as_json(capsys, "ls", there / "last")[0]["step"] == 70
+
+
+def test_sync_of_what_is_damaged_copies_the_rest_and_deletes_nothing(
+    run: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    there = tmp_path / "there"
+    as_json(capsys, "cp", run / "step=10", run / "step=20", there)
+    shutil.rmtree(run / "step=20")
+    flip(run / "step=30" / "model.safetensors")  # seen when it is compared
+    (run / "step=40" / "manifest.json").write_text("{")  # seen at once
+    done = synced(capsys, run, there, "--delete", "--yes", code=1)
+    assert (done["step=30"], done["step=40"], done["step=20"]) == ("FAILED", "keep", "keep")
+    assert listing(there) == ["last", "step=10", "step=20", "step=50", "stock.ckpt"]
+    assert main(["verify", str(there)]) == 0
+    # what is damaged at the target is mended from the source
+    (there / "step=10" / "manifest.json").write_text("{")
+    shutil.rmtree(run / "step=30")
+    shutil.rmtree(run / "step=40")
+    capsys.readouterr()
+    assert synced(capsys, run, there)["step=10"] == "replace"
+    assert main(["verify", str(there)]) == 0
+
+
+def test_sync_deletes_only_what_is_surely_not_wanted(run: Path, tmp_path: Path, capsys: Capture) -> None:
+    there = tmp_path / "there"
+    as_json(capsys, "cp", run, there)
+    with DirectoryCheckpointer(strategy="sync") as checkpointer:
+        checkpointer.save(parts(80), there / "step=80", step=80)
+    assert main(["keep", str(there / "step=10")]) == 0
+    capsys.readouterr()
+    for name in ("step=10", "step=20", "step=30"):
+        shutil.rmtree(run / name)
+    (run / "stock.ckpt").unlink()
+    before = listing(there)
+    assert synced(capsys, run, there) == {"step=40": "was there", "step=50": "was there", "last": "was there"}
+    assert synced(capsys, run, there, "--delete", code=2)["step=20"] == "asked"
+    assert synced(capsys, run, there, "--delete", "--dry-run")["step=20"] == "delete"
+    assert listing(there) == before
+    done = synced(capsys, run, there, "--delete", "--yes")
+    assert {name: done[name] for name in ("step=10", "step=20", "step=30", "step=80", "stock.ckpt")} == {
+        "step=10": "keep",  # pinned
+        "step=20": "delete",
+        "step=30": "delete",
+        "step=80": "keep",  # newer than all of the source
+        "stock.ckpt": "keep",  # another program's
+    }
+    assert listing(there) == ["last", "step=10", "step=40", "step=50", "step=80", "stock.ckpt"]
+
+    (tmp_path / "empty").mkdir()
+    for words in ((tmp_path / "empty", there), (tmp_path / "nope", there), (run, run)):
+        assert main(["sync", *map(str, words), "--delete", "--yes"]) == 1
+    assert listing(there) == ["last", "step=10", "step=40", "step=50", "step=80", "stock.ckpt"]
+
+
+def test_sync_of_a_tree_with_a_store_and_back(
+    server_of: Callable[[str], Server], run: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    server = server_of("moto")
+    bucket = server.new_bucket()
+    options = ("--storage-options", json.dumps(dict(server.options)))
+    Checkpointer(strategy="sync").save({"step": 5}, run / "second" / "a.ckpt")
+    (run / "step=20" / "model.safetensors").unlink()
+    assert synced(capsys, "-R", run, f"{bucket}/all", *options, code=1)["step=20"] == "FAILED"
+    shutil.rmtree(run / "step=20")
+    assert set(synced(capsys, "-R", run, f"{bucket}/all", *options).values()) == {"was there"}
+    assert set(synced(capsys, "-R", f"{bucket}/all", tmp_path / "back", *options).values()) == {"copy"}
+    assert listing(tmp_path / "back") == listing(run)
+    assert Checkpointer().load(tmp_path / "back" / "second" / "a.ckpt") == {"step": 5}
