@@ -18,11 +18,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accelerate_ckpt._attach import CheckpointProjectConfiguration, attach
+    from accelerate_ckpt._state.warm_start import warm_start
     from accelerate_ckpt.config import CheckpointConfig
 
-__all__ = ["CheckpointConfig", "CheckpointProjectConfiguration", "attach"]
+__all__ = ["CheckpointConfig", "CheckpointProjectConfiguration", "attach", "warm_start"]
 
-_HOMES = {"CheckpointConfig": "config", "CheckpointProjectConfiguration": "_attach", "attach": "_attach"}
+_HOMES = {
+    "CheckpointConfig": "config",
+    "CheckpointProjectConfiguration": "_attach",
+    "attach": "_attach",
+    "warm_start": "_state.warm_start",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         UnsafeCheckpointError,
     )
     from ckpt_core.events import EventLog
+    from ckpt_core.interchange import LoadReport, load_into
     from ckpt_core.ranks import RankGroup
     from ckpt_core.state.kinds import Kind, Part
     from ckpt_core.tiers import Tiers
@@ -42,6 +43,7 @@ __all__ = [
     "DirectoryCheckpointer",
     "EventLog",
     "Kind",
+    "LoadReport",
     "OutOfMemoryError",
     "Part",
     "RankFailedError",
@@ -52,6 +54,7 @@ __all__ = [
     "StorageError",
     "Tiers",
     "UnsafeCheckpointError",
+    "load_into",
     "policies",
     "storage",
     "verify",
@@ -68,9 +71,11 @@ _HOMES = {
     "DirectoryCheckpointer": "directory",
     "EventLog": "events",
     "Kind": "state.kinds",
+    "LoadReport": "interchange",
     "Part": "state.kinds",
     "RankGroup": "ranks",
     "Tiers": "tiers",
+    "load_into": "interchange",
     "verify": "_pipeline.reader",
     "wait_staged": "_pipeline.staging",
 }

@@ -3,5 +3,6 @@
 from lightning_ckpt.io import AsyncCheckpointIO, SyncCheckpointIO
 from lightning_ckpt.resumable import ResumableCheckpoint
 from lightning_ckpt.sharded import ShardedCheckpointIO
+from lightning_ckpt.warm_start import WarmStart
 
-__all__ = ["AsyncCheckpointIO", "ResumableCheckpoint", "ShardedCheckpointIO", "SyncCheckpointIO"]
+__all__ = ["AsyncCheckpointIO", "ResumableCheckpoint", "ShardedCheckpointIO", "SyncCheckpointIO", "WarmStart"]

@@ -22,6 +22,7 @@ ERRORS = {
 EXPORTED = {
     "ckpt_core": ERRORS
     | {"Catalog", "CheckpointInfo", "Checkpointer", "DirectoryCheckpoint", "DirectoryCheckpointer", "EventLog", "Kind"}
+    | {"LoadReport", "load_into"}
     | {"Part", "RankGroup", "Tiers", "policies", "storage", "verify", "wait_staged"},
     "ckpt_core.errors": ERRORS | {"none_verifies"},
     "ckpt_core.events": {
@@ -47,13 +48,17 @@ EXPORTED = {
     "ckpt_core.interchange": {
         "CkptStorageReader",
         "CkptStorageWriter",
+        "LoadReport",
+        "load_into",
         "check_dcp",
+        "convert_to_accelerate",
         "convert_to_directory",
         "convert_to_file",
         "export_dcp",
         "export_model",
         "import_dcp",
         "import_model",
+        "is_stock_accelerate",
         "is_stock_distributed",
         "load_whole",
     },
@@ -105,8 +110,9 @@ EXPORTED = {
         "local_path",
         "storage_for",
     },
-    "lightning_ckpt": {"AsyncCheckpointIO", "ResumableCheckpoint", "ShardedCheckpointIO", "SyncCheckpointIO"},
-    "accelerate_ckpt": {"CheckpointConfig", "CheckpointProjectConfiguration", "attach"},
+    "lightning_ckpt": {"AsyncCheckpointIO", "ResumableCheckpoint", "ShardedCheckpointIO", "SyncCheckpointIO"}
+    | {"WarmStart"},
+    "accelerate_ckpt": {"CheckpointConfig", "CheckpointProjectConfiguration", "attach", "warm_start"},
 }
 # Where a name may come without being listed there: users may import it from here, too.
 ALSO_THERE = {

@@ -18,6 +18,7 @@ from accelerate_ckpt._state.parts import (
     RANK,
     apply_sharded,
     check_optimizer,
+    check_weights,
     indexed,
     is_sharded,
     load_model,
@@ -172,12 +173,7 @@ class _Stock:
 
     def apply(self) -> None:
         session = self._session
-        session.tell_once(
-            "stock",
-            f"{self._path} was saved by stock Accelerate: the data order and position, the gradients of an open "
-            "accumulation window and the registered objects of other ranks are not in it, so what follows is not "
-            "exactly what would have followed. The next save_state has it all",
-        )
+        _tell_of_stock(session, self._path)
         self._checkpoint.load(self._original, self._load_kwargs)
         session.note_resumed(ResumePoint(self._path))
         _continue_counting(session, self._path, None)
@@ -185,6 +181,15 @@ class _Stock:
 
 def _may_run_code(session: Session, load_kwargs: Mapping[str, Any] | None) -> bool:
     return session.config.allow_pickle or (load_kwargs or {}).get("weights_only") is False
+
+
+def _tell_of_stock(session: Session, path: str) -> None:
+    session.tell_once(
+        "stock",
+        f"{path} was saved by stock Accelerate: the data order and position, the gradients of an open accumulation "
+        "window and the registered objects of other ranks are not in it, so what follows is not exactly what would "
+        "have followed. The next save_state has it all",
+    )
 
 
 def _continue_counting(session: Session, path: str, loaded: int | None) -> None:
@@ -349,6 +354,8 @@ class _Ours:
                 "with its data position and registered objects, and with random generators derived from its own, so "
                 "this resume is not exact. Call save_state on all ranks, not under `if accelerator.is_main_process`",
             )
+        if self._about.get("of_stock"):
+            _tell_of_stock(session, self._path)
         accelerator = session.accelerator
         self._load_models()
         if session.world_size == self._saved_world_size:
@@ -388,7 +395,12 @@ class _Ours:
                     for hook in hooks:
                         hook(models, directory)
             for index, model in enumerate(models):
-                load_model(model, checkpoint, indexed("model", index), rank=self._rank, **self._model_arguments)
+                part, arguments = indexed("model", index), self._model_arguments
+                if self._about.get("of_stock"):  # which has one of the names of a tied weight
+                    shapes = {name: info.shape for name, info in checkpoint.parts[part].tensors.items()}
+                    check_weights(model, shapes, strict=arguments.get("strict", True), path=self._path)
+                    arguments = {**arguments, "strict": False}
+                load_model(model, checkpoint, part, rank=self._rank, **arguments)
         if self._sharded is not None:
             apply_sharded(accelerator, self._sharded)
 

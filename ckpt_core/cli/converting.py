@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["add_commands"]
 
+_LAYOUTS = ("file", "directory", "dcp", "safetensors", "accelerate")
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -27,14 +28,17 @@ def add_commands(commands: Commands) -> None:
     convert = commands.add(
         "convert",
         _convert,
-        help="write a checkpoint in another layout: one file, a directory, DCP, or safetensors",
+        help="write a checkpoint in another layout: one file, a directory, DCP, safetensors, or stock Accelerate's",
         epilog="What SOURCE is, is found out: a torch file, a directory of this package, DCP's own format (that, too,\n"
-        "of Lightning's FSDP and ModelParallel strategies, with meta.pt), a Hugging Face model.\n"
-        "--to file makes one .ckpt of what many ranks have saved; load_from_checkpoint takes it.",
+        "of Lightning's FSDP and ModelParallel strategies, with meta.pt), of stock Accelerate's save_state, a Hugging\n"
+        "Face model. --to file makes one .ckpt of what many ranks have saved; load_from_checkpoint takes it.\n"
+        "--to accelerate makes a directory for stock load_state, of a checkpoint of accelerate_ckpt or Lightning.",
     )
     convert.add_argument("source", metavar="SOURCE", help="a checkpoint; path or URL")
-    convert.add_argument("target", metavar="TARGET", help="path or URL; of dcp and safetensors, a new local directory")
-    convert.add_argument("--to", required=True, choices=("file", "directory", "dcp", "safetensors"), help="the layout")
+    convert.add_argument(
+        "target", metavar="TARGET", help="path or URL; of other programs' layouts, a new local directory"
+    )
+    convert.add_argument("--to", required=True, choices=_LAYOUTS, help="the layout")
     convert.add_argument("--part", help="safetensors: where the model is (model; in a torch file, state_dict)")
     convert.add_argument("--prefix", help="safetensors: left out of the tensors' names (that which all of them have)")
     convert.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="safetensors: of one file")
@@ -82,8 +86,16 @@ def _convert(options: Options) -> int:
     storage = storage_for(path, options.storage_options)
     is_ours = is_directory_checkpoint(storage, path)
     is_model = not is_ours and not found.is_checkpoint and _holds_a_model(storage, path)
+    is_model = is_model and not interchange.is_stock_accelerate(path, options.storage_options)
     weights_only = False if options.trust_pickle else None
     given = {"storage_options": options.storage_options}
+    if interchange.is_stock_accelerate(path, options.storage_options) and options.to in ("dcp", "safetensors"):
+        raise CheckpointFormatError(
+            f"a checkpoint of stock Accelerate is not written as {options.to} at once; its model may be "
+            "model.safetensors already",
+            path=options.source,
+            remedy=f"ckpt convert {options.source} DIRECTORY --to directory, and convert that",
+        )
     size: int | None = None
     if options.to == "dcp":
         if not is_ours:
@@ -98,6 +110,8 @@ def _convert(options: Options) -> int:
         interchange.export_model(
             path, options.target, part=options.part, prefix=prefix, max_shard_size=options.max_shard_size, **given
         )
+    elif options.to == "accelerate":
+        interchange.convert_to_accelerate(path, options.target, weights_only=weights_only, **given)
     elif is_model and options.to == "directory":
         size = interchange.import_model(path, options.target, part=options.part or "model", **given)
     elif is_model:

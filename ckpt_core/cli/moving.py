@@ -55,9 +55,9 @@ def add_commands(commands: Commands) -> None:
         "sync",
         _sync,
         help="bring a directory of checkpoints to where another one is: copies what is missing, verified",
-        epilog="A checkpoint appears at the target when it is complete, or not at all; what is there already is passed\n"
-        "over, so that the same command continues after an interruption, and may run beside a training. Under the same\n"
-        "name (last.ckpt), the one that was committed later replaces the other one; a newer one at the target stays.\n"
+        epilog="A checkpoint appears at the target when it is complete, or not at all; what is there already is\n"
+        "passed over, so that the same command continues after an interruption, and may run beside a training.\n"
+        "Under the same name (last.ckpt), the later commit replaces the earlier; a newer one at the target stays.\n"
         "--delete deletes at the target what SOURCE no longer has, when all that it has is there. What is pinned,\n"
         "damaged, another program's, or newer than all of SOURCE stays.\n"
         "Exit codes: 0 TARGET has all that SOURCE has, 1 it has not, 2 usage, or --delete without --yes and nobody to\n"

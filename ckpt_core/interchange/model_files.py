@@ -40,7 +40,7 @@ from ckpt_core.interchange.streaming import LazyTensors, TensorMemory, given, ne
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import LocalStorage, Storage, is_remote, storage_for
 
-__all__ = ["DEFAULT_SHARD_SIZE", "export_model", "import_model"]
+__all__ = ["DEFAULT_SHARD_SIZE", "export_model", "holds_model", "import_model", "read_model", "write_model_file"]
 
 DEFAULT_SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it
 _NAME = "model.safetensors"
@@ -171,6 +171,24 @@ def _write_model(tensors: Mapping[str, _Tensor], directory: str, max_shard_size:
     return [*names, _INDEX]
 
 
+def write_model_file(tensors: Mapping[str, torch.Tensor], path: str) -> None:
+    """Write tensors into a local safetensors file.
+
+    Raises:
+        SerializationError: A tensor has a type for which safetensors has no name.
+        StorageError: The disk refused.
+    """
+    found = {}
+    for name, tensor in tensors.items():
+        info = TensorInfo(tensor.dtype, tuple(tensor.shape))
+        if not can_store(info):
+            raise SerializationError(
+                f"safetensors has no name for the type {tensor.dtype}", key=name, remedy="convert it to another type"
+            )
+        found[name] = _Tensor(info, given(tensor.detach().cpu().contiguous()))
+    _write_file(found, path)
+
+
 def _write_file(tensors: Mapping[str, _Tensor], path: str) -> None:
     keys, found = list(tensors), list(tensors.values())
     order = file_order([tensor.info for tensor in found])
@@ -218,6 +236,47 @@ def import_model(
     if len({chunk.path for chunk in chunks}) != len(chunks):
         raise CheckpointFormatError("two files of the model hold the same tensor", path=origin, remedy="remove one")
     return save_alone(full_path(target), {part: chunks}, {}, kind="replicated", storage_options=storage_options)
+
+
+def read_model(
+    source: StrPath, *, storage_options: dict[str, Any] | None = None, name: str = _NAME
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model that is safetensors files, all of them in memory.
+
+    Args:
+        source: The model's directory or URL, or one ``.safetensors`` file.
+        storage_options: Passed to fsspec for URLs.
+        name: Of the model's file, if it is not in several.
+
+    Raises:
+        CheckpointError: As :func:`import_model`.
+    """
+    origin = full_path(source)
+    storage = storage_for(origin, storage_options)
+    directory = origin
+    files: dict[str, Sequence[str] | None] = {name: None}
+    if origin.endswith(".safetensors"):
+        directory, _, only = origin.rpartition("/")
+        files = {only: None}
+    elif not storage.exists(f"{origin}/{name}"):
+        files = _files_of(storage, origin)
+    found: dict[str, torch.Tensor] = {}
+    for file, wanted in files.items():
+        stored = _stored_in(storage, f"{directory}/{file}")
+        for key in stored if wanted is None else wanted:
+            if key not in stored:
+                raise CheckpointCorruptedError(
+                    f"{key} is not in the file that the index names", path=f"{directory}/{file}", key=key
+                )
+            found[key] = _StoredLoader(storage, f"{directory}/{file}", stored[key], TensorMemory())()
+    return found
+
+
+def holds_model(source: StrPath, storage_options: dict[str, Any] | None = None) -> bool:
+    """Return whether there is a model in safetensors files."""
+    path = full_path(source)
+    storage = storage_for(path, storage_options)
+    return path.endswith(".safetensors") or any(storage.exists(f"{path}/{name}") for name in (_NAME, _INDEX))
 
 
 def _stored_in(storage: Storage, path: str) -> dict[str, StoredTensor]:

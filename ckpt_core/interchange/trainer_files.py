@@ -11,15 +11,17 @@ from ckpt_core._layouts.torch_file import load_torch_file
 from ckpt_core.checkpointer import Checkpointer, full_path
 from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer
 from ckpt_core.errors import CheckpointFormatError
+from ckpt_core.interchange.accelerate_files import is_stock_accelerate, parts_of_stock, read_stock, write_stock
 from ckpt_core.interchange.dcp_files import read_dcp
 from ckpt_core.interchange.dcp_format import METADATA_NAME
+from ckpt_core.interchange.model_files import holds_model, read_model
 from ckpt_core.paths import StrPath
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.state.trainer_parts import is_of_trainer, metadata_of, parts_of, whole
 from ckpt_core.storage import storage_for
 from ckpt_core.tiers import Tiers
 
-__all__ = ["convert_to_directory", "convert_to_file", "is_stock_distributed", "load_whole"]
+__all__ = ["convert_to_accelerate", "convert_to_directory", "convert_to_file", "is_stock_distributed", "load_whole"]
 
 _STOCK_REST = "meta.pt"  # what Lightning writes beside DCP's files: everything but weights and optimizers
 _OPTIMIZER = re.compile(r"optimizer_([0-9]+)")
@@ -38,7 +40,8 @@ def load_whole(
 
     Of a directory that is no Trainer's, that is a dictionary of its parts; of a part that each rank has of its own, a
     list of what the ranks have. Of a directory of Lightning's sharded strategies (DCP's files and ``meta.pt``), it is
-    what the Trainer collected.
+    what the Trainer collected; of a model in safetensors files, the part ``model``; of a directory of stock Accelerate,
+    its parts (:func:`ckpt_core.interchange.accelerate_files.read_stock`).
 
     Args:
         source: Path or URL.
@@ -70,6 +73,10 @@ def load_whole(
                 return _parts(opened)
     if is_stock_distributed(path, storage_options):
         return _load_stock(path, weights_only, storage_options)
+    if not of_trainer and is_stock_accelerate(path, storage_options):
+        return read_stock(path, weights_only=weights_only, storage_options=storage_options)
+    if not of_trainer and holds_model(path, storage_options):
+        return {"model": read_model(path, storage_options=storage_options)}
     location = (lambda storage, _: storage) if map_location is None else map_location
     with Checkpointer(**settings) as files:
         return files.load(path, map_location=location, weights_only=weights_only)
@@ -134,6 +141,35 @@ def convert_to_file(
         return files.save(state, target)
 
 
+def convert_to_accelerate(
+    source: StrPath,
+    target: StrPath,
+    *,
+    weights_only: bool | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint of any layout as a directory that stock Accelerate's ``load_state`` takes.
+
+    All of the state is in memory meanwhile. Stock has no place for the data position, gradients of an open window, and
+    registered objects of other ranks than the first: those are left out.
+
+    Args:
+        source: Path or URL, of ``accelerate_ckpt``, or of a Lightning Trainer.
+        target: A local directory in which nothing is yet.
+        weights_only: As for ``torch.load``.
+        storage_options: Passed to fsspec for URLs.
+
+    Raises:
+        CheckpointError: See :func:`load_whole`; it has no model; or there is something at the target.
+    """
+    state = load_whole(source, weights_only=weights_only, storage_options=storage_options)
+    if not isinstance(state, Mapping):
+        raise CheckpointFormatError(
+            f"the state is a {type(state).__name__} and not a dictionary", path=os.fspath(source)
+        )
+    write_stock(state, target)
+
+
 def convert_to_directory(
     source: StrPath,
     target: StrPath,
@@ -163,7 +199,10 @@ def convert_to_directory(
             f"the state is a {type(state).__name__} and not a dictionary", path=os.fspath(source)
         )
     metadata: dict[str, Any] = {}
-    if "state_dict" in state and "global_step" in state:
+    if is_stock_accelerate(source, storage_options):
+        parts, metadata = parts_of_stock(state)
+        step = None
+    elif "state_dict" in state and "global_step" in state:
         parts, metadata = parts_of(state, rank=0), metadata_of(state)
         step = state["global_step"]
     else:

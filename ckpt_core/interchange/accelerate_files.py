@@ -1,0 +1,243 @@
+"""Checkpoints of stock Accelerate: the directories of its ``save_state``, read as parts and written from them.
+
+Names of files and keys only: Accelerate need not be installed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt_core._devices import DeviceGenerators
+from ckpt_core._layouts.torch_file import load_torch_file
+from ckpt_core.checkpointer import Checkpointer, full_path
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
+from ckpt_core.interchange.dcp_files import read_dcp
+from ckpt_core.interchange.dcp_format import METADATA_NAME
+from ckpt_core.interchange.model_files import read_model, write_model_file
+from ckpt_core.interchange.streaming import new_directory
+from ckpt_core.paths import StrPath
+from ckpt_core.state.kinds import Kind, Part
+from ckpt_core.state.rng import RngState
+from ckpt_core.storage import Storage, storage_for
+from ckpt_core.tree import tensors
+
+__all__ = ["is_stock_accelerate", "parts_of_stock", "read_stock", "write_stock"]
+
+_FORMAT = "accelerate_ckpt"  # as which accelerate_ckpt knows its own
+_OWN = "own"
+_RANDOM = re.compile(r"random_states_([0-9]+)\.pkl")
+_CUSTOM = re.compile(r"custom_checkpoint_([0-9]+)\.pkl")
+_NUMBERED = re.compile(r"(optimizer|scheduler|sampler|dl_state_dict|pytorch_model)(_[0-9]+)?\.bin")
+_MODEL = re.compile(r"model(_[0-9]+)?\.safetensors")
+_SHARDED = re.compile(r"(pytorch_model_fsdp|optimizer)_([0-9]+)")
+_SCALER = "scaler.pt"
+_ACCELERATORS = ("cuda", "xpu", "mlu", "sdaa", "musa", "hpu", "neuron")  # whose generators stock saves
+_WORDS = np.zeros(1, np.uint32)
+_OF_NUMPY: list[Any] = [_WORDS.__reduce__()[0], np.ndarray, np.dtype, type(_WORDS.dtype)]
+
+
+def is_stock_accelerate(source: StrPath, storage_options: dict[str, Any] | None = None) -> bool:
+    """Return whether stock Accelerate's ``save_state`` has written a directory."""
+    path = full_path(source)
+    storage = storage_for(path, storage_options)
+    return not storage.exists(f"{path}/manifest.json") and any(
+        storage.exists(f"{path}/{name}") for name in ("random_states_0.pkl", "optimizer.bin")
+    )
+
+
+def read_stock(
+    source: StrPath, *, weights_only: bool | None = None, storage_options: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return what stock Accelerate has saved, by part, all of it in memory.
+
+    Parts are ``model``, ``optimizer``, ``scheduler``, with a number from the second on, ``scaler``, ``custom_0`` and so
+    on, ``sampler``, ``dl_state_dict``, and ``random_states``, by rank.
+
+    Args:
+        source: Path or URL of the directory.
+        weights_only: As for ``torch.load``.
+        storage_options: Passed to fsspec for URLs.
+
+    Raises:
+        UnsafeCheckpointError: A file is more than data; it names the file.
+        CheckpointError: A file is damaged or of no kind that is known.
+    """
+    path = full_path(source)
+    storage = storage_for(path, storage_options)
+    names = [os.path.basename(file.path) for file in storage.list(path)]
+    found: dict[str, Any] = {}
+    for name in sorted(names):
+        if (model := _MODEL.fullmatch(name)) is not None:
+            found[f"model{model[1] or ''}"] = read_model(path, name=name, storage_options=storage_options)
+        elif (numbered := _NUMBERED.fullmatch(name)) is not None:
+            part = "model" if numbered[1] == "pytorch_model" else numbered[1]
+            found[f"{part}{numbered[2] or ''}"] = _read(storage, path, name, weights_only)
+        elif (custom := _CUSTOM.fullmatch(name)) is not None:
+            found[f"custom_{custom[1]}"] = _read(storage, path, name, weights_only)
+        elif (rank := _RANDOM.fullmatch(name)) is not None:
+            found.setdefault("random_states", {})[rank[1]] = _plain(_read(storage, path, name, weights_only))
+        elif name == _SCALER:
+            found["scaler"] = _read(storage, path, name, weights_only)
+        elif name == "pytorch_model_fsdp.bin":
+            found["model"] = _read(storage, path, name, weights_only)
+    for directory in storage.subdirectories(path):
+        name = os.path.basename(directory.rstrip("/"))
+        sharded = _SHARDED.fullmatch(name)
+        if sharded is not None and storage.exists(f"{path}/{name}/{METADATA_NAME}"):
+            part = "model" if sharded[1] != "optimizer" else "optimizer"
+            state = read_dcp(f"{path}/{name}", storage_options=storage_options)
+            found[part if sharded[2] == "0" else f"{part}_{sharded[2]}"] = state.get(part, state)
+    if "model" not in found and "model.safetensors.index.json" in names:
+        found["model"] = read_model(path, storage_options=storage_options)
+    if "model" not in found and "optimizer" not in found:
+        raise CheckpointCorruptedError(
+            "the checkpoint of stock Accelerate has no model",
+            path=path,
+            remedy="it was cut off while it was saved, or its weights are in files of a hook: take another one",
+        )
+    return found
+
+
+def _read(storage: Storage, path: str, name: str, weights_only: bool | None) -> Any:
+    # The random states hold an array of NumPy's; Accelerate allows what that needs for all of its files.
+    allowed = _OF_NUMPY if _RANDOM.fullmatch(name) else []
+    with storage.open(f"{path}/{name}") as reader, torch.serialization.safe_globals(allowed):
+        return load_torch_file(reader, map_location="cpu", weights_only=weights_only)[0]
+
+
+def parts_of_stock(state: Mapping[str, Any]) -> tuple[list[Part], dict[str, Any]]:
+    """Return the parts and metadata of a directory that ``accelerate_ckpt`` loads, of what stock has saved.
+
+    Of the random states, those of rank 0 are taken: the others derive theirs. There is no data position.
+
+    Args:
+        state: From :func:`read_stock`.
+    """
+    random_states = state.get("random_states", {})
+    custom = [name for name in state if name.startswith("custom_")]
+    taken = [name for name in state if re.fullmatch(r"(model|optimizer|scheduler)(_[0-9]+)?|scaler", name)]
+    parts = [Part(name, state[name], Kind.REPLICATED) for name in taken]
+    parts += [Part(name, state[name], Kind.PER_RANK) for name in custom]
+    first = random_states.get("0")
+    own: dict[str, Any] = {
+        "data": {
+            "version": 1,
+            "step": first["step"] if first else 0,
+            "rng": first["rng"] if first else RngState.capture().encode(),
+            "loaders": [],
+        },
+        "gradients": None,
+        "buffers": [],
+        "takes_buffers": [],
+    }
+    parts.append(Part(_OWN, own, Kind.PER_RANK))
+    about = {
+        "version": 1,
+        "accelerate": "stock",
+        "torch": str(torch.__version__),
+        "world_size": 1,
+        "iteration": None,
+        "custom_objects": len(custom),
+        "local_sgd": {"num_steps": [], "moments_differ": False},
+        "of_stock": True,
+    }
+    return parts, {_FORMAT: about}
+
+
+def _plain(states: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a rank's random states as plain data, as ``accelerate_ckpt`` has them."""
+    devices = {
+        kind: DeviceGenerators(tuple(states[key]), 0)
+        for kind, key in ((kind, f"torch_{kind}_manual_seed") for kind in _ACCELERATORS)
+        if states.get(key)
+    }
+    rng = RngState(states["random_state"], tuple(states["numpy_random_seed"]), states["torch_manual_seed"], devices)
+    return {"step": int(states.get("step", 0)), "rng": rng.encode()}
+
+
+def write_stock(state: Mapping[str, Any], target: StrPath) -> None:
+    """Write a state as stock Accelerate's ``save_state`` does, for its ``load_state``.
+
+    What is written: models as safetensors, optimizers, schedulers, scaler, registered objects and random states. The
+    data position has no place there.
+
+    Args:
+        state: Of ``accelerate_ckpt``, of a Lightning Trainer, or from :func:`read_stock`: :func:`load_whole`.
+        target: A local directory in which nothing is yet.
+
+    Raises:
+        CheckpointFormatError: The state has no model.
+        StorageError: There is something at the target, or the disk refused.
+    """
+    parts = _parts(state)
+    if not isinstance(parts.get("model"), Mapping):
+        raise CheckpointFormatError(
+            f"there is no model to write for Accelerate: the checkpoint has {', '.join(map(str, state))}",
+            remedy="take a checkpoint of accelerate_ckpt or of Lightning",
+        )
+    with new_directory(target) as directory, Checkpointer(strategy="sync") as files:
+        for name, value in parts.items():
+            if re.fullmatch(r"model(_[0-9]+)?", name):
+                write_model_file(_untied(value), f"{directory}/{name}.safetensors")
+            elif name == "random_states":
+                for rank, states in value.items():
+                    torch.save(_as_stock(states), f"{directory}/random_states_{rank}.pkl")
+            elif name == "scaler":
+                files.save(value, f"{directory}/{_SCALER}")
+            elif name.startswith("custom_"):
+                number = name.removeprefix("custom_")
+                files.save(value, f"{directory}/custom_checkpoint_{number}.pkl")
+            else:
+                files.save(value, f"{directory}/{name}.bin")
+
+
+def _parts(state: Mapping[str, Any]) -> dict[str, Any]:
+    if "state_dict" in state:  # Lightning's
+        found = {"model": state["state_dict"]}
+        for name, key in (("optimizer", "optimizer_states"), ("scheduler", "lr_schedulers")):
+            found |= {_indexed(name, index): each for index, each in enumerate(state.get(key, ()))}
+        return found
+    known = re.compile(
+        r"(model|optimizer|scheduler|sampler|dl_state_dict)(_[0-9]+)?|scaler|custom_[0-9]+|random_states"
+    )
+    found = {name: value for name, value in state.items() if known.fullmatch(str(name))}
+    # Of a part that each rank has of its own there are as many values, and Accelerate keeps those of one.
+    found = {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+    if isinstance(state.get(_OWN), list):
+        found["random_states"] = {rank: own["data"] for rank, own in enumerate(state[_OWN])}
+    return found
+
+
+def _indexed(name: str, index: int) -> str:
+    return name if index == 0 else f"{name}_{index}"
+
+
+def _as_stock(data: Mapping[str, Any]) -> dict[str, Any]:
+    rng = RngState.decode(data["rng"])
+    states = {
+        "step": int(data["step"]),
+        "random_state": rng.python,
+        "numpy_random_seed": rng.numpy,
+        "torch_manual_seed": rng.torch_cpu,
+    }
+    for kind, generators in rng.devices.items():
+        states[f"torch_{kind}_manual_seed"] = list(generators.states)
+    return states
+
+
+def _untied(model: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a model, each once: of tied ones stock's load wants one name, and finds the others."""
+    found: dict[str, torch.Tensor] = {}
+    seen: set[tuple[Any, ...]] = set()
+    for name, tensor in tensors(model):
+        place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tensor.shape, tensor.stride())
+        if tensor.numel() == 0 or place not in seen:
+            seen.add(place)
+            found[name] = tensor
+    return found
