@@ -175,6 +175,8 @@ def _save_state(
     session = _session(accelerator)
     if session is None:
         return original(accelerator, output_dir, safe_serialization, **kwargs)
+    if session.rehearsal is not None and not session.rehearsal.is_saving:
+        output_dir = session.rehearsal.target(output_dir)
     return save_state(session, output_dir)
 
 
@@ -184,11 +186,19 @@ def _load_state(
     session = _session(accelerator)
     if session is None:
         original(accelerator, input_dir, load_kwargs, **kwargs)
-    else:
-        load_state(session, functools.partial(original, accelerator), input_dir, load_kwargs, kwargs)
+        return
+    if session.rehearsal is not None:
+        try:
+            input_dir = session.rehearsal.source(input_dir)
+        except LookupError:
+            return
+    load_state(session, functools.partial(original, accelerator), input_dir, load_kwargs, kwargs)
 
 
 def _end_training(original: Any, accelerator: Any) -> None:
+    for session in live_sessions():
+        if session.rehearsal is not None:
+            session.rehearsal.leave_if_begun()
     try:
         drain(raised=False)  # for all Accelerators: the process group is theirs too
         for session in live_sessions():
@@ -234,6 +244,8 @@ def _prepare_data_loader(original: Any, accelerator: Any, *args: Any, **kwargs: 
     session = session_of(accelerator)
     if session is not None:
         session.data.prepared(loader)
+        if session.rehearsal is not None:
+            session.rehearsal.prepared(args[0] if args else kwargs.get("data_loader"))
     return loader
 
 
@@ -274,11 +286,16 @@ def _iterate(original: Any, loader: Any) -> Iterator[Any]:
     """Make deferred saves between two batches: there the script has done all that it does in a step."""
     for batch in original(loader):
         before = {id(session): session.work_done for session in live_sessions() if session.saves_by_itself}
+        rehearsals = [session.rehearsal for session in live_sessions() if session.rehearsal is not None]
+        for rehearsal in rehearsals:
+            rehearsal.hand_out(batch)
         yield batch
         for session in live_sessions():
             save_deferred(session)
             if session.saves_by_itself and before.get(id(session)) != session.work_done:
                 session.after_batch()
+        for rehearsal in rehearsals:
+            rehearsal.after_batch(loader)
 
 
 def _enter_local_sgd(original: Any, context: Any) -> Any:

@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from accelerate_ckpt._data.loaders import LoaderPositions
 from accelerate_ckpt._private.data import unregister
 from accelerate_ckpt._recording import Recording
+from accelerate_ckpt._rehearsing import Rehearsal
 from accelerate_ckpt._report import RunReport
 from accelerate_ckpt._state.interval import PREFIX, AutoInterval
 from accelerate_ckpt._state.naming import Retention, automatic_root, by_number, numbered, unwanted
@@ -121,6 +122,7 @@ class Session:
         backwards: Backward passes until now.
         preemption: What watches for the end of the run; None if nothing does.
         interval: What saves without being asked to; None if nothing does.
+        rehearsal: What rehearses resumes of the script; None unless the process was started for that.
         retention: What keeps account of the checkpoints for a policy; None without a policy.
         limit: Says, for the paths whose save is under way, what another framework's own rule would delete, None without
             one; where it is not set, the rule is ``total_limit``.
@@ -196,6 +198,7 @@ class Session:
         self.resumed: ResumePoint | None = None
         self.auto_resume: AutoResume | None = None
         self.backwards = 0
+        self.rehearsal = Rehearsal.asked_for(self)
         self.preemption: PreemptionWatch | None = None
         if config.preempt is not None and all(other.preemption is None for other in live_sessions()):
             self.preemption = PreemptionWatch(config.preempt, store, ranks.rank, ranks.world_size)
@@ -249,6 +252,8 @@ class Session:
         self.backwards += 1
         if self.recording is not None:
             self.recording.backward(loss)
+        if self.rehearsal is not None:
+            self.rehearsal.backward(loss)
         self.data.uses.note()
 
     @property
@@ -374,7 +379,7 @@ class Session:
         Args:
             target: The checkpoint whose save has just begun, or is done: the others go when it is durable.
         """
-        if self.rank:
+        if self.rank or self.rehearsal is not None:
             return
         self.passed_over.discard(self.checkpointer.known_as(target))  # saved again
         pending = [*self.checkpointer.pending, target]

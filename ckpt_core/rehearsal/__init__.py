@@ -7,13 +7,14 @@ the processes and says what was found.
 
 from __future__ import annotations
 
-from ckpt_core.rehearsal.comparing import Difference
+from ckpt_core.rehearsal.comparing import SUBJECTS, Difference
 from ckpt_core.rehearsal.notes import Notes, classes_of, defined_at, generators_of, labelled, script_variables
 from ckpt_core.rehearsal.plan import POINTS, VARIABLE, Plan
 from ckpt_core.rehearsal.running import CannotRehearseError, Result, Resumed, rehearse
 
 __all__ = [
     "POINTS",
+    "SUBJECTS",
     "VARIABLE",
     "CannotRehearseError",
     "Difference",

@@ -101,10 +101,16 @@ def compare(
 
 
 def hints(expected: Steps, found: Steps, number: int) -> dict[str, tuple[str, str]]:
-    """Return variables of the script that differ at a step, which is no difference by itself."""
-    theirs, mine = expected.get(str(number), {}), found.get(str(number), {})
-    both = theirs.get(HINTS, {}), mine.get(HINTS, {})
-    return {key: pair for key, pair in _differing(*both).items() if _ABSENT not in pair}
+    """Return variables of the script that differ at a step and that training changes; numbers before everything else.
+
+    That they differ is no difference by itself: a script that resumes has other arguments.
+    """
+    theirs, mine = expected.get(str(number), {}).get(HINTS, {}), found.get(str(number), {}).get(HINTS, {})
+    changing = {
+        key for step in expected.values() for key, value in step.get(HINTS, {}).items() if value != theirs.get(key)
+    }
+    pairs = {key: pair for key, pair in _differing(theirs, mine).items() if key in changing and _ABSENT not in pair}
+    return dict(sorted(pairs.items(), key=lambda item: "#" in item[1][0]))
 
 
 def _differing(expected: Mapping[str, str], found: Mapping[str, str]) -> dict[str, tuple[str, str]]:

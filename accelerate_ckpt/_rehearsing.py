@@ -1,0 +1,279 @@
+"""What an Accelerator does in a process of ``ckpt rehearse``: it saves, takes notes of each step, and ends early.
+
+The script stays as it is. Its checkpoints go elsewhere, its trackers are not started, and what comes after the
+rehearsed steps is not done. A resumed script loads what the rehearsal wants, wherever it looks itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from accelerate_ckpt._state.naming import target_of
+from ckpt_core.rehearsal import Notes, Plan, classes_of, generators_of, labelled, script_variables
+from ckpt_core.state.plain import PlainState
+from ckpt_core.state.rng import capture_generator, find_generators
+from ckpt_core.tree import leaves
+
+__all__ = ["Rehearsal"]
+
+_OF_LOADERS = ("dataset", "sampler", "batch_sampler", "collate_fn")
+_OWN = "save_state"
+_MIDDLE = "middle"
+_MOST_SAVES = 4
+
+
+class Rehearsal:
+    """Rehearses the training of one Accelerator.
+
+    Args:
+        session: Of the Accelerator.
+        plan: What this process is told.
+    """
+
+    _begun = False
+
+    def __init__(self, session: Any, plan: Plan) -> None:
+        self._session, self._plan = session, plan
+        # a resumed run must not save where the next one resumes from
+        self._checkpoints = plan.checkpoints if plan.resume is None else os.path.join(plan.directory, "checkpoints")
+        accelerator = session.accelerator
+        self._notes = Notes(plan, accelerator.process_index)
+        self._data: list[Any] = []
+        self._pending: list[dict[str, Any]] = []
+        self._used: list[dict[str, Any]] = []
+        self._losses: list[Any] = []
+        self._logged: dict[str, Any] = {}
+        self._step: int | None = None
+        self._last: int | None = plan.until if plan.until is not None else plan.steps
+        self._saves: list[dict[str, Any]] = []
+        self._waiting: list[tuple[dict[str, Any], int, int, list[str]]] = []
+        self._at = set(plan.at)
+        self._is_defined = self._has_loaded = False
+        if accelerator.project_configuration.automatic_checkpoint_naming:
+            accelerator.project_configuration.project_dir = self._checkpoints
+        accelerator.init_trackers = lambda *_, **__: None
+        atexit.register(self._script_ends)
+
+    @classmethod
+    def asked_for(cls, session: Any) -> Rehearsal | None:
+        """Return the rehearsal of this process, for the first Accelerator; None if it was not started for one."""
+        plan = Plan.of_environment()
+        if plan is None or cls._begun:
+            return None
+        cls._begun = True
+        return cls(session, plan)
+
+    # ---- what the script does ----------------------------------------------------------------------------------------
+
+    def prepared(self, loader: Any) -> None:
+        """Note what a loader of the script's is made of."""
+        parts = (getattr(loader, name, None) for name in _OF_LOADERS)
+        self._data += [part for part in parts if part is not None and not any(part is other for other in self._data)]
+
+    def hand_out(self, batch: Any) -> None:
+        """Note a batch that the script is given."""
+        if self._step is None:
+            self._step = self._session.step
+        self._pending.append({name or "batch": leaf for name, leaf in leaves(batch)})
+
+    def backward(self, loss: Any) -> None:
+        """Note a backward pass: what was handed out before it was trained on."""
+        self._used += self._pending
+        self._pending = []
+        self._losses.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)
+
+    def log(self, values: Mapping[str, Any]) -> None:
+        """Note what the script logs."""
+        self._logged.update(values)
+
+    def after_batch(self, loader: Any) -> None:
+        """The script wants the next batch: take notes if it has stepped, and save or end if that is due."""
+        self._pending = []
+        step = int(self._session.step)
+        if step == self._step or not self._used:
+            return
+        self._step = step
+        self._take()
+        if self._last is None:
+            self._last = self._steps_of(loader)
+        if step >= self._last:
+            self._leave()
+        if step in self._at:
+            self._at.discard(step)
+            self._save(os.path.join(self._plan.saves, f"checkpoint_{step}"), "step")
+        elif _MIDDLE in self._plan.points and step == max(1, self._last // 2):
+            self._save(os.path.join(self._plan.saves, f"checkpoint_{step}"), _MIDDLE)
+
+    def _steps_of(self, loader: Any) -> int:
+        per_epoch = len(loader) if hasattr(loader, "__len__") else None
+        window = int(self._session.accelerator.gradient_accumulation_steps)
+        return math.ceil((self._plan.batches(per_epoch, window) or window) / window)
+
+    def target(self, output_dir: Any) -> str:
+        """Return where a save of the script goes, and note it as a point to resume from."""
+        target = target_of(self._session.accelerator, output_dir)
+        if not os.path.abspath(target).startswith(os.path.dirname(self._plan.directory)):
+            target = os.path.join(self._checkpoints, os.path.basename(os.path.normpath(target)))
+        is_other = all(saved["place"] != self._place for saved in self._saves)
+        if self._plan.points and self._plan.resume is None and is_other and len(self._saves) < _MOST_SAVES:
+            self._note(target, _OWN)
+        return target
+
+    def source(self, input_dir: Any) -> Any:
+        """Return what ``load_state`` loads.
+
+        Raises:
+            LookupError: Nothing: this run begins at the beginning.
+        """
+        if self._plan.resume is not None and not self._has_loaded:
+            self._has_loaded = True
+            self._notes.resumed()
+            return self._plan.resume
+        if input_dir is None and self._session.config.resume == "auto":
+            raise LookupError("a rehearsal begins at the beginning")
+        return input_dir
+
+    def _save(self, path: str, point: str) -> None:
+        accelerator = self._session.accelerator
+        self._note(path, point)
+        naming = accelerator.project_configuration
+        automatic, naming.automatic_checkpoint_naming = naming.automatic_checkpoint_naming, False
+        count = naming.iteration
+        self._is_saving = True
+        try:
+            accelerator.save_state(path)
+        finally:
+            self._is_saving = False
+            naming.automatic_checkpoint_naming, naming.iteration = automatic, count
+
+    _is_saving = False
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether it is the rehearsal that saves, and not the script."""
+        return self._is_saving
+
+    def _note(self, path: str, point: str) -> None:
+        # the notes of this step may follow, and are not compared
+        saved = {"point": point, "path": path, "number": self._session.step, "place": self._place}
+        self._saves.append(saved)
+        self._waiting.append((saved, len(self._used), len(self._losses), [f"logged:{name}" for name in self._logged]))
+
+    @property
+    def _place(self) -> str:
+        return f"step {self._session.step}"
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def _script_ends(self) -> None:
+        self._end()
+        self._notes.write()
+
+    def leave_if_begun(self) -> None:
+        """The script says that its training is over."""
+        if self._step is not None:
+            self._leave()
+
+    def _end(self) -> None:
+        self._session.checkpointer.drain()
+        own = [saved for saved in self._saves if saved["point"] != _MIDDLE]
+        for saved in own or self._saves:
+            if "already" in saved:
+                self._notes.saved(**saved)
+        self._notes.missed([f"step {step}" for step in sorted(self._at)])
+
+    def _leave(self) -> None:
+        atexit.unregister(self._script_ends)
+        self._end()
+        self._notes.write()
+        self._session.accelerator.wait_for_everyone()
+        self._notes.leave()
+
+    # ---- notes -------------------------------------------------------------------------------------------------------
+
+    def _take(self) -> None:
+        assert self._step is not None
+        accelerator = self._session.accelerator
+        used, self._used = self._used, []
+        losses, self._losses = self._losses, []
+        logged, self._logged = self._logged, {}
+        # counted from the step: a run that resumes inside an accumulation window has only the last ones
+        data = {f"{i - len(used)}.{k}": v for i, batch in enumerate(used) for k, v in batch.items()}
+        self._settle(used, len(losses))
+        models, objects = accelerator._models, accelerator._custom_objects
+        state: dict[str, dict[str, Any]] = {
+            "position": {"step": self._step},
+            "generators": {**generators_of(), **dict(_own_generators(self._data))},
+            "data": data,
+            "modes": {
+                f"{n}.{k}.training": m.training for n, model in enumerate(models) for k, m in model.named_modules()
+            },
+            "loss": {str(i - len(losses)): loss for i, loss in enumerate(losses)},
+            "gradients": {name: parameter.grad for name, parameter in _parameters(models)},
+            "weights": {**dict(_parameters(models)), **dict(_buffers(models))},
+            "optimizers": dict(_optimizers(accelerator)),
+            "schedulers": {
+                f"{n}.{k}": v
+                for n, s in enumerate(accelerator._schedulers)
+                for k, v in leaves(s.scheduler.state_dict())
+            },
+            "logged": logged,
+            "objects": {f"{n}.{k}": v for n, o in labelled(objects) for k, v in leaves(o.state_dict())},
+            "data sets": {f"{n}.{k}": v for n, o in labelled(self._data) for k, v in PlainState(o).values().items()},
+            "attributes": {f"{n}.{k}": v for n, o in labelled(models) for k, v in PlainState(o).values().items()},
+            "variables": script_variables(),
+        }
+        self._notes.take(self._step, state)
+        if not self._is_defined:
+            self._is_defined = True
+            of_models, of_data = classes_of(*models, depth=0), classes_of(*self._data)
+            for subject in ("data", "data sets", "generators"):
+                self._notes.define(subject, of_data)
+            for subject in ("loss", "weights", "gradients", "modes", "attributes"):
+                self._notes.define(subject, of_models)
+            self._notes.define("objects", classes_of(*objects, depth=0))
+
+    def _settle(self, used: list[dict[str, Any]], losses: int) -> None:
+        """Note saves since the step before: what came before one in this step is none of a resumed run's."""
+        for saved, before, losses_before, already in self._waiting:
+            if saved["number"] < self._step:
+                batches = [(i, key) for i, batch in enumerate(used[:before]) for key in batch]
+                already += [f"data:{i - len(used)}.{key}" for i, key in batches]
+                already += [f"loss:{i - losses}" for i in range(losses_before)]
+                saved["already"] = already
+        self._waiting = [waiting for waiting in self._waiting if "already" not in waiting[0]]
+        # saved in the body of the step that these notes are of: nothing is left of it
+        self._waiting = [(saved, 0, 0, []) for saved, *_ in self._waiting]
+
+
+def _parameters(models: list[Any]) -> Iterator[tuple[str, Any]]:
+    for number, model in enumerate(models):
+        yield from ((f"{number}.{name}", parameter) for name, parameter in model.named_parameters())
+
+
+def _buffers(models: list[Any]) -> Iterator[tuple[str, Any]]:
+    for number, model in enumerate(models):
+        yield from ((f"{number}.{name}", buffer) for name, buffer in model.named_buffers())
+
+
+def _optimizers(accelerator: Any) -> Iterator[tuple[str, Any]]:
+    names = {id(parameter): name for name, parameter in _parameters(accelerator._models)}
+    for number, optimizer in enumerate(accelerator._optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            yield from ((f"{number}.group {index}.{k}", v) for k, v in group.items() if k != "params")
+            for position, parameter in enumerate(group["params"]):
+                name = names.get(id(parameter), f"{index}.{position}")
+                yield from ((f"{number}.{name}.{k}", v) for k, v in leaves(optimizer.state.get(parameter, {})))
+
+
+def _own_generators(owners: list[Any]) -> Iterator[tuple[str, Any]]:
+    for label, owner in labelled(owners):
+        for path, generator in find_generators(owner):
+            is_torch = isinstance(generator, torch.Generator)
+            yield f"{label}.{path}", generator.get_state() if is_torch else str(capture_generator(generator))

@@ -1,0 +1,85 @@
+"""A script of a user with a loop of its own and one defect, or none: ``rehearsed_script.py CASE [CHECKPOINT]``.
+
+It knows nothing of rehearsals. Without a checkpoint it trains from the beginning, but in the cases ``auto``, where it
+always calls ``load_state``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.utils.data import DataLoader, Dataset
+
+from accelerate_ckpt import attach
+
+
+class Items(Dataset):
+    def __init__(self, transform: Any = None) -> None:
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        x = torch.full((4,), index / 24) + 0.1 * torch.randn(4)
+        return x if self.transform is None else self.transform(x)
+
+
+class ByTheClock:
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + time.time() % 1 + os.urandom(1)[0]
+
+
+class Count:
+    """A registered object that forgets a part of itself."""
+
+    batches = kept = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": self.batches, "kept": self.kept}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.batches = state["batches"]
+
+
+def main(case: str, checkpoint: str | None) -> None:
+    accelerator = Accelerator(gradient_accumulation_steps=2 if case == "accumulates" else 1)
+    attach(accelerator, "async", resume="auto" if case == "auto" else None)
+    set_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+    loader = DataLoader(Items(ByTheClock() if case == "clock" else None), batch_size=2, shuffle=True)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    count = Count()
+    accelerator.register_for_checkpointing(count)
+    accelerator.init_trackers("never started")
+    if checkpoint is not None or case == "auto":
+        accelerator.load_state(checkpoint)
+    difficulty = 0
+    for _ in range(count.batches // len(loader), 9):
+        for batch in loader:
+            difficulty += 1
+            count.batches += 1
+            count.kept += case == "forgets"
+            with accelerator.accumulate(model):
+                scaled = batch * (1 + difficulty % 5) if case == "curriculum" else batch
+                loss = (model(scaled) - batch).pow(2).mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            accelerator.log({"loss": loss.item()})
+            if count.batches % 7 == 0 and case != "auto":
+                accelerator.save_state(f"mine/at_{count.batches}")
+    raise AssertionError("a rehearsal ends before")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2] if len(sys.argv) > 2 else None)

@@ -1,0 +1,101 @@
+"""``ckpt rehearse`` on a script with a loop of its own: what is exact is said to be, and each defect is named."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from ckpt_core.rehearsal import SUBJECTS, CannotRehearseError, Result, rehearse, running
+from ckpt_core.rehearsal.plan import Plan
+from tests.conftest import ScriptRunner
+
+SCRIPT = Path(__file__).with_name("rehearsed_script.py")
+ACCELERATE = ("torch._dynamo", "accelerate", "accelerate_ckpt._attach")
+
+
+@pytest.fixture
+def forked(fork_script: ScriptRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes are forked from one that has imported Accelerate, which saves seconds each."""
+
+    def run(self: object, words: list[str], output: str, plan: Plan) -> int:
+        script, *arguments = words[1:]
+        done = fork_script(Path(script), *arguments, modules=ACCELERATE, env=plan.variables(), check=False)
+        Path(output).write_text(done.stdout + done.stderr, encoding="utf-8")
+        return done.returncode
+
+    monkeypatch.setattr(running._Runs, "_run", run)
+
+
+def rehearsed(case: str, *, steps: int | None = None, at: tuple[int, ...] = ()) -> Result:
+    resume = [] if case == "auto" else ["{checkpoint}"]
+    return rehearse([sys.executable, str(SCRIPT), case], steps=steps, at=at, resume_arguments=resume)
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("case", "steps", "points"),
+    [
+        # two epochs of 12 batches and a little more, of which the script saves each seventh
+        ("exact", 26, [("save_state", 19), ("save_state", 12), ("save_state", 5)]),
+        # also inside a window: 7 batches are 3 steps and a half
+        ("accumulates", 14, [("save_state", 11), ("save_state", 7), ("save_state", 4)]),
+        # a script that has not saved itself, and that looks for itself what it resumes from
+        ("auto", 26, [("middle", 13)]),
+    ],
+)
+def test_an_exact_script_is_exact_and_its_own_directory_left_alone(
+    tmp_path: Path, case: str, steps: int, points: list[tuple[str, int]]
+) -> None:
+    result = rehearsed(case)
+    assert result.is_exact, result.text()
+    assert result.steps == steps
+    assert [(resumed.point, resumed.steps) for resumed in result.resumes] == points
+    assert {"data", "weights", "optimizers", "schedulers", "generators", "logged", "objects"} <= set(result.subjects)
+    assert list(tmp_path.glob("mine*")) == []
+    assert list(tmp_path.glob("checkpoints*")) == []
+
+
+@pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("case", "subject", "named"),
+    [
+        ("clock", "data", ["ByTheClock (", "A second resume from the same checkpoint differs in it, too"]),
+        ("curriculum", "loss", ["rehearsed_script.py:main():difficulty: 1 instead of 7"]),
+        ("forgets", "objects", ["Count.kept: 1 instead of 7", "Count (", "load it in load_state_dict"]),
+    ],
+)
+def test_a_defect_is_named_with_its_first_step_and_its_place(case: str, subject: str, named: list[str]) -> None:
+    result = rehearsed(case, at=(6,), steps=9)
+    assert not result.is_exact
+    text = result.text()
+    assert f"first difference: step 7\n  {SUBJECTS[subject]}:\n" in text, text
+    for words in named:
+        assert words in text
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_script_that_does_not_resume_is_said_to_need_an_argument() -> None:
+    with pytest.raises(CannotRehearseError, match=r"(?s)did not call accelerator\.load_state.*--resume-with"):
+        rehearse([sys.executable, str(SCRIPT), "exact"], at=[2], steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["exact", "curriculum"])
+def test_two_ranks_under_a_launcher_are_compared_one_by_one(tmp_path: Path, case: str) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    result = rehearse(
+        [*launcher, str(SCRIPT), case],
+        at=[3],
+        steps=5,
+        resume_arguments=["{checkpoint}"],
+        directory=tmp_path / "kept",
+        cwd=tmp_path,
+        env={"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(SCRIPT.parents[2])},
+        timeout=120,
+    )
+    assert len(list((tmp_path / "kept" / "uninterrupted").glob("rank-*.json"))) == 2
+    found = {(difference.subject, difference.rank) for difference in result.resumes[0].differences}
+    assert result.is_exact == (case == "exact"), result.text()
+    assert ({("loss", 0), ("loss", 1)} <= found) == (case == "curriculum"), result.text()
