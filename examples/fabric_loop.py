@@ -3,6 +3,8 @@
     python fabric_loop.py --output runs/fabric --steps 60
     python fabric_loop.py --output runs/fabric --steps 60    # resumes from the newest checkpoint that verifies
 
+On SIGTERM it saves after the step and ends with the exit status 143; several ranks do so after the same one.
+
 Fabric leaves the state to its user, so exactness is up to the loop: this one saves the random state and draws its
 batches from it.
 """
@@ -18,7 +20,8 @@ import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch import nn
 
-from ckpt_core import Catalog
+from ckpt_core import Catalog, RankGroup
+from ckpt_core.ending import EndWatch
 from lightning_ckpt import AsyncCheckpointIO
 
 
@@ -43,6 +46,7 @@ def main() -> None:
         torch.set_rng_state(state["random"])
         fabric.print(f"resumed at step {state['step']}")
 
+    watch = EndWatch("SIGTERM", RankGroup.connect(fabric.global_rank, fabric.world_size, fabric.strategy.broadcast))
     while state["step"] < options.steps:
         inputs = torch.randn(16, 8)
         loss = F.mse_loss(model(inputs), inputs.sum(1, keepdim=True))
@@ -50,10 +54,16 @@ def main() -> None:
         fabric.backward(loss)
         optimizer.step()
         state["step"] += 1
-        if state["step"] % options.every_n_steps == 0:
+        end = watch.due()
+        if end is not None or state["step"] % options.every_n_steps == 0:
             state["random"] = torch.get_rng_state()
             fabric.save(options.output / f"step={state['step']:06d}.ckpt", state)
+        if end is not None:
+            io.teardown()
+            fabric.barrier()  # launchers kill the other ranks when the first has ended
+            raise SystemExit(end.status)
 
+    watch.close()
     io.teardown()  # Fabric does not: wait until the last checkpoint is durable
     weights = b"".join(p.detach().numpy().tobytes() for p in model.parameters())
     fabric.print("weights", hashlib.sha256(weights).hexdigest())

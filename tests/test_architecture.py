@@ -23,7 +23,7 @@ LAYERS = (
     {"report"},
     {"checkpointer", "directory", "separate"},
     {"policies"},
-    {"preflight", "resume"},
+    {"ending", "preflight", "resume"},
     {"catalog"},
     {"tiers"},
     {"_pipeline"},

@@ -24,6 +24,7 @@ EXPORTED = {
     | {"Catalog", "CheckpointInfo", "Checkpointer", "DirectoryCheckpoint", "DirectoryCheckpointer", "EventLog", "Kind"}
     | {"LoadReport", "load_into"}
     | {"Part", "RankGroup", "Tiers", "policies", "storage", "verify", "wait_staged"},
+    "ckpt_core.ending": {"End", "EndWatch"},
     "ckpt_core.errors": ERRORS | {"none_verifies"},
     "ckpt_core.events": {
         "CheckpointLoaded",

@@ -201,7 +201,9 @@ class Session:
         self.rehearsal = Rehearsal.asked_for(self)
         self.preemption: PreemptionWatch | None = None
         if config.preempt is not None and all(other.preemption is None for other in live_sessions()):
-            self.preemption = PreemptionWatch(config.preempt, store, ranks.rank, ranks.world_size)
+            self.preemption = PreemptionWatch(
+                config.preempt, RankGroup(ranks.rank, ranks.world_size, store, ranks.session)
+            )
 
     @property
     def accelerator(self) -> Any:

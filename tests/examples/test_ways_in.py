@@ -73,11 +73,13 @@ def test_fabric_goes_on_after_a_kill(fork_script: RunScript, tmp_path: Path) -> 
     whole = fork_script(script, "--output", str(tmp_path / "whole"), "--steps", "600", modules=LIGHTNING).stdout
     command = [sys.executable, str(script), "--output", str(tmp_path / "parts"), "--steps", "600"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=environment, start_new_session=True) as process:
-        while process.poll() is None and len(Catalog(tmp_path / "parts").checkpoints()) < 3:
-            time.sleep(0.001)
-        assert process.poll() is None, "the run ended before it could be killed"
-        os.killpg(process.pid, signal.SIGKILL)
+    for number, count in ((signal.SIGKILL, 3), (signal.SIGTERM, 6)):
+        with subprocess.Popen(command, env=environment, start_new_session=True) as process:
+            while process.poll() is None and len(Catalog(tmp_path / "parts").checkpoints()) < count:
+                time.sleep(0.001)
+            assert process.poll() is None, "the run ended before it could be ended"
+            os.killpg(process.pid, number)
+            assert process.wait(60) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
     resumed = fork_script(script, "--output", str(tmp_path / "parts"), "--steps", "600", modules=LIGHTNING).stdout
     assert "resumed at step" in resumed
     assert resumed.splitlines()[-1] == whole.splitlines()[-1]
