@@ -256,14 +256,23 @@ def test_wait_staged_makes_such_a_change_safe(training: Training) -> None:
     assert_same_state(training.load(), expected)
 
 
-def test_a_load_waits_for_what_is_being_copied(training: Training) -> None:
-    training.side_stream()
+@both_layouts
+def test_a_load_lets_the_device_wait_for_what_is_being_copied(
+    tmp_path: Path, layout: str, accelerator: SimulatedAccelerator
+) -> None:
+    training = Training(accelerator, layout, tmp_path, early=False)
+    side = training.side_stream()
     training.step()
     expected = training.on_host()
-    with training.module.lazy(side_streams_only=True):
+    accelerator.module.pause(side)
+    try:
         training.save()
-        training.weights["weight"].data.copy_(training.load("first")["weight"])
-    training.checkpointer.wait()
+        training.weights["weight"].data.copy_(training.load("first")["weight"].pin_memory(), non_blocking=True)
+        is_loaded = torch.accelerator.current_stream().record_event()
+        assert not is_loaded.query()
+    finally:
+        accelerator.module.resume(side)
+    training.checkpointer.close()
     assert_same_state(training.load(), expected)
 
 
