@@ -19,7 +19,7 @@ LAYERS = (
     {"rehearsal"},
     {"interchange"},
     {"listeners"},
-    {"options"},
+    {"options", "gpu_check"},
     {"report"},
     {"checkpointer", "directory", "separate"},
     {"policies"},

@@ -7,6 +7,7 @@ starts a device that the program has not started.
 
 from __future__ import annotations
 
+from ckpt_core._devices.checking import device_to_check, peak_bytes, pinned_copy_rate
 from ckpt_core._devices.generators import (
     DeviceGenerators,
     capture_device_generators,
@@ -38,10 +39,13 @@ __all__ = [
     "accelerator_name",
     "capture_device_generators",
     "current_device_generators",
+    "device_to_check",
     "is_capturing",
     "let_devices_wait",
     "on_current_streams",
+    "peak_bytes",
     "pin",
+    "pinned_copy_rate",
     "restore_device_generators",
     "wait_for_devices",
 ]
