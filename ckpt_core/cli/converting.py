@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from typing import TYPE_CHECKING
 
 from ckpt_core.cli.finding import find
 from ckpt_core.cli.output import print_json
-from ckpt_core.cli.parser import Commands, Exit, Options
+from ckpt_core.cli.parser import Commands, Exit, Options, nbytes
 from ckpt_core.errors import CheckpointFormatError
 from ckpt_core.events import size_in_words
 
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["add_commands"]
 
 _LAYOUTS = ("file", "directory", "dcp", "safetensors", "accelerate")
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def add_commands(commands: Commands) -> None:
@@ -41,7 +39,9 @@ def add_commands(commands: Commands) -> None:
     convert.add_argument("--to", required=True, choices=_LAYOUTS, help="the layout")
     convert.add_argument("--part", help="safetensors: where the model is (model; in a torch file, state_dict)")
     convert.add_argument("--prefix", help="safetensors: left out of the tensors' names (that which all of them have)")
-    convert.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="safetensors: of one file")
+    convert.add_argument(
+        "--max-shard-size", type=nbytes, default="5GB", metavar="SIZE", help="safetensors: of one file"
+    )
     convert.add_argument(
         "--trust-pickle", action="store_true", help="load objects that are not plain data: the file can run any code"
     )
@@ -55,7 +55,7 @@ def add_commands(commands: Commands) -> None:
         "--prefix", default="", help="safetensors: only tensors whose names begin so, without it (model.)"
     )
     export.add_argument(
-        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="safetensors: of one file (5GB)"
+        "--max-shard-size", type=nbytes, default="5GB", metavar="SIZE", help="safetensors: of one file (5GB)"
     )
 
     bring = commands.add("import", _import, help="make a checkpoint of one of another program")
@@ -157,13 +157,6 @@ def _common_prefix(path: str, part: str | None, storage: Storage) -> str:
         names = [name for name, _ in tensors(model)]
     first = {name.partition(".")[0] + "." if "." in name else "" for name in names}
     return first.pop() if len(first) == 1 else ""
-
-
-def _size(text: str) -> int:
-    found = re.fullmatch(r"([0-9]+) *([A-Za-z]*)", text)
-    if found is None or found[2].upper() not in _UNITS or int(found[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 500MB or 5GB")
-    return int(found[1]) * _UNITS[found[2].upper()]
 
 
 def _export(options: Options) -> int:

@@ -12,13 +12,15 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from ckpt_core.cli.finding import find
 from ckpt_core.cli.output import print_json, print_table
-from ckpt_core.cli.parser import Commands, Exit, Options
+from ckpt_core.cli.parser import Commands, Exit, Options, nbytes
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
 
 __all__ = ["add_commands"]
 
+_SHORTEST = 1e-4  # seconds that are taken for a measurement
 _PACKAGES: tuple[str, ...] = (
     "ckpt-plugins",
     "torch",
@@ -40,12 +42,15 @@ def add_commands(commands: Commands) -> None:
     doctor = commands.add(
         "doctor",
         _doctor,
-        help="show versions, devices, and how fast a place saves and loads checkpoints",
-        epilog="A checkpoint of --size is saved, loaded and deleted again.\n"
+        help="show versions, devices, how fast a place saves and loads, and what saves of a model will cost",
+        epilog="A checkpoint of --size is saved, loaded and deleted again. --bytes and --like say what a save of that\n"
+        "size would cost one process that trains here: from host memory; a device adds its copy to the host.\n"
         "Exit codes: 0 the place works, 1 it does not.",
     )
     doctor.add_argument("path", nargs="?", default=".", metavar="PATH", help="a directory or URL for checkpoints (.)")
     doctor.add_argument("--size", type=int, default=256, metavar="MB", help="of the checkpoint that is saved (256)")
+    doctor.add_argument("--bytes", type=nbytes, metavar="SIZE", help="of a model with its optimizer, such as 10GB")
+    doctor.add_argument("--like", metavar="CHECKPOINT", help="take the size of this one")
 
 
 def _doctor(options: Options) -> int:
@@ -65,8 +70,15 @@ def _doctor(options: Options) -> int:
         "path": options.path,
     }
     failure = None
+    wanted: int | None = options.bytes
+    if options.like is not None:
+        like = find(options.like, options.storage_options)
+        if not like.is_checkpoint:
+            raise CheckpointError("this is a directory, and no checkpoint", path=options.like)
+        wanted = like.checkpoints[0].size
     try:
         found |= _place(options.path, options.storage_options, options.size * 10**6)
+        found |= {} if wanted is None else {"predicted": _predicted(found, wanted)}
     except CheckpointError as error:
         failure = error
         found["problem"] = str(error)
@@ -93,6 +105,17 @@ def _shown(found: dict[str, Any]) -> list[tuple[str, str]]:
         rows.append(("save, durable", f"{size_in_words(found['written'])}/s"))
         rows.append(("load, verified", f"{size_in_words(found['read'])}/s"))
         rows.append(("smallest save", f"{found['smallest'] * 1000:.0f} ms"))
+        rows.append(("stall, async", f"{size_in_words(found['staged'])}/s copied"))
+    if "predicted" in found:
+        cost = found["predicted"]
+        rows.append((f"a save of {size_in_words(cost['bytes'])}", ""))
+        rows.append(("  training stands still", f"{cost['stall']:.2f} s async ({cost['first_stall']:.2f} s the first)"))
+        rows.append(("", f"{cost['durable']:.1f} s sync"))
+        rows.append(("  durable after", f"{cost['durable']:.1f} s; save no more often than that"))
+        rows.append(("  loaded in", f"{cost['load']:.1f} s"))
+        rows.append(("  memory for the copy", f"{size_in_words(cost['bytes'])}{_of_memory(cost)}"))
+        if "free" in found and found["free"] < 2 * cost["bytes"]:
+            rows.append(("  too little room", "an old checkpoint goes only when the new one is durable: two must fit"))
     return rows
 
 
@@ -122,9 +145,52 @@ def _place(path: str, storage_options: dict[str, Any] | None, size: int) -> dict
             found["smallest"] = _seconds(lambda: checkpointer.save({}, file))
             found["written"] = size / _seconds(lambda: checkpointer.save(state, file))
             found["read"] = size / _seconds(lambda: checkpointer.load(file))
+        with Checkpointer(strategy="async", storage_options=storage_options) as checkpointer:
+            stalls = []
+            for saved in (
+                {},
+                {},
+                state,
+                state,
+                state,
+            ):  # threads start with the first; memory is allocated for the third
+                stalls.append(_seconds(lambda saved=saved: checkpointer.save(saved, file)))  # type: ignore[misc]
+                checkpointer.wait()
+        found["smallest_stall"] = stalls[1]
+        for name, seconds in (("first_staged", stalls[2]), ("staged", min(stalls[3:]))):
+            found[name] = size / max(seconds - stalls[1], _SHORTEST)
     finally:
         storage.remove(file)
     return found
+
+
+def _predicted(found: dict[str, Any], wanted: int) -> dict[str, Any]:
+    """Return what a save of so many bytes would cost, by what was measured."""
+    return {
+        "bytes": wanted,
+        "stall": found["smallest_stall"] + wanted / found["staged"],
+        "first_stall": found["smallest_stall"] + wanted / found["first_staged"],
+        "durable": found["smallest"] + wanted / found["written"],
+        "load": wanted / found["read"],
+        "memory_available": _memory_available(),
+    }
+
+
+def _memory_available() -> int | None:
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":") for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, LookupError):
+        return None
+
+
+def _of_memory(cost: dict[str, Any]) -> str:
+    available = cost["memory_available"]
+    if available is None:
+        return ""
+    enough = "" if available > cost["bytes"] else ": NOT ENOUGH, use strategy sync"
+    return f" of {size_in_words(available)} that are free{enough}"
 
 
 def _seconds(act: Callable[[], object]) -> float:

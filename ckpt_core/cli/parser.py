@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-__all__ = ["STORE_OPTIONS", "Commands", "Exit", "Options", "parse"]
+__all__ = ["STORE_OPTIONS", "Commands", "Exit", "Options", "json_object", "nbytes", "parse"]
 
 Options = argparse.Namespace
 STORE_OPTIONS = "--endpoint-url, --profile, --storage-options; or AWS_ENDPOINT_URL, AWS_PROFILE, AWS_ACCESS_KEY_ID"
 FORMATS = {"file": 1, "directory": 3}  # what is written; a test compares them with the layouts
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _UNKNOWN_VERB = re.compile(r"invalid choice: '([^']*)'")
 _UNKNOWN_OPTION = re.compile(r"unrecognized arguments: .*?(--[a-z-]+)")
 _OPTION = re.compile(r"--[a-z][a-z-]+")
@@ -173,3 +174,11 @@ def json_object(text: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise argparse.ArgumentTypeError("not a JSON object")
     return value
+
+
+def nbytes(text: str) -> int:
+    """Return a number of bytes, such as ``5GB``, for an option."""
+    found = re.fullmatch(r"([0-9]+) *([A-Za-z]*)", text)
+    if found is None or found[2].upper() not in _UNITS or int(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 500MB or 5GB")
+    return int(found[1]) * _UNITS[found[2].upper()]

@@ -18,6 +18,7 @@ from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part, __version
 from ckpt_core._layouts.torch_file import FORMAT_VERSION
 from ckpt_core.cli import listing, main
 from ckpt_core.cli.parser import parse
+from ckpt_core.events import size_in_words
 
 
 @pytest.fixture
@@ -416,6 +417,16 @@ def test_doctor_measures_a_place_and_leaves_nothing(tmp_path: Path, capsys: pyte
     assert found["packages"]["torch"] == torch.__version__
     assert found["written"] > 0 and found["read"] > 0 and found["free"] > 0
     assert list(tmp_path.iterdir()) == []
+    assert main(["doctor", str(tmp_path), "--size", "1", "--bytes", "10GB", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    cost = found["predicted"]
+    assert cost["bytes"] == 10**10
+    assert cost["durable"] == pytest.approx(found["smallest"] + 10**10 / found["written"])
+    assert cost["stall"] == pytest.approx(found["smallest_stall"] + 10**10 / found["staged"])
+    Checkpointer(strategy="sync").save({"w": torch.ones(1000)}, tmp_path / "a.ckpt")
+    assert main(["doctor", str(tmp_path), "--size", "1", "--like", str(tmp_path / "a.ckpt")]) == 0
+    assert f"a save of {size_in_words((tmp_path / 'a.ckpt').stat().st_size)}" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["a.ckpt"]
     assert main(["doctor", str(tmp_path / "nope")]) == 1
     assert "there is no such directory" in capsys.readouterr().err
 
