@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from ckpt_core import DirectoryCheckpointer
+from ckpt_core import Checkpointer, DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 from ckpt_core.events import Listener, RunSummary
 from ckpt_core.options import CheckpointerOptions
@@ -241,6 +241,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
         Returns:
             Everything but weights and optimizers; the optimizers' states.
         """
+        self._refuse_file(path)
         with self.checkpointer.load(path, weights_only=weights_only) as opened:
             rest, buffers, _ = rest_of(opened)
             gradients = gradients_of(opened, self._ranks_of_gradients(opened))
@@ -252,6 +253,18 @@ class ShardedCheckpointIO(RankCheckpointIO):
                     model[name].copy_(buffers[name])
             states = [opened.load(optimizer_part(i), into=state) for i, state in enumerate(optimizers)]
         return rest, states
+
+    def _refuse_file(self, path: StrPath) -> None:
+        if self.checkpointer.exists(path) or os.path.isdir(path):
+            return
+        if Checkpointer(strategy="sync", storage_options=self.storage_options, tiers=self.tiers).exists(path):
+            raise CheckpointFormatError(
+                "this is one file, in which optimizers number their parameters; a sharded model is resumed from a "
+                "directory, of which each rank reads its part",
+                path=os.fspath(path),
+                remedy="begin a new run with its weights, and the optimizer state that fits: leave ckpt_path out and "
+                "add WarmStart(path, optimizers=True) to the callbacks; ckpt convert is for other programs",
+            )
 
     def _ranks_of_gradients(self, opened: Any) -> Sequence[int]:
         same = opened.world_size == self._ranks.world_size

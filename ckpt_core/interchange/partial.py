@@ -272,7 +272,7 @@ def _opened(
 ) -> Iterator[_State | _Directory]:
     with DirectoryCheckpointer(strategy="sync", storage_options=storage_options) as directories:
         if directories.exists(path):
-            with directories.load(path) as opened:
+            with directories.load(path, weights_only=weights_only) as opened:
                 yield _Directory(opened, part, path)
             return
     # Safetensors files have their tensors in an order of their own.

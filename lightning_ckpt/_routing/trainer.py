@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ckpt_core import DirectoryCheckpointer, RankGroup
 from ckpt_core.errors import CheckpointError
+from ckpt_core.interchange import check_dcp, is_stock_distributed
 from ckpt_core.ranks import raise_together
 from ckpt_core.state.kinds import frozen_parameters
 from lightning_ckpt._boundaries import watch_boundaries
@@ -176,7 +177,9 @@ def _replace_methods(trainer: Any, strategy: Any, plugin: RankCheckpointIO) -> N
         strategy,
         plugin,
         save_checkpoint=_saving(trainer, plugin),
-        load_checkpoint=_loading_into(trainer, plugin) if is_sharded else _loading(trainer, plugin),
+        load_checkpoint=_loading_into(trainer, plugin, strategy.load_checkpoint)
+        if is_sharded
+        else _loading(trainer, plugin),
     )
 
 
@@ -203,10 +206,14 @@ def _loading(trainer: Any, plugin: RankCheckpointIO) -> Callable[..., dict[str, 
     return load_checkpoint
 
 
-def _loading_into(trainer: Any, plugin: RankCheckpointIO) -> Callable[..., dict[str, Any]]:
+def _loading_into(
+    trainer: Any, plugin: RankCheckpointIO, own: Callable[..., dict[str, Any]]
+) -> Callable[..., dict[str, Any]]:
     def load_checkpoint(checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         strategy = trainer.strategy
         path = strategy.broadcast(str(checkpoint_path))
+        if _is_of_strategy(trainer, path):
+            return own(path) if weights_only is None else own(path, weights_only=weights_only)
         strict = trainer.lightning_module.strict_loading
         options = StateDictOptions(strict=strict)
         model = get_model_state_dict(strategy.model, options=options)
@@ -220,3 +227,21 @@ def _loading_into(trainer: Any, plugin: RankCheckpointIO) -> Callable[..., dict[
         return rest
 
     return load_checkpoint
+
+
+def _is_of_strategy(trainer: Any, path: str) -> bool:
+    """Return whether Lightning's own strategy has saved a directory, which it loads best; decided by rank 0.
+
+    Raises:
+        CheckpointError: Loading it would run code from it, or it is damaged; on all ranks.
+    """
+    options = trainer.strategy.checkpoint_io.storage_options
+    found: list[bool] = []
+
+    def look() -> None:
+        found.append(trainer.global_rank == 0 and is_stock_distributed(path, options))
+        if found[0]:
+            check_dcp(path, storage_options=options)
+
+    raise_on_all_ranks(look, world_size=trainer.world_size)
+    return bool(trainer.strategy.broadcast(found[0]))

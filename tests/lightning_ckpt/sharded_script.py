@@ -51,7 +51,7 @@ class Spec:
         ckpt_path: What to resume from.
         trainer: Arguments of the Trainer.
         callback: Arguments of :class:`ResumableCheckpoint`; None for none of it.
-        plugin: Arguments of :class:`ShardedCheckpointIO`.
+        plugin: Arguments of :class:`ShardedCheckpointIO`; None for Lightning's own.
         samples: Size of the data set.
         batch: Samples in a batch.
         loader: ``"map"``, ``"stream"`` or ``"sampler"`` (a ``DistributedSampler`` of the user's).
@@ -74,7 +74,7 @@ class Spec:
     ckpt_path: str | None = None
     trainer: dict[str, Any] = dataclasses.field(default_factory=dict)
     callback: dict[str, Any] | None = dataclasses.field(default_factory=dict)
-    plugin: dict[str, Any] = dataclasses.field(default_factory=dict)
+    plugin: dict[str, Any] | None = dataclasses.field(default_factory=dict)
     samples: int = 64
     batch: int = 4
     loader: str = "map"
@@ -235,7 +235,7 @@ def weights_of(model: Model) -> dict[str, str]:
     return {name: digest(value) for name, value in local.items()}
 
 
-def make_trainer(spec: Spec, plugin: ShardedCheckpointIO, callbacks: list[Any]) -> pl.Trainer:
+def make_trainer(spec: Spec, plugin: ShardedCheckpointIO | None, callbacks: list[Any]) -> pl.Trainer:
     validates = not callbacks or "val" in spec.after
     defaults = {"max_epochs": 100, "limit_val_batches": 2 if validates else 0, "num_sanity_val_steps": 0}
     return pl.Trainer(
@@ -244,7 +244,7 @@ def make_trainer(spec: Spec, plugin: ShardedCheckpointIO, callbacks: list[Any]) 
         devices=spec.ranks,
         inference_mode=spec.kind != "mp",  # in which FSDP2 cannot gather weights
         strategy=make_strategy(spec),
-        plugins=[plugin],
+        plugins=[] if plugin is None else [plugin],
         callbacks=callbacks,
         default_root_dir=spec.directory,
         logger=False,
@@ -258,11 +258,12 @@ def train(spec: Spec, rank: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     pl.seed_everything(spec.seed, verbose=False)
     directory = Path(spec.directory)
-    plugin = ShardedCheckpointIO(**spec.plugin)
+    plugin = None if spec.plugin is None else ShardedCheckpointIO(**spec.plugin)
     callbacks: list[Any] = []
     storage = None
     if spec.fault is not None:
         late = threading.Event()
+        assert plugin is not None
         storage = plugin._settings["storage"] = faulty_storage(spec.fault, rank, late)
         callbacks.append(SetInBatch(late, spec.fault.get("late", 0)))
     if spec.callback is not None:
@@ -303,7 +304,7 @@ def train(spec: Spec, rank: int) -> dict[str, Any]:
         seen_at_save=save.seen if save is not None else None,
         warnings=[str(warning.message) for warning in caught if "promised to be exact" in str(warning.message)],
         begun=storage and sum(operation.name == "begin_directory" for operation in storage.operations),
-        pending=list(plugin.checkpointer.pending),
+        pending=[] if plugin is None else list(plugin.checkpointer.pending),
         files=sorted(entry.name for entry in directory.iterdir()),
     )
     return found

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from ckpt_core import DirectoryCheckpointer
+from ckpt_core.cli import main
 from tests.lightning_ckpt.features import SAVES_LAST_AT_EPOCH_END, needs_weight_averaging
 from tests.lightning_ckpt.sharded_runs import Runs, assert_same_tensors, parts_at
 
@@ -96,6 +98,31 @@ def test_other_numbers_of_ranks_load_the_same_values(runs: Runs, tmp_path: Path,
             seed=9,
         )
         assert_same_tensors(parts_at(directory / "again.ckpt"), expected)
+
+
+@pytest.mark.parametrize("kind", ["mp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_run_resumes_from_what_lightnings_own_strategy_has_saved(runs: Runs, tmp_path: Path, kind: str) -> None:
+    callback = {"every_n_train_steps": 3, "save_top_k": -1, "filename": "{step}"}
+    whole = runs.run(tmp_path / "whole", "whole", kind=kind, trainer={"max_steps": 5}, callback=callback)
+    settings: dict[str, Any] = {"kind": kind, "callback": callback}
+    runs.run(tmp_path / "stock", "stock", plugin=None, trainer={"max_steps": 3}, **settings)
+    stock = tmp_path / "stock" / "step=3.ckpt"
+    assert (stock / "meta.pt").exists()
+    found = runs.run(tmp_path / "run", "run", trainer={"max_steps": 5}, ckpt_path=str(stock), **settings)
+    assert [result["weights"] for result in found] == [result["weights"] for result in whole]
+    # one file is refused with what to do instead
+    one = str(tmp_path / "one.ckpt")
+    assert main(["convert", str(tmp_path / "whole" / "step=3.ckpt"), one, "--to", "file"]) == 0
+    refused = runs.run(tmp_path / "no", "no", fails=True, trainer={"max_steps": 5}, ckpt_path=one, **settings)
+    assert {result["raised"]["class"] for result in refused} == {"CheckpointFormatError"}
+    assert all("WarmStart(path, optimizers=True)" in result["raised"]["message"] for result in refused)
+    # and has all weights under their names, for load_from_checkpoint
+    weights = torch.load(one, weights_only=True)["state_dict"]
+    assert {name: tuple(tensor.shape) for name, tensor in weights.items()} == {
+        "net.0.weight": (15, 8),
+        "net.0.bias": (15,),
+        "net.3.weight": (3 if kind == "mp" else 8, 15),
+    }
 
 
 @pytest.mark.parametrize("kind", ["ddp", "mp"])
