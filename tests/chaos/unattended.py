@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import faulthandler
 import json
 import os
 import random
@@ -158,6 +159,7 @@ class ForkedJob:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0", ACCELERATE_USE_CPU="true")
         status = 1
+        faulthandler.register(signal.SIGUSR2, all_threads=True)  # where a rank hangs goes to its log
         try:
             train(framework, directory, rank)
             status = 0
@@ -261,6 +263,15 @@ def _wait(job: ForkedJob, condition: Any) -> bool:
     return True
 
 
+def _close_hanging(job: ForkedJob) -> None:
+    if isinstance(job, LaunchedJob):
+        job.close()
+        return
+    job.send(signal.SIGUSR2, job.pids)
+    time.sleep(1.0)
+    job.close()
+
+
 def _whole(framework: str, directory: Path, launcher: str) -> str:
     directory.mkdir(parents=True)
     job = _started(framework, directory, launcher)
@@ -308,7 +319,7 @@ def campaign(framework: str, directory: Path, interruptions: int, *, seed: int =
                 before = None
             if not is_there:
                 found["hangs"].append(f"{run}: no progress")
-                job.close()
+                _close_hanging(job)
                 break
             if job.is_over():
                 continue
@@ -319,7 +330,7 @@ def campaign(framework: str, directory: Path, interruptions: int, *, seed: int =
             found["interruptions"] += 1
             if not _wait(job, job.is_over):
                 found["hangs"].append(f"{run}: {kind} at step {steps[-1]}")
-                job.close()
+                _close_hanging(job)
                 break
             found["killed_after_grace"] += number == signal.SIGTERM and job.killed
             statuses[kind][str(sorted(job.statuses))] += 1
