@@ -162,6 +162,7 @@ def _save_now(session: Session, agreed: AgreedSave) -> None:
     target = agreed.path
     if session.recording is not None:
         session.recording.lies_in(session.checkpointer.known_as(target), session.rank)
+    session.changes.name()
     with contextlib.ExitStack() as undo:
         weights, files = _weights(session), None
         if session.accelerator._save_model_state_pre_hook:

@@ -23,6 +23,7 @@ from accelerate_ckpt._private.data import unregister
 from accelerate_ckpt._recording import Recording
 from accelerate_ckpt._rehearsing import Rehearsal
 from accelerate_ckpt._report import RunReport
+from accelerate_ckpt._state.changes import Changes
 from accelerate_ckpt._state.interval import PREFIX, AutoInterval
 from accelerate_ckpt._state.naming import Retention, automatic_root, by_number, numbered, unwanted
 from accelerate_ckpt._state.outcomes import OutcomeWatch
@@ -122,6 +123,7 @@ class Session:
         backwards: Backward passes until now.
         preemption: What watches for the end of the run; None if nothing does.
         interval: What saves without being asked to; None if nothing does.
+        changes: Names what training changes and no state holds.
         rehearsal: What rehearses resumes of the script; None unless the process was started for that.
         retention: What keeps account of the checkpoints for a policy; None without a policy.
         limit: Says, for the paths whose save is under way, what another framework's own rule would delete, None without
@@ -198,6 +200,7 @@ class Session:
         self.resumed: ResumePoint | None = None
         self.auto_resume: AutoResume | None = None
         self.backwards = 0
+        self.changes = Changes(log.warning)
         self.rehearsal = Rehearsal.asked_for(self)
         self.preemption: PreemptionWatch | None = None
         if config.preempt is not None and all(other.preemption is None for other in live_sessions()):
@@ -252,6 +255,8 @@ class Session:
         """Note that gradients of a loss were added up."""
         self.window_open = self._backward_seen = True
         self.backwards += 1
+        if self.rank == 0:
+            self.changes.begin(self.accelerator._models, self.accelerator._custom_objects)
         if self.recording is not None:
             self.recording.backward(loss)
         if self.rehearsal is not None:
