@@ -10,11 +10,12 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__all__ = ["CallbackBase", "CheckpointIOBase", "DummyLoggerBase", "ModelCheckpointBase"]
+__all__ = ["CallbackBase", "CheckpointBase", "CheckpointIOBase", "DummyLoggerBase", "ModelCheckpointBase"]
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO as CheckpointIOBase
     from lightning.pytorch.callbacks import Callback as CallbackBase
+    from lightning.pytorch.callbacks import Checkpoint as CheckpointBase
     from lightning.pytorch.callbacks import ModelCheckpoint as ModelCheckpointBase
     from lightning.pytorch.loggers.logger import DummyLogger as DummyLoggerBase
 else:
@@ -35,6 +36,7 @@ else:
 
     CheckpointIOBase = _derived_from_installed("CheckpointIO", "lightning.fabric.plugins", "lightning_fabric.plugins")
     CallbackBase = _derived_from_installed("Callback", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
+    CheckpointBase = _derived_from_installed("Checkpoint", "lightning.pytorch.callbacks", "pytorch_lightning.callbacks")
     DummyLoggerBase = _derived_from_installed(
         "DummyLogger", "lightning.pytorch.loggers.logger", "pytorch_lightning.loggers.logger"
     )

@@ -18,7 +18,7 @@ from ckpt_core.rehearsal import Notes, Plan, classes_of, generators_of, labelled
 from ckpt_core.state.plain import PlainState
 from ckpt_core.state.rng import capture_generator, find_generators
 from ckpt_core.tree import leaves
-from lightning_ckpt._bases import CallbackBase, DummyLoggerBase
+from lightning_ckpt._bases import CheckpointBase, DummyLoggerBase
 from lightning_ckpt._exact.users import UsersObjects
 from lightning_ckpt._private.hooks import in_place_of_paths
 from lightning_ckpt._private.replacing import Live
@@ -72,8 +72,10 @@ class _Logger(DummyLoggerBase):
         self.rows.update(metrics)
 
 
-class Rehearsal(Live, CallbackBase):
+class Rehearsal(Live, CheckpointBase):
     """Saves where the plan says, and takes notes after each batch.
+
+    It is a ``Checkpoint`` so that, like those that save for the user, it is called after callbacks like EarlyStopping.
 
     Args:
         plan: What this process is told.

@@ -12,6 +12,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint
@@ -112,7 +113,10 @@ def main(case: str) -> None:
         enable_model_summary=False,
         accumulate_grad_batches=2 if case == "exact" else 1,
         plugins=[AsyncCheckpointIO()],
-        callbacks=[ResumableCheckpoint(dirpath="mine", every_n_train_steps=3, save_top_k=0, save_last=True)],
+        callbacks=[
+            ResumableCheckpoint(dirpath="mine", every_n_train_steps=3, save_top_k=0, save_last=True),
+            EarlyStopping("loss_epoch", patience=99, check_on_train_epoch_end=True),
+        ],
     )
     loaders = DataLoader(data, batch_size=4, shuffle=True), DataLoader(Samples(), batch_size=12)
     trainer.fit(model, *loaders, ckpt_path="last")
