@@ -112,8 +112,8 @@ def load_into(
     """Load a checkpoint of any layout into a model, and into optimizers what of their state still fits.
 
     The layout is found out: one file, a directory of this package (of which only what the model needs is read), those
-    of Lightning's sharded strategies and of stock Accelerate, a Hugging Face model or a ``.safetensors`` file. Nothing
-    is changed unless all checks pass.
+    of Lightning's sharded strategies and of stock Accelerate, a Hugging Face model or a ``.safetensors`` file, also of
+    PEFT's adapters alone. Nothing is changed unless all checks pass.
 
     Args:
         path: Path or URL.
@@ -359,9 +359,11 @@ def _plan(source: _State | _Directory, model: torch.nn.Module, rename: Rename | 
     targets = {name: value.detach() for name, value in state.items() if isinstance(value, torch.Tensor)}
     parameters = {id(value): name for name, value in reversed(state.items()) if isinstance(value, torch.nn.Parameter)}
     saved = source.model
+    adapters = _adapters(model, targets)
     plan = _Plan(path, targets, {}, {}, (), {}, {}, {}, {}, saved, source.buffers, parameters, source.is_ordered)
     for name, value in saved.items():
         here = _renamed(name, rename)
+        here = adapters.get(here, here) if here is not None and here not in targets else here
         if here is None:
             plan.skipped[name] = "left out by rename"
         elif here in plan.here.values():
@@ -388,6 +390,17 @@ def _plan(source: _State | _Directory, model: torch.nn.Module, rename: Rename | 
     tied = {id(state[here]) for here in plan.here.values()}
     plan.new = tuple(name for name in plan.new if name in plan.here.values() or id(state[name]) not in tied)
     return plan
+
+
+def _adapters(model: torch.nn.Module, targets: Mapping[str, Any]) -> dict[str, str]:
+    """Return the names of PEFT's adapters by those under which PEFT saves them: without the name of the adapter."""
+    found = {}
+    for adapter in getattr(model, "peft_config", None) or ():
+        for name in targets:
+            parts = name.split(".")
+            if adapter in parts:
+                found[".".join(part for part in parts if part != adapter)] = name
+    return found
 
 
 def _renamed(name: str, rename: Rename | None) -> str | None:

@@ -272,3 +272,25 @@ def test_each_rank_of_a_sharded_model_takes_its_pieces(tmp_path: Path, fork_scri
     ]
     DirectoryCheckpointer(strategy="sync").save(parts, tmp_path / "old")
     assert fork_script(SHARDED, timeout=60).stdout == "ok\n"
+
+
+def test_adapters_alone_are_loaded_into_a_model_that_has_some(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        torch.manual_seed(0)
+        return peft.get_peft_model(Net("body", "head"), peft.LoraConfig(target_modules=["body"], r=2))
+
+    old = adapted()
+    for name, parameter in old.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter)
+    wanted = peft.get_peft_model_state_dict(old)
+    Checkpointer(strategy="sync").save({"model": wanted}, tmp_path / "adapters.ckpt")
+    old.save_pretrained(tmp_path / "hub")
+    for path in (tmp_path / "adapters.ckpt", tmp_path / "hub" / "adapter_model.safetensors"):
+        model = adapted()
+        report = load_into(path, model, strict=False)
+        assert len(report.taken) == 2 and not report.skipped
+        found = peft.get_peft_model_state_dict(model)
+        assert all(torch.equal(found[name], value) for name, value in wanted.items())
