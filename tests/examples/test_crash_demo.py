@@ -19,8 +19,8 @@ from ckpt_core.report import interruptions_of, read_events
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DEMO = REPOSITORY / "examples" / "crash_demo"
-# Quick steps, and the full model, so that a save takes long enough to be hit by a kill.
-SHORT_DEMO = "--steps 18 --every 3 --kills 1 -- --batch-size 1 --block-size 8 --text-limit 100000"
+# Quick steps, and a model so large that a kill can hit a save.
+SHORT_DEMO = "--steps 18 --every 3 --kills 1 -- --width 256 --batch-size 1 --block-size 8 --text-limit 100000"
 
 pytest.importorskip("matplotlib")
 
