@@ -11,19 +11,18 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from ckpt_core._commit.errors_as_data import decode_error, encode_error
+from ckpt_core._commit.errors_as_data import decode_error, encode_error, names_of
 from ckpt_core._commit.progress import Progress
 from ckpt_core._commit.store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError
 
-__all__ = ["Agreement", "names_of"]
+__all__ = ["Agreement"]
 
 _SHORTEST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.02
 _FIRST_LOOK_SECONDS = 0.1  # after which a rank that waits asks who will not come
 _LAST_LOOK_SECONDS = 1.0
 _LINGER_SECONDS = 10.0
-_NAMED_RANKS = 8
 
 
 class Agreement:
@@ -284,13 +283,6 @@ class Agreement:
         return names_of(
             [r for r in range(1, self.world_size) if not client.has(f"at/{r}") or client.get(f"at/{r}") != here]
         )
-
-
-def names_of(ranks: Collection[int]) -> str:
-    """Return ``rank 1``, or ``ranks 1, 2, 3``, for a message."""
-    first = sorted(ranks)[:_NAMED_RANKS]
-    more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, first))}{more}"
 
 
 def _went_on(what: str, rank: int, absent: Collection[int]) -> RankFailedError:

@@ -1,13 +1,16 @@
-"""Errors as plain data, so that the ranks can tell each other of them."""
+"""Errors as plain data, so that the ranks can tell each other of them, and what an error calls ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from ckpt_core import errors
 from ckpt_core.errors import CheckpointError, RankFailedError, StorageError
 
-__all__ = ["decode_error", "encode_error"]
+__all__ = ["decode_error", "encode_error", "names_of"]
+
+_NAMED_RANKS = 8
 
 
 def encode_error(error: CheckpointError) -> dict[str, Any]:
@@ -32,3 +35,10 @@ def decode_error(encoded: dict[str, Any]) -> CheckpointError:
         return StorageError(encoded["message"], errno=encoded["errno"], **fields)
     error: CheckpointError = known(encoded["message"], **fields)
     return error
+
+
+def names_of(ranks: Collection[int]) -> str:
+    """Return ``rank 1``, or ``ranks 1, 2, 3``, for a message."""
+    first = sorted(ranks)[:_NAMED_RANKS]
+    more = f" and {len(ranks) - _NAMED_RANKS} more" if len(ranks) > _NAMED_RANKS else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, first))}{more}"

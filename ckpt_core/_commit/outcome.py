@@ -7,6 +7,7 @@ it talks through a ``TCPStore`` of its own, on the training thread, and only whi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ckpt_core._commit.errors_as_data import decode_error, encode_error
-from ckpt_core._commit.store import seal, unseal
+from ckpt_core._commit.store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError
 
 __all__ = ["BackgroundSaves", "RunOutcome", "raise_together"]
@@ -80,7 +81,7 @@ class RunOutcome:
 
     def __init__(self, saves: BackgroundSaves, store: Store | None = None, rank: int = 0, world_size: int = 1) -> None:
         self._saves = saves
-        self._store = store
+        self._store = None if store is None else TimedStore(store, answer_within=None)
         self._rank = rank
         self._others = world_size - 1
         self._raised = 0
@@ -125,41 +126,28 @@ class RunOutcome:
             self.was_raised()
             raise error
 
-    def _announce(self, store: Store, failure: CheckpointError | None, *, pending: bool) -> None:
+    def _announce(self, store: TimedStore, failure: CheckpointError | None, *, pending: bool) -> None:
         if failure is not None:
             self._announced = (self._boundary + 1, failure)
-            self._tell(store, "failure", json.dumps([self._boundary + 1, encode_error(failure)]))
+            store.set(self._key("failure"), json.dumps([self._boundary + 1, encode_error(failure)]))
         elif not pending and self._ended < self._begun:
             self._ended = self._begun
-            self._tell(store, "ended", str(self._begun))
+            store.set(self._key("ended"), str(self._begun))
 
     def _key(self, name: str) -> str:
         # One name space for each failure: what was raised once is not found again.
         return f"outcome-{self._raised}/{name}"
 
-    def _tell(self, store: Store, name: str, text: str) -> None:
-        store.set(self._key(name), seal(store, self._key(name), text))
-
-    def _hear(self, store: Store, name: str) -> str | None:
-        key = self._key(name)
-        return unseal(store, key, store.get(key)) if store.check([key]) else None
-
-    def _look(self, store: Store) -> None:
-        try:
-            if (failure := self._hear(store, "failure")) is not None:
-                boundary, encoded = json.loads(failure)
-                self._announced = (boundary, decode_error(encoded))
+    def _look(self, store: TimedStore) -> None:
+        if store.has(self._key("failure")):
+            boundary, encoded = json.loads(store.get(self._key("failure")))
+            self._announced = (boundary, decode_error(encoded))
+            with contextlib.suppress(RankFailedError):  # rank 0 may have waited for long enough
                 store.add(self._key("heard"), 1)
-            elif (ended := self._hear(store, "ended")) is not None:
-                self._ended = int(ended)
-        except RuntimeError as error:  # what torch.distributed raises
-            if self._announced is None:
-                raise RankFailedError(
-                    f"rank 0, which knows of the outcome of saves, is gone: {str(error).splitlines()[0]}",
-                    remedy="look at the log of rank 0: its process has ended or cannot be reached",
-                ) from error
+        elif store.has(self._key("ended")):
+            self._ended = int(store.get(self._key("ended")))
 
-    def _wait_until_heard(self, store: Store) -> None:
+    def _wait_until_heard(self, store: TimedStore) -> None:
         deadline = time.monotonic() + _LINGER
         while store.add(self._key("heard"), 0) < self._others and time.monotonic() < deadline:
             time.sleep(0.001)

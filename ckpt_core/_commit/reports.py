@@ -11,7 +11,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from ckpt_core._commit.errors_as_data import decode_error, encode_error
+from ckpt_core._commit.errors_as_data import decode_error, encode_error, names_of
 from ckpt_core._commit.rank_group import RankGroup
 from ckpt_core._commit.store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError
@@ -306,23 +306,18 @@ class JointSave:
 
     def _not_called(self, ranks: Sequence[int]) -> RankFailedError:
         return RankFailedError(
-            f"{_ranks(ranks)} did not begin the save of {self._path} within {self._timeout:g} s of rank {self._rank}",
+            f"{names_of(ranks)} did not begin the save of {self._path} within {self._timeout:g} s of rank {self._rank}",
             path=self._path,
             remedy="call save on all ranks, together; commit_timeout= says how long they may be apart",
         )
 
     def _too_late(self, ranks: Sequence[int]) -> RankFailedError:
         return RankFailedError(
-            f"{_ranks(ranks)} began the save of {self._path} and did not finish within {self._timeout:g} s of "
+            f"{names_of(ranks)} began the save of {self._path} and did not finish within {self._timeout:g} s of "
             f"rank {self._rank}: dead, stopped, or writing slowly",
             path=self._path,
             remedy="look at the log of that rank; if its storage is slow, give it more time with commit_timeout=",
         )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"
 
 
 def _named(error: CheckpointError, rank: int) -> CheckpointError:

@@ -139,10 +139,11 @@ class TimedStore:
 
     Args:
         store: The store.
-        answer_within: Seconds after which rank 0 counts as lost.
+        answer_within: Seconds after which rank 0 counts as lost; None asks without a thread, where no answer would stop
+            the training in any case.
     """
 
-    def __init__(self, store: Store, *, answer_within: float) -> None:
+    def __init__(self, store: Store, *, answer_within: float | None) -> None:
         self._store = store
         self._answer_within = answer_within
 
@@ -196,13 +197,16 @@ class TimedStore:
             except BaseException as error:  # noqa: BLE001 - raised again below, on the calling thread
                 errors.append(error)
 
-        thread = threading.Thread(target=run, name="ckpt-store", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            run()  # the interpreter is shutting down: no new threads
+        if self._answer_within is None:
+            run()
         else:
-            thread.join(self._answer_within)
+            thread = threading.Thread(target=run, name="ckpt-store", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:
+                run()  # the interpreter is shutting down: no new threads
+            else:
+                thread.join(self._answer_within)
         if answers:
             return answers[0]
         if not errors:
