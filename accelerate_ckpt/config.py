@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, get_args
 
+from ckpt_core.paths import StrPath
 from ckpt_core.policies import RULES_IN_WORDS, AnyOf, rules_of_words
 
 __all__ = ["CheckpointConfig", "OptionError", "nearest"]
@@ -435,7 +436,7 @@ def _made(name: str) -> Any:
         raise OptionError(f"listeners: there is no {name!r}: {error}") from error
 
 
-def _read_file(origin: str, path: str | os.PathLike[str]) -> dict[str, Any]:
+def _read_file(origin: str, path: StrPath) -> dict[str, Any]:
     import yaml  # comes with Accelerate
 
     try:

@@ -23,6 +23,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.events import CheckpointSkipped, Listener, notify
 from ckpt_core.parallel import run_parallel
+from ckpt_core.paths import StrPath
 from ckpt_core.pins import is_pin, pin_path
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 from ckpt_core.tiers import LEDGER_NAME, TieredStorage, Tiers, read_ledger
@@ -200,7 +201,7 @@ class Catalog:
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: StrPath,
         *,
         suffix: str = ".ckpt",
         storage_options: dict[str, Any] | None = None,

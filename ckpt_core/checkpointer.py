@@ -17,15 +17,15 @@ from ckpt_core._pipeline.save import Pipeline, SavedDirectories
 from ckpt_core._pipeline.staging import wait_staged
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import CheckpointLoaded, Event, Listener, notify
+from ckpt_core.paths import StrPath
 from ckpt_core.pins import is_pinned
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 from ckpt_core.tiers import TieredStorage, Tiers, Uploader
 
-__all__ = ["Checkpointer", "CheckpointerBase", "Path", "full_path"]
+__all__ = ["Checkpointer", "CheckpointerBase", "full_path"]
 
 logger = logging.getLogger(__name__)
 
-Path = str | os.PathLike[str]
 Base = TypeVar("Base", bound="CheckpointerBase")
 
 
@@ -99,12 +99,12 @@ class CheckpointerBase:
 
     # ---- where checkpoints are ---------------------------------------------------------------------------------------
 
-    def known_as(self, path: Path) -> str:
+    def known_as(self, path: StrPath) -> str:
         """Return the name under which a checkpoint is known: of one in two tiers, its local path."""
         full = full_path(path)
         return full if self._tiers is None or not self._tiers.covers(full) else self._tiers.local_path(full)
 
-    def _save_path(self, path: Path) -> str:
+    def _save_path(self, path: StrPath) -> str:
         """Return where a checkpoint is saved, which with two tiers is below their local directory.
 
         Raises:
@@ -129,18 +129,18 @@ class CheckpointerBase:
     def _committed_by(path: str) -> str:
         return path  # the file itself
 
-    def exists(self, path: Path) -> bool:
+    def exists(self, path: StrPath) -> bool:
         """Return whether there is a checkpoint at ``path``, or a save of it is under way."""
         target = self.known_as(path)
         return self.is_pending(target) or self._to_read(target).exists(self._committed_by(target))
 
-    def is_taken(self, path: Path) -> bool:
+    def is_taken(self, path: StrPath) -> bool:
         """Return whether there is a checkpoint at ``path``; a remote tier is asked once for each directory."""
         target = self.known_as(path)
         found = self._storage_for(target).exists(self._committed_by(target))
         return found or self.is_pending(target) or target in self.uploaded_in(os.path.dirname(target))
 
-    def uploaded_in(self, directory: Path) -> list[str]:
+    def uploaded_in(self, directory: StrPath) -> list[str]:
         """Return the local paths of the checkpoints in ``directory`` of a remote tier, which is asked once."""
         target = self.known_as(directory)
         uploader = self._uploader_of(target)
@@ -153,11 +153,11 @@ class CheckpointerBase:
         """Paths whose save is still under way, oldest first."""
         return self._pipeline.queue.pending
 
-    def is_pending(self, path: Path) -> bool:
+    def is_pending(self, path: StrPath) -> bool:
         """Return whether a save of ``path`` is under way."""
         return self.known_as(path) in self.pending
 
-    def wait_when_touched(self, path: Path) -> None:
+    def wait_when_touched(self, path: StrPath) -> None:
         """Let whoever touches a local ``path`` in this process wait for its save or removal, if one is under way."""
         target = self.known_as(path)
         jobs = self._pipeline.queue.jobs(target)
@@ -169,7 +169,7 @@ class CheckpointerBase:
         """Whether a save or an upload is under way."""
         return any(queue.pending for queue in self._queues)
 
-    def wait(self, path: Path | None = None) -> None:
+    def wait(self, path: StrPath | None = None) -> None:
         """Block until all saves (or that of ``path``) have ended; raise the failure of one, if there was any."""
         self._pipeline.queue.wait(None if path is None else self.known_as(path))
         self.raise_failure()
@@ -212,13 +212,13 @@ class CheckpointerBase:
 
     # ---- uploads and removals ----------------------------------------------------------------------------------------
 
-    def upload(self, path: Path) -> None:
+    def upload(self, path: StrPath) -> None:
         """Upload a checkpoint that somebody else has saved in the local tier, if there are two tiers."""
         target = self._save_path(path)
         if self._uploader is not None:
             self._uploader.upload(target)
 
-    def remove(self, path: Path) -> None:
+    def remove(self, path: StrPath) -> None:
         """Delete the checkpoint at ``path`` once all saves asked for so far are durable.
 
         If the newest of those fails, the checkpoint is kept, and a warning says so. One that somebody has pinned stays
@@ -242,7 +242,7 @@ class CheckpointerBase:
     def _delete(self, storage: Storage, path: str) -> None:
         storage.remove(path)
 
-    def _wait_to_read(self, path: Path) -> str:
+    def _wait_to_read(self, path: StrPath) -> str:
         """Return the name of a checkpoint that is about to be read, when no save of it is under way."""
         source = self.known_as(path)
         self._pipeline.queue.wait(source)
@@ -308,7 +308,7 @@ class Checkpointer(CheckpointerBase):
         {'weight': tensor([1., 1.])}
     """
 
-    def save(self, state: Any, path: Path) -> int:
+    def save(self, state: Any, path: StrPath) -> int:
         """Save ``state`` at ``path``.
 
         Args:
@@ -341,7 +341,7 @@ class Checkpointer(CheckpointerBase):
             waited = self._pipeline.wait_for_buffer()
             return self._pipeline.save(save, started=started, waited=waited)
 
-    def copy(self, source: Path, target: Path) -> None:
+    def copy(self, source: StrPath, target: StrPath) -> None:
         """Save the checkpoint ``source``, which exists or whose save is under way, at ``target`` too.
 
         Costs nothing on a local disk (a hard link) and no upload on a store. The two files do not depend on each other.
@@ -356,7 +356,7 @@ class Checkpointer(CheckpointerBase):
         with self._pipeline.attempt(path):
             self._pipeline.copy(original, path, act, started=started)
 
-    def load(self, path: Path, *, map_location: Any = None, weights_only: bool | None = None) -> Any:
+    def load(self, path: StrPath, *, map_location: Any = None, weights_only: bool | None = None) -> Any:
         """Load a checkpoint, waiting for it if its save is under way, and verify every byte of it.
 
         Args:
@@ -380,7 +380,7 @@ class Checkpointer(CheckpointerBase):
         return state
 
 
-def full_path(path: Path) -> str:
+def full_path(path: StrPath) -> str:
     """Return the name under which a checkpoint is known, however ``path`` is spelled."""
     # A background save must not depend on a later chdir, and two spellings of a path are one checkpoint.
     text = local_path(path)

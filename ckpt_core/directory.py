@@ -19,9 +19,10 @@ from ckpt_core._pipeline.jobs import OnError
 from ckpt_core._pipeline.refused_keys import RefusedKeys
 from ckpt_core._pipeline.unchanged import UnchangedFiles
 from ckpt_core._plan import LocalTensor, WritePlanCache, local_tensor
-from ckpt_core.checkpointer import CheckpointerBase, Path
+from ckpt_core.checkpointer import CheckpointerBase
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import Listener
+from ckpt_core.paths import StrPath
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.storage import MANIFEST_NAME, Storage, is_remote
 from ckpt_core.tiers import DAMAGE, TieredStorage, Tiers
@@ -268,7 +269,7 @@ class DirectoryCheckpointer(CheckpointerBase):
     def save(
         self,
         parts: Sequence[Part],
-        path: Path,
+        path: StrPath,
         *,
         metadata: Mapping[str, Any] | None = None,
         step: int | None = None,
@@ -338,12 +339,12 @@ class DirectoryCheckpointer(CheckpointerBase):
         """Number of the next save, counted on this rank."""
         return self._series.opened + 1
 
-    def begin_files(self, path: Path) -> AddedFiles:
+    def begin_files(self, path: StrPath) -> AddedFiles:
         """Return an empty local directory for files of a checkpoint, to be given to :meth:`save`, or closed."""
         target = self._save_path(path)
         return AddedFiles(self._storage_for(target), target)
 
-    def copy(self, source: Path, target: Path) -> None:
+    def copy(self, source: StrPath, target: StrPath) -> None:
         """Save the checkpoint ``source``, which exists or is being saved, at ``target`` too; called on all ranks.
 
         Costs nothing on a local disk (hard links) and no upload on a store. The two do not depend on each other.
@@ -374,7 +375,7 @@ class DirectoryCheckpointer(CheckpointerBase):
             return None, path
         return self._tiered.remote, self._tiered.tiers.remote_path(path)
 
-    def load(self, path: Path, *, weights_only: bool | None = None) -> DirectoryCheckpoint:
+    def load(self, path: StrPath, *, weights_only: bool | None = None) -> DirectoryCheckpoint:
         """Open a checkpoint, waiting for it if its save is under way. Every rank opens it for itself.
 
         Args:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
+from ckpt_core.paths import StrPath
+
 __all__ = ["EXIT_NOTICE", "Notices", "Preemption", "SignalNotes", "exit_status"]
 
 logger = logging.getLogger(__name__)
@@ -47,7 +49,7 @@ class Preemption:
 
     signals: Iterable[str] = ("SIGTERM",)
     deadline: float | str | datetime.datetime | None = None
-    notice: str | os.PathLike[str] | Callable[[], bool] | None = None
+    notice: StrPath | Callable[[], bool] | None = None
     look_every: float = 1.0
     ends_at: float | None = field(init=False, default=None)
 

@@ -12,12 +12,12 @@ import dataclasses
 import itertools
 import json
 import logging
-import os
 from collections.abc import Iterable
 from typing import Any
 
 from ckpt_core.catalog import RECORD_OF_RESUMES, Catalog, CheckpointInfo
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_core.paths import StrPath
 from ckpt_core.storage import local_path, storage_for
 from ckpt_core.tiers import Tiers
 
@@ -67,7 +67,7 @@ class ResumeAttempts:
 
     def __init__(
         self,
-        root: str | os.PathLike[str],
+        root: StrPath,
         limit: int | None = 3,
         *,
         storage_options: dict[str, Any] | None = None,
@@ -154,7 +154,7 @@ def _key(info: CheckpointInfo) -> str:
 
 
 def newest_to_resume(
-    root: str | os.PathLike[str],
+    root: StrPath,
     *,
     attempts: int | None = 3,
     storage_options: dict[str, Any] | None = None,

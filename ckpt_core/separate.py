@@ -17,6 +17,7 @@ from ckpt_core._pipeline.writer import write_image
 from ckpt_core._plan import LocalTensor, Piece, WritePlanCache
 from ckpt_core.commit_time import Stamp, commit_time
 from ckpt_core.memory import ScratchBuffers
+from ckpt_core.paths import StrPath
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.storage import is_remote, local_path, storage_for
 
@@ -37,7 +38,7 @@ class SeparateSaves:
         is_remote: Whether it is an object store.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> None:
+    def __init__(self, root: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
         self.is_remote = is_remote(root)
         self.root = local_path(root) if self.is_remote else os.path.abspath(local_path(root))
         self._storage = storage_for(self.root, storage_options if self.is_remote else None)

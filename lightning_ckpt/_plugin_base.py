@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
-from typing import Any, Union
+from typing import Any
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, awaited_paths
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_core.events import Event, RunSummary, SaveFailed, SaveStarted
 from ckpt_core.options import CheckpointerOptions
+from ckpt_core.paths import StrPath
 from lightning_ckpt._bases import CheckpointIOBase
 
-__all__ = ["ReliableCheckpointIO", "SaveOutcomes", "StrPath", "load_other_layout"]
+__all__ = ["ReliableCheckpointIO", "SaveOutcomes", "load_other_layout"]
 
-StrPath = Union[str, "os.PathLike[str]"]
 
 awaited_paths.own_packages.add("lightning_ckpt")
 

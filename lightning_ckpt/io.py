@@ -11,8 +11,9 @@ from ckpt_core import Checkpointer
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_core.events import Listener, RunSummary
 from ckpt_core.options import CheckpointerOptions, wait_if_small
+from ckpt_core.paths import StrPath
 from lightning_ckpt._boundaries import watch_boundaries
-from lightning_ckpt._plugin_base import ReliableCheckpointIO, SaveOutcomes, StrPath, load_other_layout
+from lightning_ckpt._plugin_base import ReliableCheckpointIO, SaveOutcomes, load_other_layout
 from lightning_ckpt._private.hooks import before_setup
 from lightning_ckpt._rehearsing import rehearse_if_asked
 

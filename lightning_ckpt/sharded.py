@@ -12,6 +12,7 @@ from ckpt_core import Checkpointer, DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 from ckpt_core.events import Listener, RunSummary
 from ckpt_core.options import CheckpointerOptions
+from ckpt_core.paths import StrPath
 from ckpt_core.ranks import RankGroup
 from ckpt_core.state.trainer_parts import (
     GRADIENTS_KEY,
@@ -22,7 +23,7 @@ from ckpt_core.state.trainer_parts import (
     rest_of,
     whole,
 )
-from lightning_ckpt._plugin_base import SaveOutcomes, StrPath, load_other_layout
+from lightning_ckpt._plugin_base import SaveOutcomes, load_other_layout
 from lightning_ckpt._private.hooks import before_saves_of_fabric, before_setup
 from lightning_ckpt._routing.fabric import route_fabric
 from lightning_ckpt._routing.trainer import RankCheckpointIO, route

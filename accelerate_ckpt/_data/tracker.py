@@ -9,14 +9,13 @@ from accelerate_ckpt._private.data import Internals, inner_batch_sampler, is_ite
 from ckpt_core.state.elastic import RemainingBatches, RemainingSamples, carry_order
 from ckpt_core.state.loaders import LoaderMark, LoaderTracker, has_no_dataset_state
 from ckpt_core.state.plain import PlainState
-from ckpt_core.state.rng import RngState, capture_generators, find_generators, restore_generators
+from ckpt_core.state.rng import RngState, find_generators
 from ckpt_core.state.samplers import (
     RecordingSampler,
     SamplerMoment,
     SamplerPass,
     _RecordingIterator,
     capture_counters,
-    restore_counters,
 )
 from ckpt_core.state.stateful import is_stateful
 
@@ -78,34 +77,21 @@ class ShardSampler(RecordingSampler):
     def __reduce__(self) -> Any:
         return _itself, (self.whole,)
 
-    def moment(self) -> SamplerMoment:
-        counters = capture_counters(self.source, self._initial)
-        return SamplerMoment(RngState.capture(), self.generators(), counters, self.plain.capture()[0])
-
     def generators(self) -> dict[str, Any]:
         # samplers know their data set, whose generators are another matter
         foreign = {id(generator) for _, generator in find_generators(getattr(self.loader, "dataset", None))}
         mine = {path for path, generator in find_generators(self.source) if id(generator) not in foreign}
-        own = {f"sampler.{path}": state for path, state in capture_generators(self.source).items() if path in mine}
-        generator = getattr(self.loader, "generator", None)
-        if generator is not None:
-            own["loader"] = generator.get_state()
-        return own
+        return {
+            path: state
+            for path, state in super().generators().items()
+            if path == "loader" or path.removeprefix("sampler.") in mine
+        }
 
     def restore(self, moment: SamplerMoment, rng: bool = True) -> None:
-        moment = carry_order(self.source, moment)
-        restore_counters(self.source, moment.counters)
-        self.plain.restore(moment.values)
-        self.restore_generators(moment.generators)
-        if rng:
-            moment.rng.restore()
+        super().restore(carry_order(self.source, moment), rng)
 
-    def restore_generators(self, generators: Mapping[str, Any]) -> None:
-        own = {path.removeprefix("sampler."): state for path, state in generators.items() if path != "loader"}
-        restore_generators(self.source, own)
-        generator = getattr(self.loader, "generator", None)
-        if generator is not None and "loader" in generators:
-            generator.set_state(generators["loader"].cpu())
+    def drawn_from(self) -> Any:
+        return self.source
 
     def begin_at(self, consumed: int, carried: SamplerMoment | None = None) -> None:
         """Let the next pass be over what is left of an epoch of which ``consumed`` was consumed before the pass."""

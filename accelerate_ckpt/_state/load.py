@@ -39,6 +39,7 @@ from ckpt_core.errors import (
     none_verifies,
 )
 from ckpt_core.events import size_in_words
+from ckpt_core.paths import StrPath
 from ckpt_core.resume import ResumePoint
 from ckpt_core.state.elastic import average_gradients
 from ckpt_core.state.gradients import restore_gradients
@@ -58,7 +59,7 @@ class FolderNotFoundError(CheckpointNotFoundError, ValueError):
 def load_state(
     session: Session,
     original: Callable[..., None],
-    input_dir: str | os.PathLike[str] | None,
+    input_dir: StrPath | None,
     load_kwargs: dict[str, Any] | None,
     model_arguments: dict[str, Any],
 ) -> None:

@@ -17,6 +17,7 @@ from ckpt_core.catalog import newest_first
 from ckpt_core.checkpointer import full_path
 from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError
+from ckpt_core.paths import StrPath
 from ckpt_core.policies import RetentionHistory, RetentionPolicy, SavedCheckpoint
 from ckpt_core.tiers import Tiers
 
@@ -48,7 +49,7 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
-def path_text(path: str | os.PathLike[str]) -> str:
+def path_text(path: StrPath) -> str:
     """Return the path as text, ``~`` expanded."""
     text = os.fspath(path)
     return text if is_url(text) else os.path.expanduser(text)
@@ -59,7 +60,7 @@ def automatic_root(accelerator: Any) -> str:
     return os.path.join(accelerator.project_dir, _FOLDER)
 
 
-def target_of(accelerator: Any, output_dir: str | os.PathLike[str] | None) -> str:
+def target_of(accelerator: Any, output_dir: StrPath | None) -> str:
     """Return where a save goes: as given, or the next automatic name.
 
     Raises:

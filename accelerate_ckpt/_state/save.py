@@ -34,6 +34,7 @@ from ckpt_core.commit_time import commit_time
 from ckpt_core.directory import AddedFiles, Part
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
 from ckpt_core.options import wait_if_small
+from ckpt_core.paths import StrPath
 from ckpt_core.ranks import names_of
 from ckpt_core.state.gradients import capture_gradients
 from ckpt_core.state.kinds import Kind
@@ -41,7 +42,7 @@ from ckpt_core.state.kinds import Kind
 __all__ = ["save_deferred", "save_state"]
 
 
-def save_state(session: Session, output_dir: str | os.PathLike[str] | None) -> Path | str:
+def save_state(session: Session, output_dir: StrPath | None) -> Path | str:
     """Save everything that an Accelerator's run needs to continue; called on all ranks together.
 
     Args:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +27,7 @@ from ckpt_async.parameter_server.store import CutStore
 from ckpt_async.parameter_server.transport import Peer, PeerLostError, Transport
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import Listener, SaveCommitted, SaveFailed, SaveStarted, notify
+from ckpt_core.paths import StrPath
 
 __all__ = ["TrainingCoordinator"]
 
@@ -85,7 +85,7 @@ class TrainingCoordinator:
     def __init__(
         self,
         transport: Transport,
-        root: str | os.PathLike[str],
+        root: StrPath,
         *,
         streams: int,
         shards: Sequence[str],

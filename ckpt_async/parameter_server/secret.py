@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ckpt_core.errors import CheckpointError, StorageError
+from ckpt_core.paths import StrPath
 
 __all__ = ["FILE_VARIABLE", "SECRET_VARIABLE", "Secret", "find_secret"]
 
@@ -50,7 +51,7 @@ class Secret:
         return hmac.digest(self._value, role + listener + caller, "sha256")
 
 
-def find_secret(given: str | os.PathLike[str] | None, *, address: str, is_loopback: bool) -> Secret:
+def find_secret(given: StrPath | None, *, address: str, is_loopback: bool) -> Secret:
     """The secret to use.
 
     Args:
@@ -78,7 +79,7 @@ def find_secret(given: str | os.PathLike[str] | None, *, address: str, is_loopba
     return _of_this_user()
 
 
-def _read(file: str | os.PathLike[str]) -> bytes:
+def _read(file: StrPath) -> bytes:
     try:
         return Path(file).read_bytes().strip()
     except OSError as error:

@@ -10,7 +10,6 @@ import contextlib
 import hmac
 import ipaddress
 import logging
-import os
 import secrets
 import selectors
 import socket
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 
 from ckpt_async.parameter_server.secret import FILE_VARIABLE, SECRET_VARIABLE, Secret, find_secret
 from ckpt_core.errors import CheckpointError
+from ckpt_core.paths import StrPath
 
 __all__ = ["Connection", "Listener", "NotAcceptedError", "dial", "shut", "split_address"]
 
@@ -181,7 +181,7 @@ class Listener:
         ValueError: An address is not one, or nobody could reach it.
     """
 
-    def __init__(self, listen: str, advertise: str | None, secret: str | os.PathLike[str] | None) -> None:
+    def __init__(self, listen: str, advertise: str | None, secret: StrPath | None) -> None:
         host, port = split_address(listen)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family)

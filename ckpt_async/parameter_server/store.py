@@ -23,6 +23,7 @@ from ckpt_async.parameter_server.state import ServerState
 from ckpt_core.catalog import Catalog
 from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer, Kind, Part
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, StateMismatchError
+from ckpt_core.paths import StrPath
 from ckpt_core.separate import LocalTensor, Piece, SeparateSaves
 
 __all__ = ["CutCheckpoint", "CutStore"]
@@ -142,7 +143,7 @@ class CutStore:
         storage_options: For fsspec.
     """
 
-    def __init__(self, root: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None) -> None:
+    def __init__(self, root: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
         self._saves = SeparateSaves(root, storage_options=storage_options)
         self.root = self._saves.root
         self._checkpointer = DirectoryCheckpointer(storage_options=storage_options)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import os
 import queue
 import socket
 import threading
@@ -18,6 +17,7 @@ from typing import NamedTuple, Protocol
 from ckpt_async.parameter_server.frames import Frame, decode_frame, encode_frame
 from ckpt_async.parameter_server.sockets import Connection, Listener, dial, shut, split_address
 from ckpt_core.errors import CheckpointError
+from ckpt_core.paths import StrPath
 
 __all__ = ["Handler", "Peer", "PeerLostError", "SocketTransport", "Transport"]
 
@@ -116,7 +116,7 @@ class SocketTransport:
         listen: str = "127.0.0.1:0",
         *,
         advertise: str | None = None,
-        secret: str | os.PathLike[str] | None = None,
+        secret: StrPath | None = None,
         connect_timeout: float = 60.0,
         silence_timeout: float = 60.0,
     ) -> None:

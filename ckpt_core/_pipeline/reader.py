@@ -19,6 +19,7 @@ from ckpt_core._layouts.torch_file import (
 from ckpt_core.commit_time import Stamp, step_in
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, StorageError
 from ckpt_core.parallel import IO_THREADS, run_parallel
+from ckpt_core.paths import StrPath
 from ckpt_core.storage import MANIFEST_NAME, FileReader, Storage, local_path, storage_for
 
 __all__ = ["glance", "is_directory_checkpoint", "load", "note_commits", "peek", "stamp_of", "verify"]
@@ -27,7 +28,7 @@ _DEPTH = 1  # a plugin keeps its metadata under a key of its own
 
 
 def load(
-    path: str | os.PathLike[str],
+    path: StrPath,
     *,
     map_location: Any = None,
     weights_only: bool | None = None,
@@ -60,9 +61,7 @@ def load(
     return (storage or storage_for(path, storage_options)).nearest(path, read)
 
 
-def peek(
-    path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None, storage: Storage | None = None
-) -> Any:
+def peek(path: StrPath, *, storage_options: dict[str, Any] | None = None, storage: Storage | None = None) -> Any:
     """Load a checkpoint without its tensors' bytes: their shapes and types are right, their values are undefined.
 
     Of a checkpoint that is a directory, the metadata are returned.
@@ -174,9 +173,7 @@ def _stamp_of_manifest(reader: FileReader) -> Stamp:
     return read_stamp_of_manifest(bytes(data), path=reader.path)
 
 
-def verify(
-    path: str | os.PathLike[str], *, storage_options: dict[str, Any] | None = None, storage: Storage | None = None
-) -> bool:
+def verify(path: StrPath, *, storage_options: dict[str, Any] | None = None, storage: Storage | None = None) -> bool:
     """Compare every byte of a checkpoint with its digest, without building anything.
 
     Args:

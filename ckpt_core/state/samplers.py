@@ -175,14 +175,18 @@ class RecordingSampler:
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self.inner,)  # a copy of the loader has its own
 
+    def drawn_from(self) -> Any:
+        """Return the sampler that has the state."""
+        return self.inner
+
     def moment(self) -> SamplerMoment:
         """Capture what the next numbers depend on now."""
-        counters = capture_counters(self.inner, self._initial)
+        counters = capture_counters(self.drawn_from(), self._initial)
         return SamplerMoment(RngState.capture(), self.generators(), counters, self.plain.capture()[0])
 
     def generators(self) -> dict[str, Any]:
         """Capture the generators of the sampler and of the loader."""
-        own = {f"sampler.{path}": state for path, state in capture_generators(self.inner).items()}
+        own = {f"sampler.{path}": state for path, state in capture_generators(self.drawn_from()).items()}
         generator = getattr(self.loader, "generator", None)
         if generator is not None:
             own["loader"] = generator.get_state()
@@ -190,7 +194,7 @@ class RecordingSampler:
 
     def restore(self, moment: SamplerMoment, rng: bool = True) -> None:
         """Go back to a captured moment, with or without the global generators."""
-        restore_counters(self.inner, moment.counters)
+        restore_counters(self.drawn_from(), moment.counters)
         self.plain.restore(moment.values)
         self.restore_generators(moment.generators)
         if rng:
@@ -199,7 +203,7 @@ class RecordingSampler:
     def restore_generators(self, generators: Mapping[str, Any]) -> None:
         """Set the generators of the sampler and of the loader."""
         own = {path.removeprefix("sampler."): state for path, state in generators.items() if path != "loader"}
-        restore_generators(self.inner, own)
+        restore_generators(self.drawn_from(), own)
         generator = getattr(self.loader, "generator", None)
         if generator is not None and "loader" in generators:
             generator.set_state(generators["loader"].cpu())

@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from ckpt_core.errors import StorageError
+from ckpt_core.paths import StrPath
 from ckpt_core.storage.base import MANIFEST_NAME, FileInfo, FileReader, FileWriter, Storage
 from ckpt_core.storage.faulty import Fault, FaultyStorage, Operation
 from ckpt_core.storage.local import LocalStorage
@@ -30,13 +31,13 @@ _URL = re.compile(r"^[a-zA-Z][a-zA-Z0-9+.-]+://|^[a-zA-Z0-9+]+::")
 _LOCAL_PROTOCOLS = ("file://", "local://")
 
 
-def is_remote(path: str | os.PathLike[str]) -> bool:
+def is_remote(path: StrPath) -> bool:
     """Return whether ``path`` is a URL of something else than the local filesystem."""
     text = os.fspath(path)
     return bool(_URL.match(text)) and not text.startswith(_LOCAL_PROTOCOLS)
 
 
-def local_path(path: str | os.PathLike[str]) -> str:
+def local_path(path: StrPath) -> str:
     """Return ``path`` as text, without the prefix of a local URL (``file://``).
 
     Raises:
@@ -51,7 +52,7 @@ def local_path(path: str | os.PathLike[str]) -> str:
     return text
 
 
-def storage_for(path: str | os.PathLike[str], storage_options: dict[str, Any] | None = None) -> Storage:
+def storage_for(path: StrPath, storage_options: dict[str, Any] | None = None) -> Storage:
     """Return the storage that keeps ``path``.
 
     Args:

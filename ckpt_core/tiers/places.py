@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 from ckpt_core.errors import StorageError
+from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 
 __all__ = ["Tiers"]
@@ -59,8 +60,8 @@ class Tiers:
     @classmethod
     def of(
         cls,
-        local_dir: str | os.PathLike[str] | None,
-        upload_to: str | os.PathLike[str] | None,
+        local_dir: StrPath | None,
+        upload_to: StrPath | None,
         keep_local: int | None = None,
     ) -> Tiers | None:
         """Return the tiers that a plugin's options name; None if they name none.
@@ -129,7 +130,7 @@ class Tiers:
         return _relative(os.path.realpath(normal), os.path.realpath(self.local_dir))
 
 
-def _normal(path: str | os.PathLike[str]) -> str:
+def _normal(path: StrPath) -> str:
     text = local_path(path)
     if is_remote(text):
         return _URL.sub(r"\1://", text).rstrip("/")

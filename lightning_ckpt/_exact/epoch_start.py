@@ -94,7 +94,7 @@ class EpochStart:
 
     @contextlib.contextmanager
     def _kept_metrics(self, module: torch.nn.Module) -> Iterator[None]:
-        results = self._internals.epoch_loop._results
+        results = self._internals.results
         logged = set(results)
         updates = {name: metric._update_count for name, metric in torchmetrics_of(module)}
         yield

@@ -112,24 +112,17 @@ class MetricsMoment:
                 "updates": result._update_count,
                 "has_reset": result.has_reset,
             }
-            for key, result in internals.epoch_loop._results.items()
+            for key, result in internals.results.items()
         }
-        connector = internals.connector
         return cls(
             results,
             {followed.name: state for followed in metrics if (state := followed.state()) is not None},
-            {
-                "callback": dict(connector._callback_metrics),
-                "logged": dict(connector._logged_metrics),
-                "progress_bar": dict(connector._progress_bar_metrics),
-                "first_iteration": connector._first_loop_iter,
-                "current_hook": connector._current_fx,
-            },
+            internals.logged(),
         )
 
     def encode(self, internals: Internals) -> dict[str, Any]:
         """Return the values as tensors and plain data."""
-        live = internals.epoch_loop._results
+        live = internals.results
         return {
             "results": {
                 key: {**{name: _copy(value) for name, value in state.items()}, "meta": _encode_meta(live[key])}
@@ -218,19 +211,14 @@ def restore_metrics(internals: Internals, module: torch.nn.Module, state: Mappin
                 setattr(metric, attribute, value.to(device) if isinstance(value, torch.Tensor) else value)
             metric._update_count = saved["updates"]
             metric._computed = None
-    results = internals.epoch_loop._results
+    results = internals.results
     for key, saved in state["results"].items():
         results[key] = _decode_result(internals, by_name, type(results), saved, device)
-    connector = internals.connector
     moved = {
         name: {key: v.to(device) if isinstance(v, torch.Tensor) else v for key, v in state["connector"][name].items()}
         for name in ("callback", "logged", "progress_bar")
     }
-    connector._callback_metrics = moved["callback"]
-    connector._logged_metrics = moved["logged"]
-    connector._progress_bar_metrics = moved["progress_bar"]
-    connector._first_loop_iter = state["connector"]["first_iteration"]
-    connector._current_fx = state["connector"]["current_hook"]
+    internals.set_logged({**state["connector"], **moved})
 
 
 def _decode_result(

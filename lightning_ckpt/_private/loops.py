@@ -9,7 +9,7 @@ is here, each use with its reason. The names are the same in Lightning 2.5 to 2.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ckpt_core.errors import CheckpointError
@@ -58,6 +58,29 @@ class Internals:
         self.connector = trainer._logger_connector
         # restores checkpoints: that of a resume, and those that callbacks restore themselves
         self.checkpoints = trainer._checkpoint_connector
+
+    @property
+    def results(self) -> Any:
+        """What ``self.log`` has collected in the running epoch, by key; public are only reduced values."""
+        return self.epoch_loop._results
+
+    def logged(self) -> dict[str, Any]:
+        """Return what the Trainer's connector shows of logged values, and at which hook it is."""
+        return {
+            "callback": dict(self.connector._callback_metrics),
+            "logged": dict(self.connector._logged_metrics),
+            "progress_bar": dict(self.connector._progress_bar_metrics),
+            "first_iteration": self.connector._first_loop_iter,
+            "current_hook": self.connector._current_fx,
+        }
+
+    def set_logged(self, found: Mapping[str, Any]) -> None:
+        """Set what :meth:`logged` has returned."""
+        self.connector._callback_metrics = found["callback"]
+        self.connector._logged_metrics = found["logged"]
+        self.connector._progress_bar_metrics = found["progress_bar"]
+        self.connector._first_loop_iter = found["first_iteration"]
+        self.connector._current_fx = found["current_hook"]
 
     # ---- hooks into the loops ----------------------------------------------------------------------------------------
 
