@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -198,6 +199,8 @@ def main() -> None:
 
     import accelerate_ckpt._attach  # noqa: F401 - once for all ranks
 
+    gc.collect()
+    gc.freeze()  # collections in the ranks would go through all of it, and copy its pages
     for line in sys.stdin:
         print(json.dumps(_run_case(json.loads(line), os.getcwd())), flush=True)
 

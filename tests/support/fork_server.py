@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import gc
 import importlib
 import json
 import os
@@ -161,6 +162,8 @@ def main() -> None:
     """Import; then run the scripts that are asked for, one a line."""
     for module in sys.argv[1:]:
         importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # collections in the children would go through all of it, and copy its pages
     for line in sys.stdin:
         print(json.dumps(_serve(json.loads(line))), flush=True)
 

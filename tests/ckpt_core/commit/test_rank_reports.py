@@ -186,7 +186,7 @@ def test_a_save_on_another_rank_only_fails(series: Any) -> None:
     with pytest.raises(RankFailedError, match=r"rank 0 did not begin[^\n]*\n[^\n]*call save on all ranks"):
         save(ranks[1], "/a", timeout=0.3)
     with pytest.raises(RankFailedError, match="rank 0 saves to /b, and rank 1 to /a"):
-        save(ranks[0], "/b")
+        save(ranks[0], "/b", timeout=0.3)  # for so long it waits for the other to read the outcome
 
 
 def test_a_rank_that_was_left_out_catches_up(series: Any) -> None:
