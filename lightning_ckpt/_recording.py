@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -48,7 +49,7 @@ class Recording(Live):
         path = None if is_remote(directory) else record_path(self._directory, trainer.global_rank)
         self._recorder = FlightRecorder(path, self._say)
         self._weights = WeightSample(trainer.lightning_module)
-        self._is_off = False
+        self._is_inside = False
         self._fetched: collections.deque[tuple[int, int, int]] = collections.deque(maxlen=_FETCHES_REMEMBERED)
 
     def told(self) -> None:
@@ -72,17 +73,21 @@ class Recording(Live):
             rng: The random generators before it was fetched.
             batch: In host memory.
         """
-        if self._is_off:
+        if self._is_inside:
             return
         self._fetched.append((index, digest_generators(rng), digest_batch(batch)))
 
-    def read_again(self, index: int, batch: Any) -> None:
-        """Compare a batch of the epoch that was read again on the way to where the checkpoint is."""
-        self._recorder.read_again(self._trainer.current_epoch, index, digest_batch(batch))
+    def read_again(self, index: int, batch: Any) -> bool | None:
+        """Compare a batch of the epoch that was read again on the way to where the checkpoint is.
+
+        Returns:
+            Whether it is the same, None if that is not known.
+        """
+        return self._recorder.read_again(self._trainer.current_epoch, index, digest_batch(batch))
 
     def batch_ended(self, outputs: Any, batch_idx: int) -> None:
         """Record a batch that was trained on."""
-        if self._is_off:
+        if self._is_inside:
             return
         trainer = self._trainer
         # the last of that number: short epochs, and fits that a callback runs in between, have others
@@ -108,18 +113,23 @@ class Recording(Live):
             loss=loss if isinstance(loss, (torch.Tensor, float)) else None,
         )
 
-    def give_up(self) -> None:
-        """Record no more: a callback runs the loops itself, and their steps cannot be told from those of the fit."""
-        self._is_off = True
-        self._recorder.resume(None)
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Record nothing: a callback runs the loops itself, and restores afterwards what it has trained."""
+        before, self._is_inside = self._is_inside, True
+        try:
+            yield
+        finally:
+            self._is_inside = before
 
-    def capture(self) -> dict[str, Any] | None:
+    def capture(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it."""
-        return None if self._is_off else self._recorder.capture()
+        return self._recorder.capture()
 
     def finish(self) -> None:
         """Training has ended."""
-        self._recorder.finish()
+        if not self._is_inside:
+            self._recorder.finish()
 
     def close(self) -> None:
         """Leave the file, after an exception too."""

@@ -144,18 +144,23 @@ class FlightRecorder:
         found = self._ring.read() if self._ring is not None else []
         self._expected = {record.number: record for record in found if record.branch == self.branch}
 
-    def read_again(self, epoch: int, batch: int, data: int) -> None:
+    def read_again(self, epoch: int, batch: int, data: int) -> bool | None:
         """Compare a batch that was read again on the way to where the checkpoint is.
 
         Args:
             epoch: Its epoch.
             batch: Its number in the epoch.
             data: Its digest.
+
+        Returns:
+            Whether it is the batch that was handed out, None if the checkpoint does not know that one.
         """
         for record in self._before.values():
-            if (record.epoch, record.batch) == (epoch, batch) and record.data not in (None, data):
-                self._differ(record, ("data",), "was read again to get to the checkpoint's place")
-                return
+            if (record.epoch, record.batch) == (epoch, batch) and record.data is not None:
+                if record.data != data:
+                    self._differ(record, ("data",), "was read again to get to the checkpoint's place")
+                return record.data == data
+        return None
 
     # ---- record ------------------------------------------------------------------------------------------------------
 

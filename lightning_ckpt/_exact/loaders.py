@@ -23,12 +23,21 @@ from ckpt_core.state.rng import RngState
 from ckpt_core.state.samplers import RecordingSampler, SamplerPass, restore_counters
 from lightning_ckpt._private.loops import Internals
 
-__all__ = ["TrainingData"]
+__all__ = ["DRAWS_WHILE_READ", "TrainingData"]
 
 log = logging.getLogger(__name__)
 
 # Lightning is at most one batch ahead of training, and the batch in training may have to be fetched again
 _FETCHES_REMEMBERED = 4
+
+# of what was read again, as many as the flight recorder keeps in a checkpoint
+_COMPARED = 8
+
+DRAWS_WHILE_READ = (
+    "an iterable data set without state_dict draws random numbers in the main process while it is read; its "
+    "order is reproduced only if it does not depend on them (give it state_dict and load_state_dict, or use "
+    "num_workers=1)"
+)
 
 
 class _DivisibleSampler(RecordingSampler):
@@ -216,7 +225,10 @@ class TrainingData:
         begun: Number of batches of the epoch that were done when the present iterators were made.
         attempts: Number of batches of the epoch that were asked for.
         after_fetch: Called after each fetch with the batch's number in the epoch, the generators before it, the batch.
-        after_reading_again: Called with the number in the epoch of the last batch that a single loader has read again.
+        after_reading_again: Called with each of the last batches that a single loader has read again, and its number in
+            the epoch; returns whether it is the same, None if that is not known.
+        is_as_read: Whether what was read again is what was read the first time, None where that is not known.
+        taken: Number of batches of the present pass until now; None where another number of ranks began it.
         idle: Whether iterators are made but not read from.
     """
 
@@ -230,7 +242,9 @@ class TrainingData:
         self._pending: Mapping[str, Any] | None = None
         self._rest: _Rest | None = None
         self.after_fetch: Callable[[int, RngState, Any], None] | None = None
-        self.after_reading_again: Callable[[int, Any], None] | None = None
+        self.after_reading_again: Callable[[int, Any], bool | None] | None = None
+        self.is_as_read: bool | None = None
+        self.taken: int | None = None
         self.begun = 0
         self.attempts = 0
         self.idle = False
@@ -272,7 +286,7 @@ class TrainingData:
         make_iterators()
         for tracker in self._trackers:
             tracker.pass_made()
-        self.begun = self.attempts = 0
+        self.begun = self.attempts = self.taken = 0
 
     def _fetch(self, fetch: Callable[[], Any]) -> Any:
         if self.idle:
@@ -287,6 +301,8 @@ class TrainingData:
         before = list(self._internals.iterators(self._combined))
         self.attempts += 1
         batch = fetch()
+        if self.taken is not None:
+            self.taken += 1
         for number, iterator in enumerate(self._internals.iterators(self._combined)):
             if iterator is not before[number]:
                 self._trackers[number].restarted(moment.index, moment.marks[number])
@@ -316,10 +332,12 @@ class TrainingData:
         """
         fetch = self._history.before(batches)
         moment = fetch or self._moment()
+        last = self._history.before(batches - 1) if self._history.draws_while_reading else None
         return {
             "between": False,
             "batches": batches,
             "exhausted": list(moment.exhausted),
+            "last_rng": last.rng.encode() if last is not None else None,
             "ahead_rng": fetch.rng.encode() if fetch is not None and ahead else None,
             "loaders": [t.capture(m, batches) for t, m in zip(self._trackers, moment.marks, strict=True)],
         }
@@ -332,12 +350,7 @@ class TrainingData:
         """Why continuing from here would not be exact, in words."""
         if not self._history.draws_while_reading or not self.attempts:
             return []
-        cause = (
-            "an iterable data set without state_dict draws random numbers in the main process while it is read; its "
-            "order is reproduced only if it does not depend on them (give it state_dict and load_state_dict, or use "
-            "num_workers=1)"
-        )
-        return [cause]
+        return [DRAWS_WHILE_READ]
 
     # ---- restore -----------------------------------------------------------------------------------------------------
 
@@ -378,19 +391,33 @@ class TrainingData:
             log.info("reading %d batches again to get back to where the data was; state_dict would avoid it", again)
         drops = [tracker.prepare(saved) for tracker, saved in pairs]
         make_iterators()
-        for iterator, drop in zip(self._internals.iterators(self._combined), drops, strict=True):
-            batch = None
-            for _ in range(drop):
-                batch = next(iterator, None)
         is_alone = len(pairs) == 1 and self._combined.iterables is self._trackers[0].loader
-        if self.after_reading_again is not None and is_alone and again == drops[0] == state["batches"] > 0:
-            self.after_reading_again(state["batches"] - 1, batch)
+        is_compared = is_alone and again == drops[0] == state["batches"]
+        for iterator, drop in zip(self._internals.iterators(self._combined), drops, strict=True):
+            self._read_again(iterator, drop, state, is_compared=is_compared)
         for tracker, saved in pairs:
             tracker.finish(saved)
         self._internals.set_position(self._combined, state["batches"], state["exhausted"])
-        self.begun = self.attempts = state["batches"]
+        self.begun = self.attempts = self.taken = state["batches"]
         if state["ahead_rng"] is not None:
             RngState.decode(state["ahead_rng"]).restore()
+
+    def _read_again(self, iterator: Any, drop: int, state: Mapping[str, Any], *, is_compared: bool) -> None:
+        last_rng, first = state.get("last_rng"), max(0, drop - _COMPARED)
+        if self._history.draws_while_reading or last_rng is not None:
+            # batches with random numbers in them are others; the last one is read with those it had
+            first = drop - 1 if last_rng is not None else drop
+        for number in range(drop):
+            if number == drop - 1 and last_rng is not None:
+                RngState.decode(last_rng).restore()
+            batch = next(iterator, None)
+            if (
+                is_compared
+                and self.after_reading_again is not None
+                and number >= first
+                and self.is_as_read is not False
+            ):
+                self.is_as_read = self.after_reading_again(number, batch)
 
     @property
     def world_size(self) -> int:
@@ -452,4 +479,5 @@ class TrainingData:
         for tracker in self._trackers:
             tracker.pass_made()
         self._internals.set_position(self._combined, rest.batches, [])
+        self.taken = None
         self.begun = self.attempts = rest.batches

@@ -17,6 +17,7 @@ repeats or leaves out parts of it, is not used.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
@@ -32,9 +33,10 @@ from ckpt_core.state.rng import RngState, capture_generators, restore_generators
 from ckpt_core.state.trainer_parts import GRADIENTS_KEY
 from lightning_ckpt._exact.counters import Accumulation, Counters, undo_unfinished
 from lightning_ckpt._exact.elastic_state import continue_elastic, elastic_causes, state_for_rank
+from lightning_ckpt._exact.epoch_lengths import EpochLengths, has_all
 from lightning_ckpt._exact.epoch_start import EpochStart, is_users_own
 from lightning_ckpt._exact.gradients_apart import keep_apart, put_back
-from lightning_ckpt._exact.loaders import TrainingData
+from lightning_ckpt._exact.loaders import DRAWS_WHILE_READ, TrainingData
 from lightning_ckpt._exact.metrics import FollowedMetric, MetricsMoment, follow_metrics, restore_metrics
 from lightning_ckpt._exact.modes import Modes
 from lightning_ckpt._exact.resume import Resume
@@ -55,7 +57,15 @@ KEY = "lightning_ckpt"
 VERSION = 1
 
 _ATTRIBUTE = "_lightning_ckpt_exact_state"
-_IN_PROGRESS = ("_after_fit", "_batch", "_validation", "_validation_over", "_validation_progress")
+_IN_PROGRESS = (
+    "_after_fit",
+    "_is_in_epoch",
+    "_is_inside",
+    "_batch",
+    "_validation",
+    "_validation_over",
+    "_validation_progress",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +101,8 @@ class ExactState(Live):
         self._epoch = EpochStart(self._internals)
         self._modes = Modes(trainer.lightning_module)
         self._users = UsersObjects(trainer)
+        self._lengths = EpochLengths()
+        self._is_in_epoch = self._is_inside = self._is_cut = False
         self._versions_at_end: int | None = None
         self._changes_late = False
         self._continues = False
@@ -156,10 +168,22 @@ class ExactState(Live):
             self._begin_epoch(begin)
 
     def _begin_epoch(self, begin: Callable[[], None]) -> None:
+        self._versions_at_end = None  # the hooks of the epoch's end have run since
+        self._epoch_ended()
         before = self._users.digests()
         self._epoch.run(begin)
         self._users.epoch_began(before)
         self._look_again()
+        self._is_in_epoch = True
+
+    def _epoch_ended(self) -> None:
+        batches = self._data.taken
+        if self._is_in_epoch and not (self._is_inside or self._is_cut) and batches is not None:
+            problem = self._lengths.ended(batches, self._trainer.current_epoch - 1)
+            # what knows its length has lost nothing if it has had as many
+            if problem is not None and batches < self._data.batches:
+                self._warn(problem)
+        self._is_in_epoch = self._is_cut = False
 
     def _look_again(self) -> None:
         # hooks may have made other ones
@@ -182,8 +206,7 @@ class ExactState(Live):
 
     def _before_fetch(self, rng: RngState) -> None:
         self._batch = self._moment(rng)
-        self._changes_late |= self._versions_at_end not in (None, self._batch.versions)
-        self._versions_at_end = None
+        self._see_late_changes(self._batch.versions)
         self._backward = False
         self._validation = self._after_fit = None  # of loops that a callback ran, and that may have failed
         if self._data.attempts <= self._data.begun + self._internals.prefetched:
@@ -191,19 +214,27 @@ class ExactState(Live):
         if not self._window_open(self._internals.counts()["batch"]["ready"]):
             self._accumulation.window_closed()
 
+    def _see_late_changes(self, versions: int) -> None:
+        # since the callbacks' hooks at the end of a batch, only that of the module has run
+        self._changes_late |= self._versions_at_end not in (None, versions)
+        self._versions_at_end = None
+
     def _run_inside(self, run: Callable[[], Any]) -> Any:
         # a callback runs the loops while they run; what it interrupts is still under way after that
         kept, begun = {name: vars(self)[name] for name in _IN_PROGRESS}, self._epoch.begun
-        if self._recording is not None:
-            self._recording.give_up()
+        self._is_inside = True
         try:
-            return run()
+            with contextlib.nullcontext() if self._recording is None else self._recording.inside():
+                return run()
         finally:
             vars(self).update(kept)
             self._epoch.begun = begun
+            # what such a callback leaves of the epoch is its own doing
+            self._is_cut = True
 
     def _before_validation(self) -> None:
         if not self._trainer.sanity_checking:
+            self._see_late_changes(self._versions())
             self._validation, self._validation_over = self._moment(RngState.capture()), False
             self._modes_outside = self._modes.capture()
             self._validation_progress = self._internals.progress()
@@ -240,6 +271,8 @@ class ExactState(Live):
     def training_ended(self) -> None:
         """Keep what saves after the fit are to carry, because the loops will be torn down."""
         self._after_fit = self._capture_rank()
+        if has_all(self._trainer):
+            self._epoch_ended()
 
     def release(self) -> None:
         """Leave Lightning's objects as they were."""
@@ -295,7 +328,9 @@ class ExactState(Live):
         if phase == "validation" and moment is not None:
             rng, metrics = moment.rng, moment.metrics
         generators: Mapping[str, Any] = self._users.generators.generators()
-        notes = self._data.notes()
+        in_epoch = phase not in ("between_epochs", "epoch_end") and not progress["batch"]["is_last_batch"]
+        # what begins anew is not read again
+        notes = self._data.notes() if in_epoch else []
         if phase == "batch_end" and self._changes_late:
             notes.append(
                 f"{type(self._trainer.lightning_module).__name__}.on_train_batch_end changes weights or buffers, and "
@@ -312,7 +347,6 @@ class ExactState(Live):
             notes += self._damage(moment, batches)
         if self._internals.fetcher is not None and self._internals.steps_take_the_iterator and redo:
             notes.append("training_step takes the iterator and has fetched batches that were not trained on")
-        in_epoch = phase not in ("between_epochs", "epoch_end") and not progress["batch"]["is_last_batch"]
         if in_epoch and self._window_open(batches) and keeps_whole_gradients(self._trainer.strategy):
             notes.append(
                 "FSDPStrategy keeps the gradients of an open accumulation window whole, and they are not saved"
@@ -326,7 +360,8 @@ class ExactState(Live):
             "replicated": {
                 "phase": phase,
                 "progress": progress,
-                "changed": self._users.capture(),
+                "changed": self._users.capture(in_epoch=phase not in ("between_epochs", "epoch_end")),
+                "epoch_lengths": self._lengths.capture(),
                 "modes": self._modes_outside if self._validation is not None else self._modes.capture(),
                 "validation_made": any(True for _ in self._internals.validation_loaders()),
             },
@@ -465,15 +500,22 @@ class ExactState(Live):
             self._internals.set_progress(shared["progress"])
         # until here, what the hooks save holds what is resumed from
         self._loaded = None
+        if not resharded and "epoch_lengths" in shared:
+            self._lengths.resume(shared["epoch_lengths"])
         setting = self._accumulation.resume(shared["progress"], in_epoch=in_epoch)
         causes += [setting] if setting is not None else []
-        if causes or shared["notes"]:
-            self._warn("; ".join([*shared["notes"], *causes]))
-        exact = not causes and not shared["notes"]
+        causes = [*shared["notes"], *causes]
+        # what is compared when it has been read again needs no warning if it was the same
+        awaits_reading = DRAWS_WHILE_READ in causes and self._recording is not None and not resharded
+        if awaits_reading:
+            causes.remove(DRAWS_WHILE_READ)
+        if causes:
+            self._warn("; ".join(causes))
+        exact = not causes
         announce(self._trainer, resumed_in_words(self._trainer, self._resume.path, shared["progress"], exact=exact))
         if self._recording is not None:
             comparable = None if resharded else mine.get("recorder")
-            self._recording.resume(comparable, known_inexact=bool(causes or shared["notes"]))
+            self._recording.resume(comparable, known_inexact=bool(causes))
         if resharded:
             shared = continue_elastic(self._data, shared, mine["data"], begin_window_again=self._begins_window_again)
         if shared["validation_made"]:
@@ -509,6 +551,10 @@ class ExactState(Live):
 
             def enter() -> None:
                 self._enter(mine["data"], rng, resharded)
+                self._is_in_epoch = True
+                if awaits_reading and self._recording is not None and self._data.is_as_read is None:
+                    self._warn(DRAWS_WHILE_READ)
+                    self._recording.told()
                 self._say_differences(shared)
 
             self._continue_epoch(shared, fetched, enter)

@@ -84,10 +84,14 @@ class UsersObjects(Live):
 
     # ---- at a save ---------------------------------------------------------------------------------------------------
 
-    def capture(self) -> Digests:
+    def capture(self, *, in_epoch: bool = True) -> Digests:
         """Return the digests of what has changed since the objects were set up, without lists that only tell.
 
         What training has changed and no state holds is named, once.
+
+        Args:
+            in_epoch: Whether a resume continues an epoch, and does not begin the next one, whose hooks set anew what
+                they have set.
         """
         changed = {name: plain.changed() for name, plain in self._plain.items()}
         for name, owner in self._owners.items():
@@ -96,6 +100,8 @@ class UsersObjects(Live):
             start, made = self._at_start.get(name, {}), self._by_hooks.get(name, {})
             lost = []
             for path, digest in changed[name].items():
+                if not in_epoch and path in made:
+                    continue
                 if start.get(path) != digest and made.get(path) != digest and (name, path) not in self._named:
                     self._named.add((name, path))
                     lost.append(path)

@@ -132,3 +132,42 @@ def test_a_run_that_goes_back_to_a_state_of_its_own_is_compared_with_nothing(
 def test_the_recorder_can_be_left_out(fork_script: ScriptRunner, tmp_path: Path) -> None:
     assert told(fork_script, tmp_path, "without", 0) == []
     assert list(tmp_path.glob(".*")) == []
+
+
+CAMPAIGN = """
+    import dataclasses, json, sys
+    from pathlib import Path
+    from tests.campaign.accelerate_cases import BROKEN, CASES
+    from tests.campaign.accelerate_runs import judge
+    from tests.campaign.judging import Point
+
+    for name in sys.argv[2:]:
+        place = Path(sys.argv[1], name)
+        found = judge({**CASES, **BROKEN}[name], place, [Point("middle", (1, 1), (1, 4))])
+        print(json.dumps(dataclasses.asdict(found["middle"])))
+"""
+
+
+def judged(fork_script: ScriptRunner, directory: Path, *names: str) -> list[dict[str, Any]]:
+    done = fork_script(CAMPAIGN, directory, *names, modules=ACCELERATE)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+
+
+def test_the_recorder_alone_sees_what_an_engine_forgets(fork_script: ScriptRunner, tmp_path: Path) -> None:
+    differs = {
+        "forgets the generators": "generators",
+        "forgets a batch": "data",
+        "forgets a moment": "weights",
+        "forgets a buffer": "weights",
+        "forgets a schedule": "rates",
+    }
+    for found, what in zip(judged(fork_script, tmp_path, *differs), differs.values(), strict=True):
+        assert found["verdict"] == "said", found
+        assert what in found["differs"]
+        assert found["warned"] == []
+
+
+def test_what_a_script_keeps_to_itself_is_seen_by_the_recorder(fork_script: ScriptRunner, tmp_path: Path) -> None:
+    names = ["average, not registered", "local factor by step", "model with a generator", "metric of the script"]
+    for found in judged(fork_script, tmp_path, *(f"script: {name}" for name in names)):
+        assert found["wrong"] and {"loss", "weights"} & set(found["differs"]), found

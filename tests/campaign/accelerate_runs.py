@@ -1,0 +1,273 @@
+"""How the campaign trains with Accelerate: one script, of which cases replace parts, in one process."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import shutil
+import signal
+import traceback
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.utils.data import DataLoader
+
+from accelerate_ckpt import attach
+from ckpt_core.errors import CheckpointError
+from tests.campaign.data import Items
+from tests.campaign.judging import Judgement, Outcome, Point, events_of, judge_points, said_of, sha
+
+__all__ = ["KILLED", "POINTS", "Case", "Env", "judge"]
+
+F = torch.nn.functional
+Env = types.SimpleNamespace
+
+# a batch of -1 is between two epochs, None after what the case does in the middle of an epoch
+POINTS = (
+    Point("middle", (1, 1), (1, 4)),
+    Point("last-batch", (1, 5), (2, 2)),
+    Point("epoch-end", (1, -1), (2, 2)),
+    Point("evaluated", (1, None), (1, 5)),
+    Point("early", (0, 3), (0, 5)),
+)
+KILLED = Point("killed", (1, 2), (1, 5), really=True)
+
+
+def net() -> torch.nn.Module:
+    """A small classifier with batch normalisation and dropout."""
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(16, 3)
+    )
+
+
+def adam(model: torch.nn.Module) -> Any:
+    """The usual optimizer."""
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def cross_entropy(env: Any, batch: Any) -> torch.Tensor:
+    """The usual loss."""
+    x, y = (batch["x"], batch["y"]) if isinstance(batch, dict) else (batch[0], batch[1])
+    return F.cross_entropy(env.model(torch.as_tensor(x).float()), torch.as_tensor(y).long())
+
+
+def nothing(env: Any) -> None:
+    """The usual rest."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A script.
+
+    Args:
+        loader: Makes the training loader.
+        accelerator: Arguments of the Accelerator.
+        model: Makes the model.
+        optimizer: Makes the optimizer, or several.
+        schedule: Makes the schedule of an optimizer.
+        loss: Of a batch.
+        begin: Done once, before ``prepare``.
+        prepared: Done once, after ``prepare``.
+        epoch: Done at each epoch's start.
+        batch: Done after each batch.
+        half: Done after the fourth batch of each epoch, such as an evaluation.
+        end: Done after each epoch.
+        objects: What is registered for checkpointing besides the script's counters.
+        skips: How the script leaves out what it had: ``function``, ``method``, ``continue``; or not at all.
+        loops: How it loops: ``for``, ``iterator``, ``endless``.
+        steps_schedule: ``step`` or ``epoch``.
+        break_engine: What the engine is made to do wrong when it resumes.
+        needs: Packages that it needs.
+        clips: Whether it clips gradients.
+        batches: Of an epoch.
+    """
+
+    loader: Callable[[], Any] = lambda: DataLoader(Items(), batch_size=8, shuffle=True)
+    accelerator: Callable[[], dict[str, Any]] = dict
+    model: Callable[[], torch.nn.Module] = net
+    optimizer: Callable[[torch.nn.Module], Any] = adam
+    schedule: Callable[[Any], Any] | None = None
+    loss: Callable[[Any, Any], torch.Tensor] = cross_entropy
+    begin: Callable[[Any], None] = nothing
+    prepared: Callable[[Any], None] = nothing
+    epoch: Callable[[Any], Any] = nothing
+    batch: Callable[[Any], Any] = nothing
+    half: Callable[[Any], Any] = nothing
+    end: Callable[[Any], Any] = nothing
+    objects: Callable[[Any], list[Any]] = lambda env: []
+    skips: str = ""
+    loops: str = "for"
+    steps_schedule: str = "step"
+    break_engine: Callable[[Any], None] | None = None
+    needs: tuple[str, ...] = ()
+    clips: bool = False
+    batches: int = 6
+
+
+class Progress:
+    """The script's own counters."""
+
+    def __init__(self) -> None:
+        self.epoch = self.batch = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(vars(self))
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+
+@dataclasses.dataclass
+class _Run:
+    """What this process does."""
+
+    case: Case
+    points: Sequence[Point]
+    deaths: Sequence[Point]
+    directory: Path
+    outcome: Outcome = dataclasses.field(default_factory=Outcome)
+    caught: Sequence[Any] = ()
+
+    def saves(self, env: Any, epoch: int, batch: int | None) -> None:
+        for point in self.points:
+            if point.saves == (epoch, batch) and point.name not in self.outcome.marks:
+                mark = [len(self.outcome.seen), len(self.outcome.rows), len(self.caught)]
+                env.accelerator.save_state(str(self.directory / "checkpoints" / point.name))
+                self.outcome.marks[point.name] = [*mark, len(self.caught)]
+
+    def begins(self, env: Any, batch: Any) -> None:
+        for point in self.deaths:
+            if point.dies == (env.progress.epoch, env.progress.batch):
+                if point.really:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                self._keep(point)
+        self.outcome.seen.append([env.progress.epoch, env.progress.batch, sha(batch)])
+
+    def _keep(self, point: Point) -> None:
+        saved, copy = self.directory / "checkpoints" / point.name, self.directory.parent / point.name
+        if saved.exists() and not copy.exists():
+            copy.mkdir()
+            shutil.copytree(saved, copy / "checkpoints" / point.name)
+            for record in self.directory.glob(".checkpoints.flight*") if point.leaves_records else ():
+                shutil.copy(record, copy)
+
+
+def _batches(env: Any, case: Case, skip: int) -> Iterator[Any]:
+    loader = env.loader
+    if skip and case.skips == "method":
+        loader = env.accelerator.skip_first_batches(loader, skip)
+    if case.loops == "for":
+        yield from loader
+    elif case.loops == "iterator":
+        iterator = iter(loader)
+        while (batch := next(iterator, None)) is not None:
+            yield batch
+    elif case.loops == "progress":
+        yield from enumerated(loader)
+
+
+def enumerated(loader: Any) -> Iterator[Any]:
+    for _, batch in enumerate(loader):
+        yield batch
+
+
+def _script(run: _Run, what: str, point: Point | None) -> Any:
+    case = run.case
+    accelerator = Accelerator(cpu=True, **case.accelerator())
+    attach(accelerator, "async" if what == "killed" else "sync", event_log=str(run.directory / "events"))
+    set_seed(1)
+    if what == "resumed":
+        torch.randn(5)  # what else a new process may draw
+    env = Env(accelerator=accelerator, progress=Progress(), local={}, schedules=[])
+    case.begin(env)
+    model, loader = case.model(), case.loader()
+    made = case.optimizer(model)
+    optimizers = made if isinstance(made, list) else [made]
+    schedules = [case.schedule(optimizer) for optimizer in optimizers] if case.schedule is not None else []
+    env.model, env.loader, *rest = accelerator.prepare(model, loader, *optimizers, *schedules)
+    env.optimizers, env.schedules = rest[: len(optimizers)], rest[len(optimizers) :]
+    case.prepared(env)
+    for thing in (env.progress, *case.objects(env)):
+        accelerator.register_for_checkpointing(thing)
+    skip = 0
+    if what == "resumed" and point is not None:
+        accelerator.load_state(str(run.directory / "checkpoints" / point.name))
+        if case.break_engine is not None:
+            case.break_engine(env)
+        skip = env.progress.batch
+        if skip == case.batches:  # of whole epochs, as the documentation says
+            env.progress.epoch, env.progress.batch, skip = env.progress.epoch + 1, 0, 0
+    progress = env.progress
+    while progress.epoch < 3:
+        case.epoch(env)
+        if case.epoch is nothing:
+            env.model.train()
+        for number, batch in enumerate(_batches(env, case, skip)):
+            if case.skips == "continue" and number < skip:
+                continue
+            run.begins(env, batch)
+            with accelerator.accumulate(env.model):
+                loss = case.loss(env, batch)
+                accelerator.backward(loss)
+                if case.clips and accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(env.model.parameters(), 0.5)
+                for optimizer in env.optimizers:
+                    optimizer.step()
+                if case.steps_schedule == "step":
+                    for schedule in env.schedules:
+                        schedule.step()
+                for optimizer in env.optimizers:
+                    optimizer.zero_grad()
+            env.last = float(loss)
+            run.outcome.rows.append([progress.epoch, progress.batch, env.last.hex()])
+            at = progress.epoch, progress.batch
+            progress.batch += 1
+            case.batch(env)
+            if at[1] == 3 and case.half is not nothing:
+                case.half(env)
+                run.saves(env, at[0], None)
+            run.saves(env, *at)
+        skip = 0
+        if case.steps_schedule == "epoch":
+            for schedule in env.schedules:
+                schedule.step()
+        progress.epoch, progress.batch = progress.epoch + 1, 0
+        case.end(env)
+        run.saves(env, progress.epoch - 1, -1)
+    run.outcome.weights = sha(dict(accelerator.unwrap_model(env.model).state_dict()))
+    run.outcome.optimizers = sha([optimizer.optimizer.state_dict() for optimizer in env.optimizers])
+    run.outcome.step = progress.epoch
+    accelerator.end_training()
+
+
+def train(case: Case, points: Sequence[Point], what: str, directory: Path, point: Point | None) -> None:
+    """Train, in a process of its own."""
+    dies_at = [p for p in points if not p.really] if what == "base" else [point] if what == "killed" and point else []
+    run = _Run(case, points, dies_at, directory)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.caught = caught
+        os.chdir(directory)
+        try:
+            _script(run, what, point)
+        except CheckpointError as error:
+            run.outcome.refused = str(error)
+        except Exception:
+            if what != "resumed":
+                raise
+            run.outcome.crashed = traceback.format_exc()
+    run.outcome.warned = said_of(caught)
+    run.outcome.compared = events_of(directory / "events")
+    run.outcome.write(directory / "outcome.json")
+
+
+def judge(case: Case, directory: Path, points: Sequence[Point] = POINTS) -> dict[str, Judgement]:
+    """Return what became of the resume from each point that the script passes."""
+    return judge_points(functools.partial(train, case, points), points, directory)

@@ -1,0 +1,31 @@
+"""The campaign in its short form, and what the documentation says that tests show."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+
+def test_the_tests_that_the_page_about_exact_resumes_names_are_there() -> None:
+    page = (ROOT / "docs" / "exact_resume.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(test_\w+)`", page))
+    files = [path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    there = {name for text in files for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)}
+    assert len(named) >= 20
+    assert named - there == set()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_no_resume_of_a_short_campaign_is_silently_inexact_or_falsely_warned_of() -> None:
+    tool = [sys.executable, str(ROOT / "tools" / "recorder_campaign.py")]
+    done = subprocess.run(
+        [*tool, "--part", "0/8", "--points", "middle", "epoch-end"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " configurations in " in done.stdout
