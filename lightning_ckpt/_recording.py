@@ -50,6 +50,7 @@ class Recording(Live):
         self._recorder = FlightRecorder(path, self._say)
         self._weights = WeightSample(trainer.lightning_module)
         self._is_inside = False
+        self._alarm = ""
         self._fetched: collections.deque[tuple[int, int, int]] = collections.deque(maxlen=_FETCHES_REMEMBERED)
 
     def told(self) -> None:
@@ -149,3 +150,10 @@ class Recording(Live):
             announce(self._trainer, verdict.message)
         if verdict.is_alarm and rank == 0:
             warnings.warn(verdict.message, stacklevel=2)
+        elif verdict.is_alarm:
+            self._alarm = f"on rank {rank}, {verdict.message}"
+
+    def take_alarm(self) -> str:
+        """Return what rank 0 is to warn of for this rank, once."""
+        alarm, self._alarm = self._alarm, ""
+        return alarm

@@ -65,8 +65,8 @@ def main() -> int:
                 skipped.append(f"{name} (no {', '.join(missing)})")
                 continue
             configurations += 1
-            points = [point for point in runs.POINTS if not options.points or point.name in options.points]
-            points += [runs.KILLED] if options.killed and number % options.killed == 0 and not options.points else []
+            killed = [runs.KILLED] if options.killed and number % options.killed == 0 else []
+            points = [p for p in [*runs.POINTS, *killed] if not options.points or p.name in options.points]
             directory = judging.scratch()
             found = runs.judge(case, directory, points)
             for point, judgement in found.items():

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -295,8 +296,11 @@ class ExactState(Live):
         if is_routed(self._trainer.strategy):
             checkpoint[GRADIENTS_KEY], mine["per_rank"] = keep_apart(mine["per_rank"])
         counters = self._post_local_sgd.counters()
+        mine["alarm"] = self._recording.take_alarm() if self._recording is not None else ""
         ranks = self._gathering.gather(mine)
         if ranks is not None:
+            for alarm in filter(None, (rank["alarm"] for rank in ranks if rank is not None)):
+                warnings.warn(alarm, stacklevel=2)
             notes = sorted({note for rank in ranks if rank is not None for note in rank["notes"]})
             common = {"world_size": self._trainer.world_size, "notes": notes, "post_local_sgd": counters}
             replicated = {**ranks[0]["replicated"], **common}
