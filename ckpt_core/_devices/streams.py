@@ -66,17 +66,23 @@ def wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def let_devices_wait(events: Events) -> None:
-    """Let what this thread queues from now on wait for events; the devices wait, this thread does not."""
+    """Let what this thread queues from now on wait for events; the devices wait, this thread does not.
+
+    What is recorded into a graph is not done now, and must not wait for what is not in the graph.
+    """
     for device, event in events.items():
         stream = _current_stream(device)
-        if stream is not None:
+        if stream is not None and not _is_capturing(device):
             stream.wait_event(event)
 
 
 def is_capturing(tensors: Iterable[torch.Tensor]) -> bool:
     """Return whether this thread's work for a device of some tensors is recorded into a graph, and not done."""
-    modules = {device.type: torch.get_device_module(device) for device in _devices_of(tensors)}.values()
-    return any(getattr(module, "is_current_stream_capturing", _never)() for module in modules)
+    return any(map(_is_capturing, _devices_of(tensors)))
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return bool(getattr(getattr(torch, device.type, None), "is_current_stream_capturing", _never)())
 
 
 def _never() -> bool:

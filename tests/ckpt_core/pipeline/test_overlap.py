@@ -117,6 +117,18 @@ def returns(act: Callable[[], Any]) -> bool:
     return not thread.is_alive()
 
 
+def waits_on_the_host(save: Callable[[], None], side: torch.Stream, device: Any) -> bool:
+    """Whether a save does not return before its side stream has run."""
+    device.module.pause(side)
+    saving = threading.Thread(target=save)
+    saving.start()
+    saving.join(1.0)  # what does not wait returns much sooner
+    waited = saving.is_alive()
+    device.module.resume(side)
+    saving.join()
+    return waited
+
+
 def test_neither_the_save_nor_the_step_waits_on_the_host(training: Training) -> None:
     side, current = training.side_stream(), torch.accelerator.current_stream()
     expected = training.on_host()
@@ -239,7 +251,7 @@ def test_a_change_that_no_hook_sees_fails_the_save_and_later_ones_wait(
         training.checkpointer.wait()
     assert not training.checkpointer.exists(tmp_path / "saved")
     expected = training.on_host()
-    training.save()
+    assert waits_on_the_host(training.save, side, accelerator)
     changed.data.add_(1.0)
     training.checkpointer.close()
     assert_same_state(training.load(), expected)
@@ -368,15 +380,8 @@ def test_much_that_no_optimizer_owns_is_copied_before_the_save_returns(
 ) -> None:
     side = training.side_stream()
     monkeypatch.setattr(staging, "EARLY_BYTES", MIB)
-    training.module.pause(side)
-    saving = threading.Thread(target=training.save)
-    saving.start()
-    saving.join(1.0)
-    try:
-        assert saving.is_alive()  # a full state that was gathered for the save must not stay when it returns
-    finally:
-        training.module.resume(side)
-        saving.join()
+    # A full state that was gathered for the save must not stay when it returns.
+    assert waits_on_the_host(training.save, side, training)
     training.checkpointer.wait()
 
 
@@ -440,6 +445,23 @@ def test_a_failure_of_the_device_fails_the_save_and_not_the_training(
     expected = training.on_host()
     training.save()
     assert_same_state(training.load(), expected)
+
+
+def test_a_step_that_is_captured_does_not_wait_for_what_is_not_in_the_graph(
+    tmp_path: Path, accelerator: SimulatedAccelerator
+) -> None:
+    training = Training(accelerator, "file", tmp_path, early=False)
+    side = training.side_stream()
+    accelerator.module.pause(side)
+    try:
+        training.save()
+        with accelerator.module.capturing():
+            training.optimizer.step()
+        assert returns(torch.accelerator.current_stream().synchronize)
+    finally:
+        accelerator.module.resume(side)
+    with pytest.raises(SnapshotTornError):  # this device has done it, as a replay would have
+        training.checkpointer.close()
 
 
 @both_layouts
