@@ -39,8 +39,8 @@ demo: $(READY)
 	$(BIN)/python examples/crash_demo/run.py --output demo_output $(ARGS)
 
 # The tests start several processes at a time: one thread each keeps them from fighting over the cores. Much of their
-# time is waiting for processes to start, so two files run at a time, in the order that tests/conftest.py gives them.
-PYTEST := $(BIN)/python -m pytest --quiet --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# time is waiting for processes to start, so three files run at a time, in the order that tests/conftest.py gives them.
+PYTEST := $(BIN)/python -m pytest --quiet --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 check test test-all coverage: export OMP_NUM_THREADS = 1
 check: $(READY)
