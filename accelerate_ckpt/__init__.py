@@ -18,14 +18,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accelerate_ckpt._attach import CheckpointProjectConfiguration, attach
+    from accelerate_ckpt._state.load import FolderNotFoundError
     from accelerate_ckpt._state.warm_start import warm_start
     from accelerate_ckpt.config import CheckpointConfig
 
-__all__ = ["CheckpointConfig", "CheckpointProjectConfiguration", "attach", "warm_start"]
+__all__ = ["CheckpointConfig", "CheckpointProjectConfiguration", "FolderNotFoundError", "attach", "warm_start"]
 
 _HOMES = {
     "CheckpointConfig": "config",
     "CheckpointProjectConfiguration": "_attach",
+    "FolderNotFoundError": "_state.load",
     "attach": "_attach",
     "warm_start": "_state.warm_start",
 }

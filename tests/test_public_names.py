@@ -113,7 +113,13 @@ EXPORTED = {
     },
     "lightning_ckpt": {"AsyncCheckpointIO", "ResumableCheckpoint", "ShardedCheckpointIO", "SyncCheckpointIO"}
     | {"WarmStart"},
-    "accelerate_ckpt": {"CheckpointConfig", "CheckpointProjectConfiguration", "attach", "warm_start"},
+    "accelerate_ckpt": {
+        "CheckpointConfig",
+        "CheckpointProjectConfiguration",
+        "FolderNotFoundError",
+        "attach",
+        "warm_start",
+    },
 }
 # Where a name may come without being listed there: users may import it from here, too.
 ALSO_THERE = {

@@ -53,7 +53,9 @@ _MAP_LOCATIONS = (None, "cpu", "on_device")
 
 
 class FolderNotFoundError(CheckpointNotFoundError, ValueError):
-    """There is no checkpoint at the path; Accelerate raises a ``ValueError`` for this."""
+    """There is no checkpoint at the path, or none in the directory; Accelerate raises a ``ValueError`` for this."""
+
+    __module__ = "accelerate_ckpt"
 
 
 def load_state(

@@ -221,7 +221,11 @@ def test_failures_can_be_logged_only(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 MISTAKES: dict[str, tuple[type[BaseException], str, dict[str, Any]]] = {
-    "an object": (SerializationError, r"model\.x", {"parts": [Part("model", {"x": threading.Lock()}, Kind.REPLICATED)]}),
+    "an object": (
+        SerializationError,
+        r"model\.x",
+        {"parts": [Part("model", {"x": threading.Lock()}, Kind.REPLICATED)]},
+    ),
     "a bad name": (ValueError, "cannot be the name", {"parts": [Part("a/b", {}, Kind.REPLICATED)]}),
     "two names": (ValueError, "the same name", {"parts": [Part("a", {}, Kind.REPLICATED)] * 2}),
     "a tensor in metadata": (SerializationError, "metadata", {"parts": [], "metadata": {"x": torch.ones(1)}}),
