@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import json
 import os
-import socket
 import sys
 import threading
 import traceback
@@ -25,6 +24,7 @@ import torch._dynamo  # noqa: F401
 import accelerate_ckpt._state.session  # noqa: F401
 from accelerate_ckpt import launcher
 from tests.chaos import train
+from tests.support.ports import free_port
 
 HERE = Path(__file__).resolve().parent
 
@@ -35,9 +35,7 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         reading, writing = os.pipe()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         ranks: list[int] = []
         for rank in range(order["ranks"]):
             child = os.fork()

@@ -14,13 +14,14 @@ import json
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import time
 import traceback
 from pathlib import Path
 from typing import Any
+
+from tests.support.ports import free_port
 
 __all__ = ["FRAMEWORKS", "campaign"]
 
@@ -140,9 +141,7 @@ class ForkedJob:
     """Ranks that are forked from this process, which has imported what takes long to import."""
 
     def __init__(self, framework: str, directory: Path) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         self.pids = [self._fork(framework, directory, rank, port) for rank in range(RANKS)]
         self._left = set(self.pids)
         self._deadline: float | None = None

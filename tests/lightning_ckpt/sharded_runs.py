@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from ckpt_core import DirectoryCheckpointer
+from tests.support.ports import free_port
 
 __all__ = ["Runs", "assert_same_tensors", "parts_at"]
 
@@ -55,9 +55,7 @@ class Runs:
             fails: Whether it may raise or be killed.
             spec: The rest of the specification.
         """
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         directory.mkdir(parents=True, exist_ok=True)
         results = directory.parent / "results"
         results.mkdir(exist_ok=True)

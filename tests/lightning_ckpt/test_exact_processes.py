@@ -6,7 +6,6 @@ import dataclasses
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.ports import free_port
 
 SCRIPT = Path(__file__).with_name("exact_script.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -86,9 +87,7 @@ class Zygote:
 
     def run(self, directory: Path, name: str, case: Case, **spec: Any) -> tuple[list[int], list[Any]]:
         """Train; the exit status of each rank, and what it wrote."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         whole = {
             "options": case.options,
             "trainer": case.trainer,

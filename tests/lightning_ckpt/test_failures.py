@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -31,6 +30,7 @@ from tests.lightning_ckpt.reliable_cases import (
     names,
     trainer_of,
 )
+from tests.support.ports import free_port
 
 SCRIPT = Path(__file__).with_name("failure_script.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -322,9 +322,7 @@ class Ranks:
         )
 
     def run(self, directory: Path, **spec: Any) -> list[dict[str, Any]]:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         results = [directory / f"rank{rank}.json" for rank in range(2)]
         whole = {"directory": str(directory), "results": [str(path) for path in results], "port": port, **spec}
         assert self.process.stdin is not None and self.process.stdout is not None

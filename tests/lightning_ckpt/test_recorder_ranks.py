@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.conftest import LIGHTNING, ScriptRunner
+from tests.support.ports import free_port
 
 SCRIPT = """
     import json, os, signal, sys, warnings
@@ -84,9 +84,7 @@ SCRIPT = """
 @pytest.mark.parametrize("case", ["same", "differs"])
 def test_what_rank_1_alone_sees_is_said_on_rank_0(fork_script: ScriptRunner, tmp_path: Path, case: str) -> None:
     for what, status in (("first", -9), ("resumed", 0)):
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            port = found.getsockname()[1]
+        port = free_port()
         done = fork_script(SCRIPT, what, case, tmp_path, port, modules=LIGHTNING)
         assert json.loads(done.stdout.splitlines()[-1]) == [status, status], done.stderr[-3000:]
     compared = [_compared(tmp_path / f"events{rank}") for rank in range(2)]

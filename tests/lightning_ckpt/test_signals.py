@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import torch
 
 from ckpt_core import verify
 from tests.lightning_ckpt.features import needs_save_on_exception
+from tests.support.ports import free_port
 
 SCRIPT = Path(__file__).with_name("signal_script.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -42,9 +42,7 @@ class Job:
 
     def run(self, directory: Path, name: str, **spec: Any) -> list[dict[str, Any]]:
         """Train; what each rank wrote."""
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         # What SLURM is asked for, and which checkpoints are there by then.
         scontrol = directory / "scontrol"
         scontrol.write_text(f'#!/bin/sh\ncd {directory}\necho "$@" $(ls -d hpc_ckpt_*) >> requeued\n')

@@ -13,7 +13,6 @@ import gc
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -25,6 +24,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -160,9 +161,7 @@ def _run_rank(spec: dict[str, Any], rank: int, port: int, output: str) -> None:
 
 
 def _run_case(spec: dict[str, Any], directory: str) -> list[dict[str, Any]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     outputs = [os.path.join(directory, f"{time.monotonic_ns()}-{rank}.json") for rank in range(spec["world_size"])]
     children = []
     for rank, output in enumerate(outputs):

@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import os
-import random
 import shutil
 import signal
 import socket
@@ -23,6 +22,8 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from tests.support.ports import free_port
 
 START_SECONDS = 120.0
 COMMAND_SECONDS = 120.0
@@ -76,15 +77,6 @@ class Server:
 
             gcsfs.GCSFileSystem(**self.options).mkdir(name)
         return f"{self.protocol}://{name}"
-
-
-def free_port() -> int:
-    """Return a port that nobody listens to, and that no outgoing connection is going to take before a server does."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def s3_options(endpoint: str) -> dict[str, Any]:

@@ -242,7 +242,7 @@ MISTAKES = (
 strategy, world = sys.argv[1], 2
 
 def unserializable(rank):
-    return [*parts(rank, 1), Part("custom", {"x": object() if rank == 1 else 1}, Kind.PER_RANK)]
+    return [*parts(rank, 1), Part("custom", {"x": (lambda: 0) if rank == 1 else 1}, Kind.PER_RANK)]
 
 def work(rank, group):
     make = functools.partial(DirectoryCheckpointer, ranks=group, strategy=strategy)

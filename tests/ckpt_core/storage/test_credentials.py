@@ -14,7 +14,8 @@ import pytest
 from ckpt_core import Checkpointer, CheckpointError, StorageError
 from ckpt_core.storage import storage_for
 from ckpt_core.storage.failures import Secrets, describer, translated
-from tests.support.servers import Server, free_port
+from tests.support.ports import free_port
+from tests.support.servers import Server
 
 SECRET = "hX7/kfoo+bar9qZ="
 QUOTED = "hX7%2Fkfoo%2Bbar9qZ%3D"
