@@ -12,7 +12,8 @@ import torch
 from ckpt_core import Kind, Part, RankGroup, SnapshotTornError, StorageError
 from ckpt_core._commit import SaveSeries
 from ckpt_core._pipeline.directory_save import DirectorySave, DirectoryState
-from ckpt_core._pipeline.file_save import FileSave, RefusedKeys
+from ckpt_core._pipeline.file_save import FileSave
+from ckpt_core._pipeline.refused_keys import RefusedKeys
 from ckpt_core._pipeline.save import Pipeline, Save, SavedDirectories
 from ckpt_core._pipeline.snapshot import Snapshot
 from ckpt_core._pipeline.unchanged import UnchangedFiles
@@ -47,6 +48,7 @@ def save_of(layout: str, pipeline: Pipeline, tensor: torch.Tensor, storage: Stor
         directories=directories,
         plans=WritePlanCache(),
         incremental=unchanged.begin(storage, str(path)),
+        refused=RefusedKeys(),
     )
 
 
