@@ -150,15 +150,21 @@ class Ring:
     """The file of one rank; does nothing where it cannot be written, or another process is writing into it.
 
     Args:
-        path: The local file; its directory is made.
+        path: The local file; it is made, with its directory, for the first record: a program that only saves or loads
+            finds no file of ours among its own.
     """
 
     def __init__(self, path: str) -> None:
         self.path = path
         self._descriptor: int | None = None
+        self._is_closed = False
+        if os.path.exists(path):
+            self._open()
+
+    def _open(self) -> None:
         try:
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            os.makedirs(os.path.dirname(self.path) or ".", exist_ok=True)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             self._lock()
         except OSError as error:
             self._give_up(error)
@@ -188,6 +194,8 @@ class Ring:
 
     def write(self, record: Record) -> None:
         """Put a record in the place of the one :data:`CAPACITY` steps before it."""
+        if self._descriptor is None and not self._is_closed:
+            self._open()
         if self._descriptor is None:
             return
         try:
@@ -198,6 +206,7 @@ class Ring:
     def close(self) -> None:
         """Close the file, which stays."""
         descriptor, self._descriptor = self._descriptor, None
+        self._is_closed = True
         if descriptor is not None:
             with contextlib.suppress(OSError):
                 os.close(descriptor)

@@ -372,7 +372,7 @@ def test_a_loss_that_is_late_is_recorded_and_compared(runs: Runs, monkeypatch: p
     monkeypatch.setattr("ckpt_core.recorder.flight._value_of", lambda loss: (None, Late(loss)))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     saved = saved_at(runs, 0, 4)  # nothing of it is written: its losses were not there when it died
-    assert os.path.getsize(runs.path) == 0
+    assert not os.path.exists(runs.path)
     first = runs.begin()
     saved = first.capture()
     run(first, 0, 4).finish()
@@ -417,3 +417,14 @@ def test_lists_of_numbers_that_differ_in_length_or_in_a_sampled_number_differ() 
     other[20][0] = -1
     assert digest_batch(lists) != digest_batch(other)
     assert digest_batch(lists) != digest_batch(lists[:-1])
+
+
+def test_the_file_is_made_for_the_first_record(tmp_path: Path) -> None:
+    path = tmp_path / "run" / ".flight"
+    ring = Ring(str(path))
+    assert ring.read() == []
+    assert list(tmp_path.iterdir()) == []
+    ring.write(Record(branch=1, number=3, epoch=0, batch=3, step=3))
+    ring.close()
+    ring.write(Record(branch=1, number=4, epoch=0, batch=4, step=4))
+    assert [record.number for record in Ring(str(path)).read()] == [3]
