@@ -90,6 +90,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             "save_on_exception"
         ):
             raise ValueError("save_on_exception=True needs Lightning 2.5.6 or newer")
+        self.save_on_exception = False  # where Lightning does not set it
         super().__init__(**settings)
         self._watch: OutcomeWatch | None = None
         self._saved_by_this_trigger: str | None = None

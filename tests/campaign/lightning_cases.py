@@ -21,7 +21,6 @@ from lightning.pytorch.callbacks import (
     ModelPruning,
     StochasticWeightAveraging,
     Timer,
-    WeightAveraging,
 )
 from lightning.pytorch.utilities import CombinedLoader
 from torch.nn.utils import parametrizations, prune
@@ -566,7 +565,11 @@ CALLBACKS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
         },
     ),
     "SWA": (lambda: [StochasticWeightAveraging(1e-2, swa_epoch_start=1)], {}),
-    "weight averaging": (lambda: [WeightAveraging()], {"model": Validates}),
+    **(
+        {"weight averaging": (lambda: [pl.callbacks.WeightAveraging()], {"model": Validates})}
+        if hasattr(pl.callbacks, "WeightAveraging")  # since Lightning 2.6
+        else {}
+    ),
     "accumulation schedule": (lambda: [GradientAccumulationScheduler({0: 1, 1: 3})], {}),
     "pruning, each epoch": (
         lambda: [

@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import logging
 import random
+import re
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,10 @@ from tests.lightning_ckpt.exact_data import BATCH, Samples, make_loader
 
 for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
     logging.getLogger(name).setLevel(logging.ERROR)
+
+
+#: Of Lightning, as numbers.
+RELEASE = tuple(int(part) for part in re.findall(r"\d+", pl.__version__)[:3])
 
 
 class PlannedError(RuntimeError):

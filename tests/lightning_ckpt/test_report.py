@@ -60,10 +60,10 @@ def test_it_says_where_it_resumes_and_what_its_saves_cost(plugin: Any, tmp_path:
     trainer_of(tmp_path, callbacks, plugins=[plugin()], max_steps=8).fit(model_of())
     (line,) = lines
     assert re.fullmatch(
-        r"12 checkpoints saved \(\d{3}\.\d kB each\); training stood still for \d+\.\d\d s, \d+\.\d\d s at most, "
+        r"1[23] checkpoints saved \(\d{3}\.\d kB each\); training stood still for \d+\.\d\d s, \d+\.\d\d s at most, "
         r"\d+\.\d\d % of the run",
         line,
-    ), "two callbacks save four states and two, each under two names"
+    ), "two callbacks save four states and two, each under two names; Lightning 2.5 saves once more at the end"
 
     lines.clear()
     trainer_of(tmp_path, [saver(tmp_path)], plugins=[plugin()]).fit(model_of(), ckpt_path="last")

@@ -15,7 +15,7 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
 from torch.utils.data import DataLoader
 
-from tests.lightning_ckpt.exact_cases import MemoryLogger, Model, Outcome, SaveAt, make_trainer, outcome
+from tests.lightning_ckpt.exact_cases import RELEASE, MemoryLogger, Model, Outcome, SaveAt, make_trainer, outcome
 from tests.lightning_ckpt.exact_data import Samples
 
 pytestmark = [
@@ -237,6 +237,10 @@ def test_a_fit_that_restores_is_as_without_us(name: str, tmp_path: Path) -> None
 )
 def test_a_fit_that_restores_is_resumed_exactly(name: str, batches: int, tmp_path: Path) -> None:
     case = CASES[name]
+    if RELEASE < (2, 6) and ("batch size" in name or name == "both"):
+        pytest.skip("the searches of older releases find other batch sizes, and need other numbers of steps")
+    if RELEASE < (2, 5, 6) and name == "learning rate":
+        pytest.skip("not exact there, which the flight recorder says: docs/limits.md")
     save_at = SaveAt("on_train_batch_end", batches, tmp_path / "saved.ckpt")
     whole: Outcome = fit(case, tmp_path / "whole", ours=True, save_at=save_at)
     expected = whole.after(save_at.seen, save_at.rows)

@@ -26,7 +26,7 @@ from lightning.pytorch.callbacks import (
 
 from lightning_ckpt import ResumableCheckpoint
 from tests.lightning_ckpt.captured import END, MIDDLE, Training, train_and_resume
-from tests.lightning_ckpt.exact_cases import MemoryLogger, Model
+from tests.lightning_ckpt.exact_cases import RELEASE, MemoryLogger, Model
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
@@ -235,4 +235,6 @@ class Plain(Model):
 def test_nothing_else_is_named(name: str, tmp_path: Path) -> None:
     if name == "rich":
         pytest.importorskip("rich")
+        if RELEASE < (2, 5, 6):
+            pytest.skip("the bar of older releases fails with this release of rich, also without us")
     assert fit(Plain(), STOCK[name](), tmp_path) == []
