@@ -133,7 +133,7 @@ def draw_run(canvas: Canvas, run: Run) -> None:
                 markeredgecolor="white", zorder=7,
             )  # fmt: skip
             canvas.axes.annotate(
-                f"from step {resumed}", (canvas.scale * (first - canvas.zero), 1.42), (9, 0),
+                f"from step {resumed}", (canvas.scale * (first - canvas.zero), 1.42), (-9, 0), ha="right",
                 textcoords="offset points", color=COMMIT, fontsize=9.5, va="center",
             )  # fmt: skip
         if job.killed:
