@@ -120,8 +120,8 @@ class _Encoder:
         if archive.tell() > _LARGEST_OBJECT:
             self._refuse(f"a {kind} of {archive.tell()} bytes cannot be saved", name, _REMEDY)
         try:
-            torch.load(io.BytesIO(archive.getbuffer()), weights_only=True)
-        except pickle.UnpicklingError:
+            torch.load(io.BytesIO(archive.getbuffer()), map_location="cpu", weights_only=True)
+        except Exception:  # noqa: BLE001 - what its class raises when it is rebuilt is no reason not to save it
             self._objects[join_key(self._key, name) if name else self._key] = kind
         return {"$object": [kind, base64.b64encode(archive.getbuffer()).decode()]}
 

@@ -247,6 +247,28 @@ def test_an_object_that_the_program_allows_is_loaded_from_a_directory(
     assert caplog.records == []
 
 
+class Dud:
+    """Cannot be rebuilt, although the program allows it."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise KeyError("gone")
+
+    def __getstate__(self) -> Any:
+        return {"a": 1}
+
+
+def test_an_object_that_cannot_be_rebuilt_now_is_saved_and_said(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with torch.serialization.safe_globals([Dud]), caplog.at_level(logging.WARNING):
+        with DirectoryCheckpointer(strategy="sync") as directories:
+            directories.save([Part("part", {"x": Dud(), "n": 1}, Kind.PER_RANK)], tmp_path / "a", step=1)
+        with directories.load(tmp_path / "a") as opened, pytest.raises(CheckpointFormatError, match="Dud") as caught:
+            opened.load("part")
+    assert (caught.value.path, caught.value.key) == (str(tmp_path / "a"), "part")
+    assert "part.x: " in caplog.text
+
+
 class Bomb:
     """Leaves a mark when it is rebuilt."""
 
