@@ -55,6 +55,13 @@ def digest_batch(batch: Any) -> int:
 
 
 def _add(value: Any, update: _Update, depth: int, items: int, *, is_data: bool) -> None:
+    try:
+        _add_value(value, update, depth, items, is_data=is_data)
+    except Exception:  # noqa: BLE001 - of the user's class, whatever it raises: a batch is looked at, and not used
+        update(type(value).__qualname__.encode())
+
+
+def _add_value(value: Any, update: _Update, depth: int, items: int, *, is_data: bool) -> None:
     if isinstance(value, torch.Tensor):
         _add_tensor(value, update)
     elif isinstance(value, np.ndarray):

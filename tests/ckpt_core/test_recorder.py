@@ -6,6 +6,7 @@ import dataclasses
 import os
 import random
 import signal
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -428,3 +429,34 @@ def test_the_file_is_made_for_the_first_record(tmp_path: Path) -> None:
     ring.close()
     ring.write(Record(branch=1, number=4, epoch=0, batch=4, step=4))
     assert [record.number for record in Ring(str(path)).read()] == [3]
+
+
+class Closed(Mapping[str, Any]):
+    """Cannot be looked at any more, such as a file that was closed."""
+
+    def __getitem__(self, key: str) -> Any:
+        raise OSError("closed")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["a"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+class Proxy:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("not connected")
+
+
+class Quantity(float):
+    def __repr__(self) -> str:
+        raise ValueError("no unit")
+
+
+@pytest.mark.parametrize("odd", [Closed(), Proxy(), Quantity(2.0)], ids=lambda odd: type(odd).__name__)
+def test_what_objects_of_a_batch_raise_ends_no_training(odd: Any) -> None:
+    first, other = ({"odd": odd, "x": torch.full((2,), value)} for value in (1.0, 2.0))
+    assert digest_batch(first) == digest_batch(dict(first))
+    assert digest_batch(first) != digest_batch(other)
