@@ -36,7 +36,10 @@ _INT64 = range(-(1 << 63), 1 << 63)
 
 def fingerprint(value: Any) -> str:
     """Return a digest of a plain value, the same in every process; of long containers and arrays, that of a sample."""
-    return digest_of_parts(_parts(value, [_LOOKED_AT_BYTES]))
+    try:
+        return digest_of_parts(_parts(value, [_LOOKED_AT_BYTES]))
+    except Exception:  # noqa: BLE001 - of a user's class, whatever its repr raises: a save must not end by a look
+        return digest_of_parts([f"{type(value).__qualname__}, unreadable".encode()])
 
 
 def _parts(value: Any, left: list[int]) -> Iterator[bytes]:

@@ -6,6 +6,7 @@ no state of a training there (files, locks, tables, tensors' storages, the frame
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import random
 import types
@@ -122,8 +123,10 @@ def reach(
         if isinstance(value, (functools.partial, types.MethodType, types.FunctionType)):
             # a function may be bound to anything, such as the whole script: only generators are taken from there
             in_functions += 1
-            yield from walk_function(value, path, depth)
-            in_functions -= 1
+            try:
+                yield from walk_function(value, path, depth)
+            finally:
+                in_functions -= 1
         elif isinstance(value, _CONTAINERS):
             yield from walk_items(value, path, depth)
         elif _is_entered(value, owner):
@@ -184,6 +187,11 @@ def reach(
                 yield Found(_join(path, name), child, _nowhere)
 
     def visit(child: Any, path: str, put: Callable[[Any], None], depth: int) -> Iterator[Found]:
+        # what a user's class raises when it is looked at (a proxy, a lazy list) ends no save: nothing is found there
+        with contextlib.suppress(Exception):
+            yield from look(child, path, put, depth)
+
+    def look(child: Any, path: str, put: Callable[[Any], None], depth: int) -> Iterator[Found]:
         if is_generator(child):
             if id(child) not in seen:
                 seen.add(id(child))

@@ -114,3 +114,34 @@ def test_of_a_list_of_a_thousand_large_arrays_a_part_is_looked_at() -> None:
     # one page each: more would be 256 GiB
     arrays = [np.broadcast_to(np.zeros(1), (2**25,)) for _ in range(1000)]
     assert fingerprint(arrays) == fingerprint(list(arrays))
+
+
+class NoText:
+    def __repr__(self) -> str:
+        raise ValueError("not now")
+
+
+class Quantity(float):
+    def __repr__(self) -> str:
+        raise ValueError("no unit")
+
+
+class Lazy(list[int]):
+    def __iter__(self) -> Any:
+        raise OSError("closed")
+
+
+class Proxy:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("not connected")
+
+
+@pytest.mark.parametrize("odd", [Quantity(2), {NoText(): 1}, Lazy([1]), Proxy()], ids=lambda odd: type(odd).__name__)
+def test_what_a_value_raises_when_it_is_looked_at_hides_no_other(odd: Any) -> None:
+    owner = Holder()
+    owner.odd, owner.count = odd, 1  # type: ignore[attr-defined]
+    state = PlainState(owner)
+    owner.count = 2  # type: ignore[attr-defined]
+    assert list(state.changed()) == ["count"]
+    assert list(state.capture()[0]) == ["count"]
