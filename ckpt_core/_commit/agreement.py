@@ -11,7 +11,9 @@ from typing import Any
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from ckpt_core._commit.announcement import Announcement
 from ckpt_core._commit.errors_as_data import decode_error, encode_error, names_of
+from ckpt_core._commit.outcome import raise_together
 from ckpt_core._commit.progress import Progress
 from ckpt_core._commit.store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError
@@ -82,10 +84,10 @@ class Agreement:
         Raises:
             RankFailedError: Rank 0 did not come, came to do something else, or has failed.
         """
-        brought = None if failure is None or self.rank else _encode(failure)
+        brought = None if failure is None or self.rank else encode_error(failure)
         found, value = self._meet(what, value, brought, waits=False)
         if self.rank and found is not None:
-            raise _failed_on(what, *found)
+            raise found
         return value
 
     def absent_from(self, meeting: int, place: int | None) -> set[int]:
@@ -105,16 +107,12 @@ class Agreement:
         Raises:
             CheckpointError: That of this rank, or a :class:`RankFailedError` that quotes another's.
         """
-        failure: BaseException | None = None
-        try:
-            action()
-        except Exception as error:  # noqa: BLE001 - whatever it is, the others must know before it is raised
-            failure = error
-        others, _ = self._meet(what, None, None if failure is None else _encode(failure))
-        if failure is not None:
-            raise failure
-        if others is not None:
-            raise _failed_on(what, *others)
+
+        def exchange(mine: Any) -> list[Any]:
+            others, _ = self._meet(what, None, mine)
+            return [None if others is None else encode_error(others)]
+
+        raise_together(action, exchange)
 
     def asked_of_rank_zero(self, what: str, ask: Callable[[], Any]) -> Any:
         """Return what ``ask`` returns on rank 0, where alone it is called; it may take long, and fail for all.
@@ -151,8 +149,8 @@ class Agreement:
 
     def _meet(
         self, what: str, value: Any, failure: Any = None, *, waits: bool = True, may_be_absent: bool = False
-    ) -> tuple[Any, Any]:
-        """Return the failure that a rank brought, with the rank's number, and what rank 0 gave.
+    ) -> tuple[CheckpointError | None, Any]:
+        """Return the failure that a rank brought, as the others raise it, and what rank 0 gave.
 
         Unless rank 0 ``waits`` for the others, it is the only one whose failure counts.
         """
@@ -167,34 +165,35 @@ class Agreement:
         meeting = str(self._meetings)
         if waits:
             self._wait_for_others(client, what, may_be_absent=may_be_absent)
-        others = [0, failure] if failure is not None else None
+        others = _failed_on(what, 0, failure) if failure is not None else None
         if waits and others is None and client.has(f"{meeting}/failure"):
-            others = json.loads(client.get(f"{meeting}/failure"))
+            others = _failed_on(what, *json.loads(client.get(f"{meeting}/failure")))
         is_optional = may_be_absent or not waits
-        client.set(meeting, json.dumps([what, others, value, self.place, is_optional, sorted(self.left_out)]))
+        Announcement(client, meeting).make([what, value, self.place, is_optional, sorted(self.left_out)], others)
         self._forget_what_all_have_read()
         self._unread.append((self._meetings, self.place))
         return others, value
 
-    def _hear(self, client: TimedStore, what: str, failure: Any) -> tuple[Any, Any]:
+    def _hear(self, client: TimedStore, what: str, failure: Any) -> tuple[CheckpointError | None, Any]:
         """Come to the next meeting that rank 0 has where this rank is; those in between were before."""
         while True:
             self._meetings += 1
             meeting = str(self._meetings)
-            if not client.has(meeting):  # rank 0 may wait for this rank
+            said = Announcement(client, meeting)
+            if not said.is_made:  # rank 0 may wait for this rank
                 self.progress.joined(self._meetings)
                 if failure is not None:
                     client.set(f"{meeting}/failure", json.dumps([self.rank, failure]))
                 client.set(f"at/{self.rank}", meeting)
                 client.add(f"{meeting}/arrived", 1)
                 self._wait_for_rank_zero(client, what)
-            theirs, others, value, place, is_optional, left_out = json.loads(client.get(meeting))
+            (theirs, value, place, is_optional, left_out), others = said.read()
             if is_optional and (theirs != what or self._is_past(place)):
                 self.progress.skipped(self._meetings)
                 continue
             self.progress.joined(self._meetings)
             self.left_out = set(left_out)
-            client.add(f"{meeting}/read", 1)
+            said.heard()
             if theirs != what:
                 raise RankFailedError(
                     f"rank {self.rank} called {what}, and rank 0 called {theirs}",
@@ -210,8 +209,8 @@ class Agreement:
             RankFailedError: Rank 0 is gone.
         """
         client, here, meeting = self._client, self.progress.place, self._meetings + 1
-        while self.rank and client is not None and client.has(str(meeting)):
-            _, _, _, place, is_optional, _ = json.loads(client.get(str(meeting)))
+        while self.rank and client is not None and (said := Announcement(client, str(meeting))).is_made:
+            (_, _, place, is_optional, _), _ = said.read()
             if not is_optional or place is None or here is None or here <= place:
                 return True
             meeting += 1
@@ -224,12 +223,11 @@ class Agreement:
         client = self._client
         while client is not None and self._unread:
             oldest, place = self._unread[0]
-            absent = len(self._absent.get(place, ()))
-            if client.add(f"{oldest}/read", 0) < self.world_size - 1 - absent:
+            absent, said = len(self._absent.get(place, ())), Announcement(client, str(oldest))
+            if not said.is_heard_by(self.world_size - 1 - absent):
                 return
-            # A rank that was not there passes it over when it comes to a later one.
-            kept = [] if absent else [str(oldest)]
-            client.delete([*kept, *(f"{oldest}/{what}" for what in ("arrived", "failure", "read"))])
+            said.delete(keep=bool(absent))  # a rank that was not there passes it over when it comes to a later one
+            client.delete([f"{oldest}/arrived", f"{oldest}/failure"])
             self._unread.popleft()
             if not self._unread or self._unread[0][1] != place:
                 self._absent.pop(place, None)
@@ -295,9 +293,3 @@ def _went_on(what: str, rank: int, absent: Collection[int]) -> RankFailedError:
 def _failed_on(what: str, rank: int, encoded: Any) -> RankFailedError:
     theirs = decode_error(encoded)
     return RankFailedError(f"{what} failed on rank {rank}: {theirs.message}", path=theirs.path, key=theirs.key)
-
-
-def _encode(failure: BaseException) -> dict[str, Any]:
-    if isinstance(failure, CheckpointError):
-        return encode_error(failure)
-    return encode_error(CheckpointError(f"{type(failure).__name__}: {failure}"))

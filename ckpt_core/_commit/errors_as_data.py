@@ -13,8 +13,10 @@ __all__ = ["decode_error", "encode_error", "names_of"]
 _NAMED_RANKS = 8
 
 
-def encode_error(error: CheckpointError) -> dict[str, Any]:
-    """Return the error as plain data that another rank can rebuild it from."""
+def encode_error(error: Exception) -> dict[str, Any]:
+    """Return the error as plain data that another rank can rebuild it from, one of another tree as one of ours."""
+    if not isinstance(error, CheckpointError):
+        error = CheckpointError(f"{type(error).__name__}: {error}")
     return {
         "class": type(error).__name__,
         "message": error.message,

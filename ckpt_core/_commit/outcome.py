@@ -1,44 +1,43 @@
-"""Ranks learn what has become of saves, and raise a failure of one of them together.
+"""Ranks raise a failure of one of them together.
 
 One rank may know of a failure that the others do not; if it alone raised, the job would hang in the next collective.
 :func:`raise_together` is for a call that all ranks make together, and :class:`RunOutcome` for saves in the background:
-it talks through a ``TCPStore`` of its own, on the training thread, and only while a save is under way.
+it looks for an announcement, on the training thread, and only while a save is under way.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from ckpt_core._commit.announcement import Announcement
 from ckpt_core._commit.errors_as_data import decode_error, encode_error
 from ckpt_core._commit.store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError
 
 __all__ = ["BackgroundSaves", "RunOutcome", "raise_together"]
 
-_LINGER = 10.0  # seconds that rank 0, which may be about to exit, waits until all have heard
-
 
 def raise_together(action: Callable[[], None], exchange: Callable[[Any], Sequence[Any]] | None) -> None:
-    """Run ``action``; if that raises a :class:`CheckpointError`, raise it on every rank. Called on all ranks together.
+    """Run ``action``; if that raises, raise on every rank. Called on all ranks together.
 
     Args:
         action: What may fail.
         exchange: Takes plain data of this rank, or None, and returns that of all ranks whose failures count, the first
-            of which is raised; None for a single process.
+            of which is raised: through the framework's collectives, or an :class:`~ckpt_core.ranks.Agreement`. None for
+            a single process.
 
     Raises:
-        CheckpointError: That of this rank, or the first of another's, as the same class.
+        Exception: That of this rank.
+        CheckpointError: The first of another's, as the same class.
     """
-    failure = None
+    failure: Exception | None = None
     try:
         action()
-    except CheckpointError as error:
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others must know before it is raised
         failure = error
     if exchange is not None:
         found = exchange(None if failure is None else encode_error(failure))
@@ -91,7 +90,7 @@ class RunOutcome:
         self._begun = 0
         self._ended = 0
         self._boundary = 0
-        self._announced: tuple[int, CheckpointError] | None = None
+        self._announced: tuple[int, CheckpointError | None] | None = None
 
     def save_begun(self) -> None:
         """Note that a save has begun; called on every rank."""
@@ -121,36 +120,32 @@ class RunOutcome:
                 self._look(self._store)
         if self._announced is not None and self._boundary >= self._announced[0]:
             error = self._announced[1]
+            assert error is not None  # nothing else is announced
             if self._rank == 0:
-                self._wait_until_heard(self._store)
+                self._announcement(self._store).linger(self._others)
             self.was_raised()
             raise error
 
     def _announce(self, store: TimedStore, failure: CheckpointError | None, *, pending: bool) -> None:
         if failure is not None:
             self._announced = (self._boundary + 1, failure)
-            store.set(self._key("failure"), json.dumps([self._boundary + 1, encode_error(failure)]))
+            self._announcement(store).make(*self._announced)
         elif not pending and self._ended < self._begun:
             self._ended = self._begun
-            store.set(self._key("ended"), str(self._begun))
+            self._announcement(store, "ended").make(self._begun)
 
-    def _key(self, name: str) -> str:
-        # One name space for each failure: what was raised once is not found again.
-        return f"outcome-{self._raised}/{name}"
+    def _announcement(self, store: TimedStore, what: str = "failure") -> Announcement:
+        # One for each failure: what was raised once is not found again.
+        return Announcement(store, f"outcome-{self._raised}/{what}")
 
     def _look(self, store: TimedStore) -> None:
-        if store.has(self._key("failure")):
-            boundary, encoded = json.loads(store.get(self._key("failure")))
-            self._announced = (boundary, decode_error(encoded))
+        announcement = self._announcement(store)
+        if announcement.is_made:
+            self._announced = announcement.read()
             with contextlib.suppress(RankFailedError):  # rank 0 may have waited for long enough
-                store.add(self._key("heard"), 1)
-        elif store.has(self._key("ended")):
-            self._ended = int(store.get(self._key("ended")))
-
-    def _wait_until_heard(self, store: TimedStore) -> None:
-        deadline = time.monotonic() + _LINGER
-        while store.add(self._key("heard"), 0) < self._others and time.monotonic() < deadline:
-            time.sleep(0.001)
+                announcement.heard()
+        elif (ended := self._announcement(store, "ended")).is_made:
+            self._ended, _ = ended.read()
 
     @property
     def unraised(self) -> CheckpointError | None:

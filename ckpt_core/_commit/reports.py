@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Sequence
 
+from ckpt_core._commit.announcement import Announcement
 from ckpt_core._commit.errors_as_data import decode_error, encode_error, names_of
 from ckpt_core._commit.rank_group import RankGroup
 from ckpt_core._commit.store import TimedStore
@@ -18,7 +19,6 @@ from ckpt_core.errors import CheckpointError, RankFailedError
 
 __all__ = ["JointSave", "SaveSeries"]
 
-_LINGER = 10.0  # seconds that rank 0 waits for the others to read an outcome: they need it, and it may be about to exit
 _GRACE = 1.25  # rank 0, which collects for so long, must be the first to find out who is missing
 _FIRST_LOOK = 0.1  # seconds after which rank 0 asks for the first time who will not come
 _LAST_LOOK = 1.0
@@ -122,8 +122,9 @@ class JointSave:
         if self._store is None:
             return
         try:
-            while self._rank != 0 and self._agreed is None and self._store.has(self._key("outcome")):
-                if json.loads(self._store.get(self._key("outcome")))[0] == self._path:
+            while self._rank != 0 and self._agreed is None and self._outcome(self._store).is_made:
+                (path, _), _ = self._outcome(self._store).read()
+                if path == self._path:
                     break  # this very save: the others have given up waiting for this rank
                 self._number += 1
             self._store.set(self._key(f"begun/{self._rank}"), "")
@@ -140,16 +141,16 @@ class JointSave:
         """
         if self._store is None:
             return answer()
-        key, outcome = self._key(question), self._key("outcome")
+        said, outcome = Announcement(self._store, self._key(question)), self._outcome(self._store)
         self._asked.append(question)
         if self._rank == 0:
             found = answer()
-            self._store.set(key, "yes" if found else "")
+            said.make(found)
             return found
-        if not self._store.wait_for_any([key, outcome], self._timeout):
+        if not self._store.wait_until(lambda: said.is_made or outcome.is_made, self._timeout):
             raise self._too_late([0]) if self._store.has(self._key("begun/0")) else self._not_called([0])
         # Without an answer there is an outcome, which is the same whatever is answered.
-        return self._store.has(key) and self._store.get(key) == "yes"
+        return said.is_made and bool(said.read()[0])
 
     def conclude(self, report: str | CheckpointError, commit: Callable[[Sequence[str | None]], int]) -> int:
         """Report what has become of this rank's part, and return the size of the checkpoint once it is committed.
@@ -191,7 +192,12 @@ class JointSave:
             failure = CheckpointError(f"rank 0: {type(error).__name__}: {error}", path=self._path)
             raise
         finally:
-            self._announce(store, size, failure, readers=len(reported), keep=bool(absent))
+            outcome = self._outcome(store)
+            outcome.make([self._path, size], failure)
+            if outcome.linger(len(reported), self._timeout):
+                keep = failure is not None or bool(absent)  # for ranks that were left out of it
+                self._forget(store, "begun/0", *self._asked, *([] if keep else ["collecting", "collected"]))
+                outcome.delete(keep=keep)
         if failure is not None:
             raise failure
         return size
@@ -249,17 +255,6 @@ class JointSave:
             return self._too_late(begun)
         return self._not_called(ranks)
 
-    def _announce(
-        self, store: TimedStore, size: int, failure: CheckpointError | None, *, readers: int, keep: bool
-    ) -> None:
-        encoded = None if failure is None else encode_error(failure)
-        store.set(self._key("outcome"), json.dumps([self._path, size, readers, encoded]))
-        if readers and not store.wait([self._key("all-read")], min(_LINGER, self._timeout)):
-            return
-        self._forget(store, "begun/0", "read", "all-read", *self._asked)
-        if failure is None and not keep:  # what ranks that were left out of it will find
-            self._forget(store, "collecting", "collected", "outcome")
-
     # ---- the other ranks ---------------------------------------------------------------------------------------------
 
     def _learn(self, store: TimedStore, report: str | CheckpointError) -> int:
@@ -268,16 +263,15 @@ class JointSave:
         try:
             store.set(self._key(f"report/{self._rank}"), f"{head}\n{report if own_error is None else ''}")
             self._wait_for_outcome(store)
-            _, size, readers, error = json.loads(store.get(self._key("outcome")))
+            (_, size), error = self._outcome(store).read()
         except RankFailedError:
             self.undecided = True
             raise
         with contextlib.suppress(RankFailedError):  # rank 0 may be gone by now, as it may
             self._forget(store, f"begun/{self._rank}", f"report/{self._rank}")
-            if store.add(self._key("read"), 1) == readers:
-                store.set(self._key("all-read"), "")
+            self._outcome(store).heard()
         if error is not None:
-            raise decode_error(error) from own_error
+            raise error from own_error
         return int(size)
 
     def _wait_for_outcome(self, store: TimedStore) -> None:
@@ -300,6 +294,9 @@ class JointSave:
 
     def _key(self, name: str) -> str:
         return f"{self.token}/{name}"
+
+    def _outcome(self, store: TimedStore) -> Announcement:
+        return Announcement(store, self._key("outcome"))
 
     def _forget(self, store: TimedStore, *names: str) -> None:
         store.delete([self._key(name) for name in names])

@@ -172,15 +172,12 @@ class TimedStore:
 
         It asks again and again: a request that waits would keep others of this process from the store meanwhile.
         """
-        return self._wait(lambda: bool(self._store.check(list(keys))), seconds)
+        return self.wait_until(lambda: bool(self._ask(lambda: self._store.check(list(keys)))), seconds)
 
-    def wait_for_any(self, keys: Sequence[str], seconds: float) -> bool:
-        """Return whether there is a value under one of ``keys``, waiting for it for so many seconds."""
-        return self._wait(lambda: any(self._store.check([key]) for key in keys), seconds)
-
-    def _wait(self, is_there: Callable[[], bool], seconds: float) -> bool:
+    def wait_until(self, is_there: Callable[[], bool], seconds: float) -> bool:
+        """Return whether ``is_there``, which asks this store, gets true within so many seconds."""
         began = time.monotonic()
-        while not self._ask(is_there):
+        while not is_there():
             waited = time.monotonic() - began
             if waited >= seconds:
                 return False

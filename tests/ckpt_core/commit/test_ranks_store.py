@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from ckpt_core._commit import JointSave, RankGroup, RunOutcome, SaveSeries
-from ckpt_core._commit import reports as reports_module
+from ckpt_core._commit import announcement as announcement_module
 from ckpt_core._commit import store as store_module
 from ckpt_core.errors import CheckpointError, RankFailedError
 from tests.conftest import ScriptRunner
@@ -110,7 +110,7 @@ def test_a_report_that_no_rank_has_written_commits_nothing(
     ranks: list[RankGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A stranger who lists the keys, and knows all formats, reports for rank 1."""
-    monkeypatch.setattr(reports_module, "_LINGER", 0.0)
+    monkeypatch.setattr(announcement_module, "_LINGER", 0.0)
     save: JointSave = SaveSeries(ranks[0]).open("a.ckpt", timeout=60)
     recording: Any = Recording()
     genuine = SaveSeries(RankGroup(1, 2, recording, ranks[0].session)).open("a.ckpt", timeout=0.01)
