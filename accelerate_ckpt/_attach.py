@@ -283,7 +283,11 @@ def _optimizer_step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) ->
 
 
 def _iterate(original: Any, loader: Any) -> Iterator[Any]:
-    """Make deferred saves between two batches: there the script has done all that it does in a step."""
+    """Make deferred saves between two batches: there the script has done all that it does in a step.
+
+    Saves that the script has not asked for are not made after the last batch of an epoch: a resume begins with the next
+    epoch, and would leave out what the script does at the end of one. They are made when the next one begins.
+    """
     for batch in original(loader):
         before = {id(session): session.work_done for session in live_sessions() if session.saves_by_itself}
         rehearsals = [session.rehearsal for session in live_sessions() if session.rehearsal is not None]
@@ -292,7 +296,8 @@ def _iterate(original: Any, loader: Any) -> Iterator[Any]:
         yield batch
         for session in live_sessions():
             save_deferred(session)
-            if session.saves_by_itself and before.get(id(session)) != session.work_done:
+            has_trained = session.saves_by_itself and before.get(id(session)) != session.work_done
+            if has_trained and not session.data.has_finished(loader):
                 session.after_batch()
         for rehearsal in rehearsals:
             rehearsal.after_batch(loader)

@@ -1,11 +1,12 @@
-"""Interrupts runs that need no person, at random steps, and says what was lost (``tests/chaos/unattended.py``).
+"""Interrupts runs that need no person, at any moment, and says what was lost (``tests/chaos/unattended.py``).
 
-python tools/unattended.py lightning --interruptions 40 --launcher torchrun
+python tools/unattended.py lightning --interruptions 40 --launcher torchrun --ranks 3
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import sys
 import tempfile
@@ -22,22 +23,32 @@ def main() -> int:
     parser.add_argument("framework", choices=FRAMEWORKS)
     parser.add_argument("--interruptions", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--launcher", choices=("fork", "torchrun", "own"), default="fork")
+    parser.add_argument("--json", help="a file that gets a line with all that was found")
     options = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="unattended-"))
+    print(f"{options.framework}, {options.ranks} ranks, {options.launcher}: files are in {directory}", flush=True)
     found = campaign(
         options.framework,
         directory / "campaign",
         options.interruptions,
         seed=options.seed,
         launcher=options.launcher,
+        ranks=options.ranks,
     )
-    lost, statuses = found.pop("lost_batches"), found.pop("statuses")
-    print(found)
-    for kind, steps in sorted(lost.items()):
-        print(f"{kind:24} {len(steps):4} times, batches lost: mean {sum(steps) / len(steps):.1f}, most {max(steps)}")
+    if options.json:
+        with open(options.json, "a") as file:
+            print(json.dumps({**vars(options), **found}), file=file)
+    statuses = found.pop("statuses")
+    for what in ("lost_batches", "moments"):
+        for kind, steps in sorted(found.pop(what).items()):
+            print(
+                f"{kind:28} {len(steps):4} times, batches lost: mean {sum(steps) / len(steps):.1f}, most {max(steps)}"
+            )
     for kind, counts in sorted(statuses.items()):
-        print(f"{kind:24} exit statuses {counts}")
+        print(f"{kind:28} exit statuses {counts}")
+    print(found)
     failed = bool(found["hangs"] or found["different"])
     if failed:
         print(f"logs are in {directory}")

@@ -38,6 +38,9 @@ class LoaderPositions:
         warn: Called on the main process with a message that says why a resume is not exact; a Python warning by
             default.
 
+    Attributes:
+        before_epoch: Called before the script takes the first batch of an epoch after one in which it has trained.
+
     Raises:
         CheckpointError: This release of Accelerate is built in another way.
 
@@ -65,6 +68,7 @@ class LoaderPositions:
         self._causes: list[str] = []
         self._rng_of_save: RngState | None = None
         self.recording: Recording | None = None
+        self.before_epoch: Callable[[], None] | None = None
         self.uses = Uses()
         self._keep_ddp_buckets()
         private_data.register(self)
@@ -120,6 +124,10 @@ class LoaderPositions:
                     self._give_any(number, position)
                 return position
         return None
+
+    def has_finished(self, loader: Any) -> bool:
+        """Whether the script has all batches that the epoch has for it."""
+        return any(position.loader is loader and position.is_finished for position in self._positions)
 
     def _follow(self, number: int, loader: Any) -> LoaderPosition | None:
         for position in self._positions:
@@ -207,6 +215,8 @@ class LoaderPositions:
 
     def begins(self, position: LoaderPosition) -> None:
         """Note that the script begins to iterate over a loader; warn if a resume would not repeat what it draws."""
+        if self.before_epoch is not None and position.has_trained:
+            self.before_epoch()
         saved = self._saved_between_epochs
         if saved is None:
             return

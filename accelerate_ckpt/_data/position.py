@@ -274,7 +274,7 @@ class LoaderPosition:
             # saved again before the script continued
             return dict(waiting)
         phase, iteration = self._phase, int(self.loader.iteration)
-        if phase == INSIDE and self._is_finished:
+        if phase == INSIDE and self.is_finished:
             # what is left of this iteration is to count it
             phase, iteration = BETWEEN, iteration + 1
         inside = phase != BETWEEN
@@ -308,7 +308,8 @@ class LoaderPosition:
         }
 
     @property
-    def _is_finished(self) -> bool:
+    def is_finished(self) -> bool:
+        """Whether no rank gets another batch in this iteration."""
         if not self.loader.end_of_dataloader:
             return False
         return not self._internals.may_be_uneven or self._steps >= self._division.steps_of_longest_rank(self._consumed)

@@ -207,6 +207,8 @@ class Session:
             self.preemption = PreemptionWatch(
                 config.preempt, RankGroup(ranks.rank, ranks.world_size, store, ranks.session)
             )
+        if self.saves_by_itself:
+            self.data.before_epoch = self.after_batch
 
     @property
     def accelerator(self) -> Any:

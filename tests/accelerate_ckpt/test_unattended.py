@@ -22,6 +22,8 @@ TRAINING = """
     data = torch.utils.data.DataLoader(torch.arange(160.0).reshape(40, 4) / 100, batch_size=2, shuffle=True)
     held_out = torch.utils.data.DataLoader(torch.zeros(4, 4))
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)  # of epochs, and so not prepared
+    accelerator.register_for_checkpointing(schedule)
     model, optimizer, held_out, data = accelerator.prepare(model, optimizer, held_out, data)
     accelerator.load_state()
     point = accelerator.resumed
@@ -45,6 +47,7 @@ TRAINING = """
                     os.kill(os.getpid(), number)
             for _ in held_out:
                 pass  # an evaluation, in which nothing ends
+        schedule.step()
     accelerator.end_training()
     tell(step=step, weights=accelerator.unwrap_model(model).weight.tolist())
 """
@@ -76,6 +79,17 @@ def test_a_preempted_run_resumes_exactly(
         assert (name, epoch, step) == (saved.name, 0, batch)
         assert 4 <= step < expected.told["step"]
         assert (found.told["step"], found.told["weights"]) == (expected.told["step"], expected.told["weights"])
+
+
+def test_what_a_script_does_at_the_end_of_an_epoch_is_done_though_it_is_told_to_end_before(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    (whole,) = run(ranks, tmp_path / "whole")
+    last_batch = 20
+    run(ranks, tmp_path / "run", at=last_batch, automatic=False)
+    (resumed,) = run(ranks, tmp_path / "run", automatic=False)
+    assert resumed.told["resumed"] == ["checkpoint_20", last_batch, 1, 0]  # saved when the next epoch began
+    assert resumed.told["weights"] == whole.told["weights"]
 
 
 def test_a_notice_has_a_status_of_its_own(ranks: Ranks, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Interrupts runs that need no person: signals and kills to one, some or all ranks at random steps, and restarts.
+"""Interrupts runs that need no person: signals and kills to one, some or all ranks at any moment, and restarts.
 
 Each start is the same: ranks under ``resume="auto"`` with ``preempt`` on. The job's parent does what ``torchrun`` does:
 when a rank ends otherwise than well, the others get SIGTERM, and SIGKILL when their grace is over. Judged is that
@@ -10,9 +10,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import faulthandler
+import importlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,37 +27,68 @@ from tests.support.ports import free_port
 
 __all__ = ["FRAMEWORKS", "campaign"]
 
-FRAMEWORKS = ("lightning", "accelerate")
-RANKS, STEPS, SAVE_EVERY = 2, 60, 10
-BATCHES = 10  # in an epoch, on each rank
+# What each training uses, imported before a rank is forked: all ranks have the same code, also if it is being edited.
+FRAMEWORKS = {
+    "lightning": ("lightning.pytorch", "lightning_ckpt.resumable", "lightning_ckpt.io"),
+    "accelerate": ("accelerate", "accelerate_ckpt._attach"),
+    "transformers": ("transformers.trainer", "accelerate_ckpt.integrations.transformers"),
+}
+STEPS, SAVE_EVERY = 60, 10
+BATCHES = 12  # in an epoch, on each rank
 GRACE_SECONDS = 30.0  # torchrun's
-HANG_SECONDS = 120.0
-_TERM, _KILL = "SIGTERM", "SIGKILL"
+HANG_SECONDS = 180.0  # without a note of any rank
+SIGNALS = ("SIGTERM", "SIGUSR1")
+#: When an interruption comes: at the n-th such note of rank 0 in a start. "start" is any time from its beginning on.
+MOMENTS = ("start", "resume", "step", "window", "validation", "epoch", "save")
 
 
 # ---- the training, on each rank
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _data() -> Any:
+def _data(ranks: int) -> Any:
     import torch
 
     generator = torch.Generator().manual_seed(5)
-    rows = torch.randn(40, 8, generator=generator)
+    rows = torch.randn(BATCHES * 2 * ranks, 8, generator=generator)
     return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(rows), batch_size=2, shuffle=True)
 
 
-def _note(directory: Path, rank: int, step: int) -> None:
-    with (directory / f"steps.{rank}").open("a") as file:
-        print(step, file=file)
-    time.sleep(0.02)
+class _Notes:
+    """What a rank does, for the campaign: a line for each moment."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self._path = directory / f"notes.{rank}"
+        fsync = os.fsync
+
+        def slowly(descriptor: int) -> None:
+            self("save")
+            time.sleep(0.03)  # a disk that takes its time, so that something comes while it does
+            fsync(descriptor)
+
+        os.fsync = slowly
+
+    def __call__(self, moment: str, value: int = 0) -> None:
+        with self._path.open("a") as file:
+            file.write(f"{moment} {value}\n")
+
+    def step(self, step: int) -> None:
+        """Note that a step begins, and whether it is one within an accumulation window."""
+        self("window" if step % 2 else "step", step)
+        time.sleep(0.02)
 
 
 def _end(directory: Path, rank: int, weights: Any) -> None:
     (directory / f"end.{rank}").write_text(json.dumps([value.tolist() for value in weights]))
 
 
-def _train_lightning(directory: Path, rank: int) -> None:
+def _network() -> Any:
+    import torch
+
+    return torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 1))
+
+
+def _train_lightning(directory: Path, rank: int, ranks: int, note: _Notes) -> None:
     import lightning.pytorch as pl
     import torch
 
@@ -64,38 +97,46 @@ def _train_lightning(directory: Path, rank: int) -> None:
     class Model(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.layers = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 1))
+            self.layers = _network()
 
         def training_step(self, batch: Any, index: int) -> Any:
-            _note(directory, self.global_rank, self.current_epoch * BATCHES + index)
+            note.step(self.current_epoch * BATCHES + index)
             return self.layers(batch[0]).pow(2).mean()
 
+        def setup(self, stage: str) -> None:
+            note("resume")
+
         def validation_step(self, batch: Any, index: int) -> None:
-            time.sleep(0.02)
+            note("validation")  # the sanity check, too
+            time.sleep(0.05)
+
+        def on_train_epoch_end(self) -> None:
+            note("epoch")
 
         def configure_optimizers(self) -> Any:
             return torch.optim.Adam(self.parameters(), 0.01)
 
         def train_dataloader(self) -> Any:
-            return _data()
+            return _data(ranks)
 
         val_dataloader = train_dataloader
 
     pl.seed_everything(1, verbose=False)
     callback = ResumableCheckpoint(
-        directory / "saved", every_n_train_steps=SAVE_EVERY, save_top_k=2, monitor="step", mode="max", resume="auto"
-    )
+        directory / "saved", every_n_train_steps=SAVE_EVERY // 2, save_top_k=2, monitor="step", mode="max",
+        resume="auto", preempt=",".join(SIGNALS),
+    )  # fmt: skip
     trainer = pl.Trainer(
-        accelerator="cpu", devices=RANKS, strategy="ddp", max_steps=STEPS, max_epochs=-1, callbacks=[callback],
+        accelerator="cpu", devices=ranks, strategy="ddp", max_steps=STEPS // 2, max_epochs=-1, callbacks=[callback],
         plugins=[AsyncCheckpointIO()], logger=False, enable_progress_bar=False, enable_model_summary=False,
-        limit_val_batches=2, val_check_interval=5, accumulate_grad_batches=2, default_root_dir=directory,
+        limit_val_batches=4, val_check_interval=6, accumulate_grad_batches=2, default_root_dir=directory,
     )  # fmt: skip
     model = Model()
     trainer.fit(model)
     _end(directory, trainer.global_rank, model.parameters())
 
 
-def _train_accelerate(directory: Path, rank: int) -> None:
+def _train_accelerate(directory: Path, rank: int, ranks: int, note: _Notes) -> None:
     import torch
     from accelerate import Accelerator
     from accelerate.utils import ProjectConfiguration, set_seed
@@ -104,33 +145,101 @@ def _train_accelerate(directory: Path, rank: int) -> None:
 
     set_seed(1)
     project = ProjectConfiguration(str(directory), automatic_checkpoint_naming=True, total_limit=3)
-    accelerator = attach(Accelerator(cpu=True, project_config=project), resume="auto", preempt=True)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Dropout(0.2), torch.nn.Linear(64, 1))
-    model, optimizer, data = accelerator.prepare(model, torch.optim.Adam(model.parameters(), 0.01), _data())
+    accelerator = attach(
+        Accelerator(cpu=True, project_config=project, gradient_accumulation_steps=2),
+        resume="auto", preempt=",".join(SIGNALS),
+    )  # fmt: skip
+    model = _network()
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)  # of epochs, and so not prepared
+    accelerator.register_for_checkpointing(schedule)
+    model, optimizer, data, held_out = accelerator.prepare(model, optimizer, _data(ranks), _data(ranks))
+    note("resume")
     accelerator.load_state()
-    step = accelerator.resumed.step if accelerator.resumed else 0
+    resumed = accelerator.resumed
+    step = resumed.epoch * BATCHES + resumed.batch if resumed else 0
     while step < STEPS:
         for batch in data:
-            _note(directory, accelerator.process_index, step)
-            accelerator.backward(model(batch[0]).pow(2).mean())
-            optimizer.step()
-            optimizer.zero_grad()
+            note.step(step)
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch[0]).pow(2).mean())
+                optimizer.step()
+                optimizer.zero_grad()
             step += 1
             if step % SAVE_EVERY == 0:
                 accelerator.save_state()
             if step == STEPS:
                 break
+        note("epoch")
+        model.eval()
+        with torch.no_grad():
+            for batch in held_out:
+                note("validation")
+                time.sleep(0.05)
+                accelerator.gather(model(batch[0]))
+        model.train()
+        schedule.step()
     accelerator.end_training()
     _end(directory, accelerator.process_index, accelerator.unwrap_model(model).parameters())
 
 
-def train(framework: str, directory: Path, rank: int) -> None:
+def _train_transformers(directory: Path, rank: int, ranks: int, note: _Notes) -> None:
+    import torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    from accelerate_ckpt.integrations.transformers import ResumableCallback
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = _network()
+
+        def forward(self, inputs: Any, labels: Any) -> Any:
+            output = self.layers(inputs)
+            return {"loss": (output - labels).pow(2).mean(), "output": output}
+
+    class Notes(TrainerCallback):
+        def on_init_end(self, *_: Any, **__: Any) -> None:
+            note("resume")
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            note.step(2 * state.global_step)
+
+        def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            note.step(2 * state.global_step + 1)
+
+        def on_prediction_step(self, *_: Any, **__: Any) -> None:
+            note("validation")
+            time.sleep(0.05)
+
+        def on_epoch_end(self, *_: Any, **__: Any) -> None:
+            note("epoch")
+
+    torch.manual_seed(1)
+    rows = [{"inputs": row[0], "labels": row[0][:1]} for row in _data(ranks).dataset]
+    arguments = TrainingArguments(
+        str(directory / "saved"), max_steps=STEPS // 2, per_device_train_batch_size=2, per_device_eval_batch_size=2,
+        gradient_accumulation_steps=2, save_steps=SAVE_EVERY // 2, save_total_limit=3, eval_strategy="steps",
+        eval_steps=5, learning_rate=0.01, use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=100,
+    )  # fmt: skip
+    trainer = Trainer(Model(), arguments, train_dataset=rows, eval_dataset=rows[: 8 * ranks], callbacks=[Notes()])
+    ResumableCallback(trainer, resume="auto", preempt=",".join(SIGNALS))
+    trainer.train()
+    _end(directory, rank, trainer.accelerator.unwrap_model(trainer.model).parameters())
+
+
+def train(framework: str, directory: Path, rank: int, ranks: int) -> None:
     """Train until the end, from where checkpoints say."""
     import torch
 
     torch.set_num_threads(1)
     (directory / f"pid.{rank}").write_text(str(os.getpid()))
-    {"lightning": _train_lightning, "accelerate": _train_accelerate}[framework](directory, rank)
+    trainings = {
+        "lightning": _train_lightning,
+        "accelerate": _train_accelerate,
+        "transformers": _train_transformers,
+    }
+    trainings[framework](directory, rank, ranks, _Notes(directory, rank))
 
 
 # ---- jobs
@@ -140,27 +249,27 @@ def train(framework: str, directory: Path, rank: int) -> None:
 class ForkedJob:
     """Ranks that are forked from this process, which has imported what takes long to import."""
 
-    def __init__(self, framework: str, directory: Path) -> None:
+    def __init__(self, framework: str, directory: Path, ranks: int) -> None:
         port = free_port()
-        self.pids = [self._fork(framework, directory, rank, port) for rank in range(RANKS)]
+        self.pids = [self._fork(framework, directory, rank, ranks, port) for rank in range(ranks)]
         self._left = set(self.pids)
         self._deadline: float | None = None
         self.killed = False  # whether a rank had to be killed when its grace was over
         self.statuses: list[int] = []
 
-    def _fork(self, framework: str, directory: Path, rank: int, port: int) -> int:
+    def _fork(self, framework: str, directory: Path, rank: int, ranks: int, port: int) -> int:
         pid = os.fork()
         if pid:
             return pid
         log = os.open(directory / f"log.{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(RANKS), LOCAL_WORLD_SIZE=str(RANKS))
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0", ACCELERATE_USE_CPU="true")
         status = 1
         faulthandler.register(signal.SIGUSR2, all_threads=True)  # where a rank hangs goes to its log
         try:
-            train(framework, directory, rank)
+            train(framework, directory, rank, ranks)
             status = 0
         except SystemExit as end:
             status = int(end.code or 0)
@@ -199,23 +308,24 @@ class ForkedJob:
 class LaunchedJob(ForkedJob):
     """The same under a real launcher: ``torchrun``, or Lightning's own, which starts the other ranks itself."""
 
-    def __init__(self, framework: str, directory: Path, launcher: str) -> None:
+    def __init__(self, framework: str, directory: Path, ranks: int, launcher: str) -> None:
         module = [sys.executable, "-m"]
         if launcher == "torchrun":
-            module += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), "-m"]
-        for rank in range(RANKS):
+            module += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
+        for rank in range(ranks):
             (directory / f"pid.{rank}").unlink(missing_ok=True)
-        self._directory = directory
+        self._directory, self._ranks = directory, ranks
         with (directory / "log.job").open("a") as log:
             self._process = subprocess.Popen(
-                [*module, "tests.chaos.unattended", framework, str(directory)],
+                [*module, "tests.chaos.unattended", framework, str(directory), str(ranks)],
                 stdout=log, stderr=log, start_new_session=True, env={**os.environ, "ACCELERATE_USE_CPU": "true"},
             )  # fmt: skip
         self.killed, self.statuses = False, []
 
     @property
     def pids(self) -> list[int]:
-        return [int((self._directory / f"pid.{rank}").read_text()) for rank in range(RANKS)]
+        files = [self._directory / f"pid.{rank}" for rank in range(self._ranks)]
+        return [int(text) for text in (file.read_text() for file in files if file.exists()) if text]
 
     @pids.setter
     def pids(self, _: Any) -> None: ...
@@ -236,109 +346,181 @@ class LaunchedJob(ForkedJob):
         self._process.wait()
 
 
-def _started(framework: str, directory: Path, launcher: str) -> ForkedJob:
-    return ForkedJob(framework, directory) if launcher == "fork" else LaunchedJob(framework, directory, launcher)
+def _started(framework: str, directory: Path, ranks: int, launcher: str) -> ForkedJob:
+    if launcher == "fork":
+        return ForkedJob(framework, directory, ranks)
+    return LaunchedJob(framework, directory, ranks, launcher)
 
 
 # ---- the campaign
 # ----------------------------------------------------------------------------------------------------------------------
 
 
-def _steps(directory: Path) -> list[int]:
-    path = directory / "steps.0"
-    return [int(line) for line in path.read_text().split()] if path.exists() else []
+class _Run:
+    """A training, started until it has ended."""
+
+    def __init__(self, directory: Path, ranks: int) -> None:
+        self.directory, self.ranks = directory, ranks
+        directory.mkdir(parents=True)
+        self._changed = (time.monotonic(), -1)
+
+    def notes(self) -> list[list[str]]:
+        path = self.directory / "notes.0"
+        text = path.read_text() if path.exists() else ""
+        return [line.split() for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def steps(self) -> list[int]:
+        return [int(value) for moment, value in self.notes() if moment in ("step", "window")]
+
+    @property
+    def has_ended(self) -> bool:
+        return all((self.directory / f"end.{rank}").exists() for rank in range(self.ranks))
+
+    def wait(self, condition: Any) -> bool:
+        """Wait for it; return false if for long no rank has noted anything."""
+        self._changed = (time.monotonic(), -1)
+        while not condition():
+            files = [self.directory / f"notes.{rank}" for rank in range(self.ranks)]
+            size = sum(file.stat().st_size for file in files if file.exists())
+            if size != self._changed[1]:
+                self._changed = (time.monotonic(), size)
+            elif time.monotonic() > self._changed[0] + HANG_SECONDS:
+                return False
+            time.sleep(0.005)
+        return True
 
 
-def _has_ended(directory: Path) -> bool:
-    return all((directory / f"end.{rank}").exists() for rank in range(RANKS))
-
-
-def _wait(job: ForkedJob, condition: Any) -> bool:
-    deadline = time.monotonic() + HANG_SECONDS
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.01)
-    return True
-
-
-def _close_hanging(job: ForkedJob) -> None:
-    if isinstance(job, LaunchedJob):
-        job.close()
-        return
-    job.send(signal.SIGUSR2, job.pids)
-    time.sleep(1.0)
+def _close_hanging(job: ForkedJob, directory: Path) -> None:
+    """Write down where everything stands, and end it."""
+    spy = shutil.which("py-spy") or shutil.which("py-spy", path=str(Path(sys.executable).parent))
+    with (directory / "hang.log").open("a") as log:
+        for pid in job.pids if spy else []:
+            subprocess.run([spy, "dump", "--pid", str(pid)], stdout=log, stderr=log, check=False)
+    if not isinstance(job, LaunchedJob):
+        job.send(signal.SIGUSR2, job.pids)
+        time.sleep(1.0)
     job.close()
 
 
-def _whole(framework: str, directory: Path, launcher: str) -> str:
-    directory.mkdir(parents=True)
-    job = _started(framework, directory, launcher)
-    is_over = _wait(job, job.is_over)
+def _whole(framework: str, run: _Run, launcher: str) -> str:
+    job = _started(framework, run.directory, run.ranks, launcher)
+    is_over = run.wait(job.is_over)
+    if not is_over:
+        _close_hanging(job, run.directory)
     job.close()
-    if not is_over or not _has_ended(directory):
-        raise RuntimeError(f"the run without interruptions {'failed' if is_over else 'hangs'}: look at {directory}")
-    return (directory / "end.0").read_text()
+    if not run.has_ended:
+        raise RuntimeError(f"the run without interruptions {'failed' if is_over else 'hangs'}: look at {run.directory}")
+    return (run.directory / "end.0").read_text()
 
 
-def campaign(framework: str, directory: Path, interruptions: int, *, seed: int = 1, launcher: str = "fork") -> Any:
+def campaign(
+    framework: str, directory: Path, interruptions: int, *, seed: int = 1, launcher: str = "fork", ranks: int = 2
+) -> Any:
     """Interrupt runs so many times; return what came of it.
 
     Args:
-        framework: ``"lightning"`` or ``"accelerate"``.
+        framework: One of ``FRAMEWORKS``.
         directory: For all files; must not exist.
         interruptions: How many.
         seed: Of what is done, and when.
         launcher: ``"fork"``, ``"torchrun"``, or ``"own"``, Lightning's.
+        ranks: Processes of each run.
 
     Returns:
-        A dictionary: runs, hangs, runs with other bits, and by kind of interruption the batches that were lost.
+        A dictionary: interruptions, runs, hangs, runs with other bits, ranks that had to be killed; and by kind and by
+        moment of the interruption the batches that were lost each time.
     """
-    for module in ["torch", framework, f"{framework}_ckpt"] if launcher == "fork" else []:
-        __import__(module)
+    for module in FRAMEWORKS[framework] if launcher == "fork" else []:
+        importlib.import_module(module)
     chance = random.Random(seed)
-    expected = _whole(framework, directory / "whole", launcher)
-    found: dict[str, Any] = {"interruptions": 0, "runs": 0, "hangs": [], "different": [], "killed_after_grace": 0}
+    expected = _whole(framework, _Run(directory / "whole", ranks), launcher)
+    found: dict[str, Any] = {"interruptions": 0, "runs": 0, "hangs": [], "different": [], "killed_after_grace": []}
     lost: dict[str, list[int]] = collections.defaultdict(list)
+    moments: dict[str, list[int]] = collections.defaultdict(list)
     statuses: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     while found["interruptions"] < interruptions:
-        run = directory / f"run{found['runs']}"
-        run.mkdir()
+        run = _Run(directory / f"run{found['runs']}", ranks)
         found["runs"] += 1
-        before: tuple[str, int] | None = None
-        while not _has_ended(run):
-            seen = len(_steps(run))
-            at = seen + chance.randint(1, STEPS // 3)
-            job = _started(framework, run, launcher)
-            is_there = _wait(job, lambda job=job, run=run, at=at: job.is_over() or len(_steps(run)) >= at)
-            steps = _steps(run)
-            if before is not None and len(steps) > seen:
-                kind, last = before
-                lost[kind].append(last + 1 - steps[seen])
-                before = None
-            if not is_there:
-                found["hangs"].append(f"{run}: no progress")
-                _close_hanging(job)
+        before: list[tuple[str, str, int]] = []  # what has interrupted since the last step: kind, moment, steps done
+        while not run.has_ended:
+            seen, noted = len(run.steps()), len(run.notes())
+            moment, times = chance.choice(MOMENTS), chance.randint(1, 12)
+            job = _started(framework, run.directory, ranks, launcher)
+            begin, delay = time.monotonic(), chance.uniform(0.0, 3.0)
+
+            def is_time(
+                job: ForkedJob = job, run: _Run = run, noted: int = noted, moment: str = moment, times: int = times,
+                latest: float = begin + delay,
+            ) -> bool:  # fmt: skip
+                if moment == "start":
+                    return time.monotonic() > latest and len(job.pids) == ranks
+                names = [name for name, _ in run.notes()[noted:]]
+                return names.count(moment) >= (1 if moment == "resume" else times)
+
+            came = run.wait(lambda job=job, is_time=is_time: job.is_over() or is_time())
+            time.sleep(chance.uniform(0.0, 0.03))
+            kind, at = "nothing", len(run.steps())
+            if came and not job.is_over():
+                kind = _interrupt(job, run, chance, ranks)
+                found["interruptions"] += 1
+                at = len(run.steps())
+                came = run.wait(job.is_over)
+            if not came:
+                found["hangs"].append(f"{run.directory}: {kind} at {moment}")
+                _close_hanging(job, run.directory)
                 break
-            if job.is_over():
-                continue
-            number = chance.choice([signal.SIGTERM, signal.SIGTERM, signal.SIGKILL])
-            targets = chance.choice([[0], [1], [0, 1]])
-            kind = f"{number.name} to {'all ranks' if len(targets) == 2 else f'rank {targets[0]}'}"
-            job.send(number, [job.pids[rank] for rank in targets])
-            found["interruptions"] += 1
-            if not _wait(job, job.is_over):
-                found["hangs"].append(f"{run}: {kind} at step {steps[-1]}")
-                _close_hanging(job)
+            job.close()
+            if job.killed:
+                found["killed_after_grace"].append(f"{run.directory}: {kind} at {moment}, step {at}")
+            if kind != "nothing":
+                statuses[kind][str(sorted(job.statuses))] += 1
+            steps = run.steps()
+            if len(steps) > seen:
+                for index, (earlier, when, done) in enumerate(before):
+                    amount = done - steps[seen] if index == 0 and done else 0
+                    lost[earlier].append(amount)
+                    moments[when].append(amount)
+                before = []
+            if kind != "nothing":
+                before.append((kind, moment, steps[-1] + 1 if steps else 0))
+        if run.has_ended and any((run.directory / f"end.{rank}").read_text() != expected for rank in range(ranks)):
+            found["different"].append(str(run.directory))
+    return {
+        **found,
+        "lost_batches": dict(lost),
+        "moments": dict(moments),
+        "statuses": {kind: dict(each) for kind, each in statuses.items()},
+    }
+
+
+def _interrupt(job: ForkedJob, run: _Run, chance: random.Random, ranks: int) -> str:
+    """Send something to somebody, perhaps twice; return what that was."""
+    name = chance.choice(["SIGTERM", "SIGTERM", "SIGUSR1", "SIGKILL", "SIGKILL"])
+    number = getattr(signal, name)
+    count = chance.choice(sorted({1, min(2, ranks), ranks}))
+    to = "all ranks" if count == ranks else "one rank" if count == 1 else "some ranks"
+    pids = job.pids
+    targets = chance.sample(pids, min(count, len(pids)))
+    again = name != "SIGKILL" and chance.random() < 0.35
+    noted = len(run.notes())
+    job.send(number, targets)
+    if not again:
+        return f"{name} to {to}"
+    if chance.random() < 0.5:
+        time.sleep(chance.uniform(0.0, 0.7))
+    else:  # while it saves because of the first one
+        until = time.monotonic() + 5.0
+        while time.monotonic() < until and not job.is_over():
+            if "save" in [moment for moment, _ in run.notes()[noted:]]:
                 break
-            found["killed_after_grace"] += number == signal.SIGTERM and job.killed
-            statuses[kind][str(sorted(job.statuses))] += 1
-            job.close() if launcher != "fork" else None
-            before = (kind, _steps(run)[-1])
-        if _has_ended(run) and any((run / f"end.{rank}").read_text() != expected for rank in range(RANKS)):
-            found["different"].append(str(run))
-    return {**found, "lost_batches": dict(lost), "statuses": {kind: dict(each) for kind, each in statuses.items()}}
+            time.sleep(0.005)
+    second = chance.choice(["SIGTERM", "SIGTERM", "SIGKILL"])
+    job.is_over()
+    job.send(getattr(signal, second), chance.sample(pids, chance.randint(1, len(pids))))
+    return f"{name}, then {second}"
 
 
 if __name__ == "__main__":
-    train(sys.argv[1], Path(sys.argv[2]), int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))))
+    train(
+        sys.argv[1], Path(sys.argv[2]), int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))), int(sys.argv[3])
+    )
