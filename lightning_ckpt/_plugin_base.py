@@ -42,9 +42,11 @@ class ReliableCheckpointIO(CheckpointIOBase):
         outcomes: Hears of all its saves.
         summary: Adds up what they cost.
         options: How it saves.
+        storage_options: For its storage.
     """
 
     options: CheckpointerOptions
+    storage_options: dict[str, Any] | None
     outcomes: SaveOutcomes
     summary: RunSummary
 

@@ -28,6 +28,7 @@ from lightning_ckpt._private.hooks import before_saves_of_fabric, before_setup
 from lightning_ckpt._routing.fabric import route_fabric
 from lightning_ckpt._routing.trainer import RankCheckpointIO, route
 from lightning_ckpt.io import training_goes_on
+from lightning_ckpt.loading import read_directories
 
 __all__ = ["ShardedCheckpointIO"]
 
@@ -280,3 +281,4 @@ class ShardedCheckpointIO(RankCheckpointIO):
 def _listen() -> None:
     before_setup(route)
     before_saves_of_fabric(route_fabric)
+    read_directories()

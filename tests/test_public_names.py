@@ -112,7 +112,7 @@ EXPORTED = {
         "storage_for",
     },
     "lightning_ckpt": {"AsyncCheckpointIO", "ResumableCheckpoint", "ShardedCheckpointIO", "SyncCheckpointIO"}
-    | {"WarmStart"},
+    | {"WarmStart", "load_from_checkpoint"},
     "accelerate_ckpt": {
         "CheckpointConfig",
         "CheckpointProjectConfiguration",

@@ -46,7 +46,7 @@ def load_whole(
     Args:
         source: Path or URL.
         map_location: Device of the tensors; the CPU, if not given.
-        weights_only: As for ``torch.load``; directories hold no other objects than plain data.
+        weights_only: As for ``torch.load``.
         storage_options: Passed to fsspec for a URL.
         tiers: Look in both tiers.
         of_trainer: Refuse directories that were not made of a Trainer's checkpoint.
@@ -60,7 +60,7 @@ def load_whole(
     settings: dict[str, Any] = {"strategy": "sync", "storage_options": storage_options, "tiers": tiers}
     with DirectoryCheckpointer(**settings) as directories:
         if directories.exists(path):
-            with directories.load(path) as opened:
+            with directories.load(path, weights_only=weights_only) as opened:
                 if is_of_trainer(opened):
                     return whole(opened, range(opened.world_size), map_location=map_location)
                 if of_trainer:

@@ -122,18 +122,20 @@ def whole(opened: Any, ranks: Iterable[int], *, map_location: Any | None = None)
     Args:
         opened: The open checkpoint.
         ranks: Those whose gradients of an open accumulation window are wanted.
-        map_location: Device of the tensors; the CPU, if not given.
+        map_location: Device of the tensors; the CPU, if not given, or where it maps the devices that tensors were on:
+            a directory does not say.
     """
+    device = map_location if isinstance(map_location, (str, torch.device)) else None
     checkpoint, buffers, order = rest_of(opened)
     gradients = gradients_of(opened, ranks)
     if any(gradients.values()):
         checkpoint[GRADIENTS_KEY] = gradients
-    model = {**opened.load(_MODEL, map_location=map_location), **buffers}
+    model = {**opened.load(_MODEL, map_location=device), **buffers}
     if order is not None:
         checkpoint["state_dict"] = {name: model[name] for name in order}
     count = opened.metadata.get("optimizer_states")
     if count is not None:
         checkpoint["optimizer_states"] = [
-            opened.load(optimizer_part(index), map_location=map_location) for index in range(count)
+            opened.load(optimizer_part(index), map_location=device) for index in range(count)
         ]
     return checkpoint

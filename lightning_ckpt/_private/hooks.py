@@ -7,14 +7,22 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from ckpt_core.errors import CheckpointError
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from lightning_ckpt._bases import CheckpointIOBase, ModelCheckpointBase
 
-__all__ = ["before_look_ups", "before_saves_of_fabric", "before_setup", "in_place_of_paths", "without_a_path"]
+__all__ = [
+    "before_look_ups",
+    "before_saves_of_fabric",
+    "before_setup",
+    "for_directories",
+    "in_place_of_paths",
+    "without_a_path",
+]
 
 _Call = Callable[[Any], None]
 
@@ -33,6 +41,42 @@ def before_setup(call: _Call) -> None:
     for package in _trainers():
         module = importlib.import_module(f"{package}.trainer.call")
         _call_first(module, "_call_setup_hook", call, package)
+
+
+def for_directories(load: Callable[..., dict[str, Any]]) -> None:
+    """Let every ``load_from_checkpoint`` call ``load`` for a path that Lightning cannot open because it is no file.
+
+    Lightning opens the path itself, without asking a plugin. Where ``load`` finds no checkpoint either, Lightning's
+    own error is raised. Does nothing a second time.
+
+    Args:
+        load: A function, and always the same. Takes the path, ``map_location`` and ``weights_only``.
+
+    Raises:
+        CheckpointError: This release of Lightning is not built as we know it.
+    """
+    for package in _trainers():
+        module: Any = importlib.import_module(f"{package}.core.saving")
+        original = getattr(module, "pl_load", None)
+        if original is None:
+            raise _unknown_release(package, "pl_load")
+        if getattr(original, "for_directories", None) is load:
+            continue
+
+        @functools.wraps(original)
+        def open_or_load(path: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            try:
+                return _original(path, *args, **kwargs)
+            except (FileNotFoundError, IsADirectoryError) as error:
+                if not isinstance(path, (str, os.PathLike)):
+                    raise
+                try:
+                    return load(path, *args, **kwargs)
+                except (CheckpointNotFoundError, StorageError):
+                    raise error from None
+
+        open_or_load.for_directories = load  # type: ignore[attr-defined]
+        module.pl_load = open_or_load
 
 
 def before_look_ups(call: Callable[[Any], None]) -> None:
@@ -135,13 +179,17 @@ def _trainers() -> list[str]:
     return [base.__module__.partition(".callbacks")[0] for base in ModelCheckpointBase.__bases__]
 
 
+def _unknown_release(package: str, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"lightning_ckpt does not work with this release of {package}: it has no {name}",
+        remedy="use Lightning 2.5 to 2.7",
+    )
+
+
 def _call_first(owner: Any, name: str, call: _Call, package: str, *, same: _Call | None = None) -> None:
     original, same = getattr(owner, name, None), same or call
     if original is None:
-        raise CheckpointError(
-            f"lightning_ckpt does not work with this release of {package}: it has no {name}",
-            remedy="use Lightning 2.5 to 2.7",
-        )
+        raise _unknown_release(package, name)
     known: dict[_Call, _Call] | None = getattr(original, "called_first", None)
     if known is not None:
         known.setdefault(same, call)

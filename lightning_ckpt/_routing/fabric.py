@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 
 from ckpt_core import Kind, Part, RankGroup
-from ckpt_core.errors import CheckpointError, StateMismatchError
+from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, StateMismatchError
+from ckpt_core.interchange import check_dcp, is_stock_distributed
 from ckpt_core.state.kinds import frozen_parameters
 from lightning_ckpt._routing.trainer import (
     RankCheckpointIO,
@@ -58,7 +59,7 @@ def route_fabric(fabric: Any) -> None:
         strategy,
         plugin,
         save_checkpoint=functools.partial(_save, fabric, plugin),
-        load_checkpoint=functools.partial(_load, fabric, plugin),
+        load_checkpoint=functools.partial(_load, fabric, plugin, strategy.load_checkpoint),
     )
 
 
@@ -137,12 +138,21 @@ def _buffers(value: Any, found: Mapping[str, Any]) -> dict[str, Any]:
 def _load(
     fabric: Any,
     plugin: RankCheckpointIO,
+    own: Callable[..., dict[str, Any]],
     path: Any,
     state: Any | None = None,
     strict: bool = True,
     weights_only: bool | None = None,
 ) -> dict[str, Any]:
-    with plugin.checkpointer.load(fabric.strategy.broadcast(str(path))) as opened:
+    path = fabric.strategy.broadcast(str(path))
+    try:
+        checkpoint = plugin.checkpointer.load(path, weights_only=weights_only)
+    except (CheckpointFormatError, CheckpointNotFoundError) as error:
+        if plugin.checkpointer.exists(path) or not _is_of_others(plugin, path, error):
+            raise
+        how = {} if weights_only is None else {"weights_only": weights_only}
+        return own(path, state, strict, **how)
+    with checkpoint as opened:
         rest: dict[str, Any] = opened.load(_REST, rank=0)
         parts = [name for name in opened.parts if name != _REST]
         if not state:
@@ -158,6 +168,17 @@ def _load(
             if name in rest:
                 _load_one(fabric.strategy, opened, name, state, value, rest.pop(name), strict)
     return rest
+
+
+def _is_of_others(plugin: RankCheckpointIO, path: str, error: CheckpointError) -> bool:
+    """Return whether there is a file, such as ``load_raw`` is for, or what Fabric's own strategies write."""
+    if isinstance(error, CheckpointFormatError):
+        return True
+    options = plugin.storage_options
+    if not is_stock_distributed(path, options):
+        return False
+    check_dcp(path, storage_options=options)
+    return True
 
 
 def _load_one(

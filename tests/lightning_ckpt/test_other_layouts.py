@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import enum
 from pathlib import Path
 from typing import Any
 
+import lightning.fabric
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -21,11 +23,21 @@ from ckpt_core import (
     Part,
 )
 from ckpt_core.cli import main
-from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO, SyncCheckpointIO
+from lightning_ckpt import (
+    AsyncCheckpointIO,
+    ResumableCheckpoint,
+    ShardedCheckpointIO,
+    SyncCheckpointIO,
+    load_from_checkpoint,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 FILE, DIRECTORY = AsyncCheckpointIO, ShardedCheckpointIO
 SAVED, END = 5, 12
+
+
+class Color(enum.Enum):
+    RED = 1
 
 
 class Model(pl.LightningModule):
@@ -126,6 +138,48 @@ def test_a_converted_directory_is_one_that_a_run_resumes_from(
     assert main(["convert", str(saved[layout]), str(target), "--to", "directory"]) == 0
     assert main(["verify", str(target)]) == 0
     assert same(train(DIRECTORY, tmp_path / "run", END, target)[1], uninterrupted)
+
+
+@pytest.mark.parametrize("layout", ["file", "directory", "stock"])
+def test_load_from_checkpoint_reads_every_layout(saved: dict[str, Path], layout: str) -> None:
+    wanted = torch.load(saved["file"], weights_only=True)["state_dict"]
+    module = load_from_checkpoint(Model, saved[layout], map_location="cpu", weights_only=True)
+    assert same(dict(module.state_dict()), wanted) and module.hparams == {"width": 16}
+
+
+def test_a_program_with_the_plugin_loads_what_it_has_just_saved(tmp_path: Path) -> None:
+    trainer, state = train(DIRECTORY, tmp_path, SAVED + 1)
+    trainer.save_checkpoint(tmp_path / "now.ckpt", weights_only=True)
+    assert same(dict(Model.load_from_checkpoint(tmp_path / "now.ckpt").state_dict()), state)
+    assert same(dict(Model.load_from_checkpoint(f"file://{tmp_path}/now.ckpt").state_dict()), state)
+    (tmp_path / "empty.ckpt").mkdir()
+    for name, error in (("nope.ckpt", FileNotFoundError), ("empty.ckpt", IsADirectoryError)):
+        with pytest.raises(error, match=name) as caught:
+            Model.load_from_checkpoint(tmp_path / name)
+        assert type(caught.value) is error, "as without the plugin"
+
+
+def test_fabric_with_the_plugin_loads_files_of_others(tmp_path: Path) -> None:
+    fabric = lightning.fabric.Fabric(accelerator="cpu", plugins=[DIRECTORY()])
+    fabric.launch()
+    model = torch.nn.Linear(4, 2)
+    state = {"model": model.state_dict(), "step": 3, "name": "x"}
+    torch.save(model.state_dict(), tmp_path / "raw.pt")
+    torch.save(state, tmp_path / "fabric.ckpt")
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "stock", no_dist=True)
+    raw, filled, sharded = (fabric.setup(torch.nn.Linear(4, 2)) for _ in range(3))
+    fabric.load_raw(tmp_path / "raw.pt", raw)
+    into = {"model": filled, "step": 0}
+    assert fabric.load(tmp_path / "fabric.ckpt", into) == {"name": "x"} and into["step"] == 3
+    fabric.load(tmp_path / "stock", {"model": sharded})
+    for loaded in (raw, filled, sharded):
+        assert same(dict(loaded.state_dict()), dict(model.state_dict()))
+    with pytest.raises(CheckpointError, match="no checkpoint at"):
+        fabric.load(tmp_path / "nope", into)
+    fabric.save(tmp_path / "ours", {"model": model, "color": Color.RED})
+    assert fabric.load(tmp_path / "ours", weights_only=False)["color"] is Color.RED
+    with pytest.raises(CheckpointError, match="weights_only"):
+        fabric.load(tmp_path / "ours")
 
 
 @pytest.mark.parametrize("plugin", [FILE, DIRECTORY])

@@ -124,6 +124,15 @@ def test_a_moved_function_that_a_plugin_hooks_into_is_named(package: str, monkey
     assert package in str(caught.value) and "use Lightning 2.5 to 2.7" in str(caught.value)
 
 
+@pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
+def test_a_moved_way_to_open_files_is_named(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    saving = pytest.importorskip(f"{package}.core.saving")
+    assert callable(saving.pl_load), "this release of Lightning opens the files of load_from_checkpoint otherwise"
+    monkeypatch.delattr(saving, "pl_load")
+    with pytest.raises(CheckpointError, match="it has no pl_load"):
+        ShardedCheckpointIO()
+
+
 def test_what_is_called_first_is_called_once_however_many_plugins_are_made() -> None:
     called: list[str] = []
 
