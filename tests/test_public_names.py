@@ -49,8 +49,10 @@ EXPORTED = {
     "ckpt_core.interchange": {
         "CkptStorageReader",
         "CkptStorageWriter",
+        "Foreign",
         "LoadReport",
         "load_into",
+        "recognize",
         "check_dcp",
         "convert_to_accelerate",
         "convert_to_directory",

@@ -8,12 +8,14 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.parser import STORE_OPTIONS
-from ckpt_core.errors import CheckpointNotFoundError
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
+    from ckpt_core.interchange import Foreign
+    from ckpt_core.storage import Storage
 
-__all__ = ["Found", "find", "find_all", "missing", "walk"]
+__all__ = ["Found", "find", "find_all", "find_foreign", "missing", "walk"]
 
 _ENDING = ".ckpt"  # of files that are taken for checkpoints where a directory is named
 _LEVELS_OF_A_HINT = 2
@@ -27,6 +29,7 @@ class Found:
         path: As it was given.
         checkpoints: The checkpoint that is there; or those directly in the directory, the newest first.
         others: How many other files are directly in the directory.
+        size: Bytes of the files that are directly there, if there is no checkpoint.
         is_checkpoint: Whether the path itself is a checkpoint, or any other file, and not a directory of them.
     """
 
@@ -34,9 +37,16 @@ class Found:
     checkpoints: list[CheckpointInfo]
     others: int = 0
     is_checkpoint: bool = False
+    size: int = 0
 
     def hint(self, storage_options: dict[str, Any] | None) -> str:
         """Return why there are none, and where some are."""
+        try:
+            foreign = find_foreign(self.path, storage_options)
+        except CheckpointError as error:
+            return f"{self.path}: {error.message}"
+        if foreign is not None:
+            return f"{self.path} is {foreign.what}: see ckpt inspect, verify, convert"
         text = f"no checkpoints in {self.path}"
         if self.others:
             text += f" ({self.others} other file{'s' * (self.others > 1)})"
@@ -87,7 +97,31 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
                 pass  # no file either
         if not storage.exists(place) and not storage.subdirectories(place):
             raise missing(path)
-    return Found(path, kept, others=len(found) - len(kept))
+    return Found(path, kept, others=len(found) - len(kept), size=0 if kept else sum(info.size for info in found))
+
+
+def find_foreign(path: str, storage_options: dict[str, Any] | None, storage: Storage | None = None) -> Foreign | None:
+    """Return what checkpoint of another program is at a path, which torch alone does not read; None if there is none.
+
+    Args:
+        path: Path or URL.
+        storage_options: For fsspec.
+        storage: Where it is; by default, what the path says.
+
+    Raises:
+        CheckpointError: It is damaged or cannot be read.
+    """
+    from ckpt_core._pipeline.reader import is_directory_checkpoint
+    from ckpt_core.storage import is_remote, local_path, storage_for
+
+    place = local_path(path).rstrip("/")
+    is_file = os.path.isfile(place) if not is_remote(place) else False
+    storage = storage or storage_for(place, storage_options)
+    if (is_file and not place.endswith(".safetensors")) or is_directory_checkpoint(storage, place):
+        return None
+    from ckpt_core.interchange import recognize  # it takes a second to import
+
+    return recognize(place, storage=storage, storage_options=storage_options)
 
 
 def find_all(paths: Iterable[str], storage_options: dict[str, Any] | None, *, recursive: bool = False) -> list[Found]:

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core.cli.finding import find
+from ckpt_core.cli.finding import Found, find, find_foreign
 from ckpt_core.cli.listing import state_of
 from ckpt_core.cli.output import age, count, print_json, print_table, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
@@ -15,6 +15,7 @@ from ckpt_core.events import size_in_words
 
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
+    from ckpt_core.interchange import Foreign
 
 __all__ = ["add_commands", "described"]
 
@@ -53,20 +54,28 @@ def _depth(text: str) -> int:
 
 def _inspect(options: Options) -> int:
     found = find(options.path, options.storage_options)
-    if not found.is_checkpoint:
+    foreign = find_foreign(options.path, options.storage_options)
+    if foreign is None and not found.is_checkpoint:
         newest = f", the newest is {found.checkpoints[0].path}" if found.checkpoints else ""
         raise CheckpointFormatError(
             f"this is a directory with {count(len(found.checkpoints), 'checkpoint')}, and no checkpoint{newest}",
             path=options.path,
             remedy=f"ckpt ls {options.path}",
         )
-    (info,) = found.checkpoints
-    verified = _verified(info.path, options) if options.verify else None
-    card, entries = _about(info, options.storage_options)
+    path = options.path if foreign is not None else found.checkpoints[0].path
+    verified = None
+    if foreign is not None:
+        card, entries = _about_foreign(foreign, found)
+        if options.verify:
+            foreign.check()
+            verified = False
+    else:
+        verified = _verified(path, options) if options.verify else None
+        card, entries = _about(found.checkpoints[0], options.storage_options)
     card["verified"] = verified
     if options.json:
         values = {name: _as_json(leaf) for name, leaf in entries}
-        print_json({"path": info.path, **card, "entries": values})
+        print_json({"path": path, **card, "entries": values})
         return Exit.OK
     print(styled(printable(options.path), "bold"))
     print_table([(f"  {name}", text) for name, text in _card_lines(card)])
@@ -93,6 +102,23 @@ def _verified(path: str, options: Options) -> bool:
 # ---- the card --------------------------------------------------------------------------------------------------------
 
 
+def _card(kind: str, state: str, size: int, **known: Any) -> dict[str, Any]:
+    names = ("step", "epoch", "committed", "framework", "ranks", "parameters")
+    unknown = {"bytes": size, "bytes_by_part": {}, "exact": None, "problem": None}
+    return {"kind": kind, "state": state, **dict.fromkeys(names), **unknown, **known}
+
+
+def _about_foreign(foreign: Foreign, found: Found) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
+    """Return what is known of a checkpoint of another program, and its leaves by key, tensors without values."""
+    from ckpt_core.tree import leaves
+
+    size = found.size or sum(info.size for info in found.checkpoints)
+    card = _card(foreign.what, "no digests", size)
+    card["bytes_by_part"] = _bytes_by_key(foreign.state)
+    _say(card, {}, foreign.state if "model" in foreign.state else {"model": foreign.state})
+    return card, list(leaves(foreign.state))
+
+
 def _about(
     info: CheckpointInfo, storage_options: dict[str, Any] | None
 ) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
@@ -102,20 +128,8 @@ def _about(
     from ckpt_core.storage import storage_for
     from ckpt_core.tree import leaves
 
-    card: dict[str, Any] = {
-        "kind": "directory" if info.is_directory else "file",
-        "state": state_of(info).lower(),
-        "step": info.step,
-        "epoch": None,
-        "committed": info.committed,
-        "framework": None,
-        "ranks": None,
-        "parameters": None,
-        "bytes": info.size,
-        "bytes_by_part": {},
-        "exact": None,
-        "problem": None,
-    }
+    kind = "directory" if info.is_directory else "file"
+    card = _card(kind, state_of(info).lower(), info.size, step=info.step, committed=info.committed)
     storage = storage_for(info.path, storage_options)
     if not info.is_directory:
         try:

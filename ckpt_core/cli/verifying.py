@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from ckpt_core.cli.finding import find
+from ckpt_core.cli.finding import find, find_foreign
 from ckpt_core.cli.output import count, print_json, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import (
@@ -47,7 +47,7 @@ def add_commands(commands: Commands) -> None:
         _verify,
         help="compare every byte with its digest",
         epilog="whole       every byte is the one that was saved\n"
-        "no digests  another program's, and as whole as it can be known (CRC-32 of each record)\n"
+        "no digests  another program's (torch, Hugging Face, DCP, Accelerate), and as whole as its format can tell\n"
         "DAMAGED     bytes differ or are missing: the file, and the key of the tensor\n"
         "MISSING     nothing is there\n"
         "FOREIGN     no checkpoint, or of a version that is not known here\n"
@@ -66,10 +66,13 @@ def _verify(options: Options) -> int:
     for path in options.paths:
         try:
             found = find(path, options.storage_options)
+            is_foreign = not found.checkpoints and find_foreign(path, options.storage_options) is not None
         except CheckpointError as error:
-            verdicts.append(_Verdict(path, _STATE.get(type(error), "ERROR"), error.message))
+            verdicts.append(_Verdict(path, _STATE.get(type(error), "ERROR"), error.message, error.key, error.path))
             continue
-        if not found.checkpoints:
+        if is_foreign:
+            sizes[path] = found.size
+        elif not found.checkpoints:
             verdicts.append(_Verdict(path, "MISSING", f"nothing to verify: {found.hint(options.storage_options)}"))
         sizes.update({info.path: info.size for info in found.checkpoints})
     started, read = time.perf_counter(), 0
@@ -95,8 +98,13 @@ def _verdict(path: str, size: int, storage_options: dict[str, Any] | None, advan
     from ckpt_core.cli.progress import Watched
     from ckpt_core.storage import storage_for
 
+    storage = Watched(storage_for(path, storage_options), advance)
     try:
-        verified = reader.verify(path, storage=Watched(storage_for(path, storage_options), advance))
+        foreign = find_foreign(path, storage_options, storage)
+        if foreign is not None:
+            foreign.check()
+            return _Verdict(path, "no digests", f"{foreign.what}; compared: {foreign.checked}", size=size)
+        verified = reader.verify(path, storage=storage)
     except CheckpointError as error:
         return _Verdict(path, _STATE.get(type(error), "ERROR"), error.message, error.key, error.path, size)
     return _Verdict(path, "whole" if verified else "no digests", size=size)
@@ -104,8 +112,9 @@ def _verdict(path: str, size: int, storage_options: dict[str, Any] | None, advan
 
 def _line(verdict: _Verdict) -> str:
     path = printable(verdict.path)
-    if not verdict.message:
-        return f"{styled(verdict.state, 'green' if verdict.state == 'whole' else 'yellow')}  {path}"
+    if _EXIT[verdict.state] == Exit.OK:
+        note = f": {printable(verdict.message)}" if verdict.message else ""
+        return f"{styled(verdict.state, 'green' if verdict.state == 'whole' else 'yellow')}  {path}{note}"
     text = f"{styled(verdict.state, 'red')}  {path}: {printable(verdict.message)}"
     if verdict.key is not None and verdict.key not in verdict.message:
         text += f", key {printable(verdict.key)}"

@@ -3,13 +3,14 @@
 ``dcp_reader``, ``dcp_writer``: what ``torch.distributed.checkpoint`` needs to load and save our checkpoints.
 ``dcp_format``, ``dcp_files``: its own format. ``model_files``: a model as safetensors files. ``trainer_files``: a
 Trainer's checkpoint, from any layout into one file or one directory. ``naming``, ``saving``, ``streaming``: what they
-share. ``partial``: into a model that is not quite the one that was saved.
+share. ``foreign``: which program's a checkpoint is, and whether it is whole. ``partial``: into a model that is not quite the one that was saved.
 """
 
 from ckpt_core.interchange.accelerate_files import is_stock_accelerate
 from ckpt_core.interchange.dcp_files import check_dcp, export_dcp, import_dcp
 from ckpt_core.interchange.dcp_reader import CkptStorageReader
 from ckpt_core.interchange.dcp_writer import CkptStorageWriter
+from ckpt_core.interchange.foreign import Foreign, recognize
 from ckpt_core.interchange.model_files import export_model, import_model
 from ckpt_core.interchange.partial import LoadReport, load_into
 from ckpt_core.interchange.trainer_files import (
@@ -23,6 +24,7 @@ from ckpt_core.interchange.trainer_files import (
 __all__ = [
     "CkptStorageReader",
     "CkptStorageWriter",
+    "Foreign",
     "LoadReport",
     "check_dcp",
     "convert_to_accelerate",
@@ -36,4 +38,5 @@ __all__ = [
     "is_stock_distributed",
     "load_into",
     "load_whole",
+    "recognize",
 ]

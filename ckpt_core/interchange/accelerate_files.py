@@ -27,7 +27,7 @@ from ckpt_core.state.rng import RngState
 from ckpt_core.storage import Storage, storage_for
 from ckpt_core.tree import tensors
 
-__all__ = ["is_stock_accelerate", "parts_of_stock", "read_stock", "write_stock"]
+__all__ = ["is_file_of_stock", "is_stock_accelerate", "parts_of_stock", "read_stock", "write_stock"]
 
 _FORMAT = "accelerate_ckpt"  # as which accelerate_ckpt knows its own
 _OWN = "own"
@@ -37,6 +37,7 @@ _NUMBERED = re.compile(r"(optimizer|scheduler|sampler|dl_state_dict|pytorch_mode
 _MODEL = re.compile(r"model(_[0-9]+)?\.safetensors")
 _SHARDED = re.compile(r"(pytorch_model_fsdp|optimizer)_([0-9]+)")
 _SCALER = "scaler.pt"
+_WHOLE_MODEL = "pytorch_model_fsdp.bin"
 _ACCELERATORS = ("cuda", "xpu", "mlu", "sdaa", "musa", "hpu", "neuron")  # whose generators stock saves
 _WORDS = np.zeros(1, np.uint32)
 _OF_NUMPY: list[Any] = [_WORDS.__reduce__()[0], np.ndarray, np.dtype, type(_WORDS.dtype)]
@@ -84,7 +85,7 @@ def read_stock(
             found.setdefault("random_states", {})[rank[1]] = _plain(_read(storage, path, name, weights_only))
         elif name == _SCALER:
             found["scaler"] = _read(storage, path, name, weights_only)
-        elif name == "pytorch_model_fsdp.bin":
+        elif name == _WHOLE_MODEL:
             found["model"] = _read(storage, path, name, weights_only)
     for directory in storage.subdirectories(path):
         name = os.path.basename(directory.rstrip("/"))
@@ -102,6 +103,12 @@ def read_stock(
             remedy="it was cut off while it was saved, or its weights are in files of a hook: take another one",
         )
     return found
+
+
+def is_file_of_stock(name: str) -> bool:
+    """Return whether a file in such a directory is one of torch's that :func:`read_stock` reads."""
+    patterns = (_NUMBERED, _CUSTOM, _RANDOM)
+    return name in (_SCALER, _WHOLE_MODEL) or any(pattern.fullmatch(name) for pattern in patterns)
 
 
 def _read(storage: Storage, path: str, name: str, weights_only: bool | None) -> Any:

@@ -33,7 +33,14 @@ from ckpt_core.errors import (
     StateMismatchError,
 )
 from ckpt_core.geometry import Box
-from ckpt_core.interchange.dcp_format import METADATA_NAME, DcpEntry, Location, load_stored, read_dcp_metadata
+from ckpt_core.interchange.dcp_format import (
+    METADATA_NAME,
+    DcpEntry,
+    Location,
+    load_stored,
+    read_dcp_metadata,
+    verify_stored,
+)
 from ckpt_core.interchange.dcp_reader import TensorBatches, entries_by_name, load_values
 from ckpt_core.interchange.dcp_writer import value_chunks
 from ckpt_core.interchange.naming import ROOT, EntryPath, entry_name, nested, split_path
@@ -42,7 +49,7 @@ from ckpt_core.interchange.streaming import TensorMemory, new_directory
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, storage_for
 
-__all__ = ["check_dcp", "export_dcp", "import_dcp", "read_dcp"]
+__all__ = ["check_dcp", "entries_of_dcp", "export_dcp", "import_dcp", "read_dcp", "verify_dcp"]
 
 _REMEDY = "copy the checkpoint again, or import another one"
 
@@ -172,7 +179,7 @@ def import_dcp(
     """
     origin, path = full_path(source), full_path(target)
     storage = storage_for(origin, storage_options)
-    entries = read_dcp_metadata(_bytes_of(storage, f"{origin}/{METADATA_NAME}"), path=f"{origin}/{METADATA_NAME}")
+    entries = entries_of_dcp(origin, storage)
     if only is not None:
         missing = sorted(set(only) - {entry.path[0] for entry in entries})
         if missing:
@@ -213,7 +220,7 @@ def read_dcp(source: StrPath, *, storage_options: dict[str, Any] | None = None) 
     """
     origin = full_path(source)
     storage = storage_for(origin, storage_options)
-    entries = read_dcp_metadata(_bytes_of(storage, f"{origin}/{METADATA_NAME}"), path=f"{origin}/{METADATA_NAME}")
+    entries = entries_of_dcp(origin, storage)
     memory = TensorMemory()
     found: dict[EntryPath, Any] = {}
     for entry in entries:
@@ -263,9 +270,21 @@ def check_dcp(source: StrPath, *, storage_options: dict[str, Any] | None = None)
     origin = full_path(source)
     storage = storage_for(origin, storage_options)
     memory = TensorMemory()
-    for entry in read_dcp_metadata(_bytes_of(storage, f"{origin}/{METADATA_NAME}"), path=f"{origin}/{METADATA_NAME}"):
+    for entry in entries_of_dcp(origin, storage):
         if entry.info is None:
             load_stored(storage, origin, entry, entry.chunks[0][1], memory)
+
+
+def entries_of_dcp(origin: str, storage: Storage) -> list[DcpEntry]:
+    """Return what is in a checkpoint in DCP's own format; errors as for :func:`check_dcp`."""
+    return read_dcp_metadata(_bytes_of(storage, f"{origin}/{METADATA_NAME}"), path=f"{origin}/{METADATA_NAME}")
+
+
+def verify_dcp(origin: str, storage: Storage) -> None:
+    """Read a checkpoint in DCP's own format to its end, one window in memory; errors as for :func:`check_dcp`."""
+    for entry in entries_of_dcp(origin, storage):
+        for box, location in entry.chunks:
+            verify_stored(storage, origin, entry, box, location)
 
 
 @dataclasses.dataclass(frozen=True)

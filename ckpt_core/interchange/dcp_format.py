@@ -22,6 +22,7 @@ import torch
 from torch.serialization import skip_data
 
 from ckpt_core._layouts.safetensors import DTYPES, TensorInfo
+from ckpt_core._layouts.torch_file import peek_torch_file, verify_torch_file
 from ckpt_core._layouts.torch_file.storage_collector import MapLocation, StorageCollector
 from ckpt_core.errors import (
     CheckpointCorruptedError,
@@ -35,7 +36,7 @@ from ckpt_core.interchange.streaming import TensorMemory
 from ckpt_core.storage import FileReader, Storage
 from ckpt_core.storage.base import ReaderIO
 
-__all__ = ["METADATA_NAME", "DcpEntry", "Location", "load_stored", "read_dcp_metadata"]
+__all__ = ["METADATA_NAME", "DcpEntry", "Location", "load_stored", "read_dcp_metadata", "verify_stored"]
 
 METADATA_NAME = ".metadata"
 _DCP = "torch.distributed.checkpoint"
@@ -250,11 +251,38 @@ def load_stored(storage: Storage, directory: str, entry: DcpEntry, location: Loc
         UnsafeCheckpointError: It is not plain data.
         CheckpointCorruptedError: It cannot be read.
     """
+    return _read_stored(
+        storage,
+        directory,
+        entry,
+        location,
+        lambda section: _object(section) if entry.info is None else _tensor(section, memory),
+    )
+
+
+def verify_stored(storage: Storage, directory: str, entry: DcpEntry, box: Box, location: Location) -> None:
+    """Compare what is stored with its CRC-32, and a tensor's type and shape with the metadata; errors as above."""
+
+    def compare(section: FileReader) -> None:
+        verify_torch_file(section)
+        if entry.info is None:
+            return
+        found = peek_torch_file(section)
+        if (found.dtype, tuple(found.shape)) != (entry.info.dtype, box.shape):
+            raise CheckpointCorruptedError(
+                "its type or shape is another one than in the metadata", path=section.path, remedy=_REMEDY
+            )
+
+    _read_stored(storage, directory, entry, location, compare)
+
+
+def _read_stored(
+    storage: Storage, directory: str, entry: DcpEntry, location: Location, read: Callable[[FileReader], Any]
+) -> Any:
     key, path = entry_name(entry.path), f"{directory}/{location.file}"
     try:
         with storage.open(path) as reader:
-            section = _Section(reader, location)
-            return _object(section) if entry.info is None else _tensor(section, memory)
+            return read(_Section(reader, location))
     except CheckpointNotFoundError as error:
         raise CheckpointCorruptedError(
             "a file of the checkpoint is missing", path=path, key=key, remedy=_REMEDY

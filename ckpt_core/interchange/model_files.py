@@ -40,7 +40,15 @@ from ckpt_core.interchange.streaming import LazyTensors, TensorMemory, given, ne
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import LocalStorage, Storage, is_remote, storage_for
 
-__all__ = ["DEFAULT_SHARD_SIZE", "export_model", "holds_model", "import_model", "read_model", "write_model_file"]
+__all__ = [
+    "DEFAULT_SHARD_SIZE",
+    "export_model",
+    "holds_model",
+    "import_model",
+    "infos_of_model",
+    "read_model",
+    "write_model_file",
+]
 
 DEFAULT_SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it
 _NAME = "model.safetensors"
@@ -206,7 +214,8 @@ def import_model(
     One tensor is in memory at a time. Safetensors keeps no digests, so what was damaged before the import stays so.
 
     Args:
-        source: The model's directory or URL: ``model.safetensors``, or the index and the files that it names.
+        source: The model's directory or URL: ``model.safetensors``, or the index and the files that it names; or one
+            ``.safetensors`` file.
         target: Path or URL of the directory checkpoint, which replaces the one that is there.
         part: The part that it becomes, with the tensors' names as its keys.
         storage_options: Passed to fsspec for URLs.
@@ -218,21 +227,11 @@ def import_model(
     """
     origin = full_path(source)
     storage = storage_for(origin, storage_options)
-    chunks = []
     memory = TensorMemory()
-    for name, wanted in _files_of(storage, origin).items():
-        path = f"{origin}/{name}"
-        stored = _stored_in(storage, path)
-        for key in stored if wanted is None else wanted:
-            if key not in stored:
-                raise CheckpointCorruptedError(
-                    f"{key} is not in the file that the index names",
-                    path=path,
-                    key=key,
-                    remedy="download the model again",
-                )
-            box = Box.whole(stored[key].info.shape)
-            chunks.append(Chunk((key,), 0, stored[key].info, box, _StoredLoader(storage, path, stored[key], memory)))
+    chunks = []
+    for path, key, tensor in _tensors_in(storage, origin):
+        load = _StoredLoader(storage, path, tensor, memory)
+        chunks.append(Chunk((key,), 0, tensor.info, Box.whole(tensor.info.shape), load))
     if len({chunk.path for chunk in chunks}) != len(chunks):
         raise CheckpointFormatError("two files of the model hold the same tensor", path=origin, remedy="remove one")
     return save_alone(full_path(target), {part: chunks}, {}, kind="replicated", storage_options=storage_options)
@@ -253,23 +252,36 @@ def read_model(
     """
     origin = full_path(source)
     storage = storage_for(origin, storage_options)
-    directory = origin
-    files: dict[str, Sequence[str] | None] = {name: None}
+    found = _tensors_in(storage, origin, name)
+    return {key: _StoredLoader(storage, path, tensor, TensorMemory())() for path, key, tensor in found}
+
+
+def infos_of_model(origin: str, storage: Storage) -> dict[str, dict[str, TensorInfo]]:
+    """Return types and shapes of the tensors in each file of a model; arguments, errors as for :func:`read_model`."""
+    found: dict[str, dict[str, TensorInfo]] = {}
+    for path, key, tensor in _tensors_in(storage, origin):
+        found.setdefault(path, {})[key] = tensor.info
+    return found
+
+
+def _tensors_in(storage: Storage, origin: str, name: str = _NAME) -> Iterator[tuple[str, str, StoredTensor]]:
+    """Yield path of the file, name, and place of each tensor of a model, or of one file."""
+    directory, files = origin, None
     if origin.endswith(".safetensors"):
-        directory, _, only = origin.rpartition("/")
-        files = {only: None}
-    elif not storage.exists(f"{origin}/{name}"):
-        files = _files_of(storage, origin)
-    found: dict[str, torch.Tensor] = {}
-    for file, wanted in files.items():
-        stored = _stored_in(storage, f"{directory}/{file}")
+        directory, _, name = origin.rpartition("/")
+        files = {name: None}
+    for file, wanted in (files or _files_of(storage, origin, name)).items():
+        path = f"{directory}/{file}"
+        stored = _stored_in(storage, path)
         for key in stored if wanted is None else wanted:
             if key not in stored:
                 raise CheckpointCorruptedError(
-                    f"{key} is not in the file that the index names", path=f"{directory}/{file}", key=key
+                    f"{key} is not in the file that the index names",
+                    path=path,
+                    key=key,
+                    remedy="download the model again",
                 )
-            found[key] = _StoredLoader(storage, f"{directory}/{file}", stored[key], TensorMemory())()
-    return found
+            yield path, key, stored[key]
 
 
 def holds_model(source: StrPath, storage_options: dict[str, Any] | None = None) -> bool:
@@ -289,10 +301,10 @@ def _stored_in(storage: Storage, path: str) -> dict[str, StoredTensor]:
         ) from error
 
 
-def _files_of(storage: Storage, directory: str) -> dict[str, Sequence[str] | None]:
+def _files_of(storage: Storage, directory: str, name: str) -> dict[str, Sequence[str] | None]:
     """Return the model's files, and which tensors to take from each; None: all of them."""
-    if storage.exists(f"{directory}/{_NAME}"):
-        return {_NAME: None}
+    if storage.exists(f"{directory}/{name}"):
+        return {name: None}
     path = f"{directory}/{_INDEX}"
     try:
         with storage.open(path) as file:
@@ -309,10 +321,10 @@ def _files_of(storage: Storage, directory: str) -> dict[str, Sequence[str] | Non
         ) from error
     files: dict[str, list[str]] = {}
     try:
-        for key, name in json.loads(data)["weight_map"].items():
-            if _PLAIN_NAME.fullmatch(name) is None:
-                raise ValueError(f"{name!r} is not the name of a file")
-            files.setdefault(name, []).append(key)
+        for key, file_name in json.loads(data)["weight_map"].items():
+            if _PLAIN_NAME.fullmatch(file_name) is None:
+                raise ValueError(f"{file_name!r} is not the name of a file")
+            files.setdefault(file_name, []).append(key)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
         raise CheckpointFormatError(
             f"the model's index makes no sense: {error}", path=path, remedy="download the model again"

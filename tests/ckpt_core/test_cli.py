@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part, __version__
 from ckpt_core._layouts.torch_file import FORMAT_VERSION
@@ -130,18 +131,65 @@ def test_verify_tells_what_is_wrong_by_words_and_exit_code(directory: Path, caps
     assert (code, empty["state"]) == (3, "missing")
     assert empty["message"].startswith("nothing to verify: no checkpoints in ")
 
-    safetensors.torch.save_file({"w": torch.ones(2)}, directory / "m.safetensors")
-    code, (foreign,) = verdicts(capsys, directory / "m.safetensors")
+    (directory / "notes.txt").write_text("nothing that torch reads")
+    code, (foreign,) = verdicts(capsys, directory / "notes.txt")
     assert (code, foreign["state"]) == (4, "foreign")
 
     torch.save({"step": 9}, directory / "stock.ckpt")
     code, (stock,) = verdicts(capsys, directory / "stock.ckpt")
     assert (code, stock["state"]) == (0, "no digests")
 
-    code, found = verdicts(capsys, directory / "nope.ckpt", directory / "m.safetensors", directory / "a.ckpt")
+    code, found = verdicts(capsys, directory / "nope.ckpt", directory / "notes.txt", directory / "a.ckpt")
     assert (code, [entry["state"] for entry in found]) == (3, ["missing", "foreign", "whole"])
     damage(directory / "a.ckpt")
     assert verdicts(capsys, directory / "nope.ckpt", directory / "a.ckpt")[0] == 1
+
+
+@pytest.fixture
+def foreign(tmp_path: Path) -> Path:
+    """What Hugging Face, DCP and stock Accelerate write."""
+    layers = {f"layers.{index}.weight": torch.full((64, 64), float(index)) for index in range(3)}
+    (tmp_path / "model").mkdir()
+    safetensors.torch.save_file(layers, tmp_path / "model" / "model.safetensors")
+    dcp.save({"model": layers, "step": 3}, checkpoint_id=tmp_path / "dcp")
+    (tmp_path / "accelerate").mkdir()
+    safetensors.torch.save_file(layers, tmp_path / "accelerate" / "model.safetensors")
+    torch.save({"state": {0: {"step": torch.ones(64, 64)}}}, tmp_path / "accelerate" / "optimizer.bin")
+    return tmp_path
+
+
+FOREIGN = {
+    "model/model.safetensors": ("a safetensors file", "model/model.safetensors"),
+    "model": ("a Hugging Face model, 1 file", "model/model.safetensors"),
+    "dcp": ("a checkpoint in DCP's format", "dcp/__0_0.distcp"),
+    "accelerate": ("a checkpoint of stock Accelerate", "accelerate/optimizer.bin"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is unavailable")
+@pytest.mark.parametrize("name", FOREIGN)
+def test_what_other_programs_wrote_is_named_and_checked_as_far_as_that_goes(
+    foreign: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    what, file = FOREIGN[name]
+    code, (verdict,) = verdicts(capsys, foreign / name)
+    assert (code, verdict["state"]) == (0, "no digests")
+    assert verdict["message"].startswith(f"{what}; compared: ")
+    assert main(["inspect", "--json", str(foreign / name)]) == 0
+    card = json.loads(capsys.readouterr().out)
+    assert (card["kind"], card["parameters"]) == (what, 3 * 64 * 64)
+    assert {"dtype": "float32", "shape": [64, 64]} in card["entries"].values()
+    assert main(["ls", str(foreign / name)]) == 0
+    assert "DAMAGED" not in capsys.readouterr().out
+
+    data = bytearray((foreign / file).read_bytes())
+    if file.endswith(".safetensors"):  # has no digests: what shows is that it was cut off
+        del data[-1]
+    else:
+        data[len(data) // 2] ^= 1  # inside of a tensor
+    (foreign / file).write_bytes(data)
+    code, (verdict,) = verdicts(capsys, foreign / name)
+    assert (code, verdict["state"], verdict["file"]) == (1, "damaged", str(foreign / file))
 
 
 def test_verify_names_the_key_of_a_damaged_tensor(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,128 @@
+"""Checkpoints of other programs: which they are, what they hold, and whether they are whole as far as that shows."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ckpt_core._layouts.torch_file import peek_torch_file, verify_torch_file
+from ckpt_core.checkpointer import full_path
+from ckpt_core.errors import UnsafeCheckpointError
+from ckpt_core.interchange.accelerate_files import is_file_of_stock, is_stock_accelerate
+from ckpt_core.interchange.dcp_files import entries_of_dcp, verify_dcp
+from ckpt_core.interchange.dcp_format import METADATA_NAME
+from ckpt_core.interchange.model_files import holds_model, infos_of_model
+from ckpt_core.interchange.naming import entry_name
+from ckpt_core.paths import StrPath
+from ckpt_core.storage import Storage, storage_for
+
+__all__ = ["Foreign", "recognize"]
+
+_HEADER = "names, types and sizes agree with the files; safetensors has no digests of the values"
+_REST = "meta.pt"  # what Lightning writes beside DCP's files
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreign:
+    """A checkpoint of another program.
+
+    Attributes:
+        what: Which, in words: ``"a Hugging Face model in 2 files"``.
+        state: What it holds, tensors without values.
+        checked: What :attr:`check` compares, in words.
+        check: Reads it to its end.
+    """
+
+    what: str
+    state: dict[str, Any]
+    checked: str
+    check: Callable[[], None]
+
+
+def recognize(
+    source: StrPath, *, storage: Storage | None = None, storage_options: dict[str, Any] | None = None
+) -> Foreign | None:
+    """Return what checkpoint of another program is at a path; None if there is none that ``ckpt convert`` knows.
+
+    Args:
+        source: A ``.safetensors`` file; a directory of a model in such files, of DCP or of stock Accelerate.
+        storage: Where it is; by default, what the path says.
+        storage_options: Passed to fsspec for URLs.
+
+    Raises:
+        CheckpointCorruptedError: A file is missing, truncated, or its header makes no sense.
+        CheckpointError: It cannot be read.
+    """
+    path = full_path(source)
+    storage = storage or storage_for(path, storage_options)
+    if is_stock_accelerate(path, storage_options):
+        return _accelerate(path, storage)
+    if storage.exists(f"{path}/{METADATA_NAME}"):
+        return _dcp(path, storage)
+    if not holds_model(path, storage_options):
+        return None
+    files = infos_of_model(path, storage)
+    state = {name: _meta(info) for infos in files.values() for name, info in infos.items()}
+    what = "a safetensors file" if path.endswith(".safetensors") else f"a Hugging Face model, {_files(len(files))}"
+    return Foreign(what, state, _HEADER, lambda: None)  # the headers have been compared
+
+
+def _accelerate(path: str, storage: Storage) -> Foreign:
+    state: dict[str, Any] = {}
+    files: list[str] = []
+    for name in sorted(os.path.basename(file.path) for file in storage.list(path)):
+        if name.endswith(".safetensors"):
+            for infos in infos_of_model(f"{path}/{name}", storage).values():
+                state.setdefault("model", {}).update({key: _meta(info) for key, info in infos.items()})
+        elif is_file_of_stock(name):
+            files.append(f"{path}/{name}")
+            with storage.open(files[-1]) as reader:
+                try:
+                    state[name.rpartition(".")[0]] = peek_torch_file(reader)
+                except UnsafeCheckpointError as error:
+                    state[name.rpartition(".")[0]] = error.message
+    parts = [
+        directory.rstrip("/")
+        for directory in storage.subdirectories(path)
+        if storage.exists(f"{directory.rstrip('/')}/{METADATA_NAME}")
+    ]
+    for part in parts:
+        state[os.path.basename(part)] = _dcp(part, storage).state
+
+    def check() -> None:
+        for file in files:
+            with storage.open(file) as reader:
+                verify_torch_file(reader)
+        for part in parts:
+            verify_dcp(part, storage)
+
+    return Foreign(
+        "a checkpoint of stock Accelerate", state, f"CRC-32 of each record of torch's files; {_HEADER}", check
+    )
+
+
+def _dcp(path: str, storage: Storage) -> Foreign:
+    entries = entries_of_dcp(path, storage)
+    state = {entry_name(each.path): "an object" if each.info is None else _meta(each.info) for each in entries}
+    has_rest = storage.exists(f"{path}/{_REST}")
+
+    def check() -> None:
+        verify_dcp(path, storage)
+        if has_rest:
+            with storage.open(f"{path}/{_REST}") as reader:
+                verify_torch_file(reader)
+
+    what = "a checkpoint in DCP's format" + (", of Lightning" if has_rest else "")
+    return Foreign(what, state, "every entry is there, and CRC-32 of each record of torch's", check)
+
+
+def _meta(info: Any) -> torch.Tensor:
+    return torch.empty(info.shape, dtype=info.dtype, device="meta")
+
+
+def _files(number: int) -> str:
+    return "1 file" if number == 1 else f"{number} files"
