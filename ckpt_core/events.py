@@ -71,7 +71,7 @@ class SnapshotTaken(Event):
     """The training thread is free again; the rest happens in the background (or, for a sync save, is done).
 
     Attributes:
-        bytes: Size of the checkpoint in bytes.
+        bytes: Size of the checkpoint in bytes; 0 where it is another name of one that was saved before.
         stall_seconds: Time the training thread was blocked, ``waited_seconds`` included.
         waited_seconds: The part of it spent waiting for an earlier save to leave its buffer.
     """
@@ -224,7 +224,7 @@ class RunSummary:
     """A listener that adds up what checkpointing has cost a run, as seen by this process.
 
     Attributes:
-        saves: Checkpoints that became durable, under any name.
+        saves: States that became durable; another name of one (``last.ckpt``) does not count.
         failures: Saves and uploads that failed.
         uploads: Checkpoints that were uploaded.
         bytes: Size of the last checkpoint in bytes.
@@ -252,6 +252,7 @@ class RunSummary:
         self.saves = self.failures = self.uploads = self.bytes = 0
         self.stall_seconds = self.longest_stall_seconds = self.commit_seconds = 0.0
         self.pending: set[str] = set()
+        self._copies: set[str] = set()
         self._told = (0, 0, 0.0)
 
     def __call__(self, event: Event) -> None:
@@ -262,7 +263,12 @@ class RunSummary:
         if isinstance(event, SnapshotTaken):
             self.stall_seconds += event.stall_seconds
             self.longest_stall_seconds = max(self.longest_stall_seconds, event.stall_seconds)
+            if not event.bytes:
+                self._copies.add(event.path)
         elif isinstance(event, SaveCommitted):
+            if event.path in self._copies:
+                self._copies.discard(event.path)
+                return
             self.saves += 1
             self.bytes = event.bytes
             self.commit_seconds = event.background_seconds

@@ -272,7 +272,7 @@ class Pipeline:
         """
         if self._strategy == "sync":
             size = act()
-            self._report_taken(target, size, started)
+            self._report_taken(target, 0, started)
             notify(self._listeners, SaveCommitted(path=target, bytes=size, background_seconds=0.0))
             return
         last = self._last_save

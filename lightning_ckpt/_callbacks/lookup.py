@@ -18,6 +18,7 @@ import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ __all__ = [
     "newest_requeued",
     "older_requeued",
     "open_filesystem",
+    "stock_hint",
     "tell_of_checkpoint",
 ]
 
@@ -39,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 #: In storage_options; fsspec does not know them.
 _OF_OUR_CLIENTS = ("backend", "client_options", "follow_links", "retry_config")
+_STOCK_HINT = r'.*\(ckpt_path="last"\) is set, but there is no last checkpoint available'
 _NAME = re.compile(r"hpc_ckpt_(\d+)\.ckpt$")
 
 
@@ -118,6 +121,17 @@ def left_in_another_version(directory: str) -> str | None:
     for other in sorted(glob.glob(os.path.join(glob.escape(logs), "version_*", "checkpoints", "*.ckpt")), reverse=True):
         return os.path.dirname(other)
     return None
+
+
+def stock_hint(*, is_shown: bool) -> None:
+    """Let Lightning's warning of ``ckpt_path="last"`` through, or not: it asks for ``save_last``, set or not.
+
+    Args:
+        is_shown: What is wanted from now on.
+    """
+    warnings.filters[:] = [each for each in warnings.filters if getattr(each[1], "pattern", None) != _STOCK_HINT]  # type: ignore[index]
+    if not is_shown:
+        warnings.filterwarnings("ignore", message=_STOCK_HINT)
 
 
 def is_remote(path: Any) -> bool:

@@ -28,6 +28,7 @@ from lightning_ckpt._callbacks.lookup import (
     newest_requeued,
     older_requeued,
     open_filesystem,
+    stock_hint,
     tell_of_checkpoint,
 )
 from lightning_ckpt._callbacks.outcomes import OutcomeWatch, raise_as_rank_0
@@ -125,6 +126,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
     # ---- background saves --------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        stock_hint(is_shown=True)
         watch_boundaries(trainer)
         self.meet(trainer)
         super().setup(trainer, pl_module, stage)
@@ -483,7 +485,12 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
                     directory,
                     left,
                 )
-            return super()._find_last_checkpoints(trainer) if is_local else set()
+            others = super()._find_last_checkpoints(trainer) if is_local else set()
+            if not others:
+                stock_hint(is_shown=False)  # until setup
+                if left is None:
+                    announce(trainer, f"There is nothing to resume in {directory}: this run starts from the beginning.")
+            return others
         if os.path.dirname(found.path) != directory:
             return {found.path}  # of a requeue
         # Of what several callbacks have found, the Trainer takes the last one by date.
