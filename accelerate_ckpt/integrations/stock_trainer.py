@@ -29,8 +29,8 @@ class StockCheckpointNotice(TrainerCallback):
         StockCheckpointNotice._was_told = True
         log.warning(
             "this transformers.Trainer saves checkpoints of its own, which accelerate_ckpt leaves as they are: they "
-            "are neither durable nor verified, and written while training waits. For ours, add after the Trainer is "
-            "made: accelerate_ckpt.integrations.transformers.ResumableCallback(trainer)"
+            "are neither durable nor verified, and written while training waits. For ours: "
+            "Trainer(..., callbacks=[accelerate_ckpt.integrations.transformers.ResumableCallback()])"
         )
 
 

@@ -40,6 +40,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from accelerate_ckpt._attach import attach
+from accelerate_ckpt._private.trainers import trainer_being_made
 from accelerate_ckpt._state.load import FolderNotFoundError, find_resume, first_usable
 from accelerate_ckpt._state.naming import candidates
 from accelerate_ckpt._state.parts import FORMAT, indexed, load_model
@@ -78,7 +79,9 @@ def missing_internals() -> list[str]:
 
 
 class ResumableCallback(TrainerCallback):
-    """Lets a ``Trainer`` save and resume durably, in the background, and bit for bit; it adds itself to the Trainer.
+    """Lets a ``Trainer`` save and resume durably, in the background, and bit for bit.
+
+    It is among the Trainer's ``callbacks``, or made with the Trainer, and adds itself.
 
     ``trainer.train(resume_from_checkpoint=...)`` and all arguments that say when to save and what to keep are used as
     ever. ``True`` resumes from the newest checkpoint that verifies; ``"auto"``, and no argument with the option
@@ -86,7 +89,7 @@ class ResumableCallback(TrainerCallback):
     which. Make it on all ranks, before ``train`` is called.
 
     Args:
-        trainer: The Trainer: a single process, or DDP.
+        trainer: The Trainer: a single process, or DDP; None if it gets the callback in ``callbacks``.
         strategy: ``"sync"``, ``"async"`` or ``"sharded"``: see :class:`~accelerate_ckpt.CheckpointConfig`.
         **options: The other options of :class:`~accelerate_ckpt.CheckpointConfig`.
 
@@ -96,21 +99,33 @@ class ResumableCallback(TrainerCallback):
 
     Example::
 
-        trainer = Trainer(model, TrainingArguments("runs", save_steps=100), train_dataset=data)
-        ResumableCallback(trainer, strategy="async")
+        arguments = TrainingArguments("runs", save_steps=100)
+        trainer = Trainer(model, arguments, train_dataset=data, callbacks=[ResumableCallback(strategy="async")])
         trainer.train(resume_from_checkpoint=True)
     """
 
-    def __init__(self, trainer: Any, strategy: str = "async", **options: Any) -> None:
+    def __init__(self, trainer: Any = None, strategy: str = "async", **options: Any) -> None:
         missing = missing_internals()
         if missing:
             raise _not_as_known(f"Trainer has no {', '.join(missing)} as it is known")
-        _check_arguments(trainer)
-        self._trainer = trainer
+        self._trainer: Any = None
+        self._options = {"strategy": strategy, **options}
         self._resumed: str | None = None
         self._rng: RngState | None = None
         self._ends_with: int | None = None
-        accelerator = attach(trainer.accelerator, strategy=strategy, **options)
+        if trainer is not None:
+            self._join(trainer)
+
+    def on_init_end(self, *_: Any, **__: Any) -> None:
+        if self._trainer is None:
+            trainer = trainer_being_made(self)
+            if trainer is not None:
+                self._join(trainer)
+
+    def _join(self, trainer: Any) -> None:
+        _check_arguments(trainer)
+        self._trainer = trainer
+        accelerator = attach(trainer.accelerator, **self._options)
         accelerator.register_for_checkpointing(_LoopState(trainer))
         accelerator.register_save_state_pre_hook(self._write_files)
         around: dict[str, Callable[..., Any]] = {
@@ -123,8 +138,12 @@ class ResumableCallback(TrainerCallback):
         for name, ours in around.items():
             stock = getattr(trainer, name)
             setattr(trainer, name, functools.wraps(stock)(functools.partial(ours, stock)))
-        trainer.remove_callback(StockCheckpointNotice)
-        trainer.add_callback(self)
+        # another list: the Trainer may be calling those of this one
+        handler = trainer.callback_handler
+        others = [
+            each for each in handler.callbacks if each is not self and not isinstance(each, StockCheckpointNotice)
+        ]
+        handler.callbacks = [*others, self]
         if self._session.preemption is not None:
             self._session.preemption.asks_itself = False  # the Trainer fetches all batches of a step before it
         if self._session.interval is not None:
@@ -132,6 +151,8 @@ class ResumableCallback(TrainerCallback):
 
     @property
     def _session(self) -> Session:
+        if self._trainer is None:
+            raise _unbound()
         session = session_of(self._trainer.accelerator)
         if session is None:
             raise CheckpointError(
@@ -206,6 +227,8 @@ class ResumableCallback(TrainerCallback):
         self._session.checkpointer.close()
 
     def on_train_begin(self, *_: Any, **__: Any) -> None:
+        if self._trainer is None:
+            raise _unbound()
         missing = [name for name in _NEEDED_DURING_TRAINING if not hasattr(self._trainer, name)]
         if missing:
             raise _not_as_known(f"a Trainer that trains has no {', '.join(missing)}")
@@ -221,7 +244,7 @@ class ResumableCallback(TrainerCallback):
 
     def on_evaluate(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
         # Each evaluation prepares a new loader, which Accelerate never lets go of: it does not belong into checkpoints.
-        if not self._trainer.is_in_train:
+        if self._trainer is None or not self._trainer.is_in_train:
             return
         loaders, data = self._trainer.accelerator._dataloaders, self._session.data
         for loader in [loader for loader in loaders if loader is not train_dataloader]:
@@ -360,6 +383,13 @@ class _LoopState:
         trainer._globalstep_last_logged = int(state["step_of_last_log"])
         # The mean that train() returns is of its own steps.
         trainer._total_loss_scalar = -float(state["loss_since_log"])
+
+
+def _unbound() -> CheckpointError:
+    return CheckpointError(
+        "this ResumableCallback does not know its Trainer: it was added when that was made already",
+        remedy="Trainer(..., callbacks=[ResumableCallback()]), or ResumableCallback(trainer) instead of add_callback",
+    )
 
 
 def _not_as_known(what: str) -> CheckpointError:

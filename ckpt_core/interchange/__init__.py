@@ -3,7 +3,8 @@
 ``dcp_reader``, ``dcp_writer``: what ``torch.distributed.checkpoint`` needs to load and save our checkpoints.
 ``dcp_format``, ``dcp_files``: its own format. ``model_files``: a model as safetensors files. ``trainer_files``: a
 Trainer's checkpoint, from any layout into one file or one directory. ``naming``, ``saving``, ``streaming``: what they
-share. ``foreign``: which program's a checkpoint is, and whether it is whole. ``partial``: into a model that is not quite the one that was saved.
+share. ``foreign``: which program's a checkpoint is, and whether it is whole. ``partial``: into a model that is not
+quite the one that was saved.
 """
 
 from ckpt_core.interchange.accelerate_files import is_stock_accelerate

@@ -129,7 +129,8 @@ def stock_hint(*, is_shown: bool) -> None:
     Args:
         is_shown: What is wanted from now on.
     """
-    warnings.filters[:] = [each for each in warnings.filters if getattr(each[1], "pattern", None) != _STOCK_HINT]  # type: ignore[index]
+    others = [each for each in warnings.filters if getattr(each[1], "pattern", None) != _STOCK_HINT]
+    warnings.filters[:] = others  # type: ignore[index]
     if not is_shown:
         warnings.filterwarnings("ignore", message=_STOCK_HINT)
 

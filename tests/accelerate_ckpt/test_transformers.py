@@ -67,7 +67,9 @@ class Network(nn.Module):
         return {"loss": (output - labels).pow(2).mean(), "output": output}
 
 
-def trainer_for(folder: Path, *, callback: bool = True, strategy: str = "async", **arguments: Any) -> Trainer:
+def trainer_for(
+    folder: Path, *, callback: bool = True, strategy: str = "async", callbacks: Any = None, **arguments: Any
+) -> Trainer:
     torch.manual_seed(3)
     defaults = {
         "num_train_epochs": 2,
@@ -85,8 +87,8 @@ def trainer_for(folder: Path, *, callback: bool = True, strategy: str = "async",
         "remove_unused_columns": False,
     }
     args = TrainingArguments(str(folder), **{**defaults, **arguments})
-    trainer = Trainer(Network(), args, train_dataset=Noisy(), eval_dataset=Noisy())
-    if callback:
+    trainer = Trainer(Network(), args, train_dataset=Noisy(), eval_dataset=Noisy(), callbacks=callbacks)
+    if callback and callbacks is None:
         ResumableCallback(trainer, strategy=strategy)
     return trainer
 
@@ -122,6 +124,33 @@ def damage(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-5] ^= 1
     path.write_bytes(content)
+
+
+@pytest.mark.parametrize("spelled", [ResumableCallback, ResumableCallback(strategy="sync")], ids=["class", "made"])
+def test_it_may_be_among_the_callbacks_that_the_trainer_is_made_with(tmp_path: Path, spelled: Any) -> None:
+    order: list[str] = []
+
+    class Other(TrainerCallback):
+        def on_init_end(self, *_: Any, **__: Any) -> None:
+            order.append("init")
+
+        def on_save(self, *_: Any, **__: Any) -> None:
+            order.append("save")
+
+    trainer = trainer_for(tmp_path, callbacks=[spelled, Other()], max_steps=3)
+    (ours,) = [each for each in trainer.callback_handler.callbacks if isinstance(each, ResumableCallback)]
+    trainer.train()
+    assert order == ["init", "save"]
+    assert session_of(trainer.accelerator).config.strategy == ("async" if spelled is ResumableCallback else "sync")
+    assert (tmp_path / "checkpoint-3" / "manifest.json").is_file()
+    assert ours is trainer.callback_handler.callbacks[-1]
+
+
+def test_a_callback_that_was_added_too_late_says_so(tmp_path: Path) -> None:
+    trainer = trainer_for(tmp_path, callback=False, max_steps=1)
+    trainer.add_callback(ResumableCallback())
+    with pytest.raises(CheckpointError, match="does not know its Trainer"):
+        trainer.train()
 
 
 @pytest.mark.parametrize(
