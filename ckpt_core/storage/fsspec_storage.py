@@ -32,7 +32,7 @@ from ckpt_core.storage.base import (
 )
 from ckpt_core.storage.failures import Describe, Secrets, describer, translated
 from ckpt_core.storage.fsspec_writers import S3Writer, StreamWriter, WholeObjectWriter
-from ckpt_core.storage.lease import LEASE_PREFIX, Lease, LeaseStore, has_others, remove_dead_leases
+from ckpt_core.storage.lease import LEASE_PREFIX, Lease, has_others, remove_dead_leases
 from ckpt_core.storage.obstore_client import (
     OBSTORE_OPTIONS,
     NotSuitableError,
@@ -151,7 +151,7 @@ class _FsspecReader(FileReader):
         """Nothing is held open."""
 
 
-class FsspecStorage(Storage, LeaseStore):
+class FsspecStorage(Storage):
     """A store reached through fsspec.
 
     Uploads to S3 and Azure go in parts of 16 MiB, several at a time; to GCS in one resumable upload; to any other store

@@ -15,11 +15,9 @@ own. Of a process of this machine it is known at once. One of another machine th
 
 from __future__ import annotations
 
-import abc
 import collections
 import contextlib
 import dataclasses
-import fcntl
 import json
 import logging
 import os
@@ -30,7 +28,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ckpt_core import at_exit
 from ckpt_core.errors import CheckpointError
@@ -41,7 +39,6 @@ __all__ = [
     "LEASE_PREFIX",
     "RENEW_SECONDS",
     "Claims",
-    "DirectoryLock",
     "Lease",
     "LeaseStore",
     "claim_on",
@@ -62,7 +59,7 @@ _MOST_DIRECTORIES = 16
 # The claims of this process: several checkpointers that save into one directory share one.
 _lock = threading.RLock()  # a signal handler that saves may interrupt a save
 _claims: dict[str, Claim] = {}
-_users: collections.Counter[str] = collections.Counter()
+_users: collections.Counter[Claim] = collections.Counter()
 _leases: weakref.WeakSet[Lease] = weakref.WeakSet()  # that are written, or not deleted yet
 _cleaned: set[str] = set()
 
@@ -80,9 +77,8 @@ class Claims:
     """The directories that one checkpointer saves into."""
 
     def __init__(self) -> None:
-        self._directories: list[str] = []
-        self._process = os.getpid()
-        weakref.finalize(self, _leave, self._directories, wait=False)
+        self._held: list[Claim] = []
+        weakref.finalize(self, _leave, self._held, wait=False)
 
     def hold(self, directory: str, make: Callable[[str], Claim | None]) -> None:
         """Claim ``directory``, or renew the claim, and warn if another job has it.
@@ -91,19 +87,16 @@ class Claims:
             directory: Path or URL.
             make: Its storage's :meth:`~ckpt_core.storage.Storage.claim`.
         """
-        if self._process != os.getpid():
-            self._process = os.getpid()
-            self._directories.clear()
         directory = _identity(directory)
         with _lock:
             claim = _claims.get(directory) or make(directory)
             if claim is None:
                 return
             _claims[directory] = claim
-            if directory not in self._directories:
-                self._directories.append(directory)
-                _users[directory] += 1
-            _leave(self._directories, wait=False, but=_MOST_DIRECTORIES)
+            if claim not in self._held:
+                self._held.append(claim)
+                _users[claim] += 1
+            _leave(self._held, wait=False, but=_MOST_DIRECTORIES)
             claim.renew()
 
     def is_alone(self, directory: str) -> bool:
@@ -113,19 +106,18 @@ class Claims:
 
     def release(self) -> None:
         """End what :meth:`hold` began."""
-        _leave(self._directories, wait=True)
+        _leave(self._held, wait=True)
 
 
-def _leave(directories: list[str], *, wait: bool, but: int = 0) -> None:
-    while len(directories) > but:
-        directory = directories.pop(0)
+def _leave(held: list[Claim], *, wait: bool, but: int = 0) -> None:
+    while len(held) > but:
+        claim = held.pop(0)
         with _lock:
-            if directory not in _claims:
-                continue  # this is a fork of the process that had it
-            _users[directory] -= 1
-            claim = None if _users[directory] else _claims.pop(directory)
-        if claim is not None:
-            claim.release(wait=wait)
+            _users[claim] -= 1
+            if _users[claim] or _claims.get(claim.directory) is not claim:
+                continue  # others have it; or this is a fork of the process that had it
+            del _claims[claim.directory], _users[claim]
+        claim.release(wait=wait)
 
 
 def _forget_claims() -> None:
@@ -149,88 +141,18 @@ if hasattr(os, "register_at_fork"):
 at_exit.call_after_threads(_end_leases)
 
 
-class DirectoryLock(Claim):
-    """An exclusive ``flock`` on the directory's own descriptor: no file shows it, a killed process leaves none behind.
-
-    Where the filesystem cannot lock a directory there is no claim, and nobody is warned.
-
-    Args:
-        directory: Path.
-        make: Makes the directory if there is none.
-    """
-
-    def __init__(self, directory: str, make: Callable[[str], None]) -> None:
-        super().__init__(directory)
-        self._make = make
-        self._descriptor = -1
-
-    def renew(self) -> None:
-        if self._descriptor != -1:
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.stat(self.directory), os.fstat(self._descriptor)):
-                    return
-            self.forget()  # another directory has its name now
-        with contextlib.suppress(OSError):  # it cannot be made or opened: the save will tell
-            self._make(self.directory)
-            descriptor = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                holder = _holder(descriptor) if isinstance(error, BlockingIOError) else str(os.getpid())
-                os.close(descriptor)
-                if holder != str(os.getpid()):  # which may know the directory by another name
-                    self.tell(f"process {holder}{_command(holder)}" if holder else "another process")
-            else:
-                self._descriptor = descriptor
-
-    def release(self, *, wait: bool = True) -> None:
-        if self._descriptor != -1:
-            with contextlib.suppress(OSError):
-                fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # whoever else has the descriptor
-            self.forget()
-
-    def forget(self) -> None:
-        # Unlocking would take it from the parent, too.
-        descriptor, self._descriptor = self._descriptor, -1
-        if descriptor != -1:
-            os.close(descriptor)
-
-
-def _holder(descriptor: int) -> str:
-    """Return the number of the process that has locked the open directory; empty if that is not known."""
-    status = os.fstat(descriptor)
-    identity = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            words = line.split()
-            if words[1] == "FLOCK" and words[5] == identity:
-                return words[4]
-    return ""
-
-
-def _command(pid: str) -> str:
-    with contextlib.suppress(OSError):
-        words = Path("/proc", pid, "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").split()
-        return f" ({' '.join(words)[:100]})"
-    return ""
-
-
-class LeaseStore(abc.ABC):
+class LeaseStore(Protocol):
     """The requests that leases are made of."""
 
-    @abc.abstractmethod
     def put(self, path: str, data: bytes) -> None:
         """Make an object, replacing what is there."""
 
-    @abc.abstractmethod
     def get(self, path: str) -> bytes | None:
         """Return an object's bytes, or None if there is none."""
 
-    @abc.abstractmethod
     def delete(self, path: str) -> None:
         """Delete an object."""
 
-    @abc.abstractmethod
     def hidden_objects(self, directory: str, prefix: str) -> Sequence[FileInfo]:
         """Return the objects directly in ``directory`` whose names begin with ``prefix``."""
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part
-from ckpt_core.storage import FileInfo, lease, storage_for
+from ckpt_core.storage import FileInfo, lease, local, storage_for
 from tests.conftest import ScriptRunner
 from tests.support.server_fixtures import server_of, servers
 from tests.support.servers import Server
@@ -227,7 +227,7 @@ def test_one_warning_says_which_process_has_the_directory(tmp_path: Path, caplog
             caplog.clear()
             save(tmp_path, checkpointer)
             assert warnings_in(caplog) == []
-            assert lease._holder(os.open(tmp_path, os.O_RDONLY)) == str(os.getpid())
+            assert local._holder(os.open(tmp_path, os.O_RDONLY)) == str(os.getpid())
     finally:
         other.kill()
         other.communicate()
@@ -237,7 +237,7 @@ def test_one_warning_says_which_process_has_the_directory(tmp_path: Path, caplog
 def locked(directory: Path) -> bool:
     descriptor = os.open(directory, os.O_RDONLY)
     try:
-        return bool(lease._holder(descriptor))
+        return bool(local._holder(descriptor))
     finally:
         os.close(descriptor)
 
@@ -298,7 +298,7 @@ def test_a_filesystem_that_cannot_lock(
     def flock(descriptor: int, operation: int) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(lease.fcntl, "flock", flock)
+    monkeypatch.setattr(local.fcntl, "flock", flock)
     with Checkpointer(strategy="sync") as checkpointer:
         save(tmp_path, checkpointer)
     assert caplog.records == []
