@@ -52,9 +52,7 @@ def note_of_pin(path: str, storage: Storage) -> str | None:
     """
     try:
         with storage.open(pin_path(path)) as reader:
-            data = bytearray(reader.size)
-            reader.read_into(0, memoryview(data))
-        note = json.loads(data)["note"]
+            note = json.loads(reader.read_whole())["note"]
     except CheckpointNotFoundError:
         return None
     except (CheckpointError, ValueError, LookupError, TypeError):
@@ -74,13 +72,7 @@ def pin(path: str, storage: Storage, note: str = "") -> None:
         StorageError: The storage refused.
     """
     data = json.dumps({"version": 1, "note": note, "time": time.time()}).encode()
-    writer = storage.create(pin_path(path), len(data))
-    try:
-        writer.write_at(0, memoryview(bytearray(data)))
-        writer.commit(len(data))
-    except BaseException:
-        writer.abort()
-        raise
+    storage.write_whole(pin_path(path), data)
 
 
 def unpin(path: str, storage: Storage) -> None:

@@ -48,13 +48,7 @@ class Preflight:
     def _of_store(self, directory: str) -> str | None:
         storage, path = storage_for(directory, self._storage_options), f"{directory}/{_PROBE}"
         try:
-            writer = storage.create(path, 1)
-            try:
-                writer.write_at(0, memoryview(bytearray(1)))
-                writer.commit(1)
-            except BaseException:
-                writer.abort()
-                raise
+            storage.write_whole(path, b"\0")
         except CheckpointError:
             return None  # the checkpoint could be written: whatever this is, it will be said where it matters
         try:

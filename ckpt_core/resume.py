@@ -124,9 +124,7 @@ class ResumeAttempts:
     def _read(self) -> dict[str, int]:
         try:
             with self._storage.open(self._path) as reader:
-                data = bytearray(reader.size)
-                reader.read_into(0, memoryview(data))
-            record = json.loads(data)
+                record = json.loads(reader.read_whole())
             return {str(key): int(count) for key, count in record["attempts"].items()}
         except CheckpointNotFoundError:
             return {}
@@ -137,13 +135,7 @@ class ResumeAttempts:
     def _write(self, counts: dict[str, int]) -> None:
         data = json.dumps({"version": _VERSION, "attempts": counts}).encode()
         try:
-            writer = self._storage.create(self._path, len(data))
-            try:
-                writer.write_at(0, memoryview(bytearray(data)))
-                writer.commit(len(data))
-            except BaseException:
-                writer.abort()
-                raise
+            self._storage.write_whole(self._path, data)
         except CheckpointError as error:
             logger.warning("%s cannot be written, so crashes are not counted: %s", self._path, error)
 

@@ -68,9 +68,8 @@ def read_manifest(storage: Storage, path: str) -> tuple[bytes, Manifest]:
         CheckpointError: There is none, or it is damaged.
     """
     with storage.open(f"{path}/{MANIFEST_NAME}") as reader:
-        data = bytearray(reader.size)
-        reader.read_into(0, memoryview(data))
-    return bytes(data), Manifest.decode(bytes(data), path=path)
+        data = reader.read_whole()
+    return data, Manifest.decode(data, path=path)
 
 
 def files_of(manifest: Manifest) -> tuple[set[str], dict[str, ExtraFile]]:

@@ -20,7 +20,7 @@ from ckpt_core.commit_time import Stamp, step_in
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, StorageError
 from ckpt_core.parallel import IO_THREADS, run_parallel
 from ckpt_core.paths import StrPath
-from ckpt_core.storage import MANIFEST_NAME, FileReader, Storage, local_path, storage_for
+from ckpt_core.storage import MANIFEST_NAME, Storage, local_path, storage_for
 
 __all__ = ["glance", "is_directory_checkpoint", "load", "note_commits", "peek", "stamp_of", "verify"]
 
@@ -126,7 +126,7 @@ def stamp_of(path: str, *, storage: Storage, is_directory: bool) -> Stamp:
     def read(place: Storage, name: str) -> Stamp:
         if is_directory:
             with place.open(f"{name}/{MANIFEST_NAME}") as reader:
-                stamp = _stamp_of_manifest(reader)
+                stamp = read_stamp_of_manifest(reader.read_whole(), path=reader.path)
             if stamp.committed is None and stamp.step is None:
                 with DirectoryCheckpoint(name, place) as checkpoint:
                     stamp = Stamp(step=step_in(checkpoint.metadata, depth=_DEPTH))
@@ -159,18 +159,12 @@ def note_commits(storage: Storage, directory: str, ending: str) -> None:
     def note(path: str) -> None:
         with contextlib.suppress(CheckpointError), storage.open(path) as reader:
             if path in manifests:
-                _stamp_of_manifest(reader)
+                read_stamp_of_manifest(reader.read_whole(), path=reader.path)
             else:
                 read_stamp(reader)
 
     found = [*paths, *manifests]
     run_parallel(note, found, threads=min(IO_THREADS, len(found)))
-
-
-def _stamp_of_manifest(reader: FileReader) -> Stamp:
-    data = bytearray(reader.size)
-    reader.read_into(0, memoryview(data))
-    return read_stamp_of_manifest(bytes(data), path=reader.path)
 
 
 def verify(path: StrPath, *, storage_options: dict[str, Any] | None = None, storage: Storage | None = None) -> bool:

@@ -221,15 +221,14 @@ def _known_at(storage: Storage, path: str, *, rank: int) -> _Known | None:
 def _files_of(storage: Storage, path: str, record: RankRecord, save_id: str) -> Iterable[_KnownFile]:
     if record.digests is None:
         return
-    digests = bytearray(record.digests.size)
     with storage.open(f"{path}/{record.digests.name}") as reader:
-        reader.read_into(0, memoryview(digests))
+        digests = reader.read_whole()
     if digest(digests) != record.digests.digest:
         raise CheckpointCorruptedError("the digests differ from those that were saved", path=path)
     begin = 0
     for file in record.files:
         end = begin + file.blocks * DIGEST_BYTES
-        yield _KnownFile(file.name, file.size, file.save_id or save_id, bytes(digests[begin:end]), _NEVER_READ)
+        yield _KnownFile(file.name, file.size, file.save_id or save_id, digests[begin:end], _NEVER_READ)
         begin = end
 
 

@@ -24,7 +24,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ckpt_core._layouts.safetensors import dtype_name
-from ckpt_core._layouts.sharded.files import file_pieces
 from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import (
@@ -317,7 +316,7 @@ class _ChunkLoader:
 def _bytes_of(storage: Storage, path: str) -> bytes:
     try:
         with storage.open(path) as reader:
-            return b"".join(map(bytes, file_pieces(reader)))
+            return reader.read_whole()
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(
             f"there is no DCP checkpoint: it has no {METADATA_NAME}, which is written last",

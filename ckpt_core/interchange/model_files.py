@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from ckpt_core._layouts.safetensors import StoredTensor, TensorInfo, can_store, dtype_name, read_header
-from ckpt_core._layouts.sharded.files import file_pieces
 from ckpt_core._layouts.sharded.matching import key_of, tensor_paths
 from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
 from ckpt_core._layouts.sharded.safetensors_file import SafetensorsImage, file_layout, file_order
@@ -314,7 +313,7 @@ def _files_of(storage: Storage, directory: str, name: str) -> dict[str, Sequence
                     path=path,
                     remedy="check that the path is a model",
                 )
-            data = b"".join(map(bytes, file_pieces(file)))
+            data = file.read_whole()
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(
             f"there is no model: neither {_NAME} nor {_INDEX}", path=directory, remedy="check the path"

@@ -91,6 +91,13 @@ class FileWriter(abc.ABC):
     def abort(self) -> None:
         """Leave no trace of the file. Does nothing after :meth:`commit`."""
 
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.abort()
+
 
 class FileReader(abc.ABC):
     """An open file to read ranges from.
@@ -141,6 +148,12 @@ class FileReader(abc.ABC):
         for target in targets:
             self.read_into(offset, target)
             offset += len(target)
+
+    def read_whole(self) -> bytes:
+        """Return the bytes of a small file."""
+        data = bytearray(self.size)
+        self.read_into(0, memoryview(data))
+        return bytes(data)
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -241,6 +254,16 @@ class Storage(abc.ABC):
             StorageError: There is no room, no permission, or ``path`` is a directory.
         """
 
+    def write_whole(self, path: str, data: bytes) -> None:
+        """Make a small file, durable, replacing what was there.
+
+        Raises:
+            StorageError: The storage refused.
+        """
+        with self.create(path, len(data)) as writer:
+            writer.write_at(0, memoryview(bytearray(data)))
+            writer.commit(len(data))
+
     @abc.abstractmethod
     def open(self, path: str) -> FileReader:
         """Open a file.
@@ -316,15 +339,10 @@ class Storage(abc.ABC):
             StorageError: The storage refused.
         """
         size = os.path.getsize(source)
-        writer = self.create(target, size)
-        try:
-            with open(source, "rb") as file:
-                for offset in range(0, size, _CHUNK):
-                    writer.write_at(offset, memoryview(bytearray(file.read(_CHUNK))))
+        with self.create(target, size) as writer, open(source, "rb") as file:
+            for offset in range(0, size, _CHUNK):
+                writer.write_at(offset, memoryview(bytearray(file.read(_CHUNK))))
             writer.commit(size)
-        except BaseException:
-            writer.abort()
-            raise
 
     def begin_directory(self, path: str, token: str) -> str:
         """Begin a directory checkpoint, in each process that writes into it; ended by ``leave_directory``.
@@ -352,13 +370,7 @@ class Storage(abc.ABC):
         Raises:
             StorageError: The storage refused; what was at ``path`` before is untouched.
         """
-        writer = self.create(f"{path}/{MANIFEST_NAME}", len(manifest))
-        try:
-            writer.write_at(0, memoryview(bytearray(manifest)))
-            writer.commit(len(manifest))
-        except BaseException:
-            writer.abort()
-            raise
+        self.write_whole(f"{path}/{MANIFEST_NAME}", manifest)
         self._remove_files(path, gone)
 
     def discard_directory(self, path: str, token: str, names: Sequence[str] = ()) -> None:
@@ -435,17 +447,13 @@ def transfer(
     """
     with source_storage.open(source) as reader:
         when_open()
-        writer = target_storage.create(target, reader.size)
-        try:
+        with target_storage.create(target, reader.size) as writer:
             memory = memoryview(bytearray(min(_CHUNK, reader.size)))
             for offset in range(0, reader.size, _CHUNK):
                 chunk = memory[: reader.size - offset]
                 reader.read_into(offset, chunk)
                 writer.write_at(offset, chunk)
             writer.commit(reader.size)
-        except BaseException:
-            writer.abort()
-            raise
         return reader.size
 
 

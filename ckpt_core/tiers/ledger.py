@@ -95,8 +95,7 @@ def read_ledger(storage: Storage, directory: str) -> dict[str, Identity]:
     path = f"{directory}/{LEDGER_NAME}"
     try:
         with storage.open(path) as reader:
-            data = bytearray(reader.size)
-            reader.read_into(0, memoryview(data))
+            data = reader.read_whole()
     except CheckpointNotFoundError:
         return {}
     try:
@@ -118,11 +117,5 @@ def write_ledger(storage: Storage, directory: str, uploads: Mapping[str, Identit
         StorageError: The storage refused.
     """
     fields = {name: dataclasses.astuple(identity) for name, identity in uploads.items()}
-    data = bytearray(json.dumps({"version": _VERSION, "uploads": fields}, separators=(",", ":")).encode())
-    writer = storage.create(f"{directory}/{LEDGER_NAME}", len(data))
-    try:
-        writer.write_at(0, memoryview(data))
-        writer.commit(len(data))
-    except BaseException:
-        writer.abort()
-        raise
+    data = json.dumps({"version": _VERSION, "uploads": fields}, separators=(",", ":")).encode()
+    storage.write_whole(f"{directory}/{LEDGER_NAME}", data)

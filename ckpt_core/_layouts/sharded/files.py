@@ -128,7 +128,7 @@ class Files:
                 remedy="verify the checkpoint, and read the file from where it is",
             )
         with self._open_named(file.name) as reader:
-            data = b"".join(map(bytes, file_pieces(reader)))
+            data = reader.read_whole()
         self._compare_whole(file, digest(data))
         return data
 

@@ -14,7 +14,7 @@ from ckpt_core._devices import on_current_streams
 from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._layouts.sharded.contents import Contents, PartContents, Placed, Shard
 from ckpt_core._layouts.sharded.fetching import Job, Read, all_of, jobs_of, reads_of, run_job
-from ckpt_core._layouts.sharded.files import Files, file_pieces
+from ckpt_core._layouts.sharded.files import Files
 from ckpt_core._layouts.sharded.manifest import MANIFEST_NAME, Kind, Manifest
 from ckpt_core._layouts.sharded.matching import (
     LocalPieces,
@@ -126,7 +126,7 @@ class DirectoryCheckpoint:
                         path=reader.path,
                         remedy="check that the path is a checkpoint",
                     )
-                return b"".join(map(bytes, file_pieces(reader)))
+                return reader.read_whole()
         except StorageError as error:
             if error.errno != errno.ENOTDIR:
                 raise
