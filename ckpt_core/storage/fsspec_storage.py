@@ -8,7 +8,6 @@ import datetime
 import logging
 import os
 import threading
-import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -39,7 +38,7 @@ from ckpt_core.storage.obstore_client import (
     ObstoreClient,
     ObstoreWriter,
 )
-from ckpt_core.storage.retry import Retries, http_status
+from ckpt_core.storage.retry import Retries
 from ckpt_core.storage.s3 import abandoned_uploads, s3_defaults
 
 __all__ = ["FsspecStorage"]
@@ -55,8 +54,6 @@ _AZURE = ("abfs", "abfss", "az", "adl")
 _GCS = ("gs", "gcs")
 _OBJECT_STORES = (_S3, _AZURE, _GCS)
 _PROBE_PREFIX = ".ckpt-probe-"
-# Another writer has looked before it could see ours, and has written at the latest so much later.
-_SETTLING_SECONDS = 2.0
 _NOT_LISTED = (_PROBE_PREFIX, LEASE_PREFIX)
 _EXTRAS = {**dict.fromkeys(_S3, "s3"), **dict.fromkeys(_AZURE, "azure"), **dict.fromkeys(_GCS, "gcs")}
 
@@ -66,7 +63,6 @@ class _Shared:
 
     def __init__(self) -> None:
         self.retries = Retries()
-        self.honours_conditions: dict[str, bool] = {}
         self.obstore: dict[str, ObstoreClient | None] = {}  # by bucket and options; None where it is not used
         self.lock = threading.Lock()
 
@@ -187,7 +183,6 @@ class FsspecStorage(Storage):
         shared = _SHARED.setdefault(self._filesystem, _Shared())
         self._retries = shared.retries
         self._shared = shared
-        self.honours_conditions = shared.honours_conditions
         protocol = self._filesystem.protocol
         self._protocols = {protocol} if isinstance(protocol, str) else set(protocol)
         if self._backend == "obstore":
@@ -356,63 +351,7 @@ class FsspecStorage(Storage):
         except CheckpointNotFoundError:
             return []  # there is no bucket
 
-    # ---- objects that only one writer may make -----------------------------------------------------------------------
-
-    def create_new(self, path: str, data: bytes) -> bool:
-        """Make ``path`` an object of ``data`` unless there is one already; return whether the object there is ours.
-
-        Where the store honours conditional requests, of several writers exactly one gets True. Where it does not, they
-        write, wait for two seconds and look whose object it is: two writers can both get True only if the request of
-        one takes longer than that.
-
-        Args:
-            path: URL.
-            data: Differs from what any other writer would write: it holds a random token of this one.
-        """
-        bucket = path.partition("://")[2].partition("/")[0]
-        if bucket not in self.honours_conditions:
-            self.honours_conditions[bucket] = self._probe_conditions(path)
-        if self.honours_conditions[bucket]:
-            # Refused, it may still be ours: the answer to an earlier attempt was lost.
-            return self.put_new(path, data) or self.get(path) == data
-        if self.get(path) is not None:
-            return False
-        self.put(path, data)
-        time.sleep(_SETTLING_SECONDS)
-        return self.get(path) == data
-
-    def _probe_conditions(self, path: str) -> bool:
-        probe = f"{path.rpartition('/')[0]}/{_PROBE_PREFIX}{uuid.uuid4().hex}"
-        self.put_new(probe, b"first")
-        try:
-            honours = not self.put_new(probe, b"second")
-        finally:
-            self.delete(probe)
-        if not honours:
-            logger.info(
-                "the store of %s ignores conditional requests: exclusive objects are checked after a pause", probe
-            )
-        return honours
-
-    def put_new(self, path: str, data: bytes) -> bool:
-        """Make an object by one conditional request; False if there is one. Some stores ignore the condition."""
-
-        def request() -> bool:
-            try:
-                if self._is_in(_S3):
-                    bucket, key, _ = self._filesystem.split_path(path)
-                    self._filesystem.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
-                else:
-                    self._filesystem.pipe_file(path, data, mode="create")
-            except FileExistsError:
-                return False
-            except OSError as error:
-                if http_status(error) == 412:  # Ceph gives no reason, so s3fs does not know it
-                    return False
-                raise
-            return True
-
-        return self._ask("write", path, request)
+    # ---- the requests that leases are made of ------------------------------------------------------------------------
 
     def put(self, path: str, data: bytes) -> None:
         self._ask("write", path, lambda: self._filesystem.pipe_file(path, data))

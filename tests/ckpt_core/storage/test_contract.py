@@ -8,11 +8,9 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import uuid
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -44,7 +42,6 @@ PLACES = (
     "azurite fsspec",
 )
 # The others answer a conditional request as if there were no condition.
-HONOUR_CONDITIONS = ("memory", "moto", "ceph", "azurite")
 
 
 @pytest.fixture(params=PLACES)
@@ -184,49 +181,6 @@ class TestContract(StorageContract):
         assert [file.path for file in storage.list(root)] == [path]
         self.write(storage, path, b"new")
         assert self.read(storage, path) == b"new"
-
-
-class TestExclusiveCreation:
-    @pytest.fixture
-    def store(self, place: Place, place_name: str) -> Any:
-        if place_name == "local":
-            pytest.skip("local files have other means")
-        return storage_at(place)
-
-    def test_only_the_first_gets_it(
-        self, store: Storage, place: Place, place_name: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("ckpt_core.storage.fsspec_storage._SETTLING_SECONDS", 0.1)
-        path = f"{place[0]}/claim.json"
-        storage: Any = store
-        assert storage.create_new(path, b"mine") is True
-        assert storage.create_new(path, b"mine") is True or place_name.partition(" ")[0] not in HONOUR_CONDITIONS
-        assert storage.create_new(path, b"theirs") is False
-        assert storage.get(path) == b"mine"
-        (honours,) = [known for bucket, known in storage.honours_conditions.items() if bucket in path]
-        assert honours is (place_name.partition(" ")[0] in HONOUR_CONDITIONS)
-        assert [file.path for file in storage.list(place[0])] == [path], "the probe is gone"
-
-    def test_of_many_at_once_exactly_one_gets_it(self, store: Storage, place: Place) -> None:
-        if place[0].startswith("memory://"):
-            pytest.skip("fsspec's memory filesystem is not made for several threads")
-        storage: Any = store
-        storage.create_new(f"{place[0]}/probe", b"so that the probe is not part of the race")
-        for attempt in range(2):
-            path, won, start = f"{place[0]}/claim-{attempt}", [], threading.Barrier(4)
-
-            def claim(index: int, path: str = path, won: list[int] = won, start: threading.Barrier = start) -> None:
-                start.wait()
-                if storage.create_new(path, f"writer {index}".encode()):
-                    won.append(index)
-
-            threads = [threading.Thread(target=claim, args=(index,)) for index in range(4)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert len(won) == 1
-            assert storage.get(path) == f"writer {won[0]}".encode()
 
 
 def test_a_bucket_that_is_not_there(server_of: ServerOf) -> None:
