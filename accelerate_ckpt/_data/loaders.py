@@ -34,7 +34,6 @@ class LoaderPositions:
 
     Args:
         accelerator: The Accelerator.
-        replay: Always go back by reading again, never by skipping.
         warn: Called on the main process with a message that says why a resume is not exact; a Python warning by
             default.
 
@@ -52,10 +51,9 @@ class LoaderPositions:
         >>> positions.restore(state, saved_world_size=1)  # the next iteration continues after that batch
     """
 
-    def __init__(self, accelerator: Any, *, replay: bool = False, warn: Callable[[str], None] | None = None) -> None:
+    def __init__(self, accelerator: Any, *, warn: Callable[[str], None] | None = None) -> None:
         private_data.check()
         self._accelerator = accelerator
-        self._replay = replay
         self._warn = warn or _warn
         self._positions: list[LoaderPosition] = []
         self._prepared: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -135,7 +133,7 @@ class LoaderPositions:
                 return position
         if not private_data.Internals.is_known(loader):
             return None
-        position = LoaderPosition(loader, self._accelerator.num_processes, self, self._replay)
+        position = LoaderPosition(loader, self._accelerator.num_processes, self)
         position.fetches = Fetched(self.recording) if self.recording is not None else None
         self._positions.append(position)
         if self._is_waited_for():

@@ -63,17 +63,16 @@ class LoaderPosition:
         loader: A loader that Accelerate prepared.
         world_size: Number of ranks of the run.
         run: The run that the loader is of.
-        replay: Always go back by reading again.
     """
 
-    def __init__(self, loader: Any, world_size: int, run: Run, replay: bool = False) -> None:
+    def __init__(self, loader: Any, world_size: int, run: Run) -> None:
         self.loader = loader
         self.habit = Habit(run.uses)
         self.is_restored = False
         self.fetches: Fetched | None = None
         self._run = run
         self._internals = Internals(loader)
-        self._tracker = InnerTracker(loader.base_dataloader, replay)
+        self._tracker = InnerTracker(loader.base_dataloader)
         self._division = Division(self._internals, self._tracker, world_size)
         self._internals.before_iterator(self._make_iterator)
         self._iteration_number = 0

@@ -160,14 +160,13 @@ class InnerTracker(LoaderTracker):
 
     Args:
         loader: The inner loader.
-        replay: Always go back by reading again.
     """
 
     sampler: ShardSampler
 
-    def __init__(self, loader: Any, replay: bool = False) -> None:
+    def __init__(self, loader: Any) -> None:
         self._whole_dataset: tuple[Any, Any] | None = None
-        super().__init__(loader, replay)
+        super().__init__(loader)
 
     @property
     def may_read_again(self) -> bool:

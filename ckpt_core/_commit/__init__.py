@@ -2,9 +2,8 @@
 
 ``rank_group``: the ranks. ``announcement``: how they hear of an outcome, in all that follows. ``reports``: one save,
 from the reports of all ranks to the outcome. ``outcome``: a failure that one rank knows of, raised on all at the same
-step. ``agreement``: what rank 0 says, heard on all ranks, with an error where one does not come; ``progress`` and
-``collectives`` know who will not. ``meeting``: what one rank is asked for, done by all at the same step. ``store``:
-what they talk through.
+step. ``agreement``: what rank 0 says, heard on all ranks, with an error where one does not come; ``progress`` knows
+who will not. ``meeting``: what one rank is asked for, done by all at the same step. ``store``: what they talk through.
 """
 
 from ckpt_core._commit.agreement import Agreement

@@ -17,18 +17,32 @@ import threading
 import time
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from ckpt_core._commit.collectives import collectives_begun
 from ckpt_core._commit.store import TimedStore, seal
 from ckpt_core.errors import RankFailedError
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "collectives_begun"]
 
 _SLEEP = datetime.timedelta(days=1)
 _REMEMBERED = 64  # meetings that a rank was at, or passed over
 _ANSWER_SECONDS = 5.0  # what is asked here is not worth a longer wait
 _PAUSE_WITHOUT_CLONE = 0.25  # seconds
+
+
+def collectives_begun() -> int | None:
+    """Return how many collectives of all ranks this process has begun, None if unknown. Any thread may ask.
+
+    Collectives of one group come in the same order on all ranks. torch counts them for its flight recorder, and has no
+    public way in; without it, or where a backend does not count, a rank that does not come is found when the time is
+    over.
+    """
+    try:
+        group = dist.group.WORLD
+        return None if group is None else int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return None
 
 
 class Progress:

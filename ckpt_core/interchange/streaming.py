@@ -18,6 +18,7 @@ from ckpt_core.errors import StorageError
 from ckpt_core.memory import StagingBuffer
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, is_remote, local_path
+from ckpt_core.storage.local_directory import sync_file
 
 __all__ = ["LazyTensors", "TensorMemory", "given", "new_directory", "write_in_order"]
 
@@ -139,7 +140,7 @@ def new_directory(target: StrPath) -> Iterator[str]:
             os.chmod(hidden, 0o777 & ~_umask())
             _sync(hidden)
             os.rename(hidden, path)
-            _sync_path(parent)
+            sync_file(parent)
         except BaseException:
             shutil.rmtree(hidden, ignore_errors=True)
             raise
@@ -160,13 +161,5 @@ def _umask() -> int:
 def _sync(directory: str) -> None:
     for folder, _, names in os.walk(directory, topdown=False):
         for name in names:
-            _sync_path(os.path.join(folder, name))
-        _sync_path(folder)
-
-
-def _sync_path(path: str) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+            sync_file(os.path.join(folder, name))
+        sync_file(folder)

@@ -162,11 +162,7 @@ def convert_to_accelerate(
     Raises:
         CheckpointError: See :func:`load_whole`; it has no model; or there is something at the target.
     """
-    state = load_whole(source, weights_only=weights_only, storage_options=storage_options)
-    if not isinstance(state, Mapping):
-        raise CheckpointFormatError(
-            f"the state is a {type(state).__name__} and not a dictionary", path=os.fspath(source)
-        )
+    state = _load_dictionary(source, weights_only, storage_options)
     write_stock(state, target)
 
 
@@ -193,11 +189,7 @@ def convert_to_directory(
         SerializationError: Something in the state is no plain data; it names the key.
         CheckpointError: See :func:`load_whole`; or the storage refused.
     """
-    state = load_whole(source, weights_only=weights_only, storage_options=storage_options)
-    if not isinstance(state, Mapping):
-        raise CheckpointFormatError(
-            f"the state is a {type(state).__name__} and not a dictionary", path=os.fspath(source)
-        )
+    state = _load_dictionary(source, weights_only, storage_options)
     metadata: dict[str, Any] = {}
     if is_stock_accelerate(source, storage_options):
         parts, metadata = parts_of_stock(state)
@@ -213,3 +205,14 @@ def convert_to_directory(
         step = state.get("step")
     with DirectoryCheckpointer(strategy="sync", storage_options=storage_options) as directories:
         return directories.save(parts, target, metadata=metadata, step=step if isinstance(step, int) else None)
+
+
+def _load_dictionary(
+    source: StrPath, weights_only: bool | None, storage_options: dict[str, Any] | None
+) -> Mapping[str, Any]:
+    state = load_whole(source, weights_only=weights_only, storage_options=storage_options)
+    if not isinstance(state, Mapping):
+        raise CheckpointFormatError(
+            f"the state is a {type(state).__name__} and not a dictionary", path=os.fspath(source)
+        )
+    return state

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_core.state.plain import PlainState
 from ckpt_core.state.rng import RngState, capture_generators, restore_generators
-from ckpt_core.state.stateful import stay_stateful
+from ckpt_core.state.stateful import Forwarding, stay_stateful
 
 __all__ = [
     "RecordingSampler",
@@ -125,7 +125,7 @@ def _itself(sampler: Any) -> Any:
     return sampler
 
 
-class RecordingSampler:
+class RecordingSampler(Forwarding):
     """Stands in front of the sampler (or batch sampler) that a loader takes its indices from.
 
     It yields what the sampler yields, and remembers what is needed to make the same pass again and to skip what was
@@ -157,20 +157,6 @@ class RecordingSampler:
         self.moving: set[str] = set()
         self._pending: tuple[SamplerPass, int] | None = None
         stay_stateful(self)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in RecordingSampler._own:
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name in RecordingSampler._own:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.inner, name, value)
-
-    def __len__(self) -> int:
-        return len(self.inner)  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _itself, (self.inner,)  # a copy of the loader has its own

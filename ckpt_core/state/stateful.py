@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-__all__ = ["is_stateful", "stay_stateful"]
+__all__ = ["Forwarding", "is_stateful", "stay_stateful"]
 
 
 def is_stateful(value: object) -> bool:
@@ -38,3 +38,24 @@ class _ForwardedState:
 
     def load_state_dict(self, state: Any) -> None:
         self.inner.load_state_dict(state)
+
+
+class Forwarding:
+    """Stands in front of an object: what is not among its own attributes is read from, and set on, that one."""
+
+    _own: frozenset[str]
+    inner: Any
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in type(self)._own:
+            raise AttributeError(name)
+        return getattr(self.inner, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in type(self)._own:
+            object.__setattr__(self, name, value)
+        else:
+            setattr(self.inner, name, value)
+
+    def __len__(self) -> int:
+        return len(self.inner)

@@ -20,7 +20,7 @@ from torch.utils.data import Dataset, IterableDataset, get_worker_info
 from ckpt_core.errors import CheckpointError
 from ckpt_core.state.carried import Carried
 from ckpt_core.state.rng import PACKED_RNG_BYTES, pack_rng, unpack_rng
-from ckpt_core.state.stateful import stay_stateful
+from ckpt_core.state.stateful import Forwarding, stay_stateful
 
 __all__ = ["RecordingCollate", "RngIterableDataset", "RngMapDataset", "WorkerInit", "WorkerRngLog", "pack_carried"]
 
@@ -173,29 +173,17 @@ class WorkerInit:
             self.collate.install(worker)
 
 
-class _Forwarding:
-    """Lets a wrapped data set be used, read and changed through its wrapper."""
+class _Forwarding(Forwarding):
+    """Lets a wrapped data set be used, read and changed through its wrapper.
+
+    ``worker_init_fn`` may set attributes of the data set of its worker, and means the user's object.
+    """
 
     _own = frozenset({"inner", "pending"})
+    pending: str | None
 
     def __init__(self, inner: Any) -> None:
-        object.__setattr__(self, "inner", inner)
-        object.__setattr__(self, "pending", None)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in _Forwarding._own:
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # worker_init_fn may set attributes of the data set of its worker, and means the user's object
-        if name in _Forwarding._own:
-            object.__setattr__(self, name, value)
-        else:
-            setattr(self.inner, name, value)
-
-    def __len__(self) -> int:
-        return len(self.inner)
+        self.inner, self.pending = inner, None
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = {"inner": None, "rng": None}

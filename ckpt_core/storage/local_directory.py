@@ -33,6 +33,7 @@ __all__ = [
     "remove_if_abandoned",
     "restore",
     "sync_directory",
+    "sync_file",
 ]
 
 SUFFIX = ".ckpt-part"
@@ -177,7 +178,7 @@ def _keep_others(path: str, staging: str, ours: set[str]) -> None:
                 raise
             shutil.copy2(source, target, follow_symlinks=False)
             if not os.path.islink(target):
-                _sync_file(target)
+                sync_file(target)
 
 
 def _files_in(directory: str) -> Iterator[str]:
@@ -187,7 +188,8 @@ def _files_in(directory: str) -> Iterator[str]:
             yield os.path.relpath(os.path.join(folder, name), directory)
 
 
-def _sync_file(path: str) -> None:
+def sync_file(path: str) -> None:
+    """Make the bytes of a file durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

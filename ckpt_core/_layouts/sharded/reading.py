@@ -86,19 +86,7 @@ class DirectoryCheckpoint:
         storage: Where it is.
         weights_only: As for ``torch.load``, of objects in it that are not plain data; None means True.
 
-    Attributes:
-        path: The directory.
-        metadata: What was saved as such.
-        world_size: Number of ranks that wrote it.
-        save_id: Which save it is.
-        stamp: When it was committed, and of which step it is, as it says of itself.
-        files: Size in bytes of each of its files but the manifest.
-        size: Bytes of all files together.
-
-    Raises:
-        CheckpointNotFoundError: There is no manifest: no checkpoint was ever committed there.
-        CheckpointFormatError: It is another program's, or of a newer version.
-        CheckpointCorruptedError: The manifest is damaged or makes no sense.
+    Attributes and errors are those of :class:`ckpt_core.directory.DirectoryCheckpoint`.
     """
 
     def __init__(self, path: str, storage: Storage, *, weights_only: bool | None = None) -> None:
@@ -325,15 +313,7 @@ class DirectoryCheckpoint:
             scratch.close()
 
     def read_file(self, name: str) -> bytes:
-        """Return the bytes of a file that the caller added into the checkpoint, verified.
-
-        Args:
-            name: Its path relative to the checkpoint's directory.
-
-        Raises:
-            CheckpointNotFoundError: The checkpoint has no such file.
-            CheckpointCorruptedError: It is missing, or a byte differs.
-        """
+        """Return the bytes of a file that the caller added into the checkpoint, verified."""
         for rank in self._manifest.ranks:
             for file in rank.extra_files:
                 if file.name == name:
@@ -341,12 +321,7 @@ class DirectoryCheckpoint:
         raise CheckpointNotFoundError(f"the checkpoint holds no file {name!r} of others", path=self.path)
 
     def verify(self) -> None:
-        """Compare every byte with its digest, and check that every element of every tensor is there once.
-
-        Raises:
-            CheckpointCorruptedError: A file is missing, truncated, of another save, or a byte differs; it names the
-                file and, where it can, the tensor.
-        """
+        """Compare every byte with its digest, and check that every element of every tensor is there once."""
         shards = self._contents.check()
         extra = [file for rank in self._manifest.ranks for file in rank.extra_files]
         run_parallel(self._files.verify_whole, extra)

@@ -41,7 +41,6 @@ PLACES = (
     "rclone fsspec",
     "azurite fsspec",
 )
-# The others answer a conditional request as if there were no condition.
 
 
 @pytest.fixture(params=PLACES)
