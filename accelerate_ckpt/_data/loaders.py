@@ -14,8 +14,8 @@ from accelerate_ckpt._data.position import LoaderPosition
 from accelerate_ckpt._private import data as private_data
 from accelerate_ckpt._recording import Fetched, Recording
 from ckpt_core.errors import CheckpointFormatError
-from ckpt_core.state.ddp import rebuild_ddp_buckets
 from ckpt_core.state.elastic import derive_rng
+from ckpt_core.state.gradients import rebuild_ddp_buckets
 from ckpt_core.state.rng import RngState
 
 __all__ = ["LoaderPositions"]

@@ -27,8 +27,7 @@ from typing import Any
 import torch
 
 from ckpt_core.errors import CheckpointFormatError
-from ckpt_core.state.ddp import rebuild_ddp_buckets
-from ckpt_core.state.gradients import capture_gradients, restore_gradients
+from ckpt_core.state.gradients import capture_gradients, rebuild_ddp_buckets, restore_gradients
 from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
 from ckpt_core.state.rng import RngState, capture_generators, restore_generators
 from ckpt_core.state.trainer_parts import GRADIENTS_KEY
