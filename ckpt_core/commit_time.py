@@ -13,7 +13,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["NO_STAMP", "Stamp", "commit_time", "note_commit", "step_in"]
+__all__ = ["NO_STAMP", "Stamp", "commit_time", "note_commit", "seconds_behind", "step_in"]
 
 _STEP = 1e-4  # seconds between two commits at least; a float still tells them apart after the year 5000
 _LATEST = 1e11  # seconds: what is beyond is no time
@@ -40,6 +40,10 @@ class _Clock:
             self._seen = (microseconds + (microseconds % 10 == 0)) / 1e6
             return self._seen
 
+    def seconds_behind(self) -> float:
+        with self._lock:
+            return max(0.0, self._seen - time.time())
+
     def note(self, committed: float) -> None:
         with self._lock:
             self._seen = max(self._seen, committed)
@@ -51,6 +55,11 @@ _clock = _Clock()
 def commit_time() -> float:
     """Return the time of a commit that happens now: Unix time in seconds, later than all noted or returned before."""
     return _clock.now()
+
+
+def seconds_behind() -> float:
+    """Return by how many seconds this machine's clock is behind the newest checkpoint that was noted or committed."""
+    return _clock.seconds_behind()
 
 
 def note_commit(committed: float | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed
 
+from ckpt_core.commit_time import seconds_behind
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import Event, SaveCommitted, size_in_words
 from ckpt_core.storage import is_remote, storage_for
@@ -17,14 +18,15 @@ __all__ = ["Preflight"]
 logger = logging.getLogger(__name__)
 
 _PROBE = ".ckpt-preflight"
+_CLOCK_SECONDS = 60.0
 
 
 class Preflight:
     """A listener that looks once, when the first checkpoint is durable, and warns; it never stops a save.
 
     A checkpoint is deleted when its successor is durable, so there must be room for one more. A store may let a
-    program write and not delete: then everything stays. That a local directory can be written, renamed and deleted in,
-    the commit itself has shown.
+    program write and not delete: then everything stays. The clock may be behind the checkpoints that are there. That a
+    local directory can be written, renamed and deleted in, the commit itself has shown.
 
     Args:
         storage_options: For fsspec.
@@ -44,6 +46,13 @@ class Preflight:
         problem = self._of_store(directory) if is_remote(event.path) else _of_disk(directory, event.bytes)
         if problem is not None:
             logger.warning("%s", problem)
+        behind = seconds_behind()
+        if behind > _CLOCK_SECONDS:
+            logger.warning(
+                "the clock of this machine is %.0f minutes behind the newest checkpoint: the order of checkpoints is "
+                "kept, but they seem to be of another time; set the clock",
+                behind / 60,
+            )
 
     def _of_store(self, directory: str) -> str | None:
         storage, path = storage_for(directory, self._storage_options), f"{directory}/{_PROBE}"

@@ -12,6 +12,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,11 +22,25 @@ from ckpt_core.paths import StrPath
 from ckpt_core.storage import local_path, storage_for
 from ckpt_core.tiers import Tiers
 
-__all__ = ["ResumeAttempts", "ResumePoint", "newest_to_resume", "only_checkpoints"]
+__all__ = ["ResumeAttempts", "ResumePoint", "folder_of_run", "newest_to_resume", "only_checkpoints"]
 
 logger = logging.getLogger(__name__)
 
 _VERSION = 1
+
+
+def folder_of_run() -> str:
+    """Return the name of the folder for checkpoints of a run that names none.
+
+    The tasks of a SLURM array are runs of their own, and have a folder of their own, the same when they are submitted
+    again.
+
+    Example:
+        >>> folder_of_run()
+        'checkpoints'
+    """
+    task = os.environ.get("SLURM_ARRAY_TASK_ID", "")
+    return f"checkpoints/task_{task}" if task.isdigit() else "checkpoints"
 
 
 @dataclasses.dataclass(frozen=True)

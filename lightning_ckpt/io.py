@@ -23,6 +23,7 @@ STATE_KEY = "lightning_ckpt"
 # why a checkpoint holds no exact state although the callback is there, in words
 NO_STATE_KEY = "lightning_ckpt_no_exact_state"
 _SLURM_REQUEUE_PREFIX = "hpc_ckpt"
+_RAY_REPORT = "lightning_checkpoints-job_id="  # in the paths of Ray's RayTrainReportCallback
 
 
 class TorchFileIO(ReliableCheckpointIO):
@@ -126,6 +127,8 @@ def training_goes_on(checkpoint: Any, path: StrPath) -> bool:
     """Return False where waiting costs no training, and a caller may rely on the file as soon as the save returns."""
     if os.path.basename(path).startswith(_SLURM_REQUEUE_PREFIX):
         return False  # SLURM requeues the job, and with it ends this process
+    if _RAY_REPORT in os.fspath(path):
+        return False  # copied next, by code that does not look at it from Python
     try:
         epochs = checkpoint["loops"]["fit_loop"]["epoch_progress"]["current"]
         # Equal between epochs: before fit, after it, and when it ends.

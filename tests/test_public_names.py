@@ -98,7 +98,7 @@ EXPORTED = {
         "to_delete",
     },
     "ckpt_core.preemption": {"EXIT_NOTICE", "Notices", "Preemption", "SignalNotes", "exit_status"},
-    "ckpt_core.resume": {"ResumeAttempts", "ResumePoint", "newest_to_resume", "only_checkpoints"},
+    "ckpt_core.resume": {"ResumeAttempts", "ResumePoint", "folder_of_run", "newest_to_resume", "only_checkpoints"},
     "ckpt_core.storage": {
         "MANIFEST_NAME",
         "Fault",

@@ -10,23 +10,21 @@ from typing import Any
 
 from accelerate_ckpt._state.naming import automatic_root, is_url, path_text
 from ckpt_core.catalog import CheckpointInfo
-from ckpt_core.resume import ResumeAttempts, ResumePoint
+from ckpt_core.resume import ResumeAttempts, ResumePoint, folder_of_run
 
 __all__ = ["AutoResume", "directory_of_run", "point_of"]
-
-_FOLDER = "checkpoints"
 
 
 def directory_of_run(session: Any) -> str:
     """Return where checkpoints are looked for, and where one is saved before the run ends.
 
     That is the option ``checkpoint_dir``, else ``checkpoints`` in the ``project_dir``, where automatic names are, else
-    ``checkpoints`` in the working directory.
+    ``checkpoints`` in the working directory, and for a task of a SLURM array its own folder there.
     """
     if session.config.checkpoint_dir is not None:
         return path_text(session.config.checkpoint_dir)
     accelerator = session.accelerator
-    return automatic_root(accelerator) if accelerator.project_dir else os.path.abspath(_FOLDER)
+    return automatic_root(accelerator) if accelerator.project_dir else os.path.abspath(folder_of_run())
 
 
 class AutoResume:

@@ -13,7 +13,7 @@ from typing import Any
 from ckpt_core import CheckpointInfo
 from ckpt_core.catalog import newest_first
 from ckpt_core.errors import RankFailedError
-from ckpt_core.resume import ResumeAttempts, ResumePoint
+from ckpt_core.resume import ResumeAttempts, ResumePoint, folder_of_run
 from lightning_ckpt._callbacks.lookup import is_remote
 from lightning_ckpt._private.loops import checkpoint_directory
 from lightning_ckpt._report import announce
@@ -107,8 +107,8 @@ def find_resume(trainer: Any) -> list[str | None]:
 
 def stable_directory(trainer: Any) -> str:
     """Return where a callback without ``dirpath`` keeps its checkpoints, whatever version a logger gives this start."""
-    root = os.fspath(trainer.default_root_dir)
-    return f"{root.rstrip('/')}/checkpoints" if is_remote(root) else os.path.realpath(os.path.join(root, "checkpoints"))
+    root, folder = os.fspath(trainer.default_root_dir), folder_of_run()
+    return f"{root.rstrip('/')}/{folder}" if is_remote(root) else os.path.realpath(os.path.join(root, folder))
 
 
 def point_of(path: str, checkpoint: Mapping[str, Any]) -> ResumePoint:

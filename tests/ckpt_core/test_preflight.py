@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 import uuid
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import fsspec
 import pytest
 import torch
 
-from ckpt_core import Checkpointer
+from ckpt_core import Checkpointer, StorageError
 from ckpt_core.options import CheckpointerOptions
 
 
@@ -58,3 +59,26 @@ def test_a_store_that_refuses_to_delete_is_told_once(
     if refuses:
         assert "nothing can be deleted" in said(caplog)[0]
         assert "AccessDenied" in said(caplog)[0]
+
+
+def test_a_clock_that_is_behind_the_checkpoints_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(str(tmp_path), 1)
+    assert said(caplog) == []
+    now = time.time
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "time", lambda: now() - 2 * 3600)
+        save(str(tmp_path), 2)
+    assert len(said(caplog)) == 1
+    assert "the clock of this machine is 120 minutes behind the newest checkpoint" in said(caplog)[0]
+
+
+def test_a_store_that_refuses_to_write_ends_the_run_at_its_first_save(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError("AccessDenied: s3:PutObject")
+
+    for name in ("_open", "pipe_file", "open"):
+        monkeypatch.setattr(fsspec.get_filesystem_class("memory"), name, refuse, raising=False)
+    with pytest.raises(StorageError, match="AccessDenied"):
+        save(f"memory://{uuid.uuid4().hex}", 1)

@@ -56,6 +56,16 @@ def test_a_script_without_a_directory_finds_itself_again(tmp_path: Path, logger:
     assert [name for name in names(saved) if name.startswith(".")] == []  # ended well: no attempt is on record
 
 
+def test_the_tasks_of_an_array_do_not_resume_from_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for task, steps in (("1", 4), ("2", 2), ("1", 6)):
+        monkeypatch.setenv("SLURM_ARRAY_TASK_ID", task)
+        trainer = started(tmp_path, steps=steps)
+    assert trainer.callback.resumed == ResumePoint(
+        str(tmp_path / "checkpoints/task_1/step=4.ckpt"), step=4, epoch=0, batch=4
+    )
+    assert names(tmp_path / "checkpoints" / "task_2") == ["step=1.ckpt", "step=2.ckpt"]
+
+
 def test_a_first_start_says_so_in_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="lightning.pytorch")
     started(tmp_path, dirpath=tmp_path / "here", steps=1)

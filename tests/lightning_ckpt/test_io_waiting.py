@@ -65,8 +65,9 @@ def test_a_large_state_is_written_behind_a_running_epoch(
         (trainer_state(ready=2, completed=2, numbers=LARGE), "after_fit.ckpt"),
         (trainer_state(ready=0, completed=0, numbers=LARGE), "before_fit.ckpt"),
         (trainer_state(ready=2, completed=1, numbers=LARGE), "hpc_ckpt_1.ckpt"),
+        (trainer_state(ready=2, completed=1, numbers=LARGE), "lightning_checkpoints-job_id=1-name=a/0/checkpoint.ckpt"),
     ],
-    ids=["after fit", "before fit", "SLURM"],
+    ids=["after fit", "before fit", "SLURM", "Ray"],
 )
 def test_a_save_that_nothing_trains_behind_returns_when_it_is_durable(
     gate: threading.Event, tmp_path: Path, state: dict[str, Any], name: str
