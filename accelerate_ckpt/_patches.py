@@ -6,8 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Patches"]
-
 _MISSING = object()
 
 

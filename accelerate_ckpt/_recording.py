@@ -27,8 +27,6 @@ from ckpt_core.recorder import (
 )
 from ckpt_core.state.rng import RngState
 
-__all__ = ["Fetched", "Recording"]
-
 log = logging.getLogger(__name__)
 
 

@@ -20,8 +20,6 @@ from ckpt_core.state.plain import PlainState
 from ckpt_core.state.rng import capture_generator, find_generators
 from ckpt_core.tree import leaves
 
-__all__ = ["Rehearsal"]
-
 _OF_LOADERS = ("dataset", "sampler", "batch_sampler", "collate_fn")
 _OWN = "save_state"
 _MIDDLE = "middle"

@@ -9,8 +9,6 @@ from ckpt_core.events import Event, RunSummary, TrainingEnded, TrainingStarted
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.resume import ResumePoint
 
-__all__ = ["RunReport"]
-
 
 class RunReport:
     """Adds up what the checkpoints of one Accelerator cost, and says it.

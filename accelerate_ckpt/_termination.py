@@ -28,8 +28,6 @@ import ckpt_core
 from accelerate_ckpt._state.session import live_sessions
 from ckpt_core.errors import RankFailedError
 
-__all__ = ["finish_before_exit", "protect", "unprotect"]
-
 log = logging.getLogger(__name__)
 
 _SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]

@@ -21,8 +21,6 @@ from lightning_ckpt._private.boundaries import TrainerBoundaries
 from lightning_ckpt._private.guard import missing_boundaries
 from lightning_ckpt._private.replacing import Live
 
-__all__ = ["watch_boundaries"]
-
 logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_lightning_ckpt_boundaries"

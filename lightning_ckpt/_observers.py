@@ -16,9 +16,6 @@ from weakref import proxy
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._private.replacing import replace
 
-__all__ = ["Observers"]
-
-
 _PATHS = ("last_model_path", "best_model_path")
 
 

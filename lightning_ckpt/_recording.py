@@ -27,8 +27,6 @@ from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._private.replacing import Live
 from lightning_ckpt._report import announce
 
-__all__ = ["Recording"]
-
 logger = logging.getLogger(__name__)
 
 # Lightning is at most one batch ahead of training

@@ -23,8 +23,6 @@ from lightning_ckpt._exact.users import UsersObjects
 from lightning_ckpt._private.hooks import in_place_of_paths
 from lightning_ckpt._private.replacing import Live
 
-__all__ = ["rehearse_if_asked"]
-
 _OF_LOADERS = ("dataset", "sampler", "batch_sampler", "collate_fn")
 
 

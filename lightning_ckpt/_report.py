@@ -11,8 +11,6 @@ from ckpt_core.events import RunSummary, TrainingEnded, TrainingStarted, size_in
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._private.replacing import Live
 
-__all__ = ["RunReport", "announce", "resumed_in_words"]
-
 
 def announce(trainer: Any, message: str) -> None:
     """Print a line on rank 0, where Lightning prints its own.

@@ -18,8 +18,6 @@ from ckpt_core.state.elastic import derive_rng
 from ckpt_core.state.gradients import rebuild_ddp_buckets
 from ckpt_core.state.rng import RngState
 
-__all__ = ["LoaderPositions"]
-
 log = logging.getLogger(__name__)
 
 VERSION = 1

@@ -15,8 +15,6 @@ from typing import Any
 
 from ckpt_core.state.rng import RngState
 
-__all__ = ["Habit", "Next", "Opening", "Uses"]
-
 log = logging.getLogger(__name__)
 
 

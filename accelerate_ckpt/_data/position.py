@@ -21,8 +21,6 @@ from accelerate_ckpt._recording import Fetched
 from ckpt_core.state.loaders import FetchHistory, LoaderMark
 from ckpt_core.state.rng import RngState
 
-__all__ = ["LoaderPosition"]
-
 log = logging.getLogger(__name__)
 
 BETWEEN, INSIDE, LEFT = "between", "inside", "left"

@@ -19,8 +19,6 @@ from ckpt_core.state.samplers import (
 )
 from ckpt_core.state.stateful import is_stateful
 
-__all__ = ["Consumed", "Division", "InnerTracker", "ShardSampler"]
-
 _UNLIKE_ANY = -1
 
 

@@ -20,8 +20,6 @@ except ImportError as moved:
         "'accelerate launch [flags] -m accelerate_ckpt [options] train.py' instead"
     ) from moved
 
-__all__ = ["launch", "launch_parser"]
-
 
 def launch_parser(title: str) -> argparse.ArgumentParser:
     """Return the parser of ``accelerate launch``.

@@ -23,20 +23,6 @@ from accelerate import data_loader
 
 from ckpt_core.errors import CheckpointError
 
-__all__ = [
-    "Finder",
-    "Follower",
-    "Internals",
-    "check",
-    "inner_batch_sampler",
-    "is_iterable_shard",
-    "missing_internals",
-    "not_as_known",
-    "over_other_batches",
-    "register",
-    "unregister",
-]
-
 _NEEDED = {
     "DataLoaderShard": ("__iter__", "begin", "end", "end_of_dataloader", "remainder", "set_epoch"),
     "DataLoaderDispatcher": ("__iter__", "_fetch_batches", "begin", "end", "end_of_dataloader", "set_epoch"),

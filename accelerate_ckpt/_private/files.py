@@ -25,8 +25,6 @@ from accelerate_ckpt._patches import Patches
 from ckpt_core import awaited_paths
 from ckpt_core.errors import CheckpointError
 
-__all__ = ["registered_states", "wait_when_safetensors_open"]
-
 _FUNCTION = "load_custom_state"
 
 

@@ -13,8 +13,6 @@ from typing import Any
 
 from transformers import Trainer
 
-__all__ = ["trainer_being_made"]
-
 
 def trainer_being_made(callback: Any) -> Any:
     """Return the Trainer whose ``__init__`` calls this callback now; None if there is none.

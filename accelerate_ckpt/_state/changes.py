@@ -15,8 +15,6 @@ import torch
 
 from ckpt_core.state.plain import PlainState
 
-__all__ = ["Changes"]
-
 _LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", os.path.dirname(torch.__file__))
 _NAMED = 5
 

@@ -9,8 +9,6 @@ from typing import Any
 from accelerate_ckpt._state.resume import directory_of_run
 from ckpt_core.policies import SaveInterval, SaveSchedule
 
-__all__ = ["PREFIX", "AutoInterval"]
-
 #: What the names of checkpoints begin with that are saved without being asked for, where no names are automatic.
 PREFIX = "auto_"
 

@@ -44,8 +44,6 @@ from ckpt_core.resume import ResumePoint
 from ckpt_core.state.elastic import average_gradients
 from ckpt_core.state.gradients import restore_gradients
 
-__all__ = ["load_state"]
-
 log = logging.getLogger(__name__)
 
 _VERSION = 1

@@ -21,20 +21,6 @@ from ckpt_core.paths import StrPath
 from ckpt_core.policies import RetentionHistory, RetentionPolicy, SavedCheckpoint
 from ckpt_core.tiers import Tiers
 
-__all__ = [
-    "Retention",
-    "automatic_root",
-    "by_number",
-    "candidates",
-    "is_url",
-    "next_iteration",
-    "number_of",
-    "numbered",
-    "path_text",
-    "target_of",
-    "unwanted",
-]
-
 log = logging.getLogger(__name__)
 
 _FOLDER = "checkpoints"

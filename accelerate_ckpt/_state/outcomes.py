@@ -14,8 +14,6 @@ from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError
 from ckpt_core.ranks import Agreement, RunOutcome, decode_error, encode_error
 
-__all__ = ["AgreedSave", "OutcomeWatch"]
-
 log = logging.getLogger(__name__)
 
 

@@ -21,26 +21,6 @@ from ckpt_core.errors import StateMismatchError
 from ckpt_core.state.kinds import Kind, frozen_parameters
 from ckpt_core.tree import tensors
 
-__all__ = [
-    "FORMAT",
-    "RANK",
-    "apply_sharded",
-    "capture_buffers",
-    "check_optimizer",
-    "check_weights",
-    "custom_parts",
-    "indexed",
-    "is_sharded",
-    "load_model",
-    "model_parts",
-    "optimizer_parts",
-    "read_sharded",
-    "restore_buffers",
-    "scheduler_parts",
-    "sharded_parts",
-    "tensor_sizes",
-]
-
 FORMAT = "accelerate_ckpt"  # our entry in a checkpoint's metadata
 RANK = "own"  # the part in which every rank has what is its own
 

@@ -37,8 +37,6 @@ from ckpt_core.policies import KeepLatest, SaveInterval, numbers_in
 from ckpt_core.ranks import Agreement, RankGroup
 from ckpt_core.resume import ResumePoint
 
-__all__ = ["Session", "close_sessions", "live_sessions", "open_session", "session_of"]
-
 log = logging.getLogger(__name__)
 
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()

@@ -32,8 +32,6 @@ from accelerate_ckpt._state.parts import check_optimizer, check_weights, indexed
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, StateMismatchError, UnsafeCheckpointError
 from ckpt_core.interchange import check_dcp
 
-__all__ = ["StockCheckpoint", "check_custom_objects", "refuse_damaged_ours"]
-
 _CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 _RANDOM = re.compile(rf"{RNG_STATE_NAME}_(\d+)\.pkl")
 _LOADERS = re.compile(rf"({SAMPLER_NAME}|dl_state_dict)(_\d+)?\.bin")

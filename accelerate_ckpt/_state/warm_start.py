@@ -9,8 +9,6 @@ from typing import Any
 from accelerate_ckpt._state.parts import indexed
 from ckpt_core.interchange import LoadReport, load_into
 
-__all__ = ["warm_start"]
-
 
 def warm_start(
     accelerator: Any,

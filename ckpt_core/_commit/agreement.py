@@ -18,8 +18,6 @@ from ckpt_core._commit.progress import Progress
 from ckpt_core._commit.store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError
 
-__all__ = ["Agreement"]
-
 _SHORTEST_PAUSE_SECONDS = 0.0005
 _LONGEST_PAUSE_SECONDS = 0.02
 _FIRST_LOOK_SECONDS = 0.1  # after which a rank that waits asks who will not come

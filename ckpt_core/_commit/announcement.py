@@ -13,8 +13,6 @@ from ckpt_core._commit.errors_as_data import decode_error, encode_error
 from ckpt_core._commit.store import TimedStore
 from ckpt_core.errors import CheckpointError
 
-__all__ = ["Announcement"]
-
 _LINGER = 10.0  # seconds that rank 0, which may be about to exit, stays until all have heard
 
 

@@ -8,8 +8,6 @@ from typing import Any
 from ckpt_core import errors
 from ckpt_core.errors import CheckpointError, RankFailedError, StorageError
 
-__all__ = ["decode_error", "encode_error", "names_of"]
-
 _NAMED_RANKS = 8
 
 

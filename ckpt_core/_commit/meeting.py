@@ -19,8 +19,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from ckpt_core._commit.store import TimedStore
 from ckpt_core.errors import RankFailedError
 
-__all__ = ["Call", "Meeting", "Position"]
-
 Position = tuple[int, int]
 
 _SAME_WAVE_SECONDS = 30.0  # a signal to a job reaches its last rank at most so long after its first

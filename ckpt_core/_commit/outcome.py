@@ -18,8 +18,6 @@ from ckpt_core._commit.errors_as_data import decode_error, encode_error
 from ckpt_core._commit.store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError
 
-__all__ = ["BackgroundSaves", "RunOutcome", "raise_together"]
-
 
 def raise_together(action: Callable[[], None], exchange: Callable[[Any], Sequence[Any]] | None) -> None:
     """Run ``action``; if that raises, raise on every rank. Called on all ranks together.

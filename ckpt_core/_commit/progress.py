@@ -23,8 +23,6 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from ckpt_core._commit.store import TimedStore, seal
 from ckpt_core.errors import RankFailedError
 
-__all__ = ["Progress", "collectives_begun"]
-
 _SLEEP = datetime.timedelta(days=1)
 _REMEMBERED = 64  # meetings that a rank was at, or passed over
 _ANSWER_SECONDS = 5.0  # what is asked here is not worth a longer wait

@@ -11,8 +11,6 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ckpt_core._commit.store import connect_store
 
-__all__ = ["RankGroup"]
-
 
 class RankGroup:
     """The ranks that save together.

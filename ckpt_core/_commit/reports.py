@@ -17,8 +17,6 @@ from ckpt_core._commit.rank_group import RankGroup
 from ckpt_core._commit.store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError
 
-__all__ = ["JointSave", "SaveSeries"]
-
 _GRACE = 1.25  # rank 0, which collects for so long, must be the first to find out who is missing
 _FIRST_LOOK = 0.1  # seconds after which rank 0 asks for the first time who will not come
 _LAST_LOOK = 1.0

@@ -24,8 +24,6 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 from ckpt_core.errors import RankFailedError
 
-__all__ = ["TimedStore", "connect_store", "seal", "unseal"]
-
 Answer = TypeVar("Answer")
 
 _SHORTEST_PAUSE = 0.001  # seconds

@@ -9,8 +9,6 @@ import torch
 
 from ckpt_core._devices.streams import wait_for_devices
 
-__all__ = ["device_to_check", "peak_bytes", "pinned_copy_rate"]
-
 _COPIES = 5  # of which the fastest counts
 
 

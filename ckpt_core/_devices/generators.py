@@ -7,13 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "DeviceGenerators",
-    "capture_device_generators",
-    "current_device_generators",
-    "restore_device_generators",
-]
-
 # What torch.accelerator may not name, where a program uses several: it knows one for each build.
 _BUILT_IN = ("cuda", "xpu", "mps")
 

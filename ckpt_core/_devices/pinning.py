@@ -10,8 +10,6 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["PINNING", "Pinning", "pin"]
-
 logger = logging.getLogger(__name__)
 
 

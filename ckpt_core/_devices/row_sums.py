@@ -6,8 +6,6 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-__all__ = ["ROW", "RowSums"]
-
 ROW = 64 * 2**10  # bytes: one sum of 8 bytes for each, so the sums take 1/8192 of what they are of
 _WORD = 4  # bytes
 

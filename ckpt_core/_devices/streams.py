@@ -9,17 +9,6 @@ from typing import TypeVar
 
 import torch
 
-__all__ = [
-    "Events",
-    "LateNumber",
-    "SideStreams",
-    "accelerator_name",
-    "is_capturing",
-    "let_devices_wait",
-    "on_current_streams",
-    "wait_for_devices",
-]
-
 Job = TypeVar("Job")
 Events = dict[torch.device, torch.Event]  # of the side stream of each device
 

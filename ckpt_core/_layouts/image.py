@@ -7,8 +7,6 @@ from typing import Protocol
 from ckpt_core.errors import CheckpointError
 from ckpt_core.memory import StagingBuffer
 
-__all__ = ["WINDOW", "Image", "ImageAbandonedError"]
-
 WINDOW = 16 * 2**20  # bytes: a digest never spans a multiple of this, so windows are hashed and checked in parallel
 
 

@@ -18,25 +18,6 @@ import torch
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
 from ckpt_core.storage.base import FileReader
 
-__all__ = [
-    "DTYPES",
-    "LARGEST_HEADER",
-    "StoredTensor",
-    "TensorInfo",
-    "bits_of",
-    "bytes_in",
-    "can_store",
-    "dtype_name",
-    "header_length",
-    "header_size",
-    "header_text",
-    "is_memory",
-    "packed_header",
-    "parse_header",
-    "read_header",
-    "stored_as",
-]
-
 LARGEST_HEADER = 100_000_000  # bytes: what safetensors reads
 _LENGTH = struct.Struct("<Q")
 _REMEDY = "download the model again: this file is damaged, or it is not a safetensors file"

@@ -19,22 +19,6 @@ from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageEr
 from ckpt_core.storage import MANIFEST_NAME, Storage, is_remote
 from ckpt_core.storage.base import transfer
 
-__all__ = [
-    "NOTHING",
-    "Previous",
-    "copy_directory",
-    "discard",
-    "errors_name",
-    "files_of",
-    "leave",
-    "names_of_files",
-    "not_alone",
-    "previous_at",
-    "publish",
-    "read_manifest",
-    "unchangeable",
-]
-
 _LISTING_SECONDS = 10.0  # a network filesystem may be that late in showing what another machine has written
 logger = logging.getLogger(__name__)
 

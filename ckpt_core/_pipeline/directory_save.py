@@ -40,8 +40,6 @@ from ckpt_core.memory import ScratchBuffers
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.storage import MANIFEST_NAME, LocalStorage, Storage, is_remote
 
-__all__ = ["AddedFiles", "DirectorySave", "DirectoryState", "WriteFiles"]
-
 WriteFiles = Callable[[str], None]
 
 

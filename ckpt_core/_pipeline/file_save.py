@@ -16,8 +16,6 @@ from ckpt_core._pipeline.writer import write_image
 from ckpt_core.memory import ScratchBuffers, StagingBuffer
 from ckpt_core.storage import Storage
 
-__all__ = ["FileSave"]
-
 
 class FileSave:
     """One save of a state as one file.

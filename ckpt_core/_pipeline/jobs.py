@@ -13,8 +13,6 @@ from ckpt_core import at_exit, awaited_paths
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core.errors import CheckpointError
 
-__all__ = ["Job", "JobQueue", "OnError"]
-
 logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "warn"]

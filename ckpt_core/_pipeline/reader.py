@@ -22,8 +22,6 @@ from ckpt_core.parallel import IO_THREADS, run_parallel
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import MANIFEST_NAME, Storage, local_path, storage_for
 
-__all__ = ["glance", "is_directory_checkpoint", "load", "note_commits", "peek", "stamp_of", "verify"]
-
 _DEPTH = 1  # a plugin keeps its metadata under a key of its own
 
 

@@ -6,8 +6,6 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 
-__all__ = ["RefusedKeys"]
-
 logger = logging.getLogger(__name__)
 
 _MOST_SHOWN = 5  # keys

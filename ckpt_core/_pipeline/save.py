@@ -35,8 +35,6 @@ from ckpt_core.memory import ScratchBuffers
 from ckpt_core.storage import Storage, is_remote
 from ckpt_core.storage.lease import Claims
 
-__all__ = ["Pipeline", "Save", "SavedDirectories"]
-
 logger = logging.getLogger(__name__)
 
 

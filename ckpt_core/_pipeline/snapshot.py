@@ -19,8 +19,6 @@ from ckpt_core._pipeline.staging import COPY_GROUP, BackgroundCopy, Piece
 from ckpt_core.errors import CheckpointError, OutOfMemoryError, SnapshotTornError
 from ckpt_core.memory import StagingBuffer
 
-__all__ = ["BufferPool", "Layout", "Snapshot", "TornSnapshotGuard", "given_up"]
-
 
 class BufferPool:
     """At most ``limit`` staging buffers, lent one by one and kept for the next save.

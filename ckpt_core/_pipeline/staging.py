@@ -29,8 +29,6 @@ from ckpt_core._devices import ROW, Events, RowSums, SideStreams, let_devices_wa
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core.parallel import wait_through
 
-__all__ = ["COPY_GROUP", "BackgroundCopy", "Piece", "wait_staged", "watch_optimizers"]
-
 COPY_GROUP = 64 * 2**20  # bytes copied by one call: long enough that taking the GIL between two does not count
 LATE_PIECE = 2**20  # bytes: to copy less takes no longer than to queue its sums
 EARLY_BYTES = 64 * 2**20  # of devices that a save may hold when it returns; what is copied late stays there anyway

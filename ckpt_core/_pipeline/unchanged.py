@@ -31,8 +31,6 @@ from ckpt_core.memory import ScratchBuffers
 from ckpt_core.parallel import IO_THREADS, run_parallel
 from ckpt_core.storage import FileReader, Storage, is_remote
 
-__all__ = ["LINKS_BETWEEN_READINGS", "IncrementalSave", "UnchangedFiles"]
-
 logger = logging.getLogger(__name__)
 
 LINKS_BETWEEN_READINGS = 10

@@ -10,8 +10,6 @@ from ckpt_core.memory import ScratchBuffers, StagingBuffer
 from ckpt_core.parallel import run_parallel
 from ckpt_core.storage.base import FileWriter, Storage
 
-__all__ = ["write_image"]
-
 _BLOCK = 4096
 _WINDOWS_IN_MEMORY = 7  # 112 MiB
 _WINDOWS_AHEAD = 3

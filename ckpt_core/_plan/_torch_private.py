@@ -24,8 +24,6 @@ except ImportError as moved:
         remedy="upgrade ckpt_core, or use a release of torch that this version knows",
     ) from moved
 
-__all__ = ["group_size", "is_sharded_tensor", "sharding_of"]
-
 
 def sharding_of(placement: Placement) -> Sharding | None:
     """Return how the placement cuts a tensor, or None if it replicates it.

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = ["LocalTensor", "Piece", "local_tensor"]
-
 # torch.nn.Buffer only marks a tensor, so it is among these too.
 PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 

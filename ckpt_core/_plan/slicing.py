@@ -15,8 +15,6 @@ import torch
 from ckpt_core._plan.pieces import LocalTensor, Piece
 from ckpt_core.geometry import Box, cut_dimension
 
-__all__ = ["WritePlanCache", "writes_of_rank"]
-
 # One more part costs an entry in the manifest, digests of its own (there is one for each 128 KiB) and a request to read
 # it, which is more than sharing fewer bytes than these can save.
 SMALLEST_PART = 256 * 1024

@@ -10,8 +10,6 @@ from ckpt_core.policies import SaveInterval, SaveSchedule
 from lightning_ckpt._private.replacing import Live
 from lightning_ckpt._report import announce, summary_of
 
-__all__ = ["AutoInterval"]
-
 
 class AutoInterval(Live):
     """Follows the steps of one fit.

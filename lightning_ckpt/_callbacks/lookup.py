@@ -27,16 +27,6 @@ import fsspec
 from ckpt_core import Catalog, CheckpointInfo
 from ckpt_core.errors import CheckpointError
 
-__all__ = [
-    "is_remote",
-    "left_in_another_version",
-    "newest_requeued",
-    "older_requeued",
-    "open_filesystem",
-    "stock_hint",
-    "tell_of_checkpoint",
-]
-
 logger = logging.getLogger(__name__)
 
 #: In storage_options; fsspec does not know them.

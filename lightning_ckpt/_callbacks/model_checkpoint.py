@@ -41,8 +41,6 @@ from lightning_ckpt._routing.trainer import is_routed, raise_on_all_ranks
 from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
 from lightning_ckpt.sharded import ShardedCheckpointIO
 
-__all__ = ["ReliableModelCheckpoint"]
-
 logger = logging.getLogger(__name__)
 
 _PLUGINS = (TorchFileIO, ShardedCheckpointIO)

@@ -12,8 +12,6 @@ from lightning_ckpt._private.replacing import Live, replace
 from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
 from lightning_ckpt.sharded import ShardedCheckpointIO
 
-__all__ = ["OutcomeWatch", "raise_as_rank_0"]
-
 
 def raise_as_rank_0(trainer: Any, action: Callable[[], None]) -> None:
     """Run ``action``; if that raises a :class:`CheckpointError` on rank 0, raise it on every rank.

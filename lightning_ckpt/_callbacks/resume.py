@@ -19,8 +19,6 @@ from lightning_ckpt._private.loops import checkpoint_directory
 from lightning_ckpt._report import announce
 from lightning_ckpt._routing.trainer import raise_on_all_ranks
 
-__all__ = ["AutoResume", "find_resume", "point_of", "stable_directory"]
-
 
 class AutoResume:
     """What one callback finds, and how often the run was resumed from it.

@@ -7,8 +7,6 @@ from typing import Any
 
 from lightning_ckpt._private.loops import Internals
 
-__all__ = ["Accumulation", "Counters", "undo_unfinished"]
-
 _Counts = dict[str, dict[str, int]]
 
 

@@ -12,8 +12,6 @@ from ckpt_core.state.kinds import Kind
 from ckpt_core.state.rng import RngState
 from lightning_ckpt._exact.loaders import TrainingData
 
-__all__ = ["continue_elastic", "elastic_causes", "state_for_rank"]
-
 
 def state_for_rank(state: Mapping[str, Any], rank: int, *, gradients: bool) -> dict[str, Any]:
     """Return what a rank continues with.

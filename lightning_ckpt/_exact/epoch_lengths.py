@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["EpochLengths", "has_all"]
-
 # of one epoch alone nobody knows whether all have as many batches
 _ALIKE = 2
 _MUCH = 0.9

@@ -18,8 +18,6 @@ from ckpt_core.state.rng import RngState
 from lightning_ckpt._exact.metrics import torchmetrics_of
 from lightning_ckpt._private.loops import Internals
 
-__all__ = ["EpochStart", "is_users_own"]
-
 # they train, and restore what they have trained; what they find is captured
 _NOT_AGAIN = frozenset({"LearningRateFinder", "BatchSizeFinder"})
 _FRAMEWORK = ("lightning.", "pytorch_lightning.", "lightning_ckpt.")

@@ -7,8 +7,6 @@ from typing import Any
 
 from ckpt_core import Kind
 
-__all__ = ["keep_apart", "put_back"]
-
 # beside the gradients, and no name that a parameter can have
 _POST_LOCAL_SGD = "post-localSGD/"
 

@@ -23,8 +23,6 @@ from ckpt_core.state.rng import RngState
 from ckpt_core.state.samplers import RecordingSampler, SamplerPass, restore_counters
 from lightning_ckpt._private.loops import Internals
 
-__all__ = ["DRAWS_WHILE_READ", "TrainingData"]
-
 log = logging.getLogger(__name__)
 
 # Lightning is at most one batch ahead of training, and the batch in training may have to be fetched again

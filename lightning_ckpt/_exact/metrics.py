@@ -13,8 +13,6 @@ from torchmetrics import Metric, MetricCollection, MetricTracker, SumMetric
 
 from lightning_ckpt._private.loops import Internals
 
-__all__ = ["FollowedMetric", "MetricsMoment", "follow_metrics", "restore_metrics", "torchmetrics_of"]
-
 _OF_EVERY_METRIC = frozenset(vars(SumMetric()))
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _MEMBERS = 256

@@ -8,8 +8,6 @@ from typing import Any
 from ckpt_core.errors import StateMismatchError
 from lightning_ckpt._private.replacing import replace
 
-__all__ = ["name_mismatches", "unwrap"]
-
 _SHOWN = 5
 _WRAPPED = ("load_model_state_dict", "load_optimizer_state_dict")
 

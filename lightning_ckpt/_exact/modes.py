@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 import torch
 
-__all__ = ["Modes"]
-
 _Flags = dict[str, dict[str, bool]]
 
 

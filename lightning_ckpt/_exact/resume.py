@@ -7,8 +7,6 @@ from typing import Any
 
 from lightning_ckpt._private.loops import Internals
 
-__all__ = ["Resume"]
-
 _PROGRESS = ("epoch", "global_step", "loops")
 _TRAINING_STATE = ("optimizer_states", "lr_schedulers", "native_amp_scaling_state")
 _MARK = "lightning_ckpt_resumed_from"

@@ -51,8 +51,6 @@ from lightning_ckpt._routing.post_local_sgd import PostLocalSgd
 from lightning_ckpt._routing.trainer import is_routed, keeps_whole_gradients
 from lightning_ckpt.io import NO_STATE_KEY
 
-__all__ = ["KEY", "VERSION", "ExactState"]
-
 KEY = "lightning_ckpt"
 VERSION = 1
 

@@ -21,8 +21,6 @@ from ckpt_core.state.carried import Carried
 from ckpt_core.state.plain import PlainState
 from lightning_ckpt._private.replacing import Live
 
-__all__ = ["UsersObjects"]
-
 _FRAMEWORK = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_ckpt", "torch", "torchmetrics")
 # their state is captured by others
 _FOLLOWED = (Dataset, Sampler, DataLoader, Metric, MetricCollection, MetricTracker)

@@ -14,8 +14,6 @@ from typing import Any
 
 from lightning_ckpt._private.replacing import replace
 
-__all__ = ["TrainerBoundaries"]
-
 
 class TrainerBoundaries:
     """Calls back at the boundaries of one Trainer's loops until the Trainer tears its signal handlers down.

@@ -10,8 +10,6 @@ from torchmetrics import SumMetric
 
 from ckpt_core.errors import CheckpointError
 
-__all__ = ["check", "check_callback", "missing_boundaries", "missing_internals"]
-
 _FIT_LOOP = (
     "_combined_loader",
     "_data_fetcher",

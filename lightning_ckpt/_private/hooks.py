@@ -15,15 +15,6 @@ from typing import Any
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from lightning_ckpt._bases import CheckpointIOBase, ModelCheckpointBase
 
-__all__ = [
-    "before_look_ups",
-    "before_saves_of_fabric",
-    "before_setup",
-    "for_directories",
-    "in_place_of_paths",
-    "without_a_path",
-]
-
 _Call = Callable[[Any], None]
 
 

@@ -15,12 +15,6 @@ from typing import Any
 from ckpt_core.errors import CheckpointError
 from lightning_ckpt._private.replacing import replace, replace_once
 
-__all__ = [
-    "Internals",
-    "checkpoint_directory",
-    "model_averaging",
-]
-
 
 def checkpoint_directory(callback: Any, trainer: Any) -> str:
     """Where a ``ModelCheckpoint`` keeps its files.

@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Live", "replace", "replace_once"]
-
 
 class Live:
     """Belongs to a run under way in this process: copies, also those for other processes, hold None."""

@@ -32,8 +32,6 @@ from lightning_ckpt._routing.trainer import (
     route_methods,
 )
 
-__all__ = ["route_fabric"]
-
 _REST = "fabric"
 _SHARDED = {"FSDPStrategy", "ModelParallelStrategy"}
 

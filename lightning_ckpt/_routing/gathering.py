@@ -9,8 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["Gathering"]
-
 log = logging.getLogger(__name__)
 
 _INTERRUPTED_TIMEOUT = datetime.timedelta(seconds=30)

@@ -19,8 +19,6 @@ from lightning_ckpt._private.loops import model_averaging
 from lightning_ckpt._private.replacing import replace
 from lightning_ckpt._routing.gathering import Gathering
 
-__all__ = ["PostLocalSgd", "refuse_unequal_ranks"]
-
 _WRAPPED = ("lightning_module_state_dict", "optimizer_state")
 
 

@@ -29,16 +29,6 @@ from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._private.replacing import Live, replace
 from lightning_ckpt._routing.post_local_sgd import refuse_unequal_ranks
 
-__all__ = [
-    "RankCheckpointIO",
-    "is_routed",
-    "keeps_whole_gradients",
-    "raise_on_all_ranks",
-    "refuse_strategy",
-    "route",
-    "route_methods",
-]
-
 _ROUTED = "_ckpt_routed_plugin"
 
 

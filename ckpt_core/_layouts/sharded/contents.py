@@ -24,8 +24,6 @@ from ckpt_core._layouts.sharded.safetensors_file import IntArray, block_begins, 
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StateMismatchError
 from ckpt_core.geometry import Box
 
-__all__ = ["ChunkTable", "Contents", "PartContents", "Placed", "Shard", "TensorTable"]
-
 _FEW = 8  # chunks of a tensor up to which a loop is faster than an array
 _MOST_CELLS = 2**22  # of the grid in which overlaps are looked for
 

@@ -21,8 +21,6 @@ from ckpt_core._layouts.sharded.safetensors_file import LARGEST_BLOCK, block_siz
 from ckpt_core.geometry import Box, byte_runs
 from ckpt_core.memory import ScratchBuffers, StagingBuffer
 
-__all__ = ["Job", "Read", "all_of", "jobs_of", "reads_of", "run_job"]
-
 _ONE_READ = 8 * 2**20  # bytes that one job covers, but for the rest of the blocks at its ends
 _DIRECT = 2**20  # bytes from which on a run of its own is worth a call of its own
 _PAGE = 4096

@@ -22,8 +22,6 @@ from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, Checkpoi
 from ckpt_core.parallel import run_parallel
 from ckpt_core.storage.base import MANIFEST_NAME, CountingReader, FileInfo, FileReader, Storage
 
-__all__ = ["SILENT_SECONDS", "Files", "describe_file", "file_pieces", "remove_leftovers"]
-
 logger = logging.getLogger(__name__)
 
 _REMEDY = "resume from another checkpoint; this one cannot be repaired"

@@ -14,18 +14,6 @@ from ckpt_core._layouts.sharded.writing import TensorPiece, WholeTensor
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.tree import join_key
 
-__all__ = [
-    "LocalPieces",
-    "LocalView",
-    "Match",
-    "Reference",
-    "check_fits",
-    "key_of",
-    "match",
-    "tensor_paths",
-    "unique_targets",
-]
-
 _SHOWN = 5  # keys in a message
 
 KeyPath = tuple[Hashable, ...]

@@ -28,8 +28,6 @@ import torch
 from ckpt_core.errors import CheckpointFormatError, SerializationError, UnsafeCheckpointError
 from ckpt_core.tree import join_key
 
-__all__ = ["Json", "Opaque", "Unresolved", "decode_plain", "decode_structure", "encode_plain", "identity_of"]
-
 Json = Any  # what json.dumps takes and json.loads returns
 
 _MAXIMUM_DEPTH = 200

@@ -37,23 +37,6 @@ from ckpt_core.digest import digest
 from ckpt_core.errors import SerializationError
 from ckpt_core.memory import StagingBuffer
 
-__all__ = [
-    "ALIGNMENT",
-    "DIGEST_BYTES",
-    "LARGEST_BLOCK",
-    "SMALLEST_BLOCK",
-    "DigestsImage",
-    "FileLayout",
-    "IntArray",
-    "SafetensorsImage",
-    "block_begins",
-    "block_size",
-    "byte_pieces",
-    "copy_now",
-    "file_layout",
-    "file_order",
-]
-
 ALIGNMENT = 4096  # bytes: windows of the file can be written by direct I/O, and elements are aligned in memory
 SMALLEST_BLOCK = 16 * 2**10  # bytes
 LARGEST_BLOCK = 128 * 2**10  # bytes

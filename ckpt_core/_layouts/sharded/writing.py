@@ -48,8 +48,6 @@ from ckpt_core.errors import CheckpointError, SerializationError
 from ckpt_core.geometry import Box
 from ckpt_core.memory import StagingBuffer
 
-__all__ = ["PartContent", "RankFiles", "TensorPiece", "WholeTensor", "WrittenFile", "build_manifest"]
-
 _SMALL = 16 * 2**10  # bytes: handing them to another thread takes longer than copying them
 _REMEDY = "save the same state on all ranks: the same keys, shapes and types, in the same order"
 

@@ -19,8 +19,6 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, skip_data
 from ckpt_core._layouts.torch_file.segments import SegmentIO, Segments
 from ckpt_core.tree import join_key
 
-__all__ = ["refused_by_default"]
-
 _LONGEST_INTEGER = 255 * 8 - 1  # bits: what torch's reader takes
 _REAL = {f"{kind.__module__}.{kind.__name__}": kind for kind in (Counter, OrderedDict, set)}
 _OLD_NAMES = {"builtins.xrange": "builtins.range", "builtins.long": "builtins.int", "builtins.unicode": "builtins.str"}

@@ -13,8 +13,6 @@ from ckpt_core.errors import CheckpointCorruptedError
 from ckpt_core.parallel import run_parallel
 from ckpt_core.storage.base import FileReader
 
-__all__ = ["RESUME_FROM_ANOTHER", "Piece", "compare", "read_pieces"]
-
 _LONGEST_RUN = 8 * 2**20  # bytes that are read together for several pieces
 RESUME_FROM_ANOTHER = "resume from another checkpoint; this one cannot be repaired"
 HashOf = Callable[[memoryview], str]

@@ -32,8 +32,6 @@ from ckpt_core.commit_time import Stamp, commit_time, step_in
 from ckpt_core.digest import digest, digest_of_parts
 from ckpt_core.memory import StagingBuffer, bytes_of
 
-__all__ = ["FileImage", "StateLayout"]
-
 _ALIGNMENT = 64  # bytes, torch's own: a mapped tensor can be used as it lies
 _BLOCK = 4096  # bytes: the region's size is a multiple, so that the tail begins at a block of the disk
 _ARCHIVE_START = b"PK\3\4"  # at which torch looks first

@@ -40,8 +40,6 @@ from ckpt_core.memory import bytes_of
 from ckpt_core.storage.base import FileReader, ReaderIO
 from ckpt_core.tree import tensors
 
-__all__ = ["glance_at_torch_file", "load_torch_file", "peek_torch_file", "translated_errors", "verify_torch_file"]
-
 # A pickle made of nothing but these is built without looking at a tensor's values.
 _PLAIN_GLOBALS = frozenset(
     {

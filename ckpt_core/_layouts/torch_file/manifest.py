@@ -19,17 +19,6 @@ from ckpt_core._layouts.image import WINDOW
 from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
 
-__all__ = [
-    "ARCHIVE",
-    "FOOTER_SIZE",
-    "FORMAT_VERSION",
-    "MANIFEST_NAME",
-    "Footer",
-    "Manifest",
-    "RecordDigests",
-    "pieces",
-]
-
 FORMAT_VERSION = 1
 ARCHIVE = "archive"
 MANIFEST_NAME = f"{ARCHIVE}/.ckpt_core/manifest.json"

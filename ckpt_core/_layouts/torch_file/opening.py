@@ -34,8 +34,6 @@ from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
 from ckpt_core.parallel import run_parallel
 from ckpt_core.storage.base import FileReader, ReaderIO
 
-__all__ = ["OpenedFile", "check_archive_records", "is_archive", "open_torch_file", "read_pickle", "read_stamp"]
-
 _LOCAL_HEADER_SIZE = 30
 _UTF8_NAMES = 0x0800
 _ENCRYPTED_OR_PATCHED = 0x2061

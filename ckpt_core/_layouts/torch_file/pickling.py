@@ -23,8 +23,6 @@ from ckpt_core.errors import SerializationError
 from ckpt_core.memory import storage_of
 from ckpt_core.tree import leaves, tensors
 
-__all__ = ["StorageTable", "collect_storages", "is_dense", "pickle_state"]
-
 _PROTOCOL = 2  # torch's default, which every torch.load reads
 _STORAGE_TYPES = (torch.storage.TypedStorage, torch.UntypedStorage)
 

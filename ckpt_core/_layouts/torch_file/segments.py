@@ -7,8 +7,6 @@ from typing import Any
 
 from ckpt_core.storage.base import RandomAccessIO
 
-__all__ = ["SegmentIO", "Segments"]
-
 Segments = list[tuple[int, bytes]]  # offset in the file, bytes
 
 

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch.serialization import default_restore_location, skip_data
 
-__all__ = ["MapLocation", "StorageCollector"]
-
 MapLocation = Any
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 import struct
 
-__all__ = ["ZipRecord", "central_directory", "local_header"]
-
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL_HEADER = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _ZIP64_END = struct.Struct("<4sQHHIIQQQQ")
