@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -28,7 +27,8 @@ __all__ = ["CheckpointProjectConfiguration", "attach", "drain", "install", "unin
 
 log = logging.getLogger(__name__)
 
-_methods = Patches()  # for every Accelerator
+_makers = Patches()  # for every Accelerator that is made
+_methods = Patches()  # does as before for an Accelerator without a session
 _signals = Patches()  # what a session has to hear of; does nothing for an Accelerator without one
 _attached: weakref.WeakKeyDictionary[Any, CheckpointConfig] = weakref.WeakKeyDictionary()
 _installed: list[CheckpointConfig] = []  # one at most: what an Accelerator gets that nobody attached to
@@ -88,10 +88,6 @@ def attach(accelerator: Any, strategy: str | None = None, **options: Any) -> Any
     _attached[accelerator] = config
     accelerator.resumed = None
     _session(accelerator)
-    for name, around in _AROUND.items():
-        original = getattr(type(accelerator), name)
-        method = functools.wraps(original)(functools.partial(_call, around, original))
-        setattr(accelerator, name, types.MethodType(method, accelerator))
     return accelerator
 
 
@@ -103,10 +99,8 @@ def install(config: CheckpointConfig) -> None:
     """
     _installed[:] = [config]
     _listen()
-    if not _methods:
-        _methods.wrap(Accelerator, "__init__", _init)
-        for name, around in _AROUND.items():
-            _methods.wrap(Accelerator, name, around)
+    if not _makers:
+        _makers.wrap(Accelerator, "__init__", _init)
 
 
 def uninstall() -> None:
@@ -116,6 +110,7 @@ def uninstall() -> None:
         drain(raised=False)
     finally:
         close_sessions()
+        _makers.undo()
         _methods.undo()
         _signals.undo()
 
@@ -144,10 +139,6 @@ def drain(*, raised: bool) -> None:
         session.deferred.clear()
     if failure is not None and not raised:
         raise failure
-
-
-def _call(around: Any, original: Any, accelerator: Any, /, *args: Any, **kwargs: Any) -> Any:
-    return around(original, accelerator, *args, **kwargs)
 
 
 def _session(accelerator: Any) -> Session | None:
@@ -217,6 +208,10 @@ _AROUND: dict[str, Callable[..., Any]] = {
 
 
 def _listen() -> None:
+    # On the class, so that a method of the user's own subclass is called first, and calls ours as its super().
+    if not _methods:
+        for name, around in _AROUND.items():
+            _methods.wrap(Accelerator, name, around)
     if not _signals:
         _signals.wrap(Accelerator, "prepare_model", _prepare_model)
         _signals.wrap(Accelerator, "prepare_data_loader", _prepare_data_loader)

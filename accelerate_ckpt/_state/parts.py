@@ -59,7 +59,7 @@ def tensor_sizes(parts: Sequence[Part]) -> Iterator[int]:
         for _, tensor in tensors(part.state):
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                yield tensor.nbytes
+                yield tensor.nbytes if tensor.layout is torch.strided else 0  # the others are small objects
 
 
 def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

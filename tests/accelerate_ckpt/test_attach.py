@@ -62,6 +62,21 @@ def test_attach_is_for_one_accelerator(tmp_path: Path) -> None:
     assert (tmp_path / "True" / "random_states_0.pkl").exists()
 
 
+@pytest.mark.parametrize("way", ["attach", "install"])
+def test_methods_of_a_subclass_are_called_as_without_us(tmp_path: Path, way: str) -> None:
+    class Mine(Accelerator):  # type: ignore[misc]
+        def save_state(self, output_dir: str, **kwargs: Any) -> Any:
+            self.saved = output_dir
+            return super().save_state(f"{output_dir}-of-mine", **kwargs)
+
+    with installed(strategy="sync") if way == "install" else contextlib.nullcontext():
+        accelerator = Mine() if way == "install" else attach(Mine(), "sync")
+        accelerator.prepare(model_of(0))
+        accelerator.save_state(str(tmp_path / "x"))
+    assert accelerator.saved == str(tmp_path / "x")
+    assert manifest(tmp_path / "x-of-mine").exists() and not (tmp_path / "x").exists()
+
+
 def test_install_is_for_all_and_can_be_undone(tmp_path: Path) -> None:
     class Mine(Accelerator):  # type: ignore[misc]
         pass

@@ -99,6 +99,31 @@ def test_torn_random_states_are_not_passed_over(stock: Path) -> None:
     refused(run.accelerator, stock, CheckpointCorruptedError, "random_states_0.pkl", "cannot be read")
 
 
+def test_tensors_of_other_layouts_in_an_object_come_back(tmp_path: Path) -> None:
+    held = {
+        "coo": torch.eye(3).to_sparse(),
+        "csr": torch.eye(3).to_sparse_csr(),
+        "quantized": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+    }
+
+    class Holder:
+        def state_dict(self) -> dict[str, Any]:
+            return held
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.found = state
+
+    holder, accelerator = Holder(), ours()
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    accelerator.register_for_checkpointing(holder)
+    accelerator.save_state(tmp_path / "saved")
+    accelerator.load_state(tmp_path / "saved")
+    assert {name: value.layout for name, value in holder.found.items()} == {k: v.layout for k, v in held.items()}
+    assert torch.equal(holder.found["coo"].to_dense(), torch.eye(3))
+    assert torch.equal(holder.found["csr"].to_dense(), torch.eye(3))
+    assert torch.equal(holder.found["quantized"].int_repr(), held["quantized"].int_repr())
+
+
 # ---- any checkpoint --------------------------------------------------------------------------------------------------
 
 

@@ -94,7 +94,8 @@ class _Encoder:
         if kind is str:
             return "$" + node if node.startswith("$") else node
         if isinstance(node, torch.Tensor):
-            return self._reference(node, name)
+            is_more = node.layout is not torch.strided or node.is_quantized or node.is_nested  # than its elements
+            return self._object(node, name) if is_more and self._objects is not None else self._reference(node, name)
         encoded = _ENCODERS[kind](node) if kind in _ENCODERS else None
         if encoded is not None:
             return encoded
