@@ -26,7 +26,7 @@ from benchmarks.states import gpt_state, tensor_bytes
 
 __all__ = ["table"]
 
-COPY, WRITE = "limit: one copy_ into a reused buffer", "limit: raw direct write"
+COPY, WRITE = "limit: one copy into a reused buffer", "limit: raw direct write"
 STOCK = "accelerate save_state + fsync"
 
 
@@ -127,7 +127,7 @@ def _table_of_saves(options: argparse.Namespace, directory: Path) -> dict[str, A
             f"{timing.durable / write:7.2f}x {stock / timing.durable:8.2f}x {extra:>9s}"
         )
     print(
-        f"\nx copy: stall over one copy_ into a reused buffer; x write: time to durable over a raw direct write;\n"
+        f"\nx copy: stall over one copy of the tensors into a reused buffer, the fastest way of three; x write: time to durable over a raw direct write;\n"
         f"x faster: durable time of stock over this one's; memory: most extra memory over five saves (the state has "
         f"{nbytes / 2**20:.0f} MiB)"
     )

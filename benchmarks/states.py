@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-__all__ = ["gpt_state", "tensor_bytes"]
+__all__ = ["gpt_state", "tensor_bytes", "tensors_in"]
 
 
 def gpt_state(layers: int = 12, width: int = 768, vocabulary: int = 50257, context: int = 1024) -> dict[str, Any]:
@@ -48,6 +49,11 @@ def gpt_state(layers: int = 12, width: int = 768, vocabulary: int = 50257, conte
 
 def tensor_bytes(state: dict[str, Any]) -> int:
     """Return the bytes of all tensors in ``state``."""
-    weights = sum(tensor.nbytes for tensor in state["state_dict"].values())
-    moments = state["optimizer_states"][0]["state"].values()
-    return weights + sum(tensor.nbytes for entry in moments for tensor in entry.values())
+    return sum(tensor.nbytes for tensor in tensors_in(state))
+
+
+def tensors_in(state: dict[str, Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a state."""
+    yield from state["state_dict"].values()
+    for entry in state["optimizer_states"][0]["state"].values():
+        yield from entry.values()

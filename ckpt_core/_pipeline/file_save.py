@@ -70,8 +70,7 @@ class FileSave:
 
     def complete(self, snapshot: Snapshot) -> None:
         assert self._layout is not None  # take() comes first
-        self._layout.pickle_into(self._taken_image, self._state)
-        snapshot.finish()
+        snapshot.finish(functools.partial(self._layout.pickle_into, self._taken_image, self._state))
         self._state = self._layout = None  # what is written from here on is in the image: a copy, or live tensors
 
     def write(self, snapshot: Snapshot) -> int:

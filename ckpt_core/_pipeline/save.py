@@ -189,7 +189,7 @@ class Pipeline:
 
     def _save_later(self, save: Save, started: float, waited: float) -> int:
         snapshot = Snapshot(save.path, self.buffers, overlaps=self._overlaps)
-        # Writing begins while the state is still being copied; the commit waits for the seal.
+        # Its file is created while the state is still being copied; the commit waits for the seal.
         action = functools.partial(self._write_in_background, save, snapshot)
         runs = False
         try:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 from ckpt_core._devices import is_capturing, wait_for_devices
 from ckpt_core._layouts.image import ImageAbandonedError
+from ckpt_core._pipeline.host_copy import HOST_PIECE, HostCopy
 from ckpt_core._pipeline.staging import COPY_GROUP, BackgroundCopy, Piece
 from ckpt_core.errors import CheckpointError, OutOfMemoryError, SnapshotTornError
 from ckpt_core.memory import StagingBuffer
@@ -178,7 +179,7 @@ class Snapshot:
         self._buffers = buffers
         self._overlaps = overlaps
         self._guard = TornSnapshotGuard(())
-        self._copy: BackgroundCopy | None = None
+        self._copy: BackgroundCopy | HostCopy | None = None
         self._failure: CheckpointError | None = None
         self._taken = threading.Event()
         self._sealed = threading.Event()
@@ -206,6 +207,8 @@ class Snapshot:
                 self.not_copied = error
         if self.buffer is None:
             wait_for_devices(layout.tensors)
+        elif all(tensor.is_cpu for tensor in layout.tensors):
+            self._copy = HostCopy(layout.pieces_in(self.buffer, HOST_PIECE))
         else:
             self._copy = BackgroundCopy(layout.pieces_in(self.buffer, COPY_GROUP), overlaps=self._overlaps)
 
@@ -213,14 +216,19 @@ class Snapshot:
         """Let the other thread write what there is already."""
         self._taken.set()
 
-    def finish(self) -> None:
+    def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Return when the caller may change the state, if the copy overlaps only by a step of an optimizer.
+
+        Args:
+            meanwhile: What the calling thread does while the state is being copied.
 
         Raises:
             SnapshotTornError: A tensor changed while it was being copied.
         """
-        if self._copy is not None:
-            self._copy.hand_over()
+        if self._copy is None:
+            meanwhile()
+        else:
+            self._copy.hand_over(meanwhile)
             self._guard.check(path=self._path)
             self._guard = TornSnapshotGuard(())
 
@@ -282,7 +290,7 @@ class Snapshot:
         else:
             self._check_copy(self._copy)
 
-    def _check_copy(self, copy: BackgroundCopy) -> None:
+    def _check_copy(self, copy: BackgroundCopy | HostCopy) -> None:
         try:
             is_whole = copy.wait()
         except BaseException as error:  # its thread has ended: this one says it

@@ -19,7 +19,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -163,12 +163,17 @@ class BackgroundCopy:
 
     # ---- the thread that trains --------------------------------------------------------------------------------------
 
-    def hand_over(self) -> None:
+    def hand_over(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Return when the caller may change the state, by a step of an optimizer what is copied late.
 
+        Args:
+            meanwhile: What the calling thread does first.
+
         Raises:
-            BaseException: What the copy has raised, but for that of what is copied late: :meth:`wait` does.
+            BaseException: What ``meanwhile`` or the copy has raised, but for that of what is copied late: :meth:`wait`
+                does.
         """
+        meanwhile()
         wait_through(self._is_early_queued if self._overlaps else self._ended)
         if self._error is not None and not self._is_early_whole:
             raise self._error

@@ -312,22 +312,28 @@ def test_a_tensor_only_read_while_it_is_copied_is_saved(tmp_path: Path) -> None:
 def test_an_interrupted_snapshot_gives_its_buffer_back_only_when_nothing_writes_to_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    begun = threading.Event()
     finished: list[bool] = []
     copy = torch._foreach_copy_
 
-    def interrupted(*args: Any, **options: Any) -> None:
-        os.kill(os.getpid(), signal.SIGINT)  # while the main thread waits for this one
+    def slow(*args: Any, **options: Any) -> None:
+        begun.set()
         time.sleep(0.3)
         copy(*args, **options)
         finished.append(True)
+
+    def interrupt() -> None:
+        begun.wait()  # another thread copies
+        os.kill(os.getpid(), signal.SIGINT)
 
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with Checkpointer() as checkpointer:
             with monkeypatch.context() as patch:
-                patch.setattr(torch, "_foreach_copy_", interrupted)
+                patch.setattr(torch, "_foreach_copy_", slow)
+                state = {"v": torch.ones(50), "w": torch.ones(50), "meddler": Meddler(interrupt)}
                 with pytest.raises(KeyboardInterrupt):
-                    checkpointer.save({"w": torch.ones(50)}, tmp_path / "a.ckpt")
+                    checkpointer.save(state, tmp_path / "a.ckpt")
                 assert finished == [True]
             checkpointer.save({"w": torch.ones(50)}, tmp_path / "b.ckpt")
     finally:

@@ -30,7 +30,7 @@ from ckpt_core import (
     verify,
 )
 from ckpt_core._pipeline import snapshot
-from ckpt_core._pipeline.staging import BackgroundCopy
+from ckpt_core._pipeline.host_copy import HostCopy
 from ckpt_core.events import CheckpointRemoved, Event, SaveCommitted, SaveFailed, SaveStarted, SnapshotTaken
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 from tests.support.states import assert_same_state, states
@@ -265,13 +265,13 @@ def test_a_tensor_that_changes_while_it_is_taken_fails_the_save(
             state[0].state["w"].add_(1)
         return False
 
-    class ChangingCopy(BackgroundCopy):
-        def hand_over(self) -> None:
-            super().hand_over()
+    class ChangingCopy(HostCopy):
+        def hand_over(self, meanwhile: Callable[[], None] | None = None) -> None:
+            super().hand_over(meanwhile)
             change()
 
     if strategy == "async":
-        monkeypatch.setattr(snapshot, "BackgroundCopy", ChangingCopy)
+        monkeypatch.setattr(snapshot, "HostCopy", ChangingCopy)
     else:  # while the files are written
         monkeypatch.setattr(checkpointer_module, "storage_for", lambda *_: FaultyStorage(LocalStorage(), [during]))
     during = Fault(lambda operation: operation.name == "write_at" and change(operation))
