@@ -6,8 +6,10 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeVar
+
+import torch
 
 from ckpt_core._pipeline import reader
 from ckpt_core._pipeline.file_save import FileSave
@@ -25,6 +27,8 @@ from ckpt_core.tiers import TieredStorage, Tiers, Uploader
 __all__ = ["Checkpointer", "CheckpointerBase", "full_path"]
 
 logger = logging.getLogger(__name__)
+
+_WORTH_RESERVING = 64 * 2**20  # bytes: less is allocated in some milliseconds
 
 Base = TypeVar("Base", bound="CheckpointerBase")
 
@@ -173,6 +177,26 @@ class CheckpointerBase:
         """Block until all saves (or that of ``path``) have ended; raise the failure of one, if there was any."""
         self._pipeline.queue.wait(None if path is None else self.known_as(path))
         self.raise_failure()
+
+    def reserve(self, modules: Iterable[torch.nn.Module], optimizers: Iterable[torch.optim.Optimizer] = ()) -> None:
+        """Allocate, and pin, memory for the copy of a state in the background, so that the first save stalls no longer.
+
+        To be called when the optimizers have their state, after the first step or a resume. Only memory is at stake:
+        what is saved may be more or less. Does nothing for a state of less than 64 MiB.
+
+        Args:
+            modules: Whose parameters and buffers are going to be saved.
+            optimizers: Whose state is.
+        """
+        held = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+        states = [state for optimizer in optimizers for state in optimizer.state.values() if isinstance(state, dict)]
+        held += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+        nbytes = self._bytes_of_this_rank(held)
+        if self.strategy == "async" and nbytes >= _WORTH_RESERVING:
+            self._pipeline.buffers.reserve(nbytes + nbytes // 100 + 2**20)  # and what stands between the tensors
+
+    def _bytes_of_this_rank(self, tensors: Iterable[torch.Tensor]) -> int:
+        return sum(tensor.nbytes for tensor in tensors)
 
     def wait_staged(self) -> None:
         """Let what the caller queues on accelerators from now on wait until the state of the saves so far is copied.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -265,6 +265,14 @@ class DirectoryCheckpointer(CheckpointerBase):
             "link_unchanged": self._link_unchanged,
         }
         return functools.partial(make, **settings), arguments
+
+    def _bytes_of_this_rank(self, tensors: Iterable[torch.Tensor]) -> int:
+        parts = self._ranks.world_size if self._slice_replicated else 1
+        whole = 0 if self._ranks.rank and parts == 1 else 1
+        return sum(
+            tensor.to_local().nbytes if hasattr(tensor, "to_local") else whole * tensor.nbytes // parts
+            for tensor in tensors
+        )
 
     def save(
         self,

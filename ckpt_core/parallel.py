@@ -62,7 +62,7 @@ def run_parallel(
 
     def loop(first: Callable[[], None] | None = None) -> None:
         try:
-            if first is not None:
+            if first is not None and not errors:
                 first()
             while (taken := take()) is not None:
                 work(*taken)
@@ -70,22 +70,26 @@ def run_parallel(
             with lock:
                 errors.append(error)
 
-    def help_out(ended: threading.Event) -> None:
-        loop()
-        ended.set()
+    def help_out(claim: threading.Lock, ended: threading.Event) -> None:
+        if claim.acquire(blocking=False):
+            loop()
+            ended.set()
 
-    helpers = []
-    for _ in range(threads - 1):
-        ended = threading.Event()
-        try:
-            threading.Thread(target=help_out, args=(ended,), name="ckpt-io").start()
-        except RuntimeError:
-            break  # the interpreter is shutting down: use the threads there are
-        helpers.append(ended)
+    helpers: list[tuple[threading.Lock, threading.Event]] = []
+    try:
+        for _ in range(threads - 1):
+            # Before it starts: it works already where Ctrl-C comes while it is being started.
+            helpers.append((threading.Lock(), threading.Event()))
+            threading.Thread(target=help_out, args=helpers[-1], name="ckpt-io").start()
+    except RuntimeError:
+        pass  # the interpreter is shutting down: use the threads there are
+    except BaseException as error:  # noqa: BLE001 - raised again below
+        errors.append(error)
     loop(meanwhile)
-    for ended in helpers:
+    for claim, ended in helpers:
         try:
-            wait_through(ended)
+            if not claim.acquire(blocking=False):  # one that has not begun does not begin any more
+                wait_through(ended)
         except BaseException as error:  # noqa: BLE001 - raised again below
             with lock:
                 errors.append(error)

@@ -4,6 +4,8 @@ SLURM's requeue signal and SIGTERM: their handlers only note them. A handler tha
 for ranks that are in the gradient exchange of the very batch that it has interrupted. All ranks save, requeue or end at
 the same boundary, also where one of them alone was signalled. So it is with other notices that the run is to end.
 
+Memory for the copies of asynchronous saves: it is reserved when the optimizers have their state.
+
 Loggers that upload checkpoints: they learn of one when it is durable (:mod:`lightning_ckpt._observers`).
 """
 
@@ -20,6 +22,7 @@ from lightning_ckpt._observers import Observers
 from lightning_ckpt._private.boundaries import TrainerBoundaries
 from lightning_ckpt._private.guard import missing_boundaries
 from lightning_ckpt._private.replacing import Live
+from lightning_ckpt._reserving import reserve_memory
 
 logger = logging.getLogger(__name__)
 
@@ -74,12 +77,16 @@ class _Between(Live):
         others = [name for name in preemption.signals if name not in (_TERMINATE, self._boundaries.requeue_signal)]
         self._notices = Notices(preemption, self._meeting.ask)
         self._signals = SignalNotes(others, self._meeting.ask)
+        self._has_reserved = False
 
     def _reached(self, position: tuple[int, int]) -> None:
         self._observers.tell_ended()
         is_end, is_training = position[1] == TrainerBoundaries.END, self._trainer.state.fn == "fit"
         is_over = is_end and not self._trainer.evaluating
         is_last = is_over or (is_end and not is_training)
+        if is_training and not self._has_reserved and not is_end and self._trainer.global_step > 0:
+            self._has_reserved = True
+            reserve_memory(self._trainer)
         call = self._meeting.at_last(position) if is_last else self._meeting.at(position)
         if call.requests:
             self._act(call, is_over=is_over)

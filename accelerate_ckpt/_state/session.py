@@ -142,6 +142,7 @@ class Session:
         self.deferred: list[str] = []
         self._steps_before = 0
         self._steps: collections.Counter[int] = collections.Counter()
+        self._has_reserved = False
         self._backward_seen = False
         self._wrapped: list[weakref.ref[Any]] = []
         # Followed from here on; the session must not keep the Accelerator, and all its models, alive.
@@ -351,6 +352,11 @@ class Session:
         if self.recording is not None:
             self.recording.stepped(optimizer, self.step)
         self.report.stepped(self.checkpointer.notify, self.resumed, self._directory)
+        if not self._has_reserved and all(self._steps[id(item)] for item in self.accelerator._optimizers):
+            self._has_reserved = True
+            self.checkpointer.reserve(
+                self.accelerator._models, [item.optimizer for item in self.accelerator._optimizers]
+            )
         if not self.local_sgd.active:  # its ranks exchange nothing until they average
             self.outcomes.optimizer_stepped(optimizer)
 

@@ -24,6 +24,7 @@ from ckpt_core._devices.streams import (
     is_capturing,
     let_devices_wait,
     on_current_streams,
+    on_this_device,
     wait_for_devices,
 )
 
@@ -43,6 +44,7 @@ __all__ = [
     "is_capturing",
     "let_devices_wait",
     "on_current_streams",
+    "on_this_device",
     "peak_bytes",
     "pin",
     "pinned_copy_rate",

@@ -188,3 +188,17 @@ def on_current_streams(work: Callable[[Job], None], tensors: Iterable[torch.Tens
             work(job)
 
     return work_on_streams
+
+
+def on_this_device(work: Callable[[], None]) -> Callable[[], None]:
+    """Return ``work`` that another thread does on the device that this one uses, if the program has started one."""
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if kind is None or not getattr(getattr(torch, kind.type, None), "is_initialized", _never)():
+        return work
+    device = torch.accelerator.current_device_index()
+
+    def work_on_device() -> None:
+        with _used((), device):
+            work()
+
+    return work_on_device

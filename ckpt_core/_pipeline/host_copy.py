@@ -16,8 +16,6 @@ import torch
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core.parallel import run_parallel
 
-__all__ = ["HOST_PIECE", "HostCopy"]
-
 _Piece = tuple[int, torch.Tensor, torch.Tensor]
 _Batch = list[tuple[torch.Tensor, torch.Tensor]]
 HOST_PIECE = 8 * 2**20  # bytes: about half a millisecond, which is what threads may end apart

@@ -6,6 +6,7 @@ because every page must first be found and cleared. So buffers are kept between 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -13,7 +14,7 @@ from typing import Protocol
 
 import torch
 
-from ckpt_core._devices import is_capturing, wait_for_devices
+from ckpt_core._devices import is_capturing, on_this_device, wait_for_devices
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._pipeline.host_copy import HOST_PIECE, HostCopy
 from ckpt_core._pipeline.staging import COPY_GROUP, BackgroundCopy, Piece
@@ -34,6 +35,23 @@ class BufferPool:
         self._idle: list[StagingBuffer] = []
         self._outside: list[StagingBuffer] = []  # those that are lent and may be kept when they come back
         self._changed = threading.Condition()
+        self._reserving: threading.Thread | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocate a buffer of ``nbytes`` in the background, for a save to come; one that comes sooner waits for it.
+
+        Where there is no memory for it, that save says so; where one is under way, it has allocated.
+        """
+
+        def allocate() -> None:
+            if not self.exhausted:
+                with contextlib.suppress(OutOfMemoryError):
+                    self.release(self.acquire(nbytes))
+
+        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down: no new threads
+            reserving = threading.Thread(target=on_this_device(allocate), name="ckpt-reserve")
+            reserving.start()
+            self._reserving = reserving
 
     @property
     def exhausted(self) -> bool:
@@ -92,6 +110,9 @@ class BufferPool:
 
     def close(self) -> None:
         """Free the buffers, those that are lent when they come back."""
+        reserving, self._reserving = self._reserving, None
+        if reserving is not None:
+            reserving.join()
         with self._changed:
             self._outside.clear()
             self._free_idle()

@@ -28,6 +28,7 @@ from ckpt_core.state.rng import RngState
 from ckpt_core.storage import LocalStorage
 from tests.conftest import ScriptRunner
 from tests.support.accelerators import SIMULATED, Accelerator, SimulatedAccelerator
+from tests.support.reserving import wait_until_reserved
 from tests.support.states import DTYPES, assert_same_state, tensor_of
 
 MIB = 2**20
@@ -358,6 +359,22 @@ def test_writing_begins_while_the_rest_is_still_being_copied(
     copy.wait()
     assert values(buffer.tensor[MIB:]) == [2]
     buffer.close()
+
+
+@simulated_only
+def test_reserved_memory_is_pinned_for_the_device_in_use(accelerator: SimulatedAccelerator) -> None:
+    torch.zeros(1, device="simulated:1")
+    accelerator.module.set_device(1)
+    try:
+        pool = BufferPool(1)
+        pool.reserve(10_000)
+        wait_until_reserved()
+        buffer = pool.acquire(10_000)
+        assert buffer.tensor.is_pinned()
+        pool.release(buffer)
+        pool.close()
+    finally:
+        accelerator.module.set_device(0)
 
 
 # ---- loading ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,67 @@
+"""Memory for the copies of saves, allocated beside the training and not by the first save."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part, checkpointer
+from ckpt_core._pipeline.snapshot import BufferPool
+from tests.support.reserving import allocations, wait_until_reserved
+
+
+@pytest.fixture
+def allocating(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the threads that have allocated."""
+    return allocations(monkeypatch)
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.BatchNorm1d(300))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(4, 300)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("layout", ["file", "directory"])
+def test_the_first_save_finds_its_memory(layout: str, tmp_path: Path, allocating: list[str]) -> None:
+    model, optimizer = trained()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if layout == "file":
+        with Checkpointer() as file:
+            file.reserve([model], [optimizer])
+            wait_until_reserved()
+            file.save(state, tmp_path / "a")
+    else:
+        with DirectoryCheckpointer() as directory:
+            directory.reserve([model], [optimizer])
+            wait_until_reserved()
+            directory.save([Part("model", state, Kind.REPLICATED)], tmp_path / "a")
+    assert allocating == ["ckpt-reserve"]
+
+
+def test_saves_in_the_foreground_and_small_states_reserve_nothing(
+    allocating: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = trained()
+    with Checkpointer(strategy="sync") as file:
+        file.reserve([model], [optimizer])
+    monkeypatch.setattr(checkpointer, "_WORTH_RESERVING", 2**30)
+    with Checkpointer() as file:
+        file.reserve([model], [optimizer])
+        wait_until_reserved()
+    assert allocating == []
+
+
+def test_what_there_is_no_memory_for_is_not_reserved_and_close_frees_the_rest() -> None:
+    pool = BufferPool(1)
+    pool.reserve(2**60)
+    wait_until_reserved()
+    assert not pool.exhausted
+    pool.reserve(10_000)
+    pool.close()
+    assert not pool.exhausted
+    assert pool._idle == []

@@ -1,0 +1,35 @@
+"""Who allocates the memory for copies of states."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from ckpt_core import checkpointer
+from ckpt_core._pipeline import snapshot
+from ckpt_core.memory import StagingBuffer
+
+__all__ = ["allocations", "wait_until_reserved"]
+
+
+def allocations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the threads that allocate from now on; small states count as large ones."""
+    names: list[str] = []
+
+    class Noted(StagingBuffer):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            names.append(threading.current_thread().name)
+            super().__init__(*args, **options)
+
+    monkeypatch.setattr(snapshot, "StagingBuffer", Noted)
+    monkeypatch.setattr(checkpointer, "_WORTH_RESERVING", 1)
+    return names
+
+
+def wait_until_reserved() -> None:
+    """Return when nothing is being reserved."""
+    for thread in threading.enumerate():
+        if thread.name == "ckpt-reserve":
+            thread.join()
