@@ -145,6 +145,22 @@ def test_what_fails_on_one_rank_is_raised_on_all(failing: int | None) -> None:
             raise_together(functools.partial(fail, rank), exchange)
 
 
+def test_an_exception_of_any_kind_on_one_rank_is_an_error_of_ours_on_the_others() -> None:
+    told: list[Any] = []
+
+    def exchange(mine: Any) -> list[Any]:
+        told.append(json.loads(json.dumps(mine)))
+        return told
+
+    def fail() -> None:
+        raise RuntimeError("the hook broke")
+
+    with pytest.raises(RuntimeError, match="the hook broke"):
+        raise_together(fail, exchange)
+    with pytest.raises(CheckpointError, match="RuntimeError: the hook broke"):
+        raise_together(lambda: None, exchange)
+
+
 @pytest.mark.parametrize(
     "error",
     [

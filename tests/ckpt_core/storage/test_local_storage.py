@@ -16,7 +16,7 @@ import torch
 
 from ckpt_core import Catalog, Checkpointer, DirectoryCheckpointer, Kind, Part, StorageError, verify
 from ckpt_core.memory import StagingBuffer
-from ckpt_core.storage import LocalStorage, local_reader
+from ckpt_core.storage import Fault, FaultyStorage, LocalStorage, local_reader
 from ckpt_core.storage import local as local_module
 from tests.ckpt_core.storage.test_storage import StorageContract
 from tests.support.states import tensor_of
@@ -363,3 +363,14 @@ def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pyte
     with DirectoryCheckpointer(strategy="sync") as checkpointer:
         checkpointer.save(state, "step", step=1)
     assert verify("step")
+
+
+def test_a_small_file_whose_write_fails_leaves_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "note.json"
+    LocalStorage().write_whole(str(path), b"before")
+    full = FaultyStorage(LocalStorage(), [Fault("write_at", error=OSError(errno.ENOSPC, "full"))])
+    with pytest.raises(StorageError):
+        full.write_whole(str(path), b"after")
+    assert os.listdir(tmp_path) == ["note.json"]
+    with LocalStorage().open(str(path)) as reader:
+        assert reader.read_whole() == b"before"
