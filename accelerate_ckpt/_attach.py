@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType, ProjectConfiguration
 
 from accelerate_ckpt._patches import Patches
 from accelerate_ckpt._state.load import load_state
-from accelerate_ckpt._state.save import save_deferred, save_state
+from accelerate_ckpt._state.save import save_deferred, save_snapshot, save_state
 from accelerate_ckpt._state.session import Session, close_sessions, live_sessions, open_session, session_of
 from accelerate_ckpt._termination import unprotect
 from accelerate_ckpt.config import CheckpointConfig
@@ -294,6 +294,7 @@ def _iterate(original: Any, loader: Any) -> Iterator[Any]:
             has_trained = session.saves_by_itself and before.get(id(session)) != session.work_done
             if has_trained and not session.data.has_finished(loader):
                 session.after_batch()
+                save_snapshot(session)
         for rehearsal in rehearsals:
             rehearsal.after_batch(loader)
 

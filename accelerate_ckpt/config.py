@@ -249,6 +249,10 @@ class CheckpointConfig:
         mtbf: For ``"auto"``: mean time between failures of the whole job in seconds; by default as observed.
         max_overhead: For ``"auto"``: the share of the run that saves may take, such as 0.005; without ``mtbf`` it is
             used up.
+        memory_every_n_steps: Keep a snapshot in the machine's memory, outside of the processes, after every so many
+            steps, besides the checkpoints: after a crash, ``load_state()`` takes the newer of both. The last two are
+            kept, and deleted when the program has ended. Needs all ranks on one machine. None: none.
+        memory_dir: A directory in memory.
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
         report: A local file to which a page about the run is written at its end; its event log is beside it, unless
             ``event_log`` names another.
@@ -317,6 +321,10 @@ class CheckpointConfig:
     max_overhead: float | None = _option(
         None, _SHARE, "share of the run that saves may take for interval auto, such as 0.005"
     )
+    memory_every_n_steps: int | None = _option(
+        None, _COUNT_OR_ALL, "steps between snapshots in memory, which survive a crash of the processes (default: none)"
+    )
+    memory_dir: str = _option("/dev/shm", _DIRECTORY, "directory in memory for the snapshots")
     event_log: str | None = _option(None, _FILE, "file to which every event is appended as a line of JSON")
     report: str | None = _option(None, _FILE, "file to which a page about the run is written at its end")
     log_metrics: bool = _option(False, _SWITCH, "give the figures of the saves to the trackers, with what is logged")
@@ -387,7 +395,8 @@ class CheckpointConfig:
             CheckpointConfig(strategy='sync', wait=False, max_pending=2, on_error='raise', mid_accumulation='grads', \
 commit_timeout=600.0, retention=None, local_dir=None, upload_to=None, keep_local=None, allow_pickle=False, \
 resume=None, resume_attempts=3, checkpoint_dir=None, preempt=None, interval=None, mtbf=None, \
-max_overhead=None, event_log=None, report=None, log_metrics=False, listeners=(), overlap=False, \
+max_overhead=None, memory_every_n_steps=None, memory_dir='/dev/shm', \
+event_log=None, report=None, log_metrics=False, listeners=(), overlap=False, \
 recorder=True)
         """
         environment = os.environ if variables is None else variables

@@ -156,7 +156,8 @@ def disagreement(newest: CheckpointInfo, other: CheckpointInfo) -> str | None:
     step, others = _step_of(newest), _step_of(other)
     if step is not None and others is not None and others > step:
         return f"it was committed later, but {other.path} is of step {others}, and it of step {step}"
-    if other.modified > newest.modified:
+    beside = os.path.dirname(newest.path.rstrip("/")) == os.path.dirname(other.path.rstrip("/"))
+    if beside and other.modified > newest.modified:  # a disk takes longer than memory, so there dates say nothing
         return f"it says so of itself, but by the file system's date {other.path} is newer: was the directory copied?"
     says = step is not None or newest.committed is not None
     if says or newest.modified == other.modified or _series_of(newest) == _series_of(other):
@@ -189,6 +190,8 @@ class Catalog:
         storage: Where the directory is; by default, what ``root`` says.
         tiers: Look in both tiers (:class:`ckpt_core.tiers.Tiers`), if ``root`` lies in one of them; ``storage`` is the
             local one.
+        memory: The directory of snapshots in memory (:meth:`ckpt_core.tiers.MemoryTier.found`), of which
+            :meth:`newest_verified` may return one.
 
     Attributes:
         passed_over: What :meth:`newest_verified` has passed over, and why, by path. Nobody should delete it.
@@ -208,8 +211,10 @@ class Catalog:
         listeners: Sequence[Listener] = (),
         storage: Storage | None = None,
         tiers: Tiers | None = None,
+        memory: str | None = None,
     ) -> None:
         self.root = local_path(root)
+        self._memory = None if memory is None else Catalog(memory, suffix=suffix)
         self._suffix = suffix
         if tiers is not None and tiers.covers(self.root):
             storage = TieredStorage(tiers, local=storage, storage_options=storage_options)
@@ -295,12 +300,14 @@ class Catalog:
             CheckpointCorruptedError: There are checkpoints, some of them damaged, and none that can be used.
         """
         self.passed_over = {}
-        by_age = self.checkpoints()
+        by_age, in_memory = self.checkpoints(), [] if self._memory is None else self._memory.checkpoints()
+        by_age = newest_first([*by_age, *in_memory]) if in_memory else by_age
         infos = by_age if order is None else order(by_age)
         for index, info in enumerate(infos):
+            place = self._memory if self._memory is not None and info in in_memory else self
             try:
-                verify(info.path, storage=self._storage)
-                if accept is not None and not self._is_accepted(info.path, accept):
+                place.check(info.path)
+                if accept is not None and not place._is_accepted(info.path, accept):
                     continue
             except CheckpointNotFoundError:
                 continue  # deleted meanwhile

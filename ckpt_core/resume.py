@@ -20,7 +20,7 @@ from ckpt_core.catalog import RECORD_OF_RESUMES, Catalog, CheckpointInfo
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import local_path, storage_for
-from ckpt_core.tiers import Tiers
+from ckpt_core.tiers import MemoryTier, Tiers
 
 __all__ = ["ResumeAttempts", "ResumePoint", "folder_of_run", "newest_to_resume", "only_checkpoints"]
 
@@ -166,6 +166,7 @@ def newest_to_resume(
     attempts: int | None = 3,
     storage_options: dict[str, Any] | None = None,
     tiers: Tiers | None = None,
+    memory: MemoryTier | None = None,
 ) -> ResumePoint | None:
     """Return where a run of one's own continues, None if there is nothing to resume; counts as an attempt.
 
@@ -177,6 +178,7 @@ def newest_to_resume(
             first; None: never.
         storage_options: For fsspec.
         tiers: Look in both tiers.
+        memory: Look at the run's snapshots in memory, too.
 
     Raises:
         CheckpointCorruptedError: There are checkpoints, and none of them verifies.
@@ -186,7 +188,8 @@ def newest_to_resume(
         True
     """
     counted = ResumeAttempts(root, attempts, storage_options=storage_options, tiers=tiers)
-    catalog = Catalog(root, suffix="", storage_options=storage_options, tiers=tiers)
+    found = None if memory is None else memory.found()
+    catalog = Catalog(root, suffix="", storage_options=storage_options, tiers=tiers, memory=found)
     info = catalog.newest_verified(order=lambda infos: counted.in_order(only_checkpoints(infos)))
     if info is None:
         return None

@@ -10,6 +10,7 @@ from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageEr
 from ckpt_core.events import Event, RunSummary, SaveFailed, SaveStarted
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.paths import StrPath
+from ckpt_core.tiers import MemoryTier
 from lightning_ckpt._bases import CheckpointIOBase
 
 __all__ = ["ReliableCheckpointIO", "SaveOutcomes", "load_other_layout"]
@@ -43,12 +44,22 @@ class ReliableCheckpointIO(CheckpointIOBase):
         summary: Adds up what they cost.
         options: How it saves.
         storage_options: For its storage.
+        memory: What keeps snapshots in memory during a fit; None if nothing does.
     """
 
     options: CheckpointerOptions
     storage_options: dict[str, Any] | None
     outcomes: SaveOutcomes
     summary: RunSummary
+    memory: Any = None
+
+    @abstractmethod
+    def checkpointer_in_memory(self, tier: MemoryTier) -> Checkpointer | DirectoryCheckpointer:
+        """Return what saves snapshots in memory; called on all ranks together."""
+
+    def reader_of(self, path: StrPath) -> Any:
+        """Return the checkpointer that reads a checkpoint."""
+        return self.memory.checkpointer if self.memory is not None and self.memory.covers(path) else self.checkpointer
 
     @property
     @abstractmethod

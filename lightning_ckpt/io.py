@@ -12,6 +12,7 @@ from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageEr
 from ckpt_core.events import Listener, RunSummary
 from ckpt_core.options import CheckpointerOptions, wait_if_small
 from ckpt_core.paths import StrPath
+from ckpt_core.tiers import MemoryTier
 from lightning_ckpt._boundaries import watch_boundaries
 from lightning_ckpt._plugin_base import ReliableCheckpointIO, SaveOutcomes, load_other_layout
 from lightning_ckpt._private.hooks import before_setup
@@ -51,6 +52,10 @@ class TorchFileIO(ReliableCheckpointIO):
     def checkpointer(self, checkpointer: Checkpointer) -> None:
         self._checkpointer = checkpointer
 
+    def checkpointer_in_memory(self, tier: MemoryTier) -> Checkpointer:
+        """Return what saves snapshots in memory."""
+        return Checkpointer(**tier.settings(self.options.strategy))
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: StrPath, storage_options: Any | None = None) -> None:
         """Save ``checkpoint`` at ``path``.
 
@@ -64,6 +69,9 @@ class TorchFileIO(ReliableCheckpointIO):
             TypeError: ``storage_options`` is given.
         """
         self.refuse(storage_options)
+        if self.memory is not None and self.memory.covers(path):
+            self.memory.save(lambda saver: wait_if_small(saver, [saver.save(checkpoint, path)]))
+            return
         self._tell_about_callback_once(checkpoint)
         self.before_change(path, removes=False)
         size = self.checkpointer.save(checkpoint, path)
@@ -92,7 +100,7 @@ class TorchFileIO(ReliableCheckpointIO):
         """
         location = (lambda storage, _: storage) if map_location is None else map_location
         try:
-            state: dict[str, Any] = self.checkpointer.load(path, map_location=location, weights_only=weights_only)
+            state: dict[str, Any] = self.reader_of(path).load(path, map_location=location, weights_only=weights_only)
         except (CheckpointNotFoundError, StorageError) as error:
             failure: CheckpointError = error
             if isinstance(error, CheckpointNotFoundError):  # in the words of Lightning's own plugin

@@ -12,6 +12,7 @@ import torch
 
 from ckpt_core.policies import RetentionPolicy
 from ckpt_core.preemption import Preemption
+from ckpt_core.tiers import MEMORY_ROOT
 from lightning_ckpt._callbacks.model_checkpoint import ReliableModelCheckpoint
 from lightning_ckpt._exact.mismatch import name_mismatches, unwrap
 from lightning_ckpt._exact.state import KEY, ExactState
@@ -82,6 +83,11 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         mtbf: For ``"auto"``: mean time between failures of the whole job in seconds; by default as observed.
         max_overhead: For ``"auto"``: the share of the run that saves may take, such as 0.005; without ``mtbf`` it is
             used up.
+        memory_every_n_steps: Keep a snapshot in the machine's memory, outside of this process, after every so many
+            optimizer steps, besides the checkpoints: after a crash, ``resume="auto"`` and ``ckpt_path="last"`` take the
+            newer of both. The last two are kept, and deleted when the run has ended. Needs one of our plugins, and all
+            ranks on one machine. None: none.
+        memory_dir: A directory in memory.
 
     Raises:
         CheckpointError: At the start of a fit, when this release of Lightning is not supported.
@@ -121,6 +127,8 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         interval: Literal["auto", "continuous"] | None = None,
         mtbf: float | None = None,
         max_overhead: float | None = None,
+        memory_every_n_steps: int | None = None,
+        memory_dir: str | Path = MEMORY_ROOT,
     ) -> None:
         if data_resume not in ("auto", "replay"):
             raise ValueError(f"data_resume must be 'auto' or 'replay', not {data_resume!r}")
@@ -147,6 +155,8 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
             interval=interval,
             mtbf=mtbf,
             max_overhead=max_overhead,
+            memory_every_n_steps=memory_every_n_steps,
+            memory_dir=memory_dir,
         )
         check_callback(self)
         self.exact = exact

@@ -23,6 +23,7 @@ from ckpt_core.state.trainer_parts import (
     rest_of,
     whole,
 )
+from ckpt_core.tiers import MemoryTier
 from lightning_ckpt._plugin_base import SaveOutcomes, load_other_layout
 from lightning_ckpt._private.hooks import before_saves_of_fabric, before_setup
 from lightning_ckpt._routing.fabric import route_fabric
@@ -136,6 +137,12 @@ class ShardedCheckpointIO(RankCheckpointIO):
         self._ranks, self._buffers, self._frozen = ranks, buffers, frozen
         self._checkpointer = DirectoryCheckpointer(ranks=ranks, slice_replicated=True, **self._settings)
 
+    def checkpointer_in_memory(self, tier: MemoryTier) -> DirectoryCheckpointer:
+        """Return what saves snapshots in memory; called on all ranks together."""
+        timeout = self._settings["commit_timeout"]
+        settings = tier.settings(self.options.strategy)
+        return DirectoryCheckpointer(ranks=self._ranks, slice_replicated=True, commit_timeout=timeout, **settings)
+
     @property
     def checkpointer(self) -> DirectoryCheckpointer:
         """What saves.
@@ -192,10 +199,14 @@ class ShardedCheckpointIO(RankCheckpointIO):
         """
         self.refuse(storage_options)
         checkpointer = self.checkpointer
-        self.before_change(path, removes=False)
         parts = parts_of(checkpoint, rank=self._ranks.rank, buffers=self._buffers(), frozen=self._frozen())
         # Ranks that are at different steps are refused instead of being mixed.
-        checkpointer.save(parts, path, metadata=metadata_of(checkpoint), step=checkpoint.get("global_step"))
+        about: dict[str, Any] = {"metadata": metadata_of(checkpoint), "step": checkpoint.get("global_step")}
+        if self.memory is not None and self.memory.covers(path):
+            self.memory.save(lambda saver: saver.save(parts, path, **about))
+            return
+        self.before_change(path, removes=False)
+        checkpointer.save(parts, path, **about)
         if not training_goes_on(checkpoint, path):
             checkpointer.wait(path)
         checkpointer.wait_when_touched(path)
@@ -216,7 +227,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
             CheckpointError: It is missing, damaged, foreign or of a newer format.
         """
         try:
-            opened = self.checkpointer.load(path, weights_only=weights_only)
+            opened = self.reader_of(path).load(path, weights_only=weights_only)
         except (CheckpointFormatError, CheckpointNotFoundError) as error:
             return load_other_layout(self, path, error, map_location=map_location, weights_only=weights_only)
         with opened:
@@ -244,7 +255,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
             Everything but weights and optimizers; the optimizers' states.
         """
         self._refuse_file(path)
-        with self.checkpointer.load(path, weights_only=weights_only) as opened:
+        with self.reader_of(path).load(path, weights_only=weights_only) as opened:
             rest, buffers, _ = rest_of(opened)
             gradients = gradients_of(opened, self._ranks_of_gradients(opened))
             rest.update({GRADIENTS_KEY: gradients} if any(gradients.values()) else {})

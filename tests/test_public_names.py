@@ -125,7 +125,7 @@ EXPORTED = {
 }
 # Where a name may come without being listed there: users may import it from here, too.
 ALSO_THERE = {
-    "ckpt_core.tiers": {"Tiers"},
+    "ckpt_core.tiers": {"MemoryTier", "Tiers"},
     "ckpt_core.directory": {"DirectoryCheckpoint", "DirectoryCheckpointer"},
     "ckpt_core.checkpointer": {"Checkpointer"},
     "ckpt_core.testing": {"assert_resumes_exactly"},

@@ -28,7 +28,7 @@ from accelerate_ckpt._state.parts import (
 from accelerate_ckpt._state.resume import AutoResume, directory_of_run, point_of
 from accelerate_ckpt._state.session import Session
 from accelerate_ckpt._state.stock import StockCheckpoint, check_custom_objects
-from ckpt_core.catalog import Catalog, CheckpointInfo, disagreement, warn_of_passed_over
+from ckpt_core.catalog import Catalog, CheckpointInfo, disagreement, newest_first, warn_of_passed_over
 from ckpt_core.directory import DirectoryCheckpoint
 from ckpt_core.errors import (
     CheckpointError,
@@ -224,7 +224,7 @@ def _newest(session: Session) -> str:
 
 def _newest_usable(session: Session) -> str | None:
     root = automatic_root(session.accelerator)
-    found = candidates(root, session.config.storage_options, session.tiers)
+    found = _and_in_memory(session, candidates(root, session.config.storage_options, session.tiers))
     return first_usable(session, root, found, lambda path: _check_usable(session, path))
 
 
@@ -235,7 +235,13 @@ def _newest_of_run(session: Session, root: str, auto: AutoResume) -> str | None:
         options = session.config.storage_options if is_url(root) else None
         found = Catalog(root, suffix="", storage_options=options, tiers=session.tiers).checkpoints()
         found = [info for info in found if info.is_directory]
+    found = _and_in_memory(session, found)
     return first_usable(session, root, found, lambda path: _check_usable(session, path), auto)
+
+
+def _and_in_memory(session: Session, found: list[CheckpointInfo]) -> list[CheckpointInfo]:
+    in_memory = [] if session.memory is None else session.memory.found()
+    return newest_first([*found, *in_memory]) if in_memory else found
 
 
 def first_usable(
@@ -291,7 +297,7 @@ def _check_usable(session: Session, path: str) -> None:
     if not session.checkpointer.exists(path):
         StockCheckpoint(session.accelerator, path, session.rank, allow_pickle=session.config.allow_pickle)
         return
-    with contextlib.closing(session.checkpointer.load(path)) as checkpoint:
+    with contextlib.closing(session.reader_of(path).load(path)) as checkpoint:
         checkpoint.verify()
 
 
@@ -320,7 +326,7 @@ class _Ours:
         self._path = path
         self._model_arguments = model_arguments
         weights_only = not _may_run_code(session, load_kwargs)
-        with contextlib.closing(session.checkpointer.load(path, weights_only=weights_only)) as checkpoint:
+        with contextlib.closing(session.reader_of(path).load(path, weights_only=weights_only)) as checkpoint:
             about = _metadata(checkpoint, path)
             self._saved_world_size = int(about["world_size"])
             self._saved_by = checkpoint.ranks_with(RANK)
@@ -379,7 +385,7 @@ class _Ours:
         has_own = self._rank == session.rank
         if session.recording is not None:
             recorded = own.get("recorder") if has_own else None
-            session.recording.lies_in(session.checkpointer.known_as(self._path), session.rank, recorded)
+            session.recording.lies_in(session.place_of(self._path), session.rank, recorded)
             comparable = session.world_size == self._saved_world_size == len(self._saved_by)
             session.recording.resume(recorded if comparable else None, window_open=any(self._gradients))
         # Last, because it sets the random generators, and what comes before may draw from them.
@@ -390,7 +396,7 @@ class _Ours:
         accelerator = self._session.accelerator
         models = list(accelerator._models) if self._sharded is None else []
         hooks = list(accelerator._load_model_state_pre_hook.values())
-        with contextlib.closing(self._session.checkpointer.load(self._path)) as checkpoint:
+        with contextlib.closing(self._session.reader_of(self._path).load(self._path)) as checkpoint:
             if hooks:
                 with _local_directory(checkpoint) as directory:
                     for hook in hooks:

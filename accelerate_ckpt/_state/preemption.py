@@ -64,6 +64,8 @@ class PreemptionWatch:
             session.finish()
         except CheckpointError:
             log.exception("no checkpoint could be saved before this run ends")
+            if session.memory is not None:
+                session.memory.leave()
         else:
             if session.rank == 0:
                 log.warning("saved %s", path)

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ from ckpt_core.ranks import names_of
 from ckpt_core.state.gradients import capture_gradients
 from ckpt_core.state.kinds import Kind
 
-__all__ = ["save_deferred", "save_state"]
+__all__ = ["save_deferred", "save_snapshot", "save_state"]
 
 
 def save_state(session: Session, output_dir: StrPath | None) -> Path | str:
@@ -88,6 +88,34 @@ def save_deferred(session: Session) -> None:
     while session.deferred and not session.window_is_open:
         target = session.deferred.pop(0)
         _save_now(session, _agree(session, target))
+
+
+def save_snapshot(session: Session) -> None:
+    """Save to memory, if that is due; called on all ranks together, after each step.
+
+    A failure ends the snapshots, and not the training.
+    """
+    memory = session.memory
+    path = None if memory is None else memory.due(session)
+    if memory is None or path is None:
+        return
+    begin = time.monotonic()
+    files: Callable[[str], None] | None
+    try:
+        parts, metadata, files = _parts_of(session, _weights(session)), _metadata(session, None), None
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one's part
+        parts, metadata, files = [], {}, functools.partial(_raise, error)
+    try:
+        memory.checkpointer.save(parts, path, metadata=metadata, step=session.step_of_all, write_files=files)
+        if not is_sharded(session.accelerator):
+            wait_if_small(memory.checkpointer, tensor_sizes(parts))
+    except Exception as error:  # noqa: BLE001 - as above
+        memory.failed(error)
+    memory.took(time.monotonic() - begin)
+
+
+def _raise(error: Exception, _: str) -> None:
+    raise error
 
 
 def _agree(session: Session, target: str) -> AgreedSave:
@@ -213,11 +241,8 @@ def _absent(session: Session, agreed: AgreedSave) -> Collection[int]:
 
 def _fail_everywhere(session: Session, agreed: AgreedSave, error: Exception) -> None:
     """Tell the other ranks, which would wait for this one's part, by a save that fails."""
-
-    def fail(_: str) -> None:
-        raise error
-
     if session.world_size > 1:
+        fail = functools.partial(_raise, error)
         session.checkpointer.save([], agreed.path, write_files=fail, number=agreed.number, absent=agreed.absent)
 
 
@@ -283,22 +308,31 @@ def _parts_of(session: Session, weights: list[Any]) -> list[Part]:
     return parts
 
 
-def _metadata(session: Session, target: str) -> dict[str, Any]:
+def _metadata(session: Session, target: str | None) -> dict[str, Any]:
+    """Return what a checkpoint says of itself.
+
+    Args:
+        session: Of the Accelerator.
+        target: The checkpoint; None for a snapshot in memory, which has none of the automatic numbers.
+    """
     accelerator = session.accelerator
     automatic = accelerator.project_configuration.automatic_checkpoint_naming
+    iteration = accelerator.project_configuration.iteration
+    if automatic:
+        iteration = iteration - 1 if target is None else number_of(target)
     about = {
         "version": 1,
         "accelerate": accelerate.__version__,
         "torch": str(torch.__version__),
         "world_size": session.world_size,
-        "iteration": number_of(target) if automatic else accelerator.project_configuration.iteration,
+        "iteration": iteration,
         "step": session.step,
         "custom_objects": len(accelerator._custom_objects),
         "local_sgd": session.local_sgd.capture(),
     }
     if session.interval is not None:
         about["interval"] = session.interval.schedule.state_dict()
-    if session.retention is not None:
+    if session.retention is not None and target is not None:
         about["time"] = commit_time()
         session.retention.record(target, session.step, session.metrics, about["time"])
     if session.metrics:

@@ -25,10 +25,11 @@ from accelerate_ckpt._rehearsing import Rehearsal
 from accelerate_ckpt._report import RunReport
 from accelerate_ckpt._state.changes import Changes
 from accelerate_ckpt._state.interval import PREFIX, AutoInterval
+from accelerate_ckpt._state.memory import MemorySnapshots
 from accelerate_ckpt._state.naming import Retention, automatic_root, by_number, numbered, unwanted
 from accelerate_ckpt._state.outcomes import OutcomeWatch
 from accelerate_ckpt._state.preemption import PreemptionWatch
-from accelerate_ckpt._state.resume import AutoResume
+from accelerate_ckpt._state.resume import AutoResume, directory_of_run
 from accelerate_ckpt.config import CheckpointConfig, OptionError
 from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.errors import StateMismatchError
@@ -36,6 +37,7 @@ from ckpt_core.options import CheckpointerOptions
 from ckpt_core.policies import KeepLatest, SaveInterval, numbers_in
 from ckpt_core.ranks import Agreement, RankGroup
 from ckpt_core.resume import ResumePoint
+from ckpt_core.tiers import MemoryTier
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +123,7 @@ class Session:
         backwards: Backward passes until now.
         preemption: What watches for the end of the run; None if nothing does.
         interval: What saves without being asked to; None if nothing does.
+        memory: What keeps snapshots in memory; None if nothing does.
         changes: Names what training changes and no state holds.
         rehearsal: What rehearses resumes of the script; None unless the process was started for that.
         retention: What keeps account of the checkpoints for a policy; None without a policy.
@@ -175,6 +178,17 @@ class Session:
         self.agreement = Agreement(ranks.rank, ranks.world_size, store, config.commit_timeout)
         if store is not None:
             atexit.register(self.agreement.leave)  # for scripts that end without end_training
+        self.memory: MemorySnapshots | None = None
+        if config.memory_every_n_steps is not None:
+            tier = MemoryTier(directory_of_run(self), every=config.memory_every_n_steps, root=config.memory_dir)
+            self.memory = MemorySnapshots(
+                tier,
+                self.agreement,
+                ranks,
+                options.strategy,
+                slice_replicated=config.slices_replicated,
+                commit_timeout=config.commit_timeout,
+            )
         self.outcomes = OutcomeWatch(self.checkpointer, self.agreement, store)
         self.retention: Retention | None = None
         self.interval = _interval_of(config, ranks.world_size)
@@ -290,6 +304,18 @@ class Session:
         """Note where ``load_state`` has continued, also for the script."""
         self.resumed = self.accelerator.resumed = point
         self.report.resumed()
+        if self.memory is not None:
+            self.memory.resumed(self.step)
+
+    def reader_of(self, path: str) -> DirectoryCheckpointer:
+        """Return what reads a checkpoint."""
+        return self.memory.checkpointer if self.memory is not None and self.memory.covers(path) else self.checkpointer
+
+    def place_of(self, path: str) -> str:
+        """Return the checkpoint, or for a snapshot in memory one beside those on the disk: records lie beside them."""
+        if self.memory is not None and self.memory.covers(path):
+            path = os.path.join(directory_of_run(self), os.path.basename(path))
+        return self.checkpointer.known_as(path)
 
     @property
     def commit_seconds(self) -> float:
@@ -299,7 +325,7 @@ class Session:
     @property
     def saves_by_itself(self) -> bool:
         """Whether the script need not ask for a save."""
-        return self.preemption is not None or self.interval is not None
+        return self.preemption is not None or self.interval is not None or self.memory is not None
 
     def after_batch(self) -> None:
         """Do what is due after the body of the training loop.
@@ -330,6 +356,8 @@ class Session:
         """Training is over, or the run was told to end: what it was resumed from is sound."""
         if self.auto_resume is not None:
             self.auto_resume.end()
+        if self.memory is not None:
+            self.memory.end(self)
 
     @property
     def step_of_all(self) -> int | None:

@@ -105,6 +105,11 @@ class ResumableCallback(TrainerCallback):
     """
 
     def __init__(self, trainer: Any = None, strategy: str = "async", **options: Any) -> None:
+        if options.get("memory_every_n_steps") is not None:
+            raise OptionError(
+                "memory_every_n_steps is not for the Trainer of transformers, which writes files of its own into each "
+                "checkpoint: use interval='auto'"
+            )
         missing = missing_internals()
         if missing:
             raise _not_as_known(f"Trainer has no {', '.join(missing)} as it is known")

@@ -51,7 +51,14 @@ def add_commands(commands: Commands) -> None:
     prune.add_argument("-y", "--yes", action="store_true", help="do not ask; needed where no terminal is")
 
     clean = commands.add("clean", _clean, help="delete what killed processes left unfinished in a directory")
-    clean.add_argument("directory")
+    clean.add_argument("directory", nargs="?")
+    clean.add_argument(
+        "--memory",
+        nargs="?",
+        const="/dev/shm",
+        metavar="ROOT",
+        help="delete instead the snapshots that runs which are over have left in memory (/dev/shm)",
+    )
     clean.add_argument("-n", "--dry-run", action="store_true", help="delete nothing, only show what would be")
 
     keep = commands.add(
@@ -280,6 +287,10 @@ def delete(info: CheckpointInfo, storage_options: dict[str, Any] | None) -> None
 def _clean(options: Options) -> int:
     from ckpt_core.catalog import Catalog
 
+    if options.memory is not None:
+        return _clean_memory(options)
+    if options.directory is None:
+        raise CheckpointError("which directory?", remedy="name it, or ask for the memory: ckpt clean --memory")
     find(options.directory, options.storage_options)  # a directory that is not there is an error
     catalog = Catalog(options.directory, storage_options=options.storage_options)
     removed = catalog.prune(dry_run=options.dry_run)
@@ -290,6 +301,21 @@ def _clean(options: Options) -> int:
         print(f"{'would delete' if options.dry_run else 'deleted'} {path}")
     if not removed and sys.stdout.isatty():
         print("nothing was left unfinished")
+    return Exit.OK
+
+
+def _clean_memory(options: Options) -> int:
+    from ckpt_core.tiers import runs_in_memory
+
+    runs = runs_in_memory(options.memory)
+    over = [run for run in runs if not run.is_alive]
+    for run in over if not options.dry_run else []:
+        run.delete()
+    if options.json:
+        print_json([run.directory for run in over])
+        return Exit.OK
+    for run in runs:
+        print(f"{'kept, in use:' if run.is_alive else 'would delete' if options.dry_run else 'deleted'} {run}")
     return Exit.OK
 
 

@@ -27,10 +27,12 @@ from ckpt_core.storage.local_directory import SUFFIX as _SUFFIX
 from ckpt_core.storage.local_directory import sync_directory as _sync_directory
 from ckpt_core.storage.local_reader import BLOCK, LocalFileReader, address, close
 
-__all__ = ["LocalStorage", "storage_error"]
+__all__ = ["LocalFileWriter", "LocalStorage", "storage_error"]
 
 
-class _LocalFileWriter(FileWriter):
+class LocalFileWriter(FileWriter):
+    """Writes one file."""
+
     parallel = True
     threads = 4  # they wait for the disk, so the number of processors does not matter
 
@@ -174,7 +176,7 @@ class LocalStorage(Storage):
         return LocalStorage, (self._follow_links,)
 
     def create(self, path: str, expected_size: int) -> FileWriter:
-        return _LocalFileWriter(path, expected_size)
+        return LocalFileWriter(path, expected_size)
 
     def open(self, path: str) -> FileReader:
         return LocalFileReader(path)

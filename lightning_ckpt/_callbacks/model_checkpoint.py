@@ -18,7 +18,7 @@ from ckpt_core.pins import pin_path
 from ckpt_core.policies import RetentionHistory, RetentionPolicy, SaveInterval, numbers_in, policy_of_words
 from ckpt_core.preemption import Preemption
 from ckpt_core.resume import ResumeAttempts, ResumePoint
-from ckpt_core.tiers import Tiers
+from ckpt_core.tiers import MEMORY_ROOT, MemoryTier, Tiers
 from lightning_ckpt._bases import ModelCheckpointBase
 from lightning_ckpt._boundaries import watch_boundaries
 from lightning_ckpt._callbacks.interval import AutoInterval
@@ -31,6 +31,7 @@ from lightning_ckpt._callbacks.lookup import (
     stock_hint,
     tell_of_checkpoint,
 )
+from lightning_ckpt._callbacks.memory import MemorySnapshots
 from lightning_ckpt._callbacks.outcomes import OutcomeWatch, raise_as_rank_0
 from lightning_ckpt._callbacks.resume import AutoResume, find_resume, point_of, stable_directory
 from lightning_ckpt._private.hooks import before_look_ups, without_a_path
@@ -60,6 +61,8 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         interval: Literal["auto", "continuous"] | None = None,
         mtbf: float | None = None,
         max_overhead: float | None = None,
+        memory_every_n_steps: int | None = None,
+        memory_dir: str | os.PathLike[str] = MEMORY_ROOT,
         **settings: Any,
     ) -> None:
         if resume not in (None, "auto"):
@@ -71,6 +74,15 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             _check_alone(interval, settings)
             settings["every_n_epochs"] = settings.get("every_n_epochs") or 0
         self._auto_interval: AutoInterval | None = None
+        self._memory_options = None if memory_every_n_steps is None else (memory_every_n_steps, memory_dir)
+        if memory_every_n_steps is not None:
+            MemoryTier("", every=memory_every_n_steps, root=memory_dir)  # refuses what makes no sense
+            if resume is None and settings.get("dirpath") is None:
+                raise ValueError(
+                    "memory_every_n_steps needs dirpath or resume='auto': without them each start has another "
+                    "directory, by which the next one would not find the snapshots"
+                )
+        self._memory: MemorySnapshots | None = None
         self._known_of_failures: dict[str, Any] = {}
         retention = policy_of_words(retention) if isinstance(retention, str) else retention
         if retention is not None and not isinstance(retention, RetentionPolicy):
@@ -138,11 +150,14 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             if [cb for cb in trainer.callbacks if isinstance(cb, ReliableModelCheckpoint)][-1] is self:
                 self._watch = OutcomeWatch(trainer)
             self._auto_interval = None if self._interval is None else AutoInterval(self._interval, trainer)
+            self._begin_memory(trainer)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._auto_interval is not None:
             self._auto_interval.after_batch(lambda: self._save_for_restart(trainer))
+        if self._memory is not None:
+            self._memory.after_batch()
         if self._watch is not None:
             self._watch.after_batch(trainer)
 
@@ -176,17 +191,61 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             logger.exception("could not save a checkpoint on the exception %r", exception)
         if self._watch is not None:
             self._watch.after_exception()
+        self._end_memory(keep=not self._is_ending)
         if self._auto is not None and _was_told_to_end(exception):
             self._auto.end(trainer)
 
     def _all_ranks_are_here(self) -> bool:
         return True
 
+    # ---- snapshots in memory -----------------------------------------------------------------------------------------
+
+    def _memory_tier(self, trainer: Any) -> MemoryTier | None:
+        if self._memory_options is None:
+            return None
+        every, root = self._memory_options
+        return MemoryTier(checkpoint_directory(self, trainer), every=every, root=root)
+
+    def _begin_memory(self, trainer: Any) -> None:
+        tier = self._memory_tier(trainer)
+        if tier is None or trainer.fast_dev_run:
+            return
+        problem, plugin = None, trainer.strategy.checkpoint_io
+        if trainer.num_nodes > 1:
+            problem = "the ranks are on several machines, and snapshots in memory are for one"
+        elif not isinstance(plugin, _PLUGINS) or not _saves_through_plugin(trainer.strategy):
+            problem = f"{type(plugin).__name__} does not save them: add AsyncCheckpointIO or ShardedCheckpointIO"
+        elif plugin.memory is not None:
+            problem = "another callback of this Trainer takes some already"
+        self._memory = MemorySnapshots.begin(tier, trainer, problem, "step={}" + self.FILE_EXTENSION)
+
+    def _end_memory(self, *, keep: bool) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close(keep=keep)
+
+    def _forget_what_was_not_saved(self, trainer: Any) -> None:
+        """Forget saves that were under way when a snapshot in memory was taken, and that a crash has ended."""
+        tier, directory = self._memory_tier(trainer), os.fspath(self.dirpath or "")
+        if tier is None or not tier.covers(trainer.ckpt_path or ""):
+            return
+        infos = self._catalog(directory, trainer).checkpoints()
+        there = {info.name for info in infos}
+        for path in [path for path in self.best_k_models if os.path.basename(path) not in there]:
+            del self.best_k_models[path]
+        for name in ("best_model_path", "last_model_path", "kth_best_model_path"):
+            if os.path.basename(getattr(self, name)) not in there:
+                setattr(self, name, "")
+        if self.monitor is None and not self.best_model_path:  # the one before it is to be replaced by the next
+            own = (info.path for info in infos if not self._is_last(info.path) and not info.name.startswith(_PREEMPTED))
+            self.best_model_path = next(own, "")
+
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         super().teardown(trainer, pl_module, stage)
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.close()  # some strategies never tear their plugin down
+        self._end_memory(keep=False)
         if self._auto is not None and stage == "fit":
             self._auto.end(trainer)
 
@@ -262,6 +321,9 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         if not self._is_in_dirpath(self._last_checkpoint_saved):
             self._last_checkpoint_saved = ""  # that of another directory: nothing to link to
         self._leave_passed_over_alone()
+        self._forget_what_was_not_saved(trainer)
+        if self._memory is not None:
+            self._memory.training_starts()
         if self._preemption is not None:
             self._remove_on_rank_0(trainer, lambda: self._older_of_requeues(trainer))
 
@@ -510,7 +572,9 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         order = list if attempts is None else attempts.in_order
         requeued = self._newest_requeued(directory, trainer, order)
         try:
-            found = self._newest_verified(directory, trainer, order)
+            tier = self._memory_tier(trainer)
+            memory = None if tier is None or trainer.num_nodes > 1 else tier.found()  # another machine has none of it
+            found = self._newest_verified(directory, trainer, order, memory)
         except CheckpointCorruptedError:
             if requeued is None:
                 raise
@@ -524,13 +588,15 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             return None
         return newest_requeued(self._catalog(root, trainer), root, directory, order)
 
-    def _catalog(self, directory: Any, trainer: Any = None) -> Catalog:
+    def _catalog(self, directory: Any, trainer: Any = None, memory: str | None = None) -> Catalog:
         options = _storage_options_of(trainer) if trainer is not None else self._storage_options
         tiers = _tiers_of(trainer) if trainer is not None else self._tiers
-        return Catalog(directory, suffix=self.FILE_EXTENSION, storage_options=options, tiers=tiers)
+        return Catalog(directory, suffix=self.FILE_EXTENSION, storage_options=options, tiers=tiers, memory=memory)
 
-    def _newest_verified(self, directory: Any, trainer: Any = None, order: Any = None) -> CheckpointInfo | None:
-        catalog = self._catalog(directory, trainer)
+    def _newest_verified(
+        self, directory: Any, trainer: Any = None, order: Any = None, memory: str | None = None
+    ) -> CheckpointInfo | None:
+        catalog = self._catalog(directory, trainer, memory)
         newest = catalog.newest_verified(_is_training_state, order)
         self._passed_over = set(catalog.passed_over)
         if newest is None:

@@ -56,6 +56,8 @@ def test_defaults() -> None:
         "interval": None,
         "mtbf": None,
         "max_overhead": None,
+        "memory_every_n_steps": None,
+        "memory_dir": "/dev/shm",
         "event_log": None,
         "report": None,
         "log_metrics": False,

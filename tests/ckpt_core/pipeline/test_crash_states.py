@@ -134,7 +134,7 @@ def test_stopped_after_any_operation_the_name_holds_the_old_or_the_new(strategy:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(local.LocalStorage, "claim", lambda *_: None)  # locks, too, and changes nothing on the disk
             done = _stop_after(count, patch)
-            patch.setattr(local._LocalFileWriter, "abort", lambda writer: writer._close())
+            patch.setattr(local.LocalFileWriter, "abort", lambda writer: writer._close())
             checkpointer = Checkpointer(strategy=strategy, on_error="warn")
             with contextlib.suppress(PowerLossError):
                 checkpointer.save(new, path)

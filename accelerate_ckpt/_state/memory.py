@@ -1,0 +1,125 @@
+"""``memory_every_n_steps``: the last snapshots of a run in host memory, which survive a crash of its processes."""
+
+from __future__ import annotations
+
+import atexit
+import dataclasses
+import sys
+from typing import Any
+
+from ckpt_core import Catalog, CheckpointInfo
+from ckpt_core.directory import DirectoryCheckpointer
+from ckpt_core.errors import CheckpointError, RankFailedError
+from ckpt_core.ranks import Agreement, RankGroup
+from ckpt_core.tiers import MemoryTier
+
+_NAME = "snapshot-{}"  # no name of a checkpoint, whose number may stand for something else than a step
+
+
+class MemorySnapshots:
+    """Where the snapshots of one Accelerator are, and when one is due; made on all ranks together.
+
+    Args:
+        tier: Where, and when.
+        agreement: Of the run's ranks.
+        ranks: Who saves together.
+        strategy: Of the saves: ``"sync"`` or ``"async"``.
+        **settings: Of the checkpointer.
+
+    Attributes:
+        checkpointer: What saves and reads them.
+    """
+
+    def __init__(
+        self, tier: MemoryTier, agreement: Agreement, ranks: RankGroup, strategy: str, **settings: Any
+    ) -> None:
+        self._tier = tier
+        self.checkpointer = DirectoryCheckpointer(ranks=ranks, **{**settings, **tier.settings(strategy)})
+        self._saves = True
+        try:
+            token = agreement.asked_of_rank_zero("memory", tier.begin)
+            agreement.all_succeeded("memory", lambda: self._look(token))
+        except CheckpointError as error:
+            self.stop(error if ranks.rank == 0 else None)
+        if ranks.rank == 0:
+            atexit.register(self._at_exit)
+
+    def _look(self, token: str) -> None:
+        if not self._tier.is_seen(token):
+            raise RankFailedError(
+                "the ranks do not share one memory, because they are on several machines, or in containers with a "
+                "/dev/shm of their own"
+            )
+
+    def stop(self, reason: object) -> None:
+        """Take no more snapshots; called on all ranks together.
+
+        Args:
+            reason: Why, for the warning; None on ranks that say nothing.
+        """
+        if reason is not None:
+            self._tier.fail(reason)
+        self._saves = False
+
+    def covers(self, path: Any) -> bool:
+        """Return whether a checkpoint is one of the snapshots."""
+        return self._tier.covers(path)
+
+    def found(self) -> list[CheckpointInfo]:
+        """Return the snapshots that are there, for look-ups; they do not say their step, which is no number of ours."""
+        directory = self._tier.found() if self._saves else None  # what not all ranks see cannot be loaded
+        found = [] if directory is None else Catalog(directory, suffix="").checkpoints()
+        return [dataclasses.replace(info, step=None) for info in found]
+
+    def resumed(self, step: int) -> None:
+        """Count from the step of a checkpoint that was loaded."""
+        self._tier.begin_at(step)
+
+    def due(self, session: Any) -> str | None:
+        """Return where to save a snapshot now, None if none is due; called by all ranks after each step."""
+        step = session.step
+        if not self._saves or not self._tier.due(step) or session.window_is_open:
+            return None
+        reason = path = None
+        if session.step_of_all is None:
+            reason = "the ranks may take different numbers of steps"
+        elif session.accelerator._save_model_state_pre_hook:
+            reason = "hooks of the script (register_save_state_pre_hook) write files into each checkpoint"
+        if reason is not None:
+            self.stop(reason if session.rank == 0 else None)
+            return None
+        if session.rank == 0:
+            path = self._tier.next_path(step, _NAME, is_busy=self.checkpointer.is_busy)
+        found: str | None = session.agreement.announce("memory", path)
+        return found
+
+    def took(self, seconds: float) -> None:
+        """Note for how long training stood still."""
+        self._tier.took(seconds)
+
+    def failed(self, error: Exception) -> None:
+        """Note that no snapshot could be saved; rank 0 names no place for another one then."""
+        self._tier.fail(error)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def leave(self) -> None:
+        """Let the snapshots be, for the next start."""
+        atexit.unregister(self._at_exit)
+        self.checkpointer.close(raises=False)
+        self._tier.leave()
+
+    def end(self, session: Any) -> None:
+        """Delete the snapshots: the run has ended as it should, and its checkpoints are durable."""
+        atexit.unregister(self._at_exit)
+        self.checkpointer.close(raises=False)
+        if words := self._tier.in_words():
+            session.announce(words)
+        self._tier.end()
+
+    def _at_exit(self) -> None:
+        self.checkpointer.close(raises=False)
+        if getattr(sys, "last_value", None) is None:
+            self._tier.end()
+        else:  # an exception has ended the program
+            self._tier.leave()

@@ -1,0 +1,309 @@
+"""The memory tier: the last snapshots of a run in host memory outside of its processes, which survive their crash.
+
+A filesystem in memory (``/dev/shm``) is such memory: no keeper process is needed, and everything that is right for
+checkpoints on disks holds there too: formats, digests, atomic commit. What memory asks for besides is here: that it is
+private, bounded, found again by the next start, and given back when the run has ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt_core.errors import CheckpointError, StorageError
+from ckpt_core.events import Event, SaveCommitted, SaveFailed, size_in_words
+from ckpt_core.paths import StrPath
+from ckpt_core.storage import is_remote, local_path
+from ckpt_core.storage.in_memory import MemoryStorage
+
+__all__ = ["MEMORY_ROOT", "MemoryTier", "RunInMemory", "runs_in_memory"]
+
+logger = logging.getLogger(__name__)
+
+#: Where Linux has a filesystem in memory.
+MEMORY_ROOT = "/dev/shm"
+_RECORD = "run.json"
+_LONGEST_NAME = 60
+
+
+class MemoryTier:
+    """Where the last two snapshots of one run are kept, and when one is due.
+
+    Every rank has one. Those of rank 0 decide: they make the directory (:meth:`begin`), name the next snapshot
+    (:meth:`next_path`) and delete all of them at the regular end (:meth:`end`). A snapshot that fails, because it does
+    not fit, ends no training: a warning says so, and the run takes no more of them.
+
+    Args:
+        run: The directory of the run's checkpoints, also a URL: the next start finds the snapshots by it.
+        every: Steps from one snapshot to the next.
+        root: A directory in memory.
+
+    Attributes:
+        directory: Where the snapshots are.
+        storage: Keeps them.
+        snapshots: How many this process has seen committed.
+        stall_seconds: How long training has stood still for them, as :meth:`took` was told.
+
+    Raises:
+        ValueError: ``every`` is not at least 1, or ``root`` is a URL.
+
+    Examples:
+        >>> from ckpt_core import Checkpointer
+        >>> from ckpt_core.tiers import MemoryTier
+        >>> memory = MemoryTier("run-7/checkpoints", every=10)
+        >>> [step for step in range(1, 31) if memory.due(step)]
+        [10, 20, 30]
+        >>> snapshots = Checkpointer(**memory.settings("async"))  # what saves them
+    """
+
+    def __init__(self, run: StrPath, *, every: int = 1, root: StrPath = MEMORY_ROOT) -> None:
+        if isinstance(every, bool) or every < 1:
+            raise ValueError(f"the number of steps between two snapshots in memory must be at least 1, not {every!r}")
+        if is_remote(root):
+            raise ValueError(f"snapshots in memory need a local directory, not {root!r}")
+        text = local_path(run)
+        self._run = text.rstrip("/") if is_remote(text) else os.path.realpath(text)
+        self._root = os.path.abspath(local_path(root))
+        self._home = f"{self._root}/ckpt-{os.geteuid()}"
+        name = os.path.basename(self._run)[:_LONGEST_NAME] or "run"
+        self._place = f"{self._home}/{name}-{hashlib.sha256(self._run.encode()).hexdigest()[:16]}"
+        self.directory = f"{self._place}/snapshots"
+        self.storage = MemoryStorage(self._place)
+        self.snapshots = 0
+        self.stall_seconds = 0.0
+        self._every = every
+        self._last = 0
+        self._record: int | None = None  # a descriptor, whose lock says that the run is alive
+        self._kept: list[str] = []  # the oldest first
+        self._has_failed = False
+
+    def settings(self, strategy: str) -> dict[str, Any]:
+        """Return the arguments for the checkpointer that saves the snapshots.
+
+        Args:
+            strategy: ``"sync"`` or ``"async"``.
+        """
+        return {"strategy": strategy, "on_error": "warn", "storage": self.storage, "listeners": [self]}
+
+    def covers(self, path: StrPath) -> bool:
+        """Return whether a checkpoint is one of the run's snapshots in memory."""
+        return os.path.dirname(os.fspath(path).rstrip("/")) == self.directory
+
+    # ---- before training ---------------------------------------------------------------------------------------------
+
+    def found(self) -> str | None:
+        """Return the directory for look-ups; None if it is not there, or not ours, which a warning says."""
+        if not os.path.lexists(self._place):
+            return None
+        try:
+            self._refuse_others()
+        except StorageError as error:
+            logger.warning("did not look for snapshots in memory: %s", error)
+            return None
+        return self.directory
+
+    def begin(self) -> str:
+        """Make the directory, on rank 0; return what :meth:`is_seen` is asked on the others.
+
+        Raises:
+            StorageError: There is no such memory, or another user has the directory.
+        """
+        if not os.path.isdir(self._root):
+            raise StorageError(
+                "there is no filesystem in memory here for snapshots",
+                path=self._root,
+                remedy="name one that is mounted (memory_dir), or train without memory_every_n_steps",
+            )
+        try:
+            for directory in (self._home, self._place, self.directory):
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(directory, 0o700)
+            self._refuse_others()
+            return self._take()
+        except OSError as error:
+            if isinstance(error, StorageError):
+                raise
+            raise StorageError(
+                f"snapshots cannot be kept in memory: {error.strerror}",
+                path=self.directory,
+                remedy="free some of it (ckpt clean --memory), or train without memory_every_n_steps",
+                errno=error.errno,
+            ) from error
+
+    def _take(self) -> str:
+        self.storage.drop_spares()
+        self.storage.remove_orphans(self.directory)
+        token, path = uuid.uuid4().hex, f"{self._place}/{_RECORD}"
+        self._record = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(OSError):
+            fcntl.flock(self._record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        data = json.dumps({"version": 1, "run": self._run, "token": token}).encode()
+        os.pwrite(self._record, data, 0)
+        os.ftruncate(self._record, len(data))
+        entries = [*self.storage.list(self.directory), *self.storage.list_directories(self.directory)]
+        self._kept = [entry.path for entry in sorted(entries, key=lambda entry: entry.modified)]
+        return token
+
+    def is_seen(self, token: str) -> bool:
+        """Return whether this rank sees the memory of rank 0, which on another machine or in another container is not.
+
+        Args:
+            token: What :meth:`begin` has returned there.
+        """
+        return _read(self._place).get("token") == token
+
+    def begin_at(self, step: int) -> None:
+        """Count from a step, at which training begins or continues."""
+        self._last = step
+
+    def _refuse_others(self) -> None:
+        for directory in (self._home, self._place):
+            status = os.lstat(directory)
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                raise StorageError(
+                    f"snapshots in memory are not kept in a directory that others have, or may write to "
+                    f"(owner {status.st_uid}, mode {stat.S_IMODE(status.st_mode):o})",
+                    path=directory,
+                    remedy="have it deleted, or give another memory_dir",
+                )
+
+    # ---- in training -------------------------------------------------------------------------------------------------
+
+    def due(self, step: int) -> bool:
+        """Return whether a snapshot is due after a step; asked once for each, on all ranks."""
+        last, self._last = self._last, step
+        return step // self._every > last // self._every
+
+    def next_path(self, step: int, name: str = "step={}", *, is_busy: bool = False) -> str | None:
+        """Return where the snapshot of a step goes, on rank 0, when there is room; None if there is to be none.
+
+        Args:
+            step: Of the training.
+            name: Of the snapshot, with a place for the step.
+            is_busy: Whether the snapshot before is still being written: then this one is left out, and nobody waits.
+        """
+        if self._has_failed or is_busy:
+            return None
+        path = f"{self.directory}/{name.format(step)}"
+        with contextlib.suppress(CheckpointError):
+            for old in [kept for kept in self._kept if kept != path][:-1]:  # the newest stays until its successor is
+                self._kept.remove(old)
+                self.storage.set_aside(old)
+        return path
+
+    def took(self, seconds: float) -> None:
+        """Note for how long training stood still."""
+        self.stall_seconds += seconds
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_record": None}  # a copy has begun nothing
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, SaveCommitted):
+            self.snapshots += 1
+            self._kept = [*(path for path in self._kept if path != event.path), event.path]
+            if self._record is not None:
+                self.storage.drop_spares()
+        elif isinstance(event, SaveFailed):
+            self.fail(event.error)
+
+    def fail(self, reason: object) -> None:
+        """Take no more snapshots, and say why, once."""
+        if not self._has_failed:
+            self._has_failed = True
+            logger.warning("this run takes no more snapshots in memory, and saves to disk only: %s", reason)
+
+    # ---- the end -----------------------------------------------------------------------------------------------------
+
+    def in_words(self) -> str:
+        """Return a line on what was done; empty if that is nothing."""
+        if not self.snapshots:
+            return ""
+        each = 1000 * self.stall_seconds / self.snapshots
+        return f"{self.snapshots} snapshots in memory; training stood still for {each:.1f} ms for each"
+
+    def leave(self) -> None:
+        """Let the snapshots be, for the next start."""
+        if self._record is not None:
+            self.storage.drop_spares()
+            os.close(self._record)
+            self._record = None
+
+    def end(self) -> None:
+        """Delete the snapshots: the run has ended as it should. Does nothing where :meth:`begin` was not called."""
+        if self._record is not None:
+            self.leave()
+            _delete(self._place)
+
+
+@dataclasses.dataclass(frozen=True)
+class RunInMemory:
+    """The snapshots of one run.
+
+    Attributes:
+        directory: Where they are.
+        run: The directory of the run's checkpoints; empty if that is not known.
+        bytes: How much memory they take.
+        is_alive: Whether the run is under way.
+    """
+
+    directory: str
+    run: str
+    bytes: int
+    is_alive: bool
+
+    def __str__(self) -> str:
+        return f"{self.directory} ({size_in_words(self.bytes)}, of {self.run or 'an unknown run'})"
+
+    def delete(self) -> None:
+        """Delete them."""
+        _delete(self.directory)
+
+
+def runs_in_memory(root: StrPath = MEMORY_ROOT) -> Sequence[RunInMemory]:
+    """Return the snapshots of this user's runs in the memory of this machine, also of those that are gone.
+
+    Args:
+        root: A directory in memory.
+    """
+    home, found = f"{local_path(root)}/ckpt-{os.geteuid()}", []
+    with contextlib.suppress(OSError):
+        for entry in sorted(os.listdir(home)):
+            directory = f"{home}/{entry}"
+            size = sum(
+                os.lstat(f"{at}/{name}").st_blocks * 512 for at, _, names in os.walk(directory) for name in names
+            )
+            found.append(RunInMemory(directory, str(_read(directory).get("run", "")), size, _is_locked(directory)))
+    return found
+
+
+def _read(directory: str) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError), open(f"{directory}/{_RECORD}", encoding="utf-8") as file:
+        found = json.load(file)
+        return found if isinstance(found, dict) else {}
+    return {}
+
+
+def _is_locked(directory: str) -> bool:
+    with contextlib.suppress(OSError), open(f"{directory}/{_RECORD}", "r+b") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
+def _delete(directory: str) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        os.rmdir(os.path.dirname(directory))  # when no other run has any

@@ -1,0 +1,112 @@
+"""``memory_every_n_steps``: the last snapshots of a fit in host memory, which survive a crash of its processes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ckpt_core.errors import CheckpointError
+from ckpt_core.tiers import MemoryTier
+from lightning_ckpt._private.replacing import Live
+from lightning_ckpt._report import announce
+
+
+class MemorySnapshots(Live):
+    """Saves to memory during one fit.
+
+    Args:
+        tier: Where, and when.
+        trainer: Its processes are connected.
+        checkpointer: What saves; on several ranks, called there in the same order.
+        name: Of a snapshot, with a place for the step.
+    """
+
+    def __init__(self, tier: MemoryTier, trainer: Any, checkpointer: Any, name: str) -> None:
+        self.tier = tier
+        self._checkpointer = checkpointer
+        self._trainer = trainer
+        self._name = name
+
+    @classmethod
+    def begin(cls, tier: MemoryTier, trainer: Any, problem: str | None, name: str) -> MemorySnapshots | None:
+        """Return what saves; None where it cannot be, which a warning says; called on all ranks together.
+
+        Args:
+            tier: Where, and when.
+            trainer: Its processes are connected.
+            problem: Why it cannot be, as far as that is known.
+            name: Of a snapshot, with a place for the step.
+        """
+        strategy, token = trainer.strategy, ""
+        if problem is None:
+            try:
+                token = tier.begin() if trainer.is_global_zero else ""
+            except CheckpointError as error:
+                problem = str(error)
+            token, problem = strategy.broadcast((token, problem))
+        if problem is None and not strategy.reduce_boolean_decision(tier.is_seen(token), all=True):
+            problem = (
+                "the ranks do not share one memory, because they are on several machines, or in containers with a "
+                "/dev/shm of their own"
+            )
+            tier.end()
+        if problem is not None:
+            if trainer.is_global_zero:
+                tier.fail(problem)
+            return None
+        plugin = strategy.checkpoint_io
+        snapshots = cls(tier, trainer, plugin.checkpointer_in_memory(tier), name)
+        plugin.memory = snapshots
+        return snapshots
+
+    def covers(self, path: Any) -> bool:
+        """Return whether a checkpoint is one of the snapshots."""
+        return self.tier.covers(path)
+
+    @property
+    def checkpointer(self) -> Any:
+        """What saves and reads them."""
+        return self._checkpointer
+
+    def save(self, save: Callable[[Any], Any]) -> None:
+        """Call ``save`` with the checkpointer; if it fails, that ends the snapshots and not the training."""
+        try:
+            save(self._checkpointer)
+        except CheckpointError as error:
+            self.tier.fail(error)
+
+    def training_starts(self) -> None:
+        """Begin to count."""
+        self.tier.begin_at(self._trainer.global_step)
+
+    def after_batch(self) -> None:
+        """Take a snapshot if it is due, on all ranks together; rank 0 knows whether there is room and time."""
+        trainer = self._trainer
+        if not self.tier.due(trainer.global_step):
+            return
+        path = None
+        if trainer.is_global_zero:
+            path = self.tier.next_path(trainer.global_step, self._name, is_busy=self._checkpointer.is_busy)
+        path = trainer.strategy.broadcast(path)
+        if path is not None:
+            begin = time.monotonic()
+            trainer.save_checkpoint(path, weights_only=False)
+            self.tier.took(time.monotonic() - begin)
+
+    def close(self, *, keep: bool) -> None:
+        """Wait for the last one; unless the next start may want them, delete them.
+
+        Args:
+            keep: Whether it may.
+        """
+        plugin = self._trainer.strategy.checkpoint_io
+        if getattr(plugin, "memory", None) is self:
+            plugin.memory = None
+        self._checkpointer.close(raises=False)
+        if self._trainer.is_global_zero and (words := self.tier.in_words()):
+            announce(self._trainer, words)
+        if keep:
+            self.tier.leave()
+        else:
+            self.tier.end()

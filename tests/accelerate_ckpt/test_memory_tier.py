@@ -1,0 +1,102 @@
+"""The option ``memory_every_n_steps``: after a crash, ``load_state`` continues from the machine's memory."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.accelerate_ranks import RankResult, Ranks
+
+TRAINING = """
+    import os, signal
+    from accelerate.utils import ProjectConfiguration
+
+    project = ProjectConfiguration(folder, **project)
+    options = {"resume": "auto", "memory_every_n_steps": 1, "memory_dir": memory, "strategy": "sync", **options}
+    accelerator = attach(Accelerator(project_config=project, gradient_accumulation_steps=2), **options)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    data = torch.utils.data.DataLoader(torch.arange(160.0).reshape(40, 4) / 100, batch_size=2, shuffle=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 0.1)
+    model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    if hook:
+        accelerator.register_save_state_pre_hook(lambda models, weights, directory: None)
+    accelerator.load_state()
+    point = accelerator.resumed
+    step = point.step if point else 0
+    while step < 12:
+        for batch in data:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch).pow(2).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            step += accelerator.sync_gradients
+            if accelerator.sync_gradients and step == save_at:
+                accelerator.save_state(f"{folder}/checkpoints/step_{step}")
+            if step == kill and rank == accelerator.num_processes - 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step == 12:
+                break
+    accelerator.end_training()
+    tell(resumed=point and [point.path.rpartition("/")[2], point.step])
+    tell(weights=[value.tolist() for value in accelerator.unwrap_model(model).parameters()])
+"""
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as directory:
+        yield Path(directory)
+
+
+def run(ranks: Ranks, folder: Path, memory: Path, world_size: int = 1, **names: Any) -> list[RankResult]:
+    defaults: dict[str, Any] = {"project": {}, "options": {}, "kill": -1, "save_at": -1, "hook": False}
+    folder.mkdir(exist_ok=True)
+    return ranks.run(TRAINING, world_size, **{**defaults, "folder": str(folder), "memory": str(memory), **names})
+
+
+@pytest.mark.parametrize(
+    ("world_size", "options"), [(1, {}), pytest.param(2, {"strategy": "sharded"}, marks=pytest.mark.slow)]
+)
+def test_after_sigkill_the_bits_are_those_of_a_run_without(
+    tmp_path: Path, memory: Path, ranks: Ranks, world_size: int, options: dict[str, Any]
+) -> None:
+    killed = run(ranks, tmp_path / "killed", memory, world_size, options=options, kill=8, save_at=2)
+    assert killed[-1].told == {}  # it did not come to its end
+    assert sorted(path.name for path in memory.glob("ckpt-*/*/snapshots/*"))  # the machine still has them
+    results = run(ranks, tmp_path / "killed", memory, world_size, options=options)
+    whole = run(ranks, tmp_path / "whole", memory, world_size, options=options, save_at=2)
+    for result, without in zip(results, whole, strict=True):
+        name, step = result.told["resumed"]
+        assert name == f"snapshot-{step}"
+        assert 2 < step <= 8
+        assert without.told["resumed"] is None
+        assert result.told["weights"] == without.told["weights"]
+    assert list(memory.iterdir()) == []
+
+
+def test_automatic_numbers_continue_after_those_on_the_disk(tmp_path: Path, memory: Path, ranks: Ranks) -> None:
+    project = {"automatic_checkpoint_naming": True}
+    run(ranks, tmp_path / "run", memory, project=project, save_at=3, kill=6)
+    (result,) = run(ranks, tmp_path / "run", memory, project=project, save_at=9)
+    assert result.told["resumed"] == ["snapshot-5", 5]
+    assert sorted(path.name for path in (tmp_path / "run" / "checkpoints").glob("check*")) == [
+        "checkpoint_0",
+        "checkpoint_1",
+    ]
+
+
+def test_the_disk_is_taken_where_it_is_newer_and_hooks_take_no_snapshots(
+    tmp_path: Path, memory: Path, ranks: Ranks
+) -> None:
+    run(ranks, tmp_path / "run", memory, kill=5)
+    killed = run(ranks, tmp_path / "run", memory, kill=8, save_at=6, hook=True)
+    assert killed[-1].told == {}  # it did not come to its end
+    (result,) = run(ranks, tmp_path / "run", memory)
+    assert result.told["resumed"] == ["step_6", 6]
+    assert list(memory.iterdir()) == []
