@@ -188,10 +188,15 @@ class CheckpointerBase:
             modules: Whose parameters and buffers are going to be saved.
             optimizers: Whose state is.
         """
-        held = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-        states = [state for optimizer in optimizers for state in optimizer.state.values() if isinstance(state, dict)]
-        held += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
-        nbytes = self._bytes_of_this_rank(held)
+        try:
+            held = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+            states = [
+                state for optimizer in optimizers for state in optimizer.state.values() if isinstance(state, dict)
+            ]
+            held += [value for state in states for value in state.values() if isinstance(value, torch.Tensor)]
+            nbytes = self._bytes_of_this_rank(held)
+        except Exception:  # noqa: BLE001 - whatever a foreign module or tensor raises: the first save allocates
+            return
         if self.strategy == "async" and nbytes >= _WORTH_RESERVING:
             self._pipeline.buffers.reserve(nbytes + nbytes // 100 + 2**20)  # and what stands between the tensors
 

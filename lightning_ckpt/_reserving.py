@@ -7,8 +7,6 @@ from typing import Any
 from ckpt_core import Checkpointer
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
 
-__all__ = ["reserve_memory"]
-
 
 def reserve_memory(trainer: Any) -> None:
     """Let the plugin of a Trainer allocate memory for its asynchronous saves in the background.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -65,3 +66,14 @@ def test_what_there_is_no_memory_for_is_not_reserved_and_close_frees_the_rest() 
     pool.close()
     assert not pool.exhausted
     assert pool._idle == []
+
+
+def test_what_cannot_be_asked_for_its_size_does_not_end_the_training(allocating: list[str]) -> None:
+    class Foreign(torch.nn.Module):
+        def buffers(self, recurse: bool = True) -> Any:
+            raise RuntimeError("not materialized")
+
+    with Checkpointer() as file:
+        file.reserve([Foreign()])
+        wait_until_reserved()
+    assert allocating == []
