@@ -94,8 +94,8 @@ class _Encoder:
         if kind is str:
             return "$" + node if node.startswith("$") else node
         if isinstance(node, torch.Tensor):
-            is_more = node.layout is not torch.strided or node.is_quantized or node.is_nested  # than its elements
-            return self._object(node, name) if is_more and self._objects is not None else self._reference(node, name)
+            is_object = self._objects is not None and _is_more_than_elements(node)
+            return self._object(node, name) if is_object else self._reference(node, name)
         encoded = _ENCODERS[kind](node) if kind in _ENCODERS else None
         if encoded is not None:
             return encoded
@@ -186,6 +186,13 @@ class _Encoder:
 
     def _refuse(self, message: str, name: str, remedy: str) -> NoReturn:
         raise SerializationError(message, key=join_key(self._key, name) if name else self._key, remedy=remedy)
+
+
+def _is_more_than_elements(tensor: torch.Tensor) -> bool:
+    try:
+        return tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested
+    except RuntimeError:  # a ShardedTensor of FSDP, which has none of these attributes
+        return False
 
 
 def _slice(value: slice) -> Json:
