@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, ProjectConfiguration
 
 from accelerate_ckpt._patches import Patches
+from accelerate_ckpt._state.just_in_time import note_step, save_if_rank_was_lost
 from accelerate_ckpt._state.load import load_state
 from accelerate_ckpt._state.save import save_deferred, save_snapshot, save_state
 from accelerate_ckpt._state.session import Session, close_sessions, live_sessions, open_session, session_of
@@ -146,7 +148,11 @@ def _session(accelerator: Any) -> Session | None:
     if accelerator.distributed_type in _OTHERS_FORMAT:
         return None
     config = _attached.get(accelerator) or next(iter(_installed), None)
-    return None if config is None else open_session(accelerator, config)
+    if config is None:
+        return None
+    session = open_session(accelerator, config)
+    session.note_step, session.rank_lost = note_step, save_if_rank_was_lost
+    return session
 
 
 def _init(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> None:
@@ -187,6 +193,9 @@ def _load_state(
 
 
 def _end_training(original: Any, accelerator: Any) -> None:
+    error = sys.exc_info()[1]
+    if error is not None:  # called in a finally block
+        save_if_rank_was_lost(error)
     for session in live_sessions():
         if session.rehearsal is not None:
             session.rehearsal.leave_if_begun()
@@ -245,7 +254,11 @@ def _prepare_data_loader(original: Any, accelerator: Any, *args: Any, **kwargs: 
 
 
 def _backward(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> None:
-    original(accelerator, *args, **kwargs)
+    try:
+        original(accelerator, *args, **kwargs)
+    except Exception as error:
+        save_if_rank_was_lost(error)
+        raise
     session = session_of(accelerator)
     if session is not None:
         session.backward_done(args[0] if args else kwargs.get("loss"))

@@ -131,6 +131,10 @@ def _parse_preempt(text: str) -> Any:
     return found if isinstance(found, Mapping) else switched
 
 
+def _check_just_in_time(value: Any) -> bool | float:
+    return value if isinstance(value, bool) else _check_seconds(value)
+
+
 def _check_listeners(value: Any) -> tuple[Any, ...]:
     listeners = [name for name in value.replace(" ", "").split(",") if name] if isinstance(value, str) else value
     if not isinstance(listeners, (list, tuple)) or not all(callable(one) or isinstance(one, str) for one in listeners):
@@ -197,6 +201,11 @@ _MAPPING = _Kind(_or_none(_check_mapping), _json, "JSON")
 _RESUME = _Kind(_or_none(_choice(Resume).check), str, "{auto}")
 _INTERVAL = _Kind(_or_none(_choice(Interval).check), str, "{auto,continuous}")
 _PREEMPT = _Kind(_check_preempt, _parse_preempt, "SIGNALS")
+_JUST_IN_TIME = _Kind(
+    _check_just_in_time,
+    lambda text: _switch(text) if isinstance(_switch(text), bool) else _number(text),
+    "{true,false,SECONDS}",
+)
 _LISTENERS = _Kind(_check_listeners, str, "CLASSES")
 _RETENTION = _Kind(_or_none(_check_retention), _parse_retention, "RULES")
 
@@ -253,6 +262,9 @@ class CheckpointConfig:
             steps, besides the checkpoints: after a crash, ``load_state()`` takes the newer of both. The last two are
             kept, and deleted when the program has ended. Needs all ranks on one machine. None: none.
         memory_dir: A directory in memory.
+        just_in_time: Whether under DDP, when a rank dies, one of the others saves what all of them held, under the next
+            automatic name or as ``checkpoint_N`` in ``checkpoint_dir``, so that the restart repeats at most one step;
+            or for how many seconds survivors wait for each other, 15 by default.
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
         report: A local file to which a page about the run is written at its end; its event log is beside it, unless
             ``event_log`` names another.
@@ -325,6 +337,9 @@ class CheckpointConfig:
         None, _COUNT_OR_ALL, "steps between snapshots in memory, which survive a crash of the processes (default: none)"
     )
     memory_dir: str = _option("/dev/shm", _DIRECTORY, "directory in memory for the snapshots")
+    just_in_time: bool | float = _option(
+        False, _JUST_IN_TIME, "when a rank dies under DDP, let one of the others save what all of them held"
+    )
     event_log: str | None = _option(None, _FILE, "file to which every event is appended as a line of JSON")
     report: str | None = _option(None, _FILE, "file to which a page about the run is written at its end")
     log_metrics: bool = _option(False, _SWITCH, "give the figures of the saves to the trackers, with what is logged")
@@ -396,7 +411,7 @@ class CheckpointConfig:
 commit_timeout=600.0, retention=None, local_dir=None, upload_to=None, keep_local=None, allow_pickle=False, \
 resume=None, resume_attempts=3, checkpoint_dir=None, preempt=None, interval=None, mtbf=None, \
 max_overhead=None, memory_every_n_steps=None, memory_dir='/dev/shm', \
-event_log=None, report=None, log_metrics=False, listeners=(), overlap=False, \
+just_in_time=False, event_log=None, report=None, log_metrics=False, listeners=(), overlap=False, \
 recorder=True)
         """
         environment = os.environ if variables is None else variables

@@ -92,7 +92,9 @@ class SeparateSaves:
         finally:
             self._storage.leave_directory(path, save_id)
 
-    def commit(self, reports: Sequence[str], path: str, save_id: str, *, metadata: Mapping[str, Any]) -> None:
+    def commit(
+        self, reports: Sequence[str], path: str, save_id: str, *, metadata: Mapping[str, Any], step: int | None = None
+    ) -> None:
         """Write the manifest: from now on it is a checkpoint.
 
         Args:
@@ -100,12 +102,13 @@ class SeparateSaves:
             path: The checkpoint.
             save_id: The save.
             metadata: Plain data to keep with it.
+            step: Which step the state is of, where that is known.
 
         Raises:
             SerializationError: The processes have not written one state.
             StorageError: The storage refused.
         """
-        manifest = build_manifest(reports, metadata=metadata, path=path, stamp=Stamp(commit_time()))
+        manifest = build_manifest(reports, metadata=metadata, path=path, stamp=Stamp(commit_time(), step))
         self._storage.publish_directory(path, save_id, manifest)
         self._storage.leave_directory(path, save_id)
 

@@ -12,7 +12,9 @@ import torch
 
 from ckpt_core.policies import RetentionPolicy
 from ckpt_core.preemption import Preemption
+from ckpt_core.survivors import wait_seconds_of
 from ckpt_core.tiers import MEMORY_ROOT
+from lightning_ckpt._callbacks.just_in_time import JustInTime
 from lightning_ckpt._callbacks.model_checkpoint import ReliableModelCheckpoint
 from lightning_ckpt._exact.mismatch import name_mismatches, unwrap
 from lightning_ckpt._exact.state import KEY, ExactState
@@ -88,6 +90,8 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
             newer of both. The last two are kept, and deleted when the run has ended. Needs one of our plugins, and all
             ranks on one machine. None: none.
         memory_dir: A directory in memory.
+        just_in_time: Whether under DDP, when a rank dies, one of the others saves ``just-in-time-step=N.ckpt``, so that
+            the restart repeats at most one step; or for how many seconds survivors wait for each other, 15 by default.
 
     Raises:
         CheckpointError: At the start of a fit, when this release of Lightning is not supported.
@@ -129,6 +133,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         max_overhead: float | None = None,
         memory_every_n_steps: int | None = None,
         memory_dir: str | Path = MEMORY_ROOT,
+        just_in_time: bool | float = False,
     ) -> None:
         if data_resume not in ("auto", "replay"):
             raise ValueError(f"data_resume must be 'auto' or 'replay', not {data_resume!r}")
@@ -164,6 +169,8 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         self.log_metrics = log_metrics
         self._report: RunReport | None = None
         self.recorder = recorder
+        self._survivors_wait = wait_seconds_of(just_in_time)
+        self._just_in_time: JustInTime | None = None
         self._recording: Recording | None = None
         self._state: ExactState | None = None
         self._seconds_since_check: float | None = None
@@ -219,6 +226,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         if self._state is not None:
             self._begin_recording(trainer)
             self._state.training_starts()
+            self._begin_just_in_time(trainer)
         if self._report is not None:
             self._report.training_starts(self.dirpath)
 
@@ -241,6 +249,22 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: torch.optim.Optimizer) -> None:
         if self._state is not None:
             self._state.optimizer_steps(optimizer)
+
+    def _begin_just_in_time(self, trainer: Any) -> None:
+        if self._survivors_wait is None or trainer.world_size == 1 or trainer.fast_dev_run:
+            return
+        if self._just_in_time is None and self._state is not None and self._state.at_moment is None:
+            problem = JustInTime.problem_of(trainer, self.dirpath)
+            if problem is None:
+                options = self._storage_options
+                self._just_in_time = JustInTime(trainer, self._state, str(self.dirpath), options, self._survivors_wait)
+            elif trainer.is_global_zero:
+                warnings.warn(f"just_in_time saves nothing when a rank dies: {problem}", stacklevel=2)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if self._just_in_time is not None and not self._is_ending:
+            self._save_just_in_time(trainer, self._just_in_time, exception)
+        super().on_exception(trainer, pl_module, exception)
 
     def _begin_recording(self, trainer: Any) -> None:
         # one record of a Trainer: the first callback that wants it
@@ -273,6 +297,9 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.close()
+        just_in_time, self._just_in_time = self._just_in_time, None
+        if just_in_time is not None:
+            just_in_time.close()
         super().teardown(trainer, pl_module, stage)
         report, self._report = self._report, None
         if report is not None:

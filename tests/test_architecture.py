@@ -23,7 +23,7 @@ LAYERS = (
     {"report"},
     {"checkpointer", "directory", "separate"},
     {"policies"},
-    {"ending", "preflight", "resume"},
+    {"ending", "preflight", "resume", "survivors"},
     {"catalog"},
     {"tiers"},
     {"_pipeline"},

@@ -25,6 +25,15 @@ EXPORTED = {
     | {"LoadReport", "load_into"}
     | {"Part", "RankGroup", "Tiers", "policies", "storage", "verify", "wait_staged"},
     "ckpt_core.ending": {"End", "EndWatch"},
+    "ckpt_core.survivors": {
+        "EVERYTHING",
+        "WAIT_SECONDS",
+        "BufferCopies",
+        "Rescue",
+        "Survivors",
+        "ignoring_signals",
+        "wait_seconds_of",
+    },
     "ckpt_core.errors": ERRORS | {"none_verifies"},
     "ckpt_core.events": {
         "CheckpointLoaded",

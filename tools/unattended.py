@@ -26,6 +26,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--launcher", choices=("fork", "torchrun", "own"), default="fork")
     parser.add_argument("--json", help="a file that gets a line with all that was found")
+    parser.add_argument("--just-in-time", action="store_true", help="kill one rank at a time; the others save")
     options = parser.parse_args()
     directory = Path(tempfile.mkdtemp(prefix="unattended-"))
     print(f"{options.framework}, {options.ranks} ranks, {options.launcher}: files are in {directory}", flush=True)
@@ -36,6 +37,7 @@ def main() -> int:
         seed=options.seed,
         launcher=options.launcher,
         ranks=options.ranks,
+        just_in_time=options.just_in_time,
     )
     if options.json:
         with open(options.json, "a") as file:

@@ -390,6 +390,9 @@ class _Ours:
             session.recording.resume(recorded if comparable else None, window_open=any(self._gradients))
         # Last, because it sets the random generators, and what comes before may draw from them.
         session.data.restore(own["data"], saved_world_size=self._saved_world_size, has_own=has_own)
+        notes = self._about.get("not_exact")
+        if notes:
+            session.tell_once("not exact", f"this resume cannot be promised to be exact: {'; '.join(notes)}")
         session.announce(f"resuming from {self._path}: step {session.step} ({size_in_words(self._size)}, verified)")
 
     def _load_models(self) -> None:

@@ -10,13 +10,14 @@ import logging
 import os
 from typing import Any
 
+from accelerate_ckpt._state.naming import target_of
 from accelerate_ckpt._state.resume import directory_of_run
 from accelerate_ckpt.config import OptionError
 from ckpt_core import RankGroup
 from ckpt_core.ending import EndWatch
 from ckpt_core.errors import CheckpointError
 
-__all__ = ["PreemptionWatch"]
+__all__ = ["PreemptionWatch", "target_of_run"]
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class PreemptionWatch:
         if session.interval is not None:
             session.interval.schedule.is_ending = True
         try:
-            path = session.accelerator.save_state(_target_of(session))
+            path = session.accelerator.save_state(target_of_run(session))
             session.finish()
         except CheckpointError:
             log.exception("no checkpoint could be saved before this run ends")
@@ -73,7 +74,8 @@ class PreemptionWatch:
         raise SystemExit(status)
 
 
-def _target_of(session: Any) -> str | None:
+def target_of_run(session: Any) -> str:
+    """Return where a run saves that nobody has asked to, so that ``resume="auto"`` finds it."""
     if session.accelerator.project_configuration.automatic_checkpoint_naming:
-        return None  # the next automatic name
+        return target_of(session.accelerator, None)  # the next automatic name
     return os.path.join(directory_of_run(session), f"checkpoint_{session.step}")

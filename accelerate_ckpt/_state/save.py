@@ -39,7 +39,7 @@ from ckpt_core.ranks import names_of
 from ckpt_core.state.gradients import capture_gradients
 from ckpt_core.state.kinds import Kind
 
-__all__ = ["save_deferred", "save_snapshot", "save_state"]
+__all__ = ["metadata_of", "rank_state", "save_deferred", "save_snapshot", "save_state"]
 
 
 def save_state(session: Session, output_dir: StrPath | None) -> Path | str:
@@ -102,7 +102,7 @@ def save_snapshot(session: Session) -> None:
     begin = time.monotonic()
     files: Callable[[str], None] | None
     try:
-        parts, metadata, files = _parts_of(session, _weights(session)), _metadata(session, None), None
+        parts, metadata, files = _parts_of(session, _weights(session)), metadata_of(session, None), None
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for this one's part
         parts, metadata, files = [], {}, functools.partial(_raise, error)
     try:
@@ -210,7 +210,7 @@ def _save_now(session: Session, agreed: AgreedSave) -> None:
 def _save_parts(session: Session, agreed: AgreedSave, weights: list[Any], files: AddedFiles | None) -> list[Part]:
     try:
         parts = _parts_of(session, weights)
-        metadata = _metadata(session, agreed.path)
+        metadata = metadata_of(session, agreed.path)
     except Exception as error:
         _fail_everywhere(session, agreed, error)
         raise
@@ -304,11 +304,11 @@ def _parts_of(session: Session, weights: list[Any]) -> list[Part]:
     if accelerator.scaler is not None:
         parts.append(Part("scaler", accelerator.scaler.state_dict(), moments))
     parts += custom_parts(accelerator._custom_objects)
-    parts.append(Part(RANK, _rank_state(session), Kind.PER_RANK))
+    parts.append(Part(RANK, rank_state(session), Kind.PER_RANK))
     return parts
 
 
-def _metadata(session: Session, target: str | None) -> dict[str, Any]:
+def metadata_of(session: Session, target: str | None) -> dict[str, Any]:
     """Return what a checkpoint says of itself.
 
     Args:
@@ -340,7 +340,8 @@ def _metadata(session: Session, target: str | None) -> dict[str, Any]:
     return {FORMAT: about}
 
 
-def _rank_state(session: Session) -> dict[str, Any]:
+def rank_state(session: Session) -> dict[str, Any]:
+    """Return what this rank alone has."""
     accelerator = session.accelerator
     models = accelerator._models
     state: dict[str, Any] = {

@@ -131,6 +131,10 @@ class Session:
             one; where it is not set, the rule is ``total_limit``.
         protected: Paths of checkpoints that no policy deletes.
         metrics: The last value of each number that the script has logged.
+        just_in_time: What saves when another rank has died; None if nothing does.
+        note_step: Called after each step.
+        rank_lost: Called with an exception that may come of the loss of a rank.
+        run_id: Text that is the same on all ranks, and different for each Accelerator and run.
     """
 
     def __init__(self, accelerator: Any, config: CheckpointConfig) -> None:
@@ -152,8 +156,9 @@ class Session:
         self.data = LoaderPositions(weakref.proxy(accelerator), warn=log.warning)
         weakref.finalize(accelerator, _forget, self.data).atexit = False
         ranks = _rank_group(accelerator, config.commit_timeout)
+        serial = next(_serials)
         # Several Accelerators of one process share the store, each in a name space of its own.
-        store = None if ranks.store is None else PrefixStore(f"accelerator-{next(_serials)}", ranks.store)
+        store = None if ranks.store is None else PrefixStore(f"accelerator-{serial}", ranks.store)
         options = CheckpointerOptions(
             strategy="async" if config.is_async else "sync",
             max_pending=config.max_pending,
@@ -215,6 +220,10 @@ class Session:
         self.backwards = 0
         self.changes = Changes(log.warning)
         self.rehearsal = Rehearsal.asked_for(self)
+        self.just_in_time: Any = None
+        self.note_step: Callable[[Session], None] = lambda _: None
+        self.rank_lost: Callable[[BaseException], None] = lambda _: None
+        self.run_id = f"{ranks.session}-{serial}"
         self.preemption: PreemptionWatch | None = None
         if config.preempt is not None and all(other.preemption is None for other in live_sessions()):
             self.preemption = PreemptionWatch(
@@ -325,7 +334,8 @@ class Session:
     @property
     def saves_by_itself(self) -> bool:
         """Whether the script need not ask for a save."""
-        return self.preemption is not None or self.interval is not None or self.memory is not None
+        savers = (self.preemption, self.interval, self.memory)
+        return bool(self.config.just_in_time) or any(saver is not None for saver in savers)
 
     def after_batch(self) -> None:
         """Do what is due after the body of the training loop.
@@ -334,9 +344,14 @@ class Session:
             SystemExit: The run was told to end.
         """
         if self.preemption is not None:
-            self.preemption.after_batch(self)
+            try:
+                self.preemption.after_batch(self)
+            except SystemExit as end:
+                self.rank_lost(end)  # which may be why the others do not answer
+                raise
         if self.interval is not None:
             self.interval.after_batch(self)
+        self.note_step(self)
 
     @property
     def work_done(self) -> tuple[int, int]:
@@ -444,6 +459,9 @@ class Session:
         """
         if self.recording is not None:
             self.recording.finish()
+        just_in_time, self.just_in_time = self.just_in_time, None
+        if just_in_time is not None:
+            just_in_time.close(remove=True)
         try:
             self.outcomes.after_training()
         finally:

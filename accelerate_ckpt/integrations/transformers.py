@@ -149,6 +149,8 @@ class ResumableCallback(TrainerCallback):
             each for each in handler.callbacks if each is not self and not isinstance(each, StockCheckpointNotice)
         ]
         handler.callbacks = [*others, self]
+        if self._session.config.just_in_time:
+            raise OptionError("just_in_time is not supported with ResumableCallback: leave it out")
         if self._session.preemption is not None:
             self._session.preemption.asks_itself = False  # the Trainer fetches all batches of a step before it
         if self._session.interval is not None:

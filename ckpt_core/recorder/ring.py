@@ -128,7 +128,7 @@ def decode(data: bytes) -> list[Record]:
     return [record for record in found if record is not None]
 
 
-def record_path(directory: str, rank: int) -> str:
+def record_path(directory: str, rank: int, what: str = "flight") -> str:
     """Return the file in which a rank records the training whose checkpoints are in a local directory.
 
     It lies beside the directory, because scripts list that one and take what they find for checkpoints; in it only if
@@ -143,7 +143,7 @@ def record_path(directory: str, rank: int) -> str:
         is_apart = is_apart or os.stat(parent).st_dev != os.stat(directory).st_dev or not os.access(parent, os.W_OK)
     except OSError:
         is_apart = False
-    return os.path.join(directory if is_apart else parent, f".{name}.flight-rank{rank}")
+    return os.path.join(directory if is_apart else parent, f".{name}.{what}-rank{rank}")
 
 
 class Ring:

@@ -22,6 +22,7 @@ from ckpt_core.tiers import MEMORY_ROOT, MemoryTier, Tiers
 from lightning_ckpt._bases import ModelCheckpointBase
 from lightning_ckpt._boundaries import watch_boundaries
 from lightning_ckpt._callbacks.interval import AutoInterval
+from lightning_ckpt._callbacks.just_in_time import JustInTime
 from lightning_ckpt._callbacks.lookup import (
     is_remote,
     left_in_another_version,
@@ -46,6 +47,7 @@ logger = logging.getLogger(__name__)
 
 _PLUGINS = (TorchFileIO, ShardedCheckpointIO)
 _PREEMPTED = "preempted-step="
+_JUST_IN_TIME = "just-in-time-step="
 
 
 class ReliableModelCheckpoint(ModelCheckpointBase):
@@ -326,6 +328,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
             self._memory.training_starts()
         if self._preemption is not None:
             self._remove_on_rank_0(trainer, lambda: self._older_of_requeues(trainer))
+        self._remove_on_rank_0(trainer, lambda: self._older_of_losses(trainer))
 
     def _leave_passed_over_alone(self) -> None:
         """Let new checkpoints have other names than the damaged ones, which somebody may still want to look at."""
@@ -462,6 +465,27 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         self._is_ending = True
         self._remove_on_rank_0(trainer, lambda: self._older_of_preemptions(trainer, path))
         self._wait_until_durable(trainer)
+
+    def _save_just_in_time(self, trainer: Any, just_in_time: JustInTime, error: BaseException) -> None:
+        if isinstance(trainer.strategy.checkpoint_io, TorchFileIO):
+            trainer.strategy.checkpoint_io.checkpointer.drain()  # what is committed later would count as newer
+        directory = os.fspath(self.dirpath or "")
+        try:
+            path = just_in_time.rescue(
+                error, lambda step: os.path.join(directory, f"{_JUST_IN_TIME}{step}{self.FILE_EXTENSION}")
+            )
+        except Exception:  # whatever users' hooks raise: the exception that ends the training is the one to be seen
+            logger.exception("no checkpoint could be saved when a rank had died: resume from the last one")
+        else:
+            self._is_ending = path is not None
+
+    def _older_of_losses(self, trainer: Any) -> list[str]:
+        resumed = os.path.basename(trainer.ckpt_path or "")
+        if not resumed.startswith(_JUST_IN_TIME):
+            return []
+        paths = self._catalog(os.fspath(self.dirpath or ""), trainer).paths()
+        others = [path for path in paths if os.path.basename(path).startswith(_JUST_IN_TIME)]
+        return [path for path in others if self._should_remove_checkpoint(trainer, path, trainer.ckpt_path)]
 
     def _wait_until_durable(self, trainer: Any) -> None:
         """Wait on all ranks together: a launcher kills the others as soon as one has ended.

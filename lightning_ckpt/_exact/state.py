@@ -83,6 +83,10 @@ class ExactState(Live):
         trainer: A Trainer of either package.
         replay: Always bring loaders back by reading again.
         warn: Called on rank 0 with the causes why a resume is not exact.
+
+    Attributes:
+        at_moment: Called before each batch is fetched and each validation begins.
+        joined: The state of all ranks that checkpoints are to hold, where they can be asked no more.
     """
 
     def __init__(self, trainer: Any, replay: bool, warn: Callable[[str], None]) -> None:
@@ -117,6 +121,8 @@ class ExactState(Live):
         self._metrics: list[FollowedMetric] = []
         self._after_fit: dict[str, Any] | None = None
         self._recording: Recording | None = None
+        self.at_moment: Callable[[], None] | None = None
+        self.joined: dict[str, Any] | None = None
         self._released = False
         self._internals.before_iterators(self._before_iterators)
         self._internals.around_epoch_start(self._epoch_starts)
@@ -211,6 +217,8 @@ class ExactState(Live):
             self._counters.pass_begins(self._data.begun)
         if not self._window_open(self._internals.counts()["batch"]["ready"]):
             self._accumulation.window_closed()
+        if self.at_moment is not None:
+            self.at_moment()
 
     def _see_late_changes(self, versions: int) -> None:
         # since the callbacks' hooks at the end of a batch, only that of the module has run
@@ -236,6 +244,8 @@ class ExactState(Live):
             self._validation, self._validation_over = self._moment(RngState.capture()), False
             self._modes_outside = self._modes.capture()
             self._validation_progress = self._internals.progress()
+            if self.at_moment is not None:
+                self.at_moment()
 
     def _end_validation(self) -> None:
         self._validation_over = True
@@ -287,6 +297,10 @@ class ExactState(Live):
         if self._loaded is not None or self._resume.awaits_training_state:
             self._save_again(checkpoint)
             return
+        if self.joined is not None:
+            checkpoint[KEY] = {"version": VERSION, **self.joined}
+            self._unswap_averaged_weights(checkpoint)
+            return
         mine = dict(self._after_fit if self._after_fit is not None else self._capture_rank())
         if not mine:
             return
@@ -315,6 +329,20 @@ class ExactState(Live):
     def all_ranks_are_here(self) -> bool:
         """Return whether all ranks take part in what is done now; after an exception, within 30 seconds."""
         return self._gathering.all_are_here()
+
+    @property
+    def is_in_progress(self) -> bool:
+        """Whether a batch or a validation is under way, which a resume repeats from its beginning."""
+        phase, _, redo = self._phase()
+        return redo or phase == "validation"
+
+    def capture_alone(self) -> dict[str, Any] | None:
+        """Return the exact state of this rank, without the others; None inside of an accumulation window."""
+        resumes = self._loaded is not None or self._resume.awaits_training_state
+        batches = self._internals.counts()["batch"]["completed"]
+        if resumes or self._is_inside or self._open_gradients or self._window_open(batches):
+            return None
+        return self._capture_rank()
 
     def _capture_rank(self) -> dict[str, Any]:
         phase, progress, redo = self._phase()

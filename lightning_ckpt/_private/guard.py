@@ -53,6 +53,7 @@ _CHECKPOINTS = (
     "_loaded_checkpoint",
     "_restore_modules_and_callbacks",
     "_user_managed",
+    "dump_checkpoint",
     "restore_training_state",
 )
 _MODEL_CHECKPOINT = (

@@ -27,6 +27,12 @@ def checkpoint_directory(callback: Any, trainer: Any) -> str:
     return str(found)
 
 
+def whole_checkpoint(trainer: Any) -> dict[str, Any]:
+    """Return what a checkpoint of the Trainer holds, without a collective of Lightning's own."""
+    checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+    return checkpoint
+
+
 def model_averaging(strategy: Any) -> tuple[Any, Any]:
     """Return what averages the weights of a ``DDPStrategy``, and the state of its communication hook.
 

@@ -58,6 +58,7 @@ def test_defaults() -> None:
         "max_overhead": None,
         "memory_every_n_steps": None,
         "memory_dir": "/dev/shm",
+        "just_in_time": False,
         "event_log": None,
         "report": None,
         "log_metrics": False,

@@ -39,6 +39,7 @@ BATCHES = 12  # in an epoch, on each rank
 GRACE_SECONDS = 30.0  # torchrun's
 HANG_SECONDS = 300.0  # without a note of any rank
 SIGNALS = ("SIGTERM", "SIGUSR1")
+_JUST_IN_TIME = "just-in-time"  # a file in the directory of a run in which survivors save
 #: When an interruption comes: at the n-th such note of rank 0 in a start. "start" is any time from its beginning on.
 MOMENTS = ("start", "resume", "step", "window", "validation", "epoch", "save")
 
@@ -77,6 +78,15 @@ class _Notes:
         """Note that a step begins, and whether it is one within an accumulation window."""
         self("window" if step % 2 else "step", step)
         time.sleep(0.02)
+
+
+def _saves_just_in_time(directory: Path, rank: int) -> bool:
+    import torch
+
+    found = (directory / _JUST_IN_TIME).exists()
+    if found:  # what a dead rank had must be its own
+        torch.manual_seed(rank)
+    return found
 
 
 def _end(directory: Path, rank: int, weights: Any) -> None:
@@ -125,7 +135,7 @@ def _train_lightning(directory: Path, rank: int, ranks: int, note: _Notes) -> No
     pl.seed_everything(1, verbose=False)
     callback = ResumableCheckpoint(
         directory / "saved", every_n_train_steps=SAVE_EVERY // 2, save_top_k=2, monitor="step", mode="max",
-        resume="auto", preempt=",".join(SIGNALS),
+        resume="auto", preempt=",".join(SIGNALS), just_in_time=_saves_just_in_time(directory, rank),
     )  # fmt: skip
     trainer = pl.Trainer(
         accelerator="cpu", devices=ranks, strategy="ddp", max_steps=STEPS // 2, max_epochs=-1, callbacks=[callback],
@@ -148,7 +158,7 @@ def _train_accelerate(directory: Path, rank: int, ranks: int, note: _Notes) -> N
     project = ProjectConfiguration(str(directory), automatic_checkpoint_naming=True, total_limit=3)
     accelerator = attach(
         Accelerator(cpu=True, project_config=project, gradient_accumulation_steps=2),
-        resume="auto", preempt=",".join(SIGNALS),
+        resume="auto", preempt=",".join(SIGNALS), just_in_time=_saves_just_in_time(directory, rank),
     )  # fmt: skip
     model = _network()
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
@@ -360,9 +370,11 @@ def _started(framework: str, directory: Path, ranks: int, launcher: str) -> Fork
 class _Run:
     """A training, started until it has ended."""
 
-    def __init__(self, directory: Path, ranks: int) -> None:
+    def __init__(self, directory: Path, ranks: int, just_in_time: bool) -> None:
         self.directory, self.ranks = directory, ranks
         directory.mkdir(parents=True)
+        if just_in_time:
+            (directory / _JUST_IN_TIME).touch()
         self._changed = (time.monotonic(), -1)
 
     def notes(self) -> list[list[str]]:
@@ -415,7 +427,14 @@ def _whole(framework: str, run: _Run, launcher: str) -> str:
 
 
 def campaign(
-    framework: str, directory: Path, interruptions: int, *, seed: int = 1, launcher: str = "fork", ranks: int = 2
+    framework: str,
+    directory: Path,
+    interruptions: int,
+    *,
+    seed: int = 1,
+    launcher: str = "fork",
+    ranks: int = 2,
+    just_in_time: bool = False,
 ) -> Any:
     """Interrupt runs so many times; return what came of it.
 
@@ -426,6 +445,7 @@ def campaign(
         seed: Of what is done, and when.
         launcher: ``"fork"``, ``"torchrun"``, or ``"own"``, Lightning's.
         ranks: Processes of each run.
+        just_in_time: Kill one rank at a time, in a step, and let the others save.
 
     Returns:
         A dictionary: interruptions, runs, hangs, runs with other bits, ranks that had to be killed; and by kind and by
@@ -434,18 +454,18 @@ def campaign(
     for module in FRAMEWORKS[framework] if launcher == "fork" else []:
         importlib.import_module(module)
     chance = random.Random(seed)
-    expected = _whole(framework, _Run(directory / "whole", ranks), launcher)
+    expected = _whole(framework, _Run(directory / "whole", ranks, just_in_time), launcher)
     found: dict[str, Any] = {"interruptions": 0, "runs": 0, "hangs": [], "different": [], "killed_after_grace": []}
     lost: dict[str, list[int]] = collections.defaultdict(list)
     moments: dict[str, list[int]] = collections.defaultdict(list)
     statuses: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     while found["interruptions"] < interruptions:
-        run = _Run(directory / f"run{found['runs']}", ranks)
+        run = _Run(directory / f"run{found['runs']}", ranks, just_in_time)
         found["runs"] += 1
         before: list[tuple[str, str, int]] = []  # what has interrupted since the last step: kind, moment, steps done
         while not run.has_ended:
             seen, noted = len(run.steps()), len(run.notes())
-            moment, times = chance.choice(MOMENTS), chance.randint(1, 12)
+            moment, times = chance.choice(["step", "window"] if just_in_time else MOMENTS), chance.randint(1, 12)
             job = _started(framework, run.directory, ranks, launcher)
             begin, delay = time.monotonic(), chance.uniform(0.0, 3.0)
 
@@ -462,7 +482,7 @@ def campaign(
             time.sleep(chance.uniform(0.0, 0.03))
             kind, at = "nothing", len(run.steps())
             if came and not job.is_over():
-                kind = _interrupt(job, run, chance, ranks)
+                kind = _interrupt(job, run, chance, ranks, just_in_time=just_in_time)
                 found["interruptions"] += 1
                 at = len(run.steps())
                 came = run.wait(job.is_over)
@@ -494,8 +514,12 @@ def campaign(
     }
 
 
-def _interrupt(job: ForkedJob, run: _Run, chance: random.Random, ranks: int) -> str:
+def _interrupt(job: ForkedJob, run: _Run, chance: random.Random, ranks: int, *, just_in_time: bool) -> str:
     """Send something to somebody, perhaps twice; return what that was."""
+    if just_in_time:
+        target = chance.randrange(ranks)
+        job.send(signal.SIGKILL, [job.pids[target]])
+        return f"SIGKILL to {'rank 0' if target == 0 else 'another rank'}"
     name = chance.choice(["SIGTERM", "SIGTERM", "SIGUSR1", "SIGKILL", "SIGKILL"])
     number = getattr(signal, name)
     count = chance.choice(sorted({1, min(2, ranks), ranks}))

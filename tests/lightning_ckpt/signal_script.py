@@ -14,6 +14,7 @@ import dataclasses
 import datetime
 import json
 import os
+import random
 import signal
 import sys
 import time
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
@@ -70,6 +72,9 @@ def main(spec: dict[str, Any], rank: int) -> None:
     directory = Path(spec["directory"])
     pl.seed_everything(spec.get("seed", 1), verbose=False)
     model = Model(spec.get("options", {}))
+    if spec.get("own_generators"):
+        for seed in (random.seed, np.random.seed, torch.manual_seed):
+            seed(rank)
     callbacks: list[Any] = [Signals(*rest) for target, *rest in spec.get("signals", []) if target == rank]
     callbacks += callback_of(spec.get("callback", "ours"), directory, spec.get("settings", {}))
     plugins: list[Any] = []

@@ -52,7 +52,8 @@ class Job:
         print(json.dumps({**spec, "limit_seconds": LIMIT_SECONDS}), file=self.process.stdin, flush=True)
         outcome = json.loads(self.process.stdout.readline())
         logs = "\n".join(path.read_text() for path in sorted(directory.glob(f"{name}.*.log")))
-        results = [directory / f"{name}.{rank}.json" for rank in range(spec["ranks"])]
+        left = [rank for rank in range(spec["ranks"]) if rank not in spec.get("killed", [])]
+        results = [directory / f"{name}.{rank}.json" for rank in left]
         assert outcome == "ended", f"{outcome}\n{logs}"
         assert all(path.exists() for path in results), logs
         return [json.loads(path.read_text()) for path in results]

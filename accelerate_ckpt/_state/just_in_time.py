@@ -1,0 +1,205 @@
+"""When a rank dies under DDP, one of the others saves what all of them held (:mod:`ckpt_core.survivors`)."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import uuid
+from typing import Any
+
+from accelerate.utils import DistributedType
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from accelerate_ckpt import _termination
+from accelerate_ckpt._state.naming import is_url
+from accelerate_ckpt._state.parts import FORMAT, RANK, indexed, model_parts, optimizer_parts
+from accelerate_ckpt._state.preemption import target_of_run
+from accelerate_ckpt._state.resume import directory_of_run
+from accelerate_ckpt._state.save import metadata_of, rank_state
+from accelerate_ckpt._state.session import Session, live_sessions
+from ckpt_core.separate import SeparateSaves
+from ckpt_core.state.kinds import Kind, Part
+from ckpt_core.survivors import BufferCopies, Rescue, Survivors, ignoring_signals, wait_seconds_of
+
+__all__ = ["JustInTime", "note_step", "save_if_rank_was_lost"]
+
+log = logging.getLogger(__name__)
+
+_REPLICAS = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+_DRAIN_SECONDS = 5.0  # a save that waits for a dead rank is given up by itself
+_CUT = (
+    "a rank was lost between an optimizer's step and the next batch, and what the script had yet to do there, such as "
+    "a scheduler's step, is left out"
+)
+_hooked: list[bool] = []
+
+
+def note_step(session: Session) -> None:
+    """Note what this rank alone has, after the body of the training loop."""
+    if session.world_size == 1 or wait_seconds_of(session.config.just_in_time) is None:
+        return
+    if session.just_in_time is None:
+        problem = _problem_of(session)
+        if problem is not None:
+            session.tell_once("just-in-time", f"just_in_time saves nothing when a rank dies: {problem}")
+            return
+        session.just_in_time = JustInTime(session)
+    session.just_in_time.note()
+
+
+def save_if_rank_was_lost(error: BaseException) -> None:
+    """Save what can be saved, if an exception comes of the loss of another rank."""
+    for session in live_sessions():
+        if session.just_in_time is not None:
+            session.just_in_time.rescue(error)
+
+
+def _problem_of(session: Session) -> str | None:
+    accelerator = session.accelerator
+    if is_url(directory_of_run(session)):
+        return "survivors meet in files, and the checkpoints are on a store: set checkpoint_dir to a shared directory"
+    if accelerator.distributed_type not in _REPLICAS:
+        return f"no other rank holds what a rank had under {accelerator.distributed_type}"
+    if any(isinstance(item.optimizer, ZeroRedundancyOptimizer) for item in accelerator._optimizers):
+        return "no other rank holds what a rank of ZeroRedundancyOptimizer had"
+    if session.uneven or session.local_sgd.moments_differ:
+        return "the ranks may take different numbers of steps, or have weights of their own"
+    if accelerator._save_model_state_pre_hook:
+        return "hooks of the script write files into checkpoints, for which all ranks are needed"
+    return None
+
+
+def _hook_exceptions() -> None:
+    # for what fails outside of accelerator.backward: other collectives, a forward pass
+    if _hooked:
+        return
+    _hooked.append(True)
+    before = sys.excepthook
+
+    def hook(kind: Any, error: Any, trace: Any) -> None:
+        save_if_rank_was_lost(error)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+class JustInTime:
+    """Notes what this rank of an Accelerator alone has, and saves when another one dies.
+
+    Args:
+        session: Of the Accelerator.
+    """
+
+    def __init__(self, session: Session) -> None:
+        self._session = session
+        wait = wait_seconds_of(session.config.just_in_time)
+        assert wait is not None
+        self._survivors = Survivors(directory_of_run(session), session.rank, session.world_size, session.run_id, wait)
+        self._buffers = BufferCopies(session.accelerator._models)
+        self._versions = self._step = 0
+        self._is_over = False
+        self._not_exact: list[str] = []
+        _termination.protect()
+        _hook_exceptions()
+
+    def note(self) -> None:
+        """Note the state after a step, unless it is inside of an accumulation window."""
+        session = self._session
+        accelerator = session.accelerator
+        if session.window_is_open or session.local_sgd.active or session.uneven:
+            return
+        self._survivors.note(
+            {
+                "own": rank_state(session),
+                "schedulers": [item.state_dict() for item in accelerator._schedulers],
+                "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
+                "custom": [item.state_dict() for item in accelerator._custom_objects],
+                "step": session.step,
+            }
+        )
+        self._buffers.take()
+        self._versions, self._step = self._parameter_versions(), session.step
+
+    def close(self, *, remove: bool) -> None:
+        """Take part no longer; delete the file if training came to its end."""
+        self._survivors.close(remove=remove)
+
+    @property
+    def is_rank_lost(self) -> bool:
+        """Whether another rank is dead, so that this one has something to do."""
+        return self._survivors.is_rank_lost()
+
+    def wait_until_over(self) -> None:
+        """Wait, on another thread, until this rank has done its part."""
+        self._survivors.wait_until_over()
+
+    def rescue(self, error: BaseException) -> None:
+        """Save if an exception comes of the loss of another rank, and this is the rank to do it."""
+        if self._is_over:
+            return
+        self._is_over = True
+        with ignoring_signals():
+            try:
+                if not self._survivors.is_loss(error):
+                    self._survivors.leave()
+                    return
+                self._session.checkpointer.drain(timeout=_DRAIN_SECONDS)
+                self._survivors.rescue(self._held(), self._save)
+            except Exception:
+                log.exception("no checkpoint could be saved when a rank had died: resume from the last one")
+
+    def _held(self) -> int | None:
+        noted = self._survivors.last
+        if self._session.step != self._step:  # the script has done part of what it does after an optimizer's step
+            self.note()
+            self._not_exact = [_CUT]
+            return self._survivors.last if self._survivors.last > noted else None
+        is_unchanged = noted > 0 and self._parameter_versions() == self._versions
+        return noted if is_unchanged and self._buffers.put_back() else None
+
+    def _parameter_versions(self) -> int:
+        return sum(
+            parameter._version for model in self._session.accelerator._models for parameter in model.parameters()
+        )
+
+    def _save(self, rescue: Rescue) -> None:
+        session = self._session
+        target = target_of_run(session)
+        saves, save_id = SeparateSaves(directory_of_run(session)), uuid.uuid4().hex
+        metadata = metadata_of(session, target)
+        metadata[FORMAT]["not_exact"] = [*rescue.notes(session.rank, "own"), *self._not_exact]
+        saves.begin(target, save_id)
+        try:
+            reports = [
+                saves.write(
+                    self._parts(rescue, rank),
+                    target,
+                    save_id,
+                    rank=rank,
+                    world_size=session.world_size,
+                    suffix="",
+                    local=_refuse_sharded,
+                )
+                for rank in range(session.world_size)
+            ]
+            saves.commit(reports, target, save_id, metadata=metadata, step=session.step)
+        except BaseException:
+            saves.discard(target, save_id)
+            raise
+        log.warning("a rank was lost: rank %d saved step %d in %s", session.rank, session.step, target)
+
+    def _parts(self, rescue: Rescue, rank: int) -> list[Part]:
+        accelerator, shared = self._session.accelerator, rescue.ranks[self._session.rank]
+        parts = model_parts(accelerator._models, [model.state_dict() for model in accelerator._models], Kind.REPLICATED)
+        parts += optimizer_parts(accelerator._optimizers, Kind.REPLICATED)
+        schedulers = enumerate(shared["schedulers"])
+        parts += [Part(indexed("scheduler", index), item, Kind.REPLICATED) for index, item in schedulers]
+        if shared["scaler"] is not None:
+            parts.append(Part("scaler", shared["scaler"], Kind.REPLICATED))
+        custom = enumerate(rescue.ranks[rank]["custom"])
+        parts += [Part(f"custom_{index}", item, Kind.PER_RANK) for index, item in custom]
+        return [*parts, Part(RANK, rescue.own_of(rank, "own"), Kind.PER_RANK)]
+
+
+def _refuse_sharded(key: str, tensor: Any) -> Any:
+    raise AssertionError(f"{key} is sharded")

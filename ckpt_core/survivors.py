@@ -1,0 +1,449 @@
+"""Just-in-time checkpoints: when a rank dies, the others hold the whole state, and one of them saves it.
+
+Where ranks are replicas of each other (DDP), all that the dead one alone had is small: random generators, data
+position. Each rank notes that in a file after each step, where it outlives SIGKILL. A rank that comes out of a failed
+collective says so in its file, and reads those of the others. Of the last steps of all survivors the smallest is taken,
+so that whoever saves it still has its weights; among those the lowest rank saves. All of it goes through these files,
+since the process group is broken and the store may have died with rank 0; nothing waits without a limit.
+
+The idea: Gupta et al., "Just-In-Time Checkpointing: Low Cost Error Recovery from Deep Learning Training Failures",
+EuroSys 2024.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import io
+import json
+import logging
+import os
+import re
+import signal
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+from ckpt_core.recorder import record_path
+
+__all__ = ["EVERYTHING", "WAIT_SECONDS", "BufferCopies", "Rescue", "Survivors", "ignoring_signals", "wait_seconds_of"]
+
+log = logging.getLogger(__name__)
+
+#: Below the 30 seconds after which ``torchrun`` kills the survivors.
+WAIT_SECONDS = 15.0
+
+_SLOTS = 4
+_SLOT_BYTES = 1 << 22  # the file is sparse
+_HEAD_BYTES = 4096
+_RECORD = struct.Struct("<8sQQQ")  # session, number, bytes, check
+_CHECK = struct.Struct("<Q")
+_PAUSE_SECONDS = 0.02
+_LOSS_SECONDS = 1.0  # within which the locks of a dead process are free
+_ABORT_SECONDS = 0.5  # after which survivors that wait for this one in a collective are brought out of it
+_LOST = re.compile(
+    r"gloo|nccl|process ?group|connection (closed|reset|refused)|broken pipe|socket|timed out waiting|"
+    r"collective|remote (peer|process)|communicator",
+    re.IGNORECASE,
+)
+
+#: The name of what is not certain of a rank of which nothing is known.
+EVERYTHING = "all that it had"
+_TRAINING, _STOPPED, _LEFT, _OVER = "training", "stopped", "left", "over"
+
+
+class Rescue(NamedTuple):
+    """What one of the survivors is to save.
+
+    Attributes:
+        number: Of the step, as it was noted.
+        ranks: What each rank has noted, in rank order.
+        unknown: By rank, what of it is not certain, and was taken over from this rank.
+    """
+
+    number: int
+    ranks: list[Any]
+    unknown: dict[int, list[str]]
+
+    def notes(self, saver: int, own: str) -> list[str]:
+        """Say what of a rank that was lost is not certain; what it has recorded of its steps is left out.
+
+        Args:
+            saver: This rank.
+            own: Name of what each rank has for itself, in what was noted.
+        """
+        found = []
+        for rank, names in self.unknown.items():
+            counts = [name for name in names if name == EVERYTHING or name.startswith(f"{own}.")]
+            counts = [name.removeprefix(f"{own}.") for name in counts if not name.startswith(f"{own}.recorder")]
+            if counts:
+                more = f" and {len(counts) - 3} more" if len(counts) > 3 else ""
+                found.append(f"rank {rank} was lost, and continues with {', '.join(counts[:3])}{more} of rank {saver}")
+        return found
+
+    def own_of(self, rank: int, own: str) -> Any:
+        """Return what a rank has for itself, without what is not its own record of its steps."""
+        state = self.ranks[rank][own]
+        return {**state, "recorder": None} if rank in self.unknown else state
+
+
+def wait_seconds_of(value: Any) -> float | None:
+    """Return how long survivors wait for each other, as an option says it: True, seconds, or False for not at all.
+
+    Raises:
+        ValueError: It says none of that.
+
+    Example:
+        >>> wait_seconds_of(True), wait_seconds_of(False), wait_seconds_of(5)
+        (15.0, None, 5.0)
+    """
+    if value is None or value is False:
+        return None
+    if value is True:
+        return WAIT_SECONDS
+    if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise ValueError(f"just_in_time must be true, false, or seconds above 0, not {value!r}")
+    return float(value)
+
+
+@contextlib.contextmanager
+def ignoring_signals() -> Iterator[None]:
+    """Let no SIGTERM, which launchers send when a rank has died, end what the survivors still do."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        if before is not None:
+            signal.signal(signal.SIGTERM, before)
+
+
+class BufferCopies:
+    """Copies of the buffers that training changes, such as BatchNorm's statistics, as they were after the last step.
+
+    Args:
+        modules: Whose buffers.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
+        # those of one module together: kernels of BatchNorm change its statistics unseen, and its counter is seen
+        own = (list(inner.buffers(recurse=False)) for module in modules for inner in module.modules())
+        self._groups = [buffers for buffers in own if buffers]
+        self._versions = [_versions(buffers) for buffers in self._groups]
+        self._copies: dict[int, list[torch.Tensor]] = {}
+
+    def take(self) -> None:
+        """Copy what has changed since it was copied."""
+        for index, buffers in enumerate(self._groups):
+            if _versions(buffers) != self._versions[index]:
+                self._versions[index] = _versions(buffers)
+                self._copies[index] = [buffer.detach().clone() for buffer in buffers]
+
+    def put_back(self) -> bool:
+        """Undo the changes since they were copied; return whether that is possible."""
+        for index, buffers in enumerate(self._groups):
+            if _versions(buffers) != self._versions[index]:
+                if index not in self._copies:
+                    return False
+                with torch.no_grad():
+                    torch._foreach_copy_(buffers, self._copies[index])
+                self._versions[index] = _versions(buffers)
+        return True
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether there are any that training changes."""
+        return bool(self._copies)
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor._version for tensor in tensors)
+
+
+class Survivors:
+    """The ranks of a run, as far as each can be seen in the files of the others.
+
+    Args:
+        directory: Of the checkpoints; local, or on a filesystem that the ranks share.
+        rank: This process's rank.
+        world_size: Number of ranks.
+        session: Text that is the same on all ranks and different for every run.
+        wait_seconds: How long survivors wait for each other.
+    """
+
+    def __init__(
+        self, directory: str, rank: int, world_size: int, session: str, wait_seconds: float = WAIT_SECONDS
+    ) -> None:
+        self._paths = [record_path(directory, other, "survivor") for other in range(world_size)]
+        self._rank, self._session, self._wait_seconds = rank, session, wait_seconds
+        self._mark = xxhash.xxh3_64_digest(session.encode())
+        self._ended = threading.Event()
+        self._descriptor: int | None = None
+        self.last = 0
+        try:
+            os.makedirs(os.path.dirname(self._paths[rank]), exist_ok=True)
+            self._descriptor = os.open(self._paths[rank], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with contextlib.suppress(OSError):  # a filesystem without locks
+                # not inherited by data loading workers, which may outlive a killed training
+                fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._tell(_TRAINING)
+        except OSError as error:
+            self._give_up(str(error))
+
+    # ---- while training ----------------------------------------------------------------------------------------------
+
+    def note(self, state: Any) -> None:
+        """Note what this rank alone has, when a step is done.
+
+        Args:
+            state: Plain data and tensors. All ranks note the same steps in the same order.
+        """
+        if self._descriptor is None:
+            return
+        stream = io.BytesIO()
+        torch.save(state, stream)
+        data = stream.getvalue()
+        if len(data) > _SLOT_BYTES - _RECORD.size:
+            self._give_up(f"a rank's own state has {len(data)} bytes, and at most {_SLOT_BYTES} are noted")
+            return
+        self.last += 1
+        head = _RECORD.pack(self._mark, self.last, len(data), xxhash.xxh3_64_intdigest(data))
+        try:
+            os.pwrite(self._descriptor, head + data, _offset(self.last))
+        except OSError as error:
+            self._give_up(str(error))
+
+    def _give_up(self, why: str) -> None:
+        log.warning("rank %d: no checkpoint is saved when a rank dies: %s", self._rank, why)
+        self.close()
+
+    def _tell(self, doing: str, number: int | None = None) -> None:
+        if self._descriptor is not None:
+            text = json.dumps([self._session, doing, number]).encode()
+            check = _CHECK.pack(xxhash.xxh3_64_intdigest(text))
+            os.pwrite(self._descriptor, (check + text).ljust(_HEAD_BYTES, b"\0"), 0)
+
+    def close(self, *, remove: bool = False) -> None:
+        """Take part no longer.
+
+        Args:
+            remove: Delete the file: training came to its end.
+        """
+        descriptor, self._descriptor = self._descriptor, None
+        self._ended.set()
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+                if remove:
+                    os.unlink(self._paths[self._rank])
+
+    # ---- when something has failed -----------------------------------------------------------------------------------
+
+    def is_loss(self, error: BaseException) -> bool:
+        """Return whether an exception comes of the loss of another rank, and not of this one's own doing."""
+        if self._descriptor is None:
+            return False
+        seen: BaseException | None = error
+        while seen is not None:
+            if isinstance(seen, (RuntimeError, OSError)) and _LOST.search(f"{type(seen).__name__} {seen}"):
+                return True
+            seen = seen.__cause__ or seen.__context__
+        deadline = time.monotonic() + _LOSS_SECONDS
+        while not self.is_rank_lost():
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(_PAUSE_SECONDS)
+        return True
+
+    def is_rank_lost(self) -> bool:
+        """Return whether another rank was here and is dead, or has seen that one is."""
+        states = [self._state_of(other) for other in self._others]
+        return any(doing == _STOPPED or (doing == _TRAINING and not alive) for doing, _, alive in states)
+
+    def leave(self) -> None:
+        """Say that this rank takes part no longer, because of an exception of its own; what it has noted stays."""
+        with contextlib.suppress(OSError):
+            self._tell(_LEFT)
+        self._ended.set()
+
+    def rescue(self, holds: int | None, save: Callable[[Rescue], None]) -> bool:
+        """Agree with the other survivors on a step, and save it if that is this rank's part; else wait for who does.
+
+        Args:
+            holds: The number of the noted step whose weights this rank still has; None if it has those of none.
+            save: Saves, and returns when that is durable.
+
+        Returns:
+            Whether this rank has saved.
+        """
+        try:
+            self._tell(_STOPPED, holds)
+            return self._rescue(holds, save)
+        except OSError:
+            log.exception("rank %d: no checkpoint could be saved when a rank had died", self._rank)
+            return False
+        finally:
+            with contextlib.suppress(OSError):
+                self._tell(_OVER)
+            self._ended.set()
+
+    def wait_until_over(self) -> None:
+        """Wait, on another thread, until this rank has come out of its collective and has done its part."""
+        self._ended.wait(2 * self._wait_seconds)
+
+    def _rescue(self, holds: int | None, save: Callable[[Rescue], None]) -> bool:
+        now = time.monotonic()
+        abort, deadline, aborted = now + _ABORT_SECONDS, now + self._wait_seconds, False
+        states = {other: self._state_of(other) for other in self._others}
+        while any(doing == _TRAINING and alive for doing, _, alive in states.values()) and now < deadline:
+            if now > abort and not aborted:
+                _abort_process_groups()
+                aborted = True
+            time.sleep(_PAUSE_SECONDS)
+            states = {other: self._state_of(other) for other in self._others}
+            now = time.monotonic()
+        held = {other: number for other, (doing, number, alive) in states.items() if doing == _STOPPED and alive}
+        held[self._rank] = holds
+        whole = {other: number for other, number in held.items() if number is not None}
+        if not whole:
+            log.error("rank %d: no rank that is left holds a whole state: resume from the last checkpoint", self._rank)
+            return False
+        number = min(whole.values())
+        saver = min(other for other, held_by in whole.items() if held_by == number)
+        if saver != self._rank:
+            self._wait_for(saver, deadline + self._wait_seconds)
+            return False
+        if self._rank and self._head(0) is None:
+            log.error(
+                "rank %d: no checkpoint is saved: what rank 0 writes is not seen here, so a checkpoint that this rank "
+                "saves might not be found; keep checkpoints on a filesystem that all machines share",
+                self._rank,
+            )
+            return False
+        save(self._gathered(number))
+        return True
+
+    def _wait_for(self, saver: int, deadline: float) -> None:
+        # a launcher may kill the others as soon as one has ended
+        while time.monotonic() < deadline:
+            doing, _, alive = self._state_of(saver)
+            if doing != _STOPPED or not alive:
+                return
+            time.sleep(_PAUSE_SECONDS)
+
+    def _gathered(self, number: int) -> Rescue:
+        mine = self._noted(self._rank, number)
+        before = self._noted(self._rank, number - 1)
+        ranks, unknown = [], {}
+        for other in range(len(self._paths)):
+            found = self._noted(other, number)
+            if found is None:
+                lost: list[str] = []
+                theirs = self._noted(other, number - 1)
+                found = mine if theirs is None else _follow(theirs, before, mine, "", lost)
+                lost += [EVERYTHING] if theirs is None else []
+                if lost:
+                    unknown[other] = lost
+            ranks.append(found)
+        return Rescue(number, ranks, unknown)
+
+    # ---- the files ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _others(self) -> list[int]:
+        return [other for other in range(len(self._paths)) if other != self._rank]
+
+    def _state_of(self, rank: int) -> tuple[str | None, int | None, bool]:
+        """Return what a rank says that it does, at which step, and whether it is alive; None if it is not seen."""
+        head = self._head(rank)
+        return (None, None, False) if head is None else (*head, self._is_alive(rank))
+
+    def _head(self, rank: int) -> tuple[str, int | None] | None:
+        data = self._read(rank, _HEAD_BYTES, 0)
+        text = data[_CHECK.size :].rstrip(b"\0")
+        if _CHECK.pack(xxhash.xxh3_64_intdigest(text)) != data[: _CHECK.size]:
+            return None
+        session, doing, number = json.loads(text)
+        return (doing, number) if session == self._session else None
+
+    def _noted(self, rank: int, number: int) -> Any:
+        data = self._read(rank, _SLOT_BYTES, _offset(number)) if number > 0 else b""
+        if len(data) < _RECORD.size:
+            return None
+        mark, found, size, check = _RECORD.unpack_from(data)
+        body = data[_RECORD.size : _RECORD.size + size]
+        if (mark, found, check) != (self._mark, number, xxhash.xxh3_64_intdigest(body)):
+            return None
+        return torch.load(io.BytesIO(body), weights_only=True)
+
+    def _read(self, rank: int, size: int, offset: int) -> bytes:
+        if rank == self._rank and self._descriptor is not None:  # closing another descriptor would end the lock
+            return os.pread(self._descriptor, size, offset)
+        try:
+            with open(self._paths[rank], "rb", buffering=0) as file:
+                return os.pread(file.fileno(), size, offset)
+        except FileNotFoundError:
+            return b""
+
+    def _is_alive(self, rank: int) -> bool:
+        with open(self._paths[rank], "rb") as file:
+            try:
+                fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError as error:
+                return error.errno in (errno.EAGAIN, errno.EACCES)  # else a filesystem without locks: nobody knows
+        return False
+
+
+def _offset(number: int) -> int:
+    return _HEAD_BYTES + number % _SLOTS * _SLOT_BYTES
+
+
+def _abort_process_groups() -> None:
+    # what NCCL's watchdog calls; torch has no public name for it
+    with contextlib.suppress(Exception):
+        dist.distributed_c10d._abort_process_group()
+
+
+def _follow(theirs: Any, before: Any, now: Any, name: str, lost: list[str]) -> Any:
+    """Return what a rank has come to from ``theirs``, while this one came from ``before`` to ``now``.
+
+    What did not change here did not change there; what was the same is the same. The names of the rest go to ``lost``.
+    """
+    if _same(before, now):
+        return theirs
+    if _same(theirs, before) and not _NEVER_ALIKE.search(name):
+        return now
+    if isinstance(theirs, Mapping) and isinstance(now, Mapping) and theirs.keys() == now.keys():
+        past = before if isinstance(before, Mapping) else {}
+        return {key: _follow(theirs[key], past.get(key), now[key], f"{name}.{key}", lost) for key in now}
+    if isinstance(theirs, (list, tuple)) and isinstance(now, (list, tuple)) and len(theirs) == len(now):
+        pasts = before if isinstance(before, (list, tuple)) and len(before) == len(now) else [None] * len(now)
+        found = [_follow(*item, f"{name}.{i}", lost) for i, item in enumerate(zip(theirs, pasts, now, strict=True))]
+        return type(now)(found) if type(now) in (list, tuple) else now
+    lost.append(name.removeprefix("."))
+    return now
+
+
+# what comes of a rank's own data, and is the same on several only by chance
+_NEVER_ALIKE = re.compile(r"\bmetrics\b|\bbuffers\b|\brecorder\b")
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        if not (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)):
+            return False
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and bool(one == other)

@@ -1,0 +1,131 @@
+"""When a rank dies under DDP, one of the others saves what all of them held (:mod:`ckpt_core.survivors`)."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+from ckpt_core import Checkpointer
+from ckpt_core.state.kinds import join_ranks
+from ckpt_core.survivors import BufferCopies, Rescue, Survivors, ignoring_signals
+from lightning_ckpt._callbacks.lookup import is_remote
+from lightning_ckpt._exact.state import ExactState
+from lightning_ckpt._private.loops import whole_checkpoint
+
+__all__ = ["JustInTime"]
+
+log = logging.getLogger(__name__)
+
+
+class JustInTime:
+    """Notes what this rank alone has, and saves when another one dies; made on all ranks together.
+
+    Args:
+        trainer: A Trainer of either package whose model is set up.
+        state: The exact state of its fit.
+        directory: Of the checkpoints.
+        storage_options: For fsspec.
+        wait_seconds: How long survivors wait for each other.
+    """
+
+    def __init__(
+        self, trainer: Any, state: ExactState, directory: str, storage_options: Any, wait_seconds: float
+    ) -> None:
+        self._trainer, self._state = trainer, state
+        self._directory, self._storage_options = directory, storage_options
+        session = trainer.strategy.broadcast(uuid.uuid4().hex)
+        self._survivors = Survivors(directory, trainer.global_rank, trainer.world_size, session, wait_seconds)
+        self._buffers = BufferCopies([trainer.lightning_module])
+        self._versions = 0
+        state.at_moment = self._note
+
+    @staticmethod
+    def problem_of(trainer: Any, directory: Any) -> str | None:
+        """Return why nothing can be saved when a rank of this Trainer dies, in words; None if it can."""
+        strategy = trainer.strategy
+        if is_remote(directory):
+            return "survivors meet in files, and the checkpoints are on a store: give a dirpath that all machines share"
+        if "DDPStrategy" not in {cls.__name__ for cls in type(strategy).__mro__}:
+            return f"no other rank holds what a rank of {type(strategy).__name__} had"
+        if getattr(strategy, "_model_averager", None) is not None or getattr(strategy, "_ddp_comm_state", None):
+            return "with a state in the communication hook of DDP, each rank has weights or errors of its own"
+        if any(isinstance(optimizer, ZeroRedundancyOptimizer) for optimizer in trainer.optimizers):
+            return "no other rank holds what a rank of ZeroRedundancyOptimizer had"
+        return None
+
+    def close(self) -> None:
+        """Training came to its end, or is given up."""
+        self._state.at_moment = None
+        self._survivors.close(remove=self._trainer.state.status != "interrupted")
+
+    # ---- while training ----------------------------------------------------------------------------------------------
+
+    def _note(self) -> None:
+        own = self._state.capture_alone()
+        if own is not None:
+            self._survivors.note(own)
+            self._versions = self._parameter_versions()
+            self._buffers.take()
+
+    def _parameter_versions(self) -> int:
+        return sum(parameter._version for parameter in self._trainer.lightning_module.parameters())
+
+    # ---- when something has failed -----------------------------------------------------------------------------------
+
+    def rescue(self, error: BaseException, path_of: Callable[[int], str]) -> str | None:
+        """Save if an exception comes of the loss of another rank, and this is the rank to do it.
+
+        Args:
+            error: What ends the training here.
+            path_of: Returns where to save, for a number of optimizer steps.
+
+        Returns:
+            Where it has saved; None if it has not.
+        """
+        with ignoring_signals():
+            if not self._survivors.is_loss(error):
+                self._survivors.leave()
+                return None
+            path = path_of(self._trainer.global_step)
+            saved = self._survivors.rescue(self._held(), lambda rescue: self._save(rescue, path))
+            return path if saved else None
+
+    def _held(self) -> int | None:
+        """Return the number of the noted step whose weights are still there.
+
+        Between two steps, callbacks may have counted what they must not count again: that is a state of its own.
+        """
+        noted = self._survivors.last
+        is_unchanged = noted > 0 and self._parameter_versions() == self._versions
+        if not self._state.is_in_progress:
+            self._note()
+            if self._survivors.last > noted:
+                return self._survivors.last
+        return noted if is_unchanged and self._buffers.put_back() else None
+
+    def _save(self, rescue: Rescue, path: str) -> None:
+        trainer = self._trainer
+        notes = {note for rank in rescue.ranks for note in rank["notes"]}
+        notes |= set(rescue.notes(trainer.global_rank, "per_rank"))
+        if trainer.global_rank and self._buffers.have_changed:
+            notes.add(f"rank 0 was lost, and all ranks continue with the buffers of rank {trainer.global_rank}")
+        mine = rescue.ranks[trainer.global_rank]["replicated"]
+        for rank, own in enumerate(rescue.ranks):
+            if any(own["replicated"][name] != mine[name] for name in ("phase", "progress")):
+                notes.add(f"rank {rank} was lost at another point of the step than rank {trainer.global_rank}")
+        common = {"world_size": trainer.world_size, "notes": sorted(notes), "post_local_sgd": {}}
+        replicated = {**mine, **common}
+        self._state.joined = join_ranks(
+            replicated, [rescue.own_of(rank, "per_rank") for rank in range(trainer.world_size)]
+        )
+        checkpointer = Checkpointer(strategy="sync", storage_options=self._storage_options)
+        try:
+            checkpointer.save(whole_checkpoint(trainer), path)
+        finally:
+            checkpointer.close()
+            self._state.joined = None
+        log.warning("a rank was lost: rank %d saved step %d in %s", trainer.global_rank, trainer.global_step, path)

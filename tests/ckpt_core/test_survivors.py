@@ -1,0 +1,107 @@
+"""What survivors agree on, and how they know what a dead rank had."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_core.survivors import BufferCopies, Rescue, Survivors, _follow, wait_seconds_of
+
+RANKS = """
+    import json, os, pathlib, signal, sys, time
+    from ckpt_core.survivors import Survivors
+
+    folder, case = pathlib.Path(sys.argv[1]), sys.argv[2]
+    rank = int(os.environ["LOCAL_RANK"])
+    mine = Survivors(str(folder / "saved"), rank, 3, "run", wait_seconds=20.0)
+    for step in range(1, 6 + (case == "ahead" and rank == 1)):
+        mine.note({"own": {"rank": rank, "step": step}})
+    (folder / f"ready.{rank}").touch()
+    while not all((folder / f"ready.{other}").exists() for other in range(3)):
+        time.sleep(0.01)
+    if rank == (2 if case == "ahead" else 0):
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert mine.is_loss(ValueError("seen by the lock of the dead one"))
+    if rank == 1 and case == "leaves":
+        mine.leave()
+        os._exit(0)
+    holds = None if case == "torn" and rank == 1 else mine.last
+    found = []
+    saved = mine.rescue(holds, lambda rescue: found.append([rescue.number, rescue.ranks, sorted(rescue.unknown)]))
+    assert saved == bool(found)
+    (folder / f"found.{rank}").write_text(json.dumps(found))
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("case", "saver"),
+    [("dead", 1), ("ahead", 0), pytest.param("torn", 2, marks=pytest.mark.slow),
+     pytest.param("leaves", 2, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_one_survivor_saves_the_last_step_of_all(case: str, saver: int, fork_script: Any, tmp_path: Path) -> None:
+    fork_script(RANKS, tmp_path, case, ranks=3, check=False)
+    everything = [{"own": {"rank": rank, "step": 5}} for rank in range(3)]
+    found = {path.name: json.loads(path.read_text()) for path in tmp_path.glob("found.*")}
+    assert found.pop(f"found.{saver}") == [[5, everything, []]]
+    assert all(others == [] for others in found.values())
+
+
+def test_what_a_rank_had_no_time_to_note_is_taken_over_where_both_were_alike() -> None:
+    lost: list[str] = []
+    before = {"rng": torch.tensor([1]), "epoch": 3, "batches": 7, "gauss": None, "metrics": {"sum": 0.0}}
+    now = {"rng": torch.tensor([2]), "epoch": 3, "batches": 8, "gauss": None, "metrics": {"sum": 1.0}}
+    theirs = {"rng": torch.tensor([5]), "epoch": 4, "batches": 7, "gauss": None, "metrics": {"sum": 0.0}}
+    found = _follow(theirs, before, now, "", lost)
+    assert (found["epoch"], found["batches"]) == (4, 8)
+    assert lost == ["rng", "metrics.sum"]
+    assert Rescue(1, [], {2: ["own.rng", "own.recorder.x", "shared"]}).notes(0, "own") == [
+        "rank 2 was lost, and continues with rng of rank 0"
+    ]
+
+
+def test_what_another_run_has_noted_or_a_kill_has_torn_does_not_count(tmp_path: Path) -> None:
+    first = Survivors(str(tmp_path / "saved"), 0, 1, "first")
+    first.note({"own": 1})
+    assert first._noted(0, 1) == {"own": 1}
+    first.close()
+    second = Survivors(str(tmp_path / "saved"), 0, 1, "second")
+    assert second._noted(0, 1) is None
+    second.note({"own": torch.arange(100)})
+    path = tmp_path / ".saved.survivor-rank0"
+    data = bytearray(path.read_bytes())
+    data[data.rindex(b"PK") - 40] ^= 1
+    path.write_bytes(data)
+    assert second._noted(0, 1) is None
+    second.close(remove=True)
+    assert not path.exists()
+
+
+def test_a_state_that_is_too_large_is_not_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    mine = Survivors(str(tmp_path / "saved"), 0, 1, "run")
+    mine.note(torch.zeros(1 << 21))
+    assert mine.last == 0
+    assert "no checkpoint is saved when a rank dies: a rank's own state has" in caplog.text
+
+
+def test_buffers_go_back_to_where_they_were_after_the_last_step() -> None:
+    norm = torch.nn.BatchNorm1d(2)
+    copies = BufferCopies([norm])
+    norm(torch.randn(4, 2))
+    assert not copies.put_back(), "never copied"
+    copies.take()
+    kept = {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    norm(torch.randn(4, 2))
+    assert copies.have_changed and copies.put_back()
+    assert all(torch.equal(buffer, kept[name]) for name, buffer in norm.named_buffers())
+
+
+def test_how_long_survivors_wait() -> None:
+    assert (wait_seconds_of(True), wait_seconds_of(False), wait_seconds_of(3)) == (15.0, None, 3.0)
+    for wrong in (-1, 0, "soon"):
+        with pytest.raises(ValueError, match="just_in_time must be"):
+            wait_seconds_of(wrong)

@@ -1,0 +1,105 @@
+"""When a rank dies, the others save what all of them held: at most one step is lost, and the bits are the same."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from ckpt_core import verify
+from lightning_ckpt import ResumableCheckpoint
+from tests.lightning_ckpt.exact_cases import make_trainer
+from tests.lightning_ckpt.test_signals import START, Job
+
+SETTINGS = {"every_n_train_steps": 1000, "resume": "auto", "just_in_time": True}
+BACKWARD = "on_before_backward"
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    started = Job(tmp_path_factory.mktemp("job"))
+    yield started
+    started.close()
+
+
+def check_resumes(job: Job, directory: Path, at: int, **spec: Any) -> list[dict[str, Any]]:
+    """Train with a loss in step ``at``, resume, compare with a training without one; return what the resume found."""
+    spec = {"settings": SETTINGS, "own_generators": True, **spec}
+    (directory / "whole").mkdir()
+    whole = job.run(directory / "whole", "whole", **{**spec, "signals": [], "killed": []})
+    first = job.run(directory, "first", **spec)
+    assert all(result["raised"] for result in first)
+    (saved,) = (directory / "saved").glob("*.ckpt")
+    assert saved.name in (f"just-in-time-step={at - 1}.ckpt", f"just-in-time-step={at}.ckpt")
+    assert verify(saved)
+    resumed = job.run(directory, "resumed", **{**spec, "signals": [], "killed": []}, seed=77)
+    for rank, (found, expected) in enumerate(zip(resumed, whole, strict=True)):
+        assert found["ckpt_path"] == str(saved)
+        assert found["seen"] == expected["seen"][len(expected["seen"]) - len(found["seen"]) :], f"rank {rank}"
+        for part in ("weights", "optimizer", "step", "callback_metrics"):
+            assert found[part] == expected[part], f"rank {rank}: {part}"
+    assert not list((directory).glob(".saved.survivor*")), "the files of survivors stay after a run that has ended"
+    return resumed
+
+
+def test_rank_0_is_killed_in_backward(job: Job, tmp_path: Path) -> None:
+    resumed = check_resumes(job, tmp_path, 7, signals=[[0, "SIGKILL", BACKWARD, 7]], killed=[0])
+    assert [result["warnings"] for result in resumed] == [[], []]
+
+
+MORE: dict[str, tuple[int, dict[str, Any]]] = {
+    "rank 1 of 3, between steps": (6, {"signals": [[1, "SIGKILL", START, 6]], "killed": [1], "ranks": 3}),
+    "rank 0 of 3 has an error of its own": (6, {"signals": [[0, "raise", START, 6]], "ranks": 3}),
+    "ranks 0 and 2 of 3": (
+        6,
+        {"signals": [[0, "SIGKILL", BACKWARD, 6], [2, "SIGKILL", BACKWARD, 6]], "killed": [0, 2], "ranks": 3},
+    ),
+    "in an accumulation window": (
+        2,
+        {"signals": [[1, "SIGKILL", BACKWARD, 8]], "killed": [1], "trainer": {"accumulate_grad_batches": 4}},
+    ),
+    "sharded, after a save": (
+        6,
+        {"signals": [[1, "SIGKILL", BACKWARD, 6]], "killed": [1], "io": "ShardedCheckpointIO"},
+    ),
+    "in a validation": (
+        4,
+        {
+            "signals": [[0, "SIGKILL", "on_validation_batch_start", 3]],
+            "killed": [0],
+            "options": {"val": True},
+            "trainer": {"val_check_interval": 2},
+        },
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MORE)
+def test_other_losses(job: Job, tmp_path: Path, name: str) -> None:
+    at, spec = MORE[name]
+    check_resumes(job, tmp_path, at, **spec)
+
+
+@pytest.mark.slow
+def test_an_error_of_all_ranks_saves_nothing(job: Job, tmp_path: Path) -> None:
+    signals = [[rank, "raise", START, 5] for rank in range(2)]
+    job.run(tmp_path, "first", settings=SETTINGS, signals=signals)
+    assert not list(tmp_path.glob("saved/just-in-time*"))
+
+
+def test_the_option_makes_sense() -> None:
+    with pytest.raises(ValueError, match="just_in_time must be true, false, or seconds above 0, not -1"):
+        ResumableCheckpoint(just_in_time=-1)
+
+
+def test_one_process_notes_nothing(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        callback = ResumableCheckpoint(tmp_path / "saved", just_in_time=True)
+        make_trainer(tmp_path, [callback], max_steps=2).fit(BoringModel())
+    assert not list(tmp_path.glob(".saved.survivor*"))
