@@ -107,7 +107,7 @@ class DirectoryCheckpoint:
         into: Any = None,
         local: LocalView | None = None,
         rank: int | None = None,
-        map_location: str | torch.device | None = None,
+        map_location: reading.Placement = None,
         strict: bool = True,
     ) -> Any:
         """Return a part of the state; see :meth:`ckpt_core._layouts.sharded.reading.DirectoryCheckpoint.load`.

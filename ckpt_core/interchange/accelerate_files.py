@@ -20,7 +20,7 @@ from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
 from ckpt_core.interchange.dcp_files import read_dcp
 from ckpt_core.interchange.dcp_format import METADATA_NAME
 from ckpt_core.interchange.model_files import read_model, write_model_file
-from ckpt_core.interchange.streaming import new_directory
+from ckpt_core.interchange.streaming import DiskMemory, new_directory
 from ckpt_core.paths import StrPath
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.state.rng import RngState
@@ -53,7 +53,11 @@ def is_stock_accelerate(source: StrPath, storage_options: dict[str, Any] | None 
 
 
 def read_stock(
-    source: StrPath, *, weights_only: bool | None = None, storage_options: dict[str, Any] | None = None
+    source: StrPath,
+    *,
+    weights_only: bool | None = None,
+    storage_options: dict[str, Any] | None = None,
+    memory: DiskMemory | None = None,
 ) -> dict[str, Any]:
     """Return what stock Accelerate has saved, by part, all of it in memory.
 
@@ -64,6 +68,7 @@ def read_stock(
         source: Path or URL of the directory.
         weights_only: As for ``torch.load``.
         storage_options: Passed to fsspec for URLs.
+        memory: Where tensors go.
 
     Raises:
         UnsafeCheckpointError: A file is more than data; it names the file.
@@ -75,27 +80,29 @@ def read_stock(
     found: dict[str, Any] = {}
     for name in sorted(names):
         if (model := _MODEL.fullmatch(name)) is not None:
-            found[f"model{model[1] or ''}"] = read_model(path, name=name, storage_options=storage_options)
+            found[f"model{model[1] or ''}"] = read_model(
+                path, name=name, storage_options=storage_options, memory=memory
+            )
         elif (numbered := _NUMBERED.fullmatch(name)) is not None:
             part = "model" if numbered[1] == "pytorch_model" else numbered[1]
-            found[f"{part}{numbered[2] or ''}"] = _read(storage, path, name, weights_only)
+            found[f"{part}{numbered[2] or ''}"] = _read(storage, path, name, weights_only, memory)
         elif (custom := _CUSTOM.fullmatch(name)) is not None:
-            found[f"custom_{custom[1]}"] = _read(storage, path, name, weights_only)
+            found[f"custom_{custom[1]}"] = _read(storage, path, name, weights_only, memory)
         elif (rank := _RANDOM.fullmatch(name)) is not None:
-            found.setdefault("random_states", {})[rank[1]] = _plain(_read(storage, path, name, weights_only))
+            found.setdefault("random_states", {})[rank[1]] = _plain(_read(storage, path, name, weights_only, memory))
         elif name == _SCALER:
-            found["scaler"] = _read(storage, path, name, weights_only)
+            found["scaler"] = _read(storage, path, name, weights_only, memory)
         elif name == _WHOLE_MODEL:
-            found["model"] = _read(storage, path, name, weights_only)
+            found["model"] = _read(storage, path, name, weights_only, memory)
     for directory in storage.subdirectories(path):
         name = os.path.basename(directory.rstrip("/"))
         sharded = _SHARDED.fullmatch(name)
         if sharded is not None and storage.exists(f"{path}/{name}/{METADATA_NAME}"):
             part = "model" if sharded[1] != "optimizer" else "optimizer"
-            state = read_dcp(f"{path}/{name}", storage_options=storage_options)
+            state = read_dcp(f"{path}/{name}", storage_options=storage_options, memory=memory)
             found[part if sharded[2] == "0" else f"{part}_{sharded[2]}"] = state.get(part, state)
     if "model" not in found and "model.safetensors.index.json" in names:
-        found["model"] = read_model(path, storage_options=storage_options)
+        found["model"] = read_model(path, storage_options=storage_options, memory=memory)
     if "model" not in found and "optimizer" not in found:
         raise CheckpointCorruptedError(
             "the checkpoint of stock Accelerate has no model",
@@ -111,11 +118,13 @@ def is_file_of_stock(name: str) -> bool:
     return name in (_SCALER, _WHOLE_MODEL) or any(pattern.fullmatch(name) for pattern in patterns)
 
 
-def _read(storage: Storage, path: str, name: str, weights_only: bool | None) -> Any:
+def _read(storage: Storage, path: str, name: str, weights_only: bool | None, memory: DiskMemory | None) -> Any:
     # The random states hold an array of NumPy's; Accelerate allows what that needs for all of its files.
     allowed = _OF_NUMPY if _RANDOM.fullmatch(name) else []
     with storage.open(f"{path}/{name}") as reader, torch.serialization.safe_globals(allowed):
-        return load_torch_file(reader, map_location="cpu", weights_only=weights_only)[0]
+        return load_torch_file(
+            reader, map_location="cpu" if memory is None else memory.restore, weights_only=weights_only
+        )[0]
 
 
 def parts_of_stock(state: Mapping[str, Any]) -> tuple[list[Part], dict[str, Any]]:

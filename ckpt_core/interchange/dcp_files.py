@@ -44,7 +44,7 @@ from ckpt_core.interchange.dcp_reader import TensorBatches, entries_by_name, loa
 from ckpt_core.interchange.dcp_writer import value_chunks
 from ckpt_core.interchange.naming import ROOT, EntryPath, entry_name, nested, split_path
 from ckpt_core.interchange.saving import Chunk, Value, save_alone
-from ckpt_core.interchange.streaming import TensorMemory, new_directory
+from ckpt_core.interchange.streaming import DiskMemory, TensorMemory, new_directory
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, storage_for
 
@@ -205,7 +205,9 @@ def import_dcp(
     return save_alone(path, chunks, values, kind="sharded", order=order, storage_options=storage_options)
 
 
-def read_dcp(source: StrPath, *, storage_options: dict[str, Any] | None = None) -> dict[str, Any]:
+def read_dcp(
+    source: StrPath, *, storage_options: dict[str, Any] | None = None, memory: DiskMemory | None = None
+) -> dict[str, Any]:
     """Return the state of a checkpoint in DCP's own format, all of it in memory; no code from it is run.
 
     Keys of dictionaries are text, as DCP has them.
@@ -213,6 +215,7 @@ def read_dcp(source: StrPath, *, storage_options: dict[str, Any] | None = None) 
     Args:
         source: The DCP checkpoint: a directory or a URL.
         storage_options: Passed to fsspec for URLs.
+        memory: Where tensors go.
 
     Raises:
         CheckpointError: As :func:`import_dcp`.
@@ -220,18 +223,18 @@ def read_dcp(source: StrPath, *, storage_options: dict[str, Any] | None = None) 
     origin = full_path(source)
     storage = storage_for(origin, storage_options)
     entries = entries_of_dcp(origin, storage)
-    memory = TensorMemory()
+    chunk = TensorMemory()
     found: dict[EntryPath, Any] = {}
     for entry in entries:
         if entry.info is None:
-            found[entry.path] = _Leaf(load_stored(storage, origin, entry, entry.chunks[0][1], memory))
+            found[entry.path] = _Leaf(load_stored(storage, origin, entry, entry.chunks[0][1], chunk))
             continue
-        whole = entry.info.empty()
+        whole = entry.info.empty() if memory is None else memory.empty(entry.info)
         for box, location in entry.chunks:
             if box.numel:
                 begins = zip(box.offset, box.end, strict=True)
                 target = whole[tuple(slice(begin, end) for begin, end in begins)]
-                target.copy_(_ChunkLoader(storage, origin, entry, box, location, memory)())
+                target.copy_(_ChunkLoader(storage, origin, entry, box, location, chunk)())
         found[entry.path] = _Leaf(whole)
     state: dict[str, Any] = _without_leaves(nested(found))
     return state

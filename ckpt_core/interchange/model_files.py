@@ -35,7 +35,7 @@ from ckpt_core.errors import (
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.dcp_reader import TensorBatches, structure_of
 from ckpt_core.interchange.saving import Chunk, save_alone
-from ckpt_core.interchange.streaming import LazyTensors, TensorMemory, given, new_directory, write_in_order
+from ckpt_core.interchange.streaming import DiskMemory, LazyTensors, TensorMemory, given, new_directory, write_in_order
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import LocalStorage, Storage, is_remote, storage_for
 
@@ -237,7 +237,11 @@ def import_model(
 
 
 def read_model(
-    source: StrPath, *, storage_options: dict[str, Any] | None = None, name: str = _NAME
+    source: StrPath,
+    *,
+    storage_options: dict[str, Any] | None = None,
+    name: str = _NAME,
+    memory: DiskMemory | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a model that is safetensors files, all of them in memory.
 
@@ -245,6 +249,7 @@ def read_model(
         source: The model's directory or URL, or one ``.safetensors`` file.
         storage_options: Passed to fsspec for URLs.
         name: Of the model's file, if it is not in several.
+        memory: Where tensors go.
 
     Raises:
         CheckpointError: As :func:`import_model`.
@@ -252,7 +257,7 @@ def read_model(
     origin = full_path(source)
     storage = storage_for(origin, storage_options)
     found = _tensors_in(storage, origin, name)
-    return {key: _StoredLoader(storage, path, tensor, TensorMemory())() for path, key, tensor in found}
+    return {key: _StoredLoader(storage, path, tensor, memory or TensorMemory())() for path, key, tensor in found}
 
 
 def infos_of_model(origin: str, storage: Storage) -> dict[str, dict[str, TensorInfo]]:
@@ -336,7 +341,7 @@ class _StoredLoader:
     storage: Storage
     path: str
     tensor: StoredTensor
-    memory: TensorMemory
+    memory: TensorMemory | DiskMemory
 
     def __call__(self) -> torch.Tensor:
         flat = self.memory.flat(self.tensor.info.nbytes)

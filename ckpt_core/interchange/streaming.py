@@ -20,10 +20,11 @@ from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, is_remote, local_path
 from ckpt_core.storage.local_directory import sync_file
 
-__all__ = ["LazyTensors", "TensorMemory", "given", "new_directory", "write_in_order"]
+__all__ = ["DiskMemory", "LazyTensors", "TensorMemory", "given", "new_directory", "write_in_order"]
 
 _ALIGNMENT = 64  # bytes
 _BLOCK = 4096  # bytes
+_LARGE = 2**20  # bytes: a tensor that is not kept in ordinary memory
 
 
 class TensorMemory:
@@ -56,6 +57,53 @@ class TensorMemory:
             if nbytes
             else torch.empty(0, dtype=torch.uint8)
         )
+
+
+class DiskMemory:
+    """Memory for a state that may be larger than the machine's: the system moves it to a local disk when it must.
+
+    It is a file without a name, whose pages are those of the tensors. Where the disk has no room, it is ordinary memory.
+
+    Args:
+        target: What is being made of the state: the file is beside it, if that is local.
+    """
+
+    def __init__(self, target: str) -> None:
+        directory = None if is_remote(target) else os.path.dirname(os.path.abspath(local_path(target)))
+        if directory is not None:
+            os.makedirs(directory, exist_ok=True)
+        self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed by close
+        self._size = 0
+
+    def close(self) -> None:
+        """Give the disk back when the last tensor is gone."""
+        self._file.close()
+
+    def flat(self, nbytes: int) -> torch.Tensor:
+        """Return bytes without values."""
+        if nbytes >= _LARGE:
+            begin = self._size
+            self._size += -(-nbytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+            try:
+                os.posix_fallocate(self._file.fileno(), begin, self._size - begin)  # a page without room is a SIGBUS
+                pages = mmap.mmap(self._file.fileno(), nbytes, offset=begin)
+            except OSError:
+                self._size = begin
+            else:
+                return torch.frombuffer(pages, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def empty(self, info: TensorInfo) -> torch.Tensor:
+        """Return a tensor without values."""
+        return self.flat(info.nbytes).view(info.dtype).view(info.shape)
+
+    def restore(self, storage: torch.UntypedStorage, _location: str) -> torch.UntypedStorage:
+        """Return a storage's bytes: a ``map_location`` of ``torch.load``."""
+        if storage.nbytes() < _LARGE:
+            return storage
+        flat = self.flat(storage.nbytes())
+        flat.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
+        return flat.untyped_storage()
 
 
 def given(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:

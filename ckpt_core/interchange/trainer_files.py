@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckpt_core._layouts.torch_file import load_torch_file
@@ -15,6 +16,7 @@ from ckpt_core.interchange.accelerate_files import is_stock_accelerate, parts_of
 from ckpt_core.interchange.dcp_files import read_dcp
 from ckpt_core.interchange.dcp_format import METADATA_NAME
 from ckpt_core.interchange.model_files import holds_model, read_model
+from ckpt_core.interchange.streaming import DiskMemory
 from ckpt_core.paths import StrPath
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.state.trainer_parts import is_of_trainer, metadata_of, parts_of, whole
@@ -56,13 +58,27 @@ def load_whole(
         CheckpointFormatError: It is no Trainer's, and was to be one.
         CheckpointError: It is damaged, or not readable.
     """
+    return _load_whole(source, map_location, weights_only, storage_options, tiers, of_trainer=of_trainer)
+
+
+def _load_whole(
+    source: StrPath,
+    map_location: Any | None,
+    weights_only: bool | None,
+    storage_options: dict[str, Any] | None,
+    tiers: Tiers | None = None,
+    *,
+    of_trainer: bool = False,
+    memory: DiskMemory | None = None,
+) -> Any:
     path = full_path(source)
     settings: dict[str, Any] = {"strategy": "sync", "storage_options": storage_options, "tiers": tiers}
     with DirectoryCheckpointer(**settings) as directories:
         if directories.exists(path):
+            empty = None if memory is None else memory.empty
             with directories.load(path, weights_only=weights_only) as opened:
                 if is_of_trainer(opened):
-                    return whole(opened, range(opened.world_size), map_location=map_location)
+                    return whole(opened, range(opened.world_size), map_location=map_location, empty=empty)
                 if of_trainer:
                     raise CheckpointFormatError(
                         f"the directory holds the parts {', '.join(opened.parts)}, which are not those of a Trainer's "
@@ -70,25 +86,26 @@ def load_whole(
                         path=path,
                         remedy="load it with what saved it, or take its weights: ckpt convert --to safetensors",
                     )
-                return _parts(opened)
+                return _parts(opened, empty)
     if is_stock_distributed(path, storage_options):
-        return _load_stock(path, weights_only, storage_options)
+        return _load_stock(path, weights_only, storage_options, memory)
     if not of_trainer and is_stock_accelerate(path, storage_options):
-        return read_stock(path, weights_only=weights_only, storage_options=storage_options)
+        return read_stock(path, weights_only=weights_only, storage_options=storage_options, memory=memory)
     if not of_trainer and holds_model(path, storage_options):
-        return {"model": read_model(path, storage_options=storage_options)}
+        return {"model": read_model(path, storage_options=storage_options, memory=memory)}
     location = (lambda storage, _: storage) if map_location is None else map_location
+    location = location if memory is None else memory.restore
     with Checkpointer(**settings) as files:
         return files.load(path, map_location=location, weights_only=weights_only)
 
 
-def _parts(opened: DirectoryCheckpoint) -> dict[str, Any]:
+def _parts(opened: DirectoryCheckpoint, empty: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, part in opened.parts.items():
         if part.kind != "per-rank":
-            found[name] = opened.load(name)
+            found[name] = opened.load(name, map_location=empty)
         else:
-            found[name] = [opened.load(name, rank=rank) for rank in opened.ranks_with(name)]
+            found[name] = [opened.load(name, rank=rank, map_location=empty) for rank in opened.ranks_with(name)]
     return found
 
 
@@ -98,8 +115,10 @@ def is_stock_distributed(source: StrPath, storage_options: dict[str, Any] | None
     return storage_for(path, storage_options).exists(f"{path}/{METADATA_NAME}")
 
 
-def _load_stock(path: str, weights_only: bool | None, storage_options: dict[str, Any] | None) -> dict[str, Any]:
-    state = read_dcp(path, storage_options=storage_options)
+def _load_stock(
+    path: str, weights_only: bool | None, storage_options: dict[str, Any] | None, memory: DiskMemory | None
+) -> dict[str, Any]:
+    state = read_dcp(path, storage_options=storage_options, memory=memory)
     storage = storage_for(path, storage_options)
     if not storage.exists(f"{path}/{_STOCK_REST}"):
         return state
@@ -124,8 +143,8 @@ def convert_to_file(
     """Write a checkpoint of any layout as one file that ``torch.load`` reads, and return its size in bytes.
 
     Of a Trainer's, that is a file that ``load_from_checkpoint`` takes, and with which a run is resumed; saves of many
-    ranks become one. All of the state is in memory meanwhile. The file is committed now: among other checkpoints, it is
-    the newest.
+    ranks become one. The state may be larger than memory: its large tensors are on the target's disk meanwhile, in a
+    file without a name. The file is committed now: among other checkpoints, it is the newest.
 
     Args:
         source: Path or URL.
@@ -136,9 +155,27 @@ def convert_to_file(
     Raises:
         CheckpointError: See :func:`load_whole`; or the storage refused.
     """
-    state = load_whole(source, weights_only=weights_only, storage_options=storage_options)
-    with Checkpointer(strategy="sync", storage_options=storage_options) as files:
+    with (
+        _state_on_disk(source, target, weights_only, storage_options) as state,
+        Checkpointer(strategy="sync", storage_options=storage_options) as files,
+    ):
         return files.save(state, target)
+
+
+@contextlib.contextmanager
+def _state_on_disk(
+    source: StrPath, target: StrPath, weights_only: bool | None, storage_options: dict[str, Any] | None
+) -> Iterator[Any]:
+    with contextlib.closing(DiskMemory(full_path(target))) as memory:
+        yield _load_whole(source, None, weights_only, storage_options, memory=memory)
+
+
+def _as_dictionary(state: Any, source: StrPath) -> Mapping[str, Any]:
+    if not isinstance(state, Mapping):
+        raise CheckpointFormatError(
+            f"the state is a {type(state).__name__} and not a dictionary", path=os.fspath(source)
+        )
+    return state
 
 
 def convert_to_accelerate(
@@ -150,8 +187,8 @@ def convert_to_accelerate(
 ) -> None:
     """Write a checkpoint of any layout as a directory that stock Accelerate's ``load_state`` takes.
 
-    All of the state is in memory meanwhile. Stock has no place for the data position, gradients of an open window, and
-    registered objects of other ranks than the first: those are left out.
+    The state may be larger than memory, as for :func:`convert_to_file`. Stock has no place for the data position,
+    gradients of an open window, and registered objects of other ranks than the first: those are left out.
 
     Args:
         source: Path or URL, of ``accelerate_ckpt``, or of a Lightning Trainer.
@@ -162,8 +199,8 @@ def convert_to_accelerate(
     Raises:
         CheckpointError: See :func:`load_whole`; it has no model; or there is something at the target.
     """
-    state = _load_dictionary(source, weights_only, storage_options)
-    write_stock(state, target)
+    with _state_on_disk(source, target, weights_only, storage_options) as state:
+        write_stock(_as_dictionary(state, source), target)
 
 
 def convert_to_directory(
@@ -176,8 +213,8 @@ def convert_to_directory(
     """Write a checkpoint of any layout as a directory of safetensors files, and return its size in bytes.
 
     Of a Trainer's, that is what ``ShardedCheckpointIO`` saves; otherwise each dictionary of the state becomes a part,
-    and the rest a part ``root``. All of the state is in memory meanwhile. The directory is committed now: among other
-    checkpoints, it is the newest.
+    and the rest a part ``root``. The state may be larger than memory, as for :func:`convert_to_file`. The
+    directory is committed now: among other checkpoints, it is the newest.
 
     Args:
         source: Path or URL.
@@ -189,7 +226,13 @@ def convert_to_directory(
         SerializationError: Something in the state is no plain data; it names the key.
         CheckpointError: See :func:`load_whole`; or the storage refused.
     """
-    state = _load_dictionary(source, weights_only, storage_options)
+    with _state_on_disk(source, target, weights_only, storage_options) as state:
+        return _write_directory(_as_dictionary(state, source), source, target, storage_options)
+
+
+def _write_directory(
+    state: Mapping[str, Any], source: StrPath, target: StrPath, storage_options: dict[str, Any] | None
+) -> int:
     metadata: dict[str, Any] = {}
     if is_stock_accelerate(source, storage_options):
         parts, metadata = parts_of_stock(state)
@@ -205,14 +248,3 @@ def convert_to_directory(
         step = state.get("step")
     with DirectoryCheckpointer(strategy="sync", storage_options=storage_options) as directories:
         return directories.save(parts, target, metadata=metadata, step=step if isinstance(step, int) else None)
-
-
-def _load_dictionary(
-    source: StrPath, weights_only: bool | None, storage_options: dict[str, Any] | None
-) -> Mapping[str, Any]:
-    state = load_whole(source, weights_only=weights_only, storage_options=storage_options)
-    if not isinstance(state, Mapping):
-        raise CheckpointFormatError(
-            f"the state is a {type(state).__name__} and not a dictionary", path=os.fspath(source)
-        )
-    return state

@@ -5,7 +5,7 @@ Names of keys only: Lightning need not be installed to convert one layout into t
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -116,7 +116,9 @@ def is_of_trainer(opened: Any) -> bool:
     return {_MODEL, _REST, _GRADIENTS} <= set(opened.parts)
 
 
-def whole(opened: Any, ranks: Iterable[int], *, map_location: Any | None = None) -> dict[str, Any]:
+def whole(
+    opened: Any, ranks: Iterable[int], *, map_location: Any | None = None, empty: Callable[..., Any] | None = None
+) -> dict[str, Any]:
     """Return a checkpoint as the Trainer collected it, all of its tensors whole.
 
     Args:
@@ -124,8 +126,9 @@ def whole(opened: Any, ranks: Iterable[int], *, map_location: Any | None = None)
         ranks: Those whose gradients of an open accumulation window are wanted.
         map_location: Device of the tensors; the CPU, if not given, or where it maps the devices that tensors were on:
             a directory does not say.
+        empty: Makes the large tensors instead, without values.
     """
-    device = map_location if isinstance(map_location, (str, torch.device)) else None
+    device = map_location if isinstance(map_location, (str, torch.device)) else empty
     checkpoint, buffers, order = rest_of(opened)
     gradients = gradients_of(opened, ranks)
     if any(gradients.values()):

@@ -31,7 +31,9 @@ from ckpt_core.memory import ScratchBuffers
 from ckpt_core.parallel import run_parallel
 from ckpt_core.storage.base import Storage
 
-__all__ = ["DirectoryCheckpoint", "PartInfo"]
+__all__ = ["DirectoryCheckpoint", "PartInfo", "Placement"]
+
+Placement = str | torch.device | Callable[[TensorInfo], torch.Tensor] | None
 
 _LARGEST_MANIFEST = 2**30  # bytes
 
@@ -74,6 +76,10 @@ def _whole(key: str, tensor: torch.Tensor) -> LocalPieces:
         raise TypeError(f"{key} is a {type(tensor).__name__}: say with local= which of its elements are on this rank")
     shape = tuple(tensor.shape)
     return _Whole(tensor.dtype, shape, (_Piece(Box.whole(shape), tensor.detach()),))
+
+
+def _made(info: TensorInfo, where: Placement) -> torch.Tensor:
+    return where(info) if callable(where) else info.empty(where)
 
 
 class DirectoryCheckpoint:
@@ -200,7 +206,7 @@ class DirectoryCheckpoint:
         into: Any = None,
         local: LocalView | None = None,
         rank: int = 0,
-        map_location: str | torch.device | None = None,
+        map_location: Placement = None,
         strict: bool = True,
     ) -> Any:
         """Return a part of the state.
@@ -216,7 +222,7 @@ class DirectoryCheckpoint:
                 values are not looked at. None: new tensors, whole; tied ones are one tensor again.
             local: Returns what of a tensor is on this rank. None: all of it, and only plain tensors are taken.
             rank: Whose part, if it is per-rank.
-            map_location: Device of new tensors; the CPU by default.
+            map_location: Device of new tensors, or what makes one without values; the CPU by default.
             strict: Whether tensors that only one of the two has are an error. If not, those that are not in the
                 checkpoint stay as they are, and those that are only there are returned without values, on the ``meta``
                 device.
@@ -245,7 +251,7 @@ class DirectoryCheckpoint:
         boxes += [(index, Box.whole(infos[index].shape)) for index in new]
         chunks = self._chunks_of(contents, boxes)
         arrays = {reference.index for reference in contents.references if reference.is_array}
-        made = {index: infos[index].empty(None if index in arrays else map_location) for index in new}
+        made = {index: _made(infos[index], None if index in arrays else map_location) for index in new}
         targets = [piece.tensor for _, own in found for piece in own.pieces] + [made[i] for i in new]
         shared: set[str] = set()
         if self._contents.kinds[part] != "per-rank" and _is_one_of_many():

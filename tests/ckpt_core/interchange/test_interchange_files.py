@@ -446,8 +446,10 @@ def test_models_that_are_damaged_or_foreign(tmp_path: Path) -> None:
 TENSOR = 16  # MiB
 COUNT = 8
 MEMORY = """
-import sys, torch
-from ckpt_core.interchange import export_dcp, export_model, import_dcp, import_model
+import sys, threading, torch
+from ckpt_core.interchange import (
+    convert_to_directory, convert_to_file, export_dcp, export_model, import_dcp, import_model
+)
 
 def memory(name):
     with open("/proc/self/status") as file:
@@ -463,6 +465,24 @@ for act, source, target in (
     before = memory("VmRSS")
     act(source, target)
     print(act.__name__, memory("VmHWM") - before)
+
+for act, source, target in (
+    (convert_to_file, "a", "file-again.ckpt"),
+    (convert_to_directory, "file.ckpt", "d"),
+):
+    before, peak, ended = memory("RssAnon"), 0, threading.Event()  # mapped files give way where memory is short
+    def watch():
+        global peak
+        while not ended.wait(0.002):
+            peak = max(peak, memory("RssAnon"))
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        act(source, target)
+    finally:
+        ended.set()
+        thread.join()
+    print(f"{act.__name__}-of-{source}", peak - before)
 """
 
 
@@ -471,10 +491,12 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, run_script: ScriptRun
     stock(tmp_path / "warm")
     state = {f"w{number}": torch.full((TENSOR * 2**18,), float(number)) for number in range(COUNT)}
     save(tmp_path / "a", Part("model", state, Kind.REPLICATED))
+    Checkpointer(strategy="sync").save({"model": state}, tmp_path / "file.ckpt")
     peaks = dict(line.split() for line in run_script(MEMORY).stdout.splitlines())
-    for name in ("b", "c"):
+    for name in ("b", "c", "d"):
         assert_same_state(load(tmp_path / name), state)
+    assert_same_state(Checkpointer().load(tmp_path / "file-again.ckpt")["model"], state)
     # One tensor, one window of 16 MiB or a few reads of 8 MiB, and some room; all tensors together are 128 MiB.
     assert {name: int(peak) for name, peak in peaks.items() if int(peak) > 2 * TENSOR + 24} == {}
-    assert len(peaks) == 4
+    assert len(peaks) == 6
     shutil.rmtree(tmp_path)
