@@ -216,8 +216,9 @@ def totals_of(processes: Sequence[Process]) -> dict[str, Any]:
         processes: From :func:`read_events`.
     """
     saves = [save for process in processes for save in process.saves]
-    stalls = sorted(save.stall for save in saves if save.stall is not None and not save.is_copy)
-    commits = sorted(save.durable - save.started for save in saves if save.durable is not None)
+    states = [save for save in saves if not save.is_copy]
+    stalls = sorted(save.stall for save in states if save.stall is not None)
+    commits = sorted(save.durable - save.started for save in states if save.durable is not None)
     span = sum(process.last - process.first for process in processes)
     stalled = sum(save.stall or 0.0 for save in saves)
     kinds = [event["event"] for process in processes for event in process.others]
@@ -226,11 +227,11 @@ def totals_of(processes: Sequence[Process]) -> dict[str, Any]:
         "processes": len(processes),
         "ranks": len({process.rank for process in processes}),
         "seconds": span,
-        "saves": len(saves),
-        "durable": sum(save.durable is not None for save in saves),
+        "saves": len(states),
+        "durable": sum(save.durable is not None for save in states),
         "failed": sum(bool(save.error) for save in saves),
         "not_finished": sum(save.outcome == "not finished" for save in saves),
-        "bytes": sum(save.bytes for save in saves if save.durable is not None),
+        "bytes": sum(save.bytes for save in states if save.durable is not None),
         "stall_seconds": stalled,
         "stall_seconds_median": stalls[len(stalls) // 2] if stalls else 0.0,
         "stall_seconds_longest": stalls[-1] if stalls else 0.0,

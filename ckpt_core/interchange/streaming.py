@@ -62,7 +62,7 @@ class TensorMemory:
 class DiskMemory:
     """Memory for a state that may be larger than the machine's: the system moves it to a local disk when it must.
 
-    It is a file without a name, whose pages are those of the tensors. Where the disk has no room, it is ordinary memory.
+    It is a file without a name, whose pages are those of the tensors. Without room on the disk it is ordinary memory.
 
     Args:
         target: What is being made of the state: the file is beside it, if that is local.

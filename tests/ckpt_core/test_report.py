@@ -174,7 +174,8 @@ def test_other_names_of_a_checkpoint_do_not_count_as_typical_saves(tmp_path: Pat
     (process,) = read_events([str(events.path)])
     of_saves = sorted(save.stall or 0.0 for save in process.saves if save.name in ("1.ckpt", "2.ckpt"))
     totals = totals_of([process])
-    assert (totals["saves"], totals["stall_seconds_median"]) == (6, of_saves[1])
+    assert (totals["saves"], totals["durable"], totals["stall_seconds_median"]) == (2, 2, of_saves[1])
+    assert totals["bytes"] == sum((tmp_path / f"{step}.ckpt").stat().st_size for step in (1, 2))
     assert totals["stall_seconds"] >= sum(of_saves)
 
 
