@@ -27,6 +27,7 @@ import lightning.pytorch as pl
 import torch
 
 from tests.lightning_ckpt.exact_cases import Model, SaveAt, make_trainer, outcome
+from tests.support.forking import get_ready
 
 
 def die(saved: Path) -> None:
@@ -105,4 +106,5 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
+    get_ready()
     serve()

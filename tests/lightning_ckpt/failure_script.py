@@ -25,6 +25,7 @@ import lightning_ckpt
 from ckpt_core import awaited_paths
 from lightning_ckpt import ResumableCheckpoint
 from tests.lightning_ckpt.reliable_cases import Callback, FillsDisk, GatedStorage, model_of, names, trainer_of
+from tests.support.forking import get_ready
 
 
 class Opens(Callback):
@@ -144,4 +145,5 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
+    get_ready()
     serve()

@@ -30,6 +30,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from lightning_ckpt import ResumableCheckpoint, ShardedCheckpointIO
 from tests.lightning_ckpt.sharded_faults import SetInBatch, faulty_storage
+from tests.support.forking import get_ready
 
 for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
     logging.getLogger(name).setLevel(logging.ERROR)
@@ -370,4 +371,5 @@ def _runs(process: int) -> bool:
 
 
 if __name__ == "__main__":
+    get_ready()
     serve()

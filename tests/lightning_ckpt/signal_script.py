@@ -34,6 +34,7 @@ from lightning_ckpt import ResumableCheckpoint
 from lightning_ckpt._routing import gathering
 from tests.lightning_ckpt.exact_cases import MemoryLogger, Model, PlannedError, outcome
 from tests.lightning_ckpt.failure_script import wait_for
+from tests.support.forking import get_ready
 
 
 class Signals(pl.Callback):
@@ -151,4 +152,5 @@ def serve() -> None:
 
 
 if __name__ == "__main__":
+    get_ready()
     serve()

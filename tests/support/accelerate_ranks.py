@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import gc
 import json
 import os
 import signal
@@ -25,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.forking import get_ready
 from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -198,8 +198,7 @@ def main() -> None:
 
     import accelerate_ckpt._attach  # noqa: F401 - once for all ranks
 
-    gc.collect()
-    gc.freeze()  # collections in the ranks would go through all of it, and copy its pages
+    get_ready()
     for line in sys.stdin:
         print(json.dumps(_run_case(json.loads(line), os.getcwd())), flush=True)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import gc
 import importlib
 import json
 import os
@@ -22,6 +21,8 @@ import types
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
+
+from tests.support.forking import get_ready
 
 __all__ = ["ForkServer", "Outcome"]
 
@@ -162,8 +163,7 @@ def main() -> None:
     """Import; then run the scripts that are asked for, one a line."""
     for module in sys.argv[1:]:
         importlib.import_module(module)
-    gc.collect()
-    gc.freeze()  # collections in the children would go through all of it, and copy its pages
+    get_ready()
     for line in sys.stdin:
         print(json.dumps(_serve(json.loads(line))), flush=True)
 
