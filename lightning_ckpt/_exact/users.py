@@ -154,10 +154,7 @@ def _warn_of(owner: Any, kind: str, paths: list[str]) -> None:
     remedy = "register buffers, or override on_save_checkpoint" if kind == "module" else "give it state_dict"
     has = "no on_save_checkpoint" if kind == "module" else "no state_dict"
     cls = type(owner)
-    try:
-        file, line = str(inspect.getsourcefile(cls) or cls.__module__), inspect.getsourcelines(cls)[1]
-    except (OSError, TypeError):
-        file, line = cls.__module__, 1
+    file, line = _place_of(cls)
     warnings.warn_explicit(
         f"{kind} `{cls.__name__}` changed {shown} since the start, and has {has}: a resume will not have it ({remedy})",
         UserWarning,
@@ -165,6 +162,15 @@ def _warn_of(owner: Any, kind: str, paths: list[str]) -> None:
         line,
         module=cls.__module__,
     )
+
+
+@functools.lru_cache(maxsize=256)
+def _place_of(cls: type) -> tuple[str, int]:
+    """File and line of a class, for which its whole file is parsed."""
+    try:
+        return str(inspect.getsourcefile(cls) or cls.__module__), inspect.getsourcelines(cls)[1]
+    except (OSError, TypeError):
+        return cls.__module__, 1
 
 
 def _is_framework(kind: type) -> bool:
