@@ -1,6 +1,7 @@
 """Run the examples of Markdown pages: every ``python`` block, and every ``yaml`` block must parse.
 
-Each Python block runs in a fresh process and an empty directory. Comments directly above a block say otherwise::
+Each Python block runs in an empty directory and in a process of its own, which is forked from one that has imported what
+takes seconds. Comments directly above a block say otherwise::
 
     <!-- continues -->          the block continues the Python block before it: they run as one script
     <!-- not run: reason -->    the block is only shown
@@ -14,7 +15,6 @@ import argparse
 import dataclasses
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -23,8 +23,18 @@ from pathlib import Path
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.support.fork_server import ForkServer
+
 ROOT = Path(__file__).resolve().parents[1]
 TIMEOUT_SECONDS = 180
+#: What is imported once for all scripts that have a word in them; the first word counts.
+MODULES = {
+    "lightning": ("lightning.pytorch", "lightning_ckpt"),
+    "accelerate": ("torch._dynamo", "accelerate_ckpt._attach"),
+    "ckpt_": ("torch._dynamo", "ckpt_core.checkpointer", "ckpt_core.directory"),
+}
 MISSPELT = {"py": "python", "python3": "python", "pycon": "python", "yml": "yaml"}
 FENCE = re.compile(r"^(?P<indent> *)(?P<fence>`{3,}|~{3,}) *(?P<language>[\w+-]*)")
 COMMENT = re.compile(r"^\s*<!--\s*(?P<text>.*?)\s*-->\s*$")
@@ -114,33 +124,46 @@ def _append_at_its_line(script: list[str], block: Block) -> None:
     script.extend(block.lines)
 
 
-def run(block: Block, script: str) -> str | None:
+def run(server: ForkServer, block: Block, script: str) -> str | None:
     """Run a script; what went wrong, or None."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # The script lives beside its working directory, so that the example starts in an empty one.
     with tempfile.TemporaryDirectory(prefix="docs-") as folder:
         path = Path(folder) / f"{block.page.stem}_{block.line}.py"
         path.write_text(script, encoding="utf-8")
         cwd = Path(folder) / "cwd"
         cwd.mkdir()
-        try:
-            done = subprocess.run(
-                [sys.executable, str(path)],
-                check=False,
-                cwd=cwd,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=TIMEOUT_SECONDS,
-            )
-        except subprocess.TimeoutExpired:
-            return f"{block.place}: did not end within {TIMEOUT_SECONDS} s"
-    if done.returncode != 0:
-        return f"{block.place}: exited with status {done.returncode}\n{done.stdout}"
+        code = f"import runpy; runpy.run_path({str(path)!r}, run_name='__main__')"
+        done = server.run(code, [], cwd=cwd, environments=[environment()], timeout=TIMEOUT_SECONDS)
+    if done.timed_out:
+        return f"{block.place}: did not end within {TIMEOUT_SECONDS} s"
+    if done.status != 0:
+        return f"{block.place}: exited with status {done.status}\n{done.stdout}{done.stderr}"
     return None
+
+
+def run_all(scripts: list[tuple[Block, str]]) -> list[str | None]:
+    """Run the scripts, those of one framework one after the other; what went wrong in each."""
+    kinds: dict[tuple[str, ...], list[tuple[Block, str]]] = {}
+    for block, script in scripts:
+        modules = next((modules for word, modules in MODULES.items() if word in script), ())
+        kinds.setdefault(modules, []).append((block, script))
+
+    def run_those_with(modules: tuple[str, ...]) -> list[str | None]:
+        with tempfile.TemporaryDirectory(prefix="docs-") as folder:
+            server = ForkServer(Path(folder), modules, environment())
+            try:
+                return [run(server, block, script) for block, script in kinds[modules]]
+            finally:
+                server.close()
+
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        return [problem for problems in pool.map(run_those_with, kinds) for problem in problems]
+
+
+def environment() -> dict[str, str]:
+    """The variables of the scripts."""
+    search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": search_path}
 
 
 def yaml_problem(block: Block) -> str | None:
@@ -169,8 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 1
 
     problems = [yaml_problem(block) for block in yaml_blocks]
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        problems += pool.map(lambda script: run(*script), scripts)
+    problems += run_all(scripts)
     failures = [problem for problem in problems if problem is not None]
     for failure in failures:
         print(failure, file=sys.stderr)
