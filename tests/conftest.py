@@ -37,9 +37,10 @@ from tests.support.own_process import ChildReports, OwnProcesses
 ROOT = Path(__file__).resolve().parents[1]
 SMALL_FILESYSTEM_BYTES = 8 * 2**20
 THREAD_GRACE_SECONDS = 5.0
-#: What scripts of the core and of the Lightning plugin import.
-CORE = ("torch._dynamo", "ckpt_core")
+#: What scripts of the core and of the plugins import.
+CORE = ("torch._dynamo", "ckpt_core.checkpointer", "ckpt_core.directory", "ckpt_core.listeners", "ckpt_core.catalog")
 LIGHTNING = ("lightning.pytorch.cli", "ckpt_core", "lightning_ckpt")
+ACCELERATE = ("torch._dynamo", "accelerate", "accelerate_ckpt._attach")
 _RUN_FILE = "import runpy, sys; sys.argv[0] = {0!r}; runpy.run_path({0!r}, run_name='__main__')"
 
 # A shell that runs the tests in the background ignores the first for them, and nohup the second.

@@ -26,6 +26,7 @@ from accelerate_ckpt._data.loaders import LoaderPositions
 from accelerate_ckpt._private import data as private_data
 from ckpt_core.errors import CheckpointError, CheckpointFormatError
 from tests.accelerate_ckpt.elastic_cells import Numbered, NumberedStream
+from tests.conftest import ACCELERATE
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -93,8 +94,8 @@ def test_a_script_that_skips_goes_on_once() -> None:
         assert run.epoch() == following
 
 
-def test_a_function_imported_by_name_before_attaching(run_script: Any) -> None:
-    run_script("""
+def test_a_function_imported_by_name_before_attaching(fork_script: Any) -> None:
+    code = """
         from accelerate import Accelerator, skip_first_batches
         from torch.utils.data import DataLoader
         accelerator = Accelerator(cpu=True)
@@ -112,7 +113,8 @@ def test_a_function_imported_by_name_before_attaching(run_script: Any) -> None:
         assert [batch.tolist() for batch in skip_first_batches(loader, 2)] == [[4, 5], [6, 7], [8, 9], [10, 11]]
         other = DataLoader(range(6), batch_size=2)
         assert [batch.tolist() for batch in skip_first_batches(other, 2)] == [[4, 5]]
-    """)
+    """
+    fork_script(code, modules=ACCELERATE)
 
 
 def test_another_number_to_skip_is_said(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ScriptRunner
+from tests.conftest import ACCELERATE, ScriptRunner
 
-ACCELERATE = ("accelerate", "accelerate_ckpt")
 # case, whether it resumes, and the optimizer's step at which it is killed
 SCRIPT = """
     import glob, json, os, sys

@@ -9,10 +9,9 @@ import pytest
 
 from ckpt_core.rehearsal import SUBJECTS, CannotRehearseError, Result, rehearse, running
 from ckpt_core.rehearsal.plan import Plan
-from tests.conftest import ScriptRunner
+from tests.conftest import ACCELERATE, ScriptRunner
 
 SCRIPT = Path(__file__).with_name("rehearsed_script.py")
-ACCELERATE = ("torch._dynamo", "accelerate", "accelerate_ckpt._attach")
 
 
 @pytest.fixture

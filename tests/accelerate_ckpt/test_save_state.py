@@ -32,6 +32,7 @@ from ckpt_core.errors import (
     UnsafeCheckpointError,
 )
 from tests.accelerate_ckpt.training import Counter, Run, Tied, assert_same, model_of
+from tests.conftest import ACCELERATE
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -124,7 +125,7 @@ def test_a_tied_weight_is_stored_once_and_stays_tied(tmp_path: Path) -> None:
     assert torch.equal(other.first.weight, model.first.weight)
 
 
-def test_stock_accelerate_and_safetensors_read_the_model(tmp_path: Path, run_script: Any) -> None:
+def test_stock_accelerate_and_safetensors_read_the_model(tmp_path: Path, fork_script: Any) -> None:
     accelerator = accelerator_of()
     model, tied = accelerator.prepare(model_of(7), Tied())
     accelerator.save_state(tmp_path / "saved", safe_serialization=False)
@@ -140,7 +141,7 @@ def test_stock_accelerate_and_safetensors_read_the_model(tmp_path: Path, run_scr
         accelerator.load_state(sys.argv[1])
         torch.save([model.state_dict(), tied.state_dict()], "loaded.pt")
     """
-    run_script(script, tmp_path / "saved")
+    fork_script(script, tmp_path / "saved", modules=ACCELERATE)
     loaded = torch.load(tmp_path / "loaded.pt", weights_only=True)
     assert_same([dict(state) for state in loaded], [dict(model.state_dict()), dict(tied.state_dict())])
 

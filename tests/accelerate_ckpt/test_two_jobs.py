@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from ckpt_core import Catalog
-from tests.conftest import ScriptRunner
+from tests.conftest import ACCELERATE, ScriptRunner
 
 TRAININGS = """
 import os, sys, time, torch
@@ -37,9 +37,9 @@ run_two(train, lambda: os.path.isdir(root) and any(not name.startswith(".") for 
 """
 
 
-def test_two_trainings_in_one_directory(tmp_path: Path, run_script: ScriptRunner) -> None:
+def test_two_trainings_in_one_directory(tmp_path: Path, fork_script: ScriptRunner) -> None:
     root = tmp_path / "states"
-    told = json.loads(run_script(TRAININGS, root, timeout=280).stdout.splitlines()[-1])
+    told = json.loads(fork_script(TRAININGS, root, modules=ACCELERATE, timeout=280).stdout.splitlines()[-1])
     assert told["A"] == []
     (message,) = told["B"]
     assert f"another job saves checkpoints into {root}: process " in message

@@ -20,6 +20,7 @@ from ckpt_core import DirectoryCheckpointer
 from ckpt_core.events import Event, SaveCommitted
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 from tests.ckpt_core.test_directory_checkpointer import SECONDS, parts
+from tests.conftest import ACCELERATE
 
 A_MOMENT = 0.2
 
@@ -177,8 +178,8 @@ def test_the_functions_of_the_standard_library_are_the_same_to_others(tmp_path: 
     assert os.stat("link", dir_fd=os.open(tmp_path, os.O_RDONLY), follow_symlinks=False).st_size == 7
 
 
-def test_programs_without_saves_in_the_background_keep_theirs(run_script: Any) -> None:
-    run_script(
+def test_programs_without_saves_in_the_background_keep_theirs(fork_script: Any) -> None:
+    fork_script(
         """
         import os, sys, posix, safetensors
         original = safetensors.safe_open
@@ -189,7 +190,8 @@ def test_programs_without_saves_in_the_background_keep_theirs(run_script: Any) -
         accelerator.prepare(torch.nn.Linear(300, 300))
         accelerator.save_state("saved")
         assert os.stat is posix.stat and os.access is posix.access and safetensors.safe_open is original
-        """
+        """,
+        modules=ACCELERATE,
     )
 
 

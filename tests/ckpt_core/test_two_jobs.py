@@ -159,14 +159,14 @@ print(json.dumps([seen, saves, told, sorted(os.path.basename(path) for path in f
     ],
 )
 def test_nothing_is_damaged_and_the_second_is_told(
-    layout: str, place: str, way: str, tmp_path: Path, run_script: ScriptRunner, request: pytest.FixtureRequest
+    layout: str, place: str, way: str, tmp_path: Path, fork_script: ScriptRunner, request: pytest.FixtureRequest
 ) -> None:
     root, options = str(tmp_path / "runs"), None
     seconds = 2 if place == "local" else 4
     if place != "local":
         server = request.getfixturevalue("server_of")(place)
         root, options = f"{server.new_bucket()}/runs", dict(server.options)
-    done = run_script(JOBS, layout, root, json.dumps(options), way, seconds, timeout=280)
+    done = fork_script(JOBS, layout, root, json.dumps(options), way, seconds, timeout=280)
     seen, saves, told, names = json.loads(done.stdout.splitlines()[-1])
     assert min(saves.values()) >= 3
     assert sum(seen.values()) >= 2

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
-from ckpt_core import Catalog, verify
+from ckpt_core import verify
 from tests.conftest import LIGHTNING
 
 ROOT = Path(__file__).parents[2]
@@ -68,18 +65,36 @@ def test_a_run_by_configuration_alone_resumes_bit_for_bit(
     assert_same_training(tmp_path / "whole", tmp_path / "parts")
 
 
+# Sends a script a signal when it has saved so many checkpoints.
+ENDED = """
+import os, runpy, signal, sys, time
+from ckpt_core import Catalog
+
+script, directory, number, count = sys.argv[1], sys.argv[3], int(sys.argv[-2]), int(sys.argv[-1])
+child = os.fork()
+if child == 0:
+    sys.argv = sys.argv[1:-2]
+    status = 0
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        status = ended.code
+    os._exit(status)
+while len(Catalog(directory).checkpoints()) < count:
+    assert os.waitpid(child, os.WNOHANG) == (0, 0), "the run ended before it could be ended"
+    time.sleep(0.005)
+os.kill(child, number)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
 def test_fabric_goes_on_after_a_kill(fork_script: RunScript, tmp_path: Path) -> None:
     script = ROOT / "examples/fabric_loop.py"
     whole = fork_script(script, "--output", str(tmp_path / "whole"), "--steps", "600", modules=LIGHTNING).stdout
-    command = [sys.executable, str(script), "--output", str(tmp_path / "parts"), "--steps", "600"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for number, count in ((signal.SIGKILL, 3), (signal.SIGTERM, 6)):
-        with subprocess.Popen(command, env=environment, start_new_session=True) as process:
-            while process.poll() is None and len(Catalog(tmp_path / "parts").checkpoints()) < count:
-                time.sleep(0.001)
-            assert process.poll() is None, "the run ended before it could be ended"
-            os.killpg(process.pid, number)
-            assert process.wait(60) == (143 if number == signal.SIGTERM else -signal.SIGKILL)
+    command = (str(script), "--output", str(tmp_path / "parts"), "--steps", "600")
+    for number, count, status in ((signal.SIGKILL, 3, -signal.SIGKILL), (signal.SIGTERM, 6, 143)):
+        ended = fork_script(ENDED, *command, int(number), count, modules=LIGHTNING)
+        assert int(ended.stdout.splitlines()[-1]) == status
     resumed = fork_script(script, "--output", str(tmp_path / "parts"), "--steps", "600", modules=LIGHTNING).stdout
     assert "resumed at step" in resumed
     assert resumed.splitlines()[-1] == whole.splitlines()[-1]

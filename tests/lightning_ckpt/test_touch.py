@@ -17,6 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 import ckpt_core.checkpointer as checkpointer_module
 from ckpt_core.storage import FileWriter, LocalStorage
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO
+from tests.conftest import LIGHTNING
 from tests.lightning_ckpt.reliable_cases import Callback, model_of, trainer_of
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
@@ -167,8 +168,8 @@ def test_paths_of_a_callback_are_read_without_waiting(slow: None, tmp_path: Path
     assert pending == [True] * 4
 
 
-def test_a_synchronous_run_keeps_the_functions_of_the_standard_library(run_script: Any, tmp_path: Path) -> None:
-    run_script(
+def test_a_synchronous_run_keeps_the_functions_of_the_standard_library(fork_script: Any, tmp_path: Path) -> None:
+    fork_script(
         """
         import os, posix, sys
         from pathlib import Path
@@ -180,4 +181,5 @@ def test_a_synchronous_run_keeps_the_functions_of_the_standard_library(run_scrip
         assert os.stat is posix.stat
         """,
         tmp_path,
+        modules=LIGHTNING,
     )

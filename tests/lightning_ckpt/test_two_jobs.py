@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ckpt_core import Catalog
-from tests.conftest import ScriptRunner
+from tests.conftest import LIGHTNING, ScriptRunner
 
 TRAININGS = """
 import json, logging, os, sys, time, torch
@@ -49,9 +49,10 @@ run_two(train, lambda: os.path.isdir(sys.argv[1]) and any(not name.startswith(".
 
 
 @pytest.mark.parametrize("plugin", ["async", pytest.param("sharded", marks=pytest.mark.slow)])
-def test_two_trainings_in_one_directory(plugin: str, tmp_path: Path, run_script: ScriptRunner) -> None:
+def test_two_trainings_in_one_directory(plugin: str, tmp_path: Path, fork_script: ScriptRunner) -> None:
     directory = tmp_path / "checkpoints"
-    told = json.loads(run_script(TRAININGS, directory, plugin, timeout=280).stdout.splitlines()[-1])
+    done = fork_script(TRAININGS, directory, plugin, modules=LIGHTNING, timeout=280)
+    told = json.loads(done.stdout.splitlines()[-1])
     assert told["A"] == []
     (message,) = told["B"]
     assert f"another job saves checkpoints into {directory}: process " in message

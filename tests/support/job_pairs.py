@@ -1,4 +1,4 @@
-"""Two jobs at the same time, which warn into files of their own; for scripts (fixture ``run_script``)."""
+"""Two jobs at the same time, which warn into files of their own; for scripts (fixture ``fork_script``)."""
 
 from __future__ import annotations
 

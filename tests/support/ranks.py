@@ -1,6 +1,6 @@
 """Ranks for tests: processes forked from one that has imported torch, connected by a store and by nothing else.
 
-For scripts (fixture ``run_script``), not for tests themselves: pytest's process has threads and must not be forked.
+For scripts (fixture ``fork_script``), not for tests themselves: pytest's process has threads and must not be forked.
 """
 
 from __future__ import annotations

@@ -53,8 +53,8 @@ def close(timeout=60.0):
 """
 
 
-def told(run_script: ScriptRunner, script: str, *arguments: object) -> Any:
-    return json.loads(run_script(PREAMBLE + script, *arguments, timeout=200).stdout)
+def told(fork_script: ScriptRunner, script: str, *arguments: object) -> Any:
+    return json.loads(fork_script(PREAMBLE + script, *arguments, timeout=200).stdout)
 
 
 EXACT = """
@@ -74,8 +74,8 @@ print(json.dumps([seen, left, os.path.exists(gate._directory)]))
 """
 
 
-def test_every_snapshot_is_between_two_steps_of_all(run_script: ScriptRunner) -> None:
-    seen, left, is_there = told(run_script, EXACT)
+def test_every_snapshot_is_between_two_steps_of_all(fork_script: ScriptRunner) -> None:
+    seen, left, is_there = told(fork_script, EXACT)
     assert len(seen) > 3
     for first, last, later, done in seen:
         assert first == last == later == [float(count) for count in done]
@@ -115,8 +115,8 @@ gate.close()
 
 
 @pytest.mark.parametrize("where", ["step", "wait"])
-def test_a_killed_worker_is_named_and_nobody_waits_for_it(run_script: ScriptRunner, where: str) -> None:
-    for name, message in told(run_script, KILLED, where):
+def test_a_killed_worker_is_named_and_nobody_waits_for_it(fork_script: ScriptRunner, where: str) -> None:
+    for name, message in told(fork_script, KILLED, where):
         assert name == "WorkerLostError"
         assert "worker 1 ended" in message
         assert "start all workers again from the newest checkpoint" in message
@@ -141,8 +141,8 @@ gate.close()
 """
 
 
-def test_a_frozen_worker_is_named_and_the_next_snapshot_is_taken(run_script: ScriptRunner) -> None:
-    (name, message), exact = told(run_script, FROZEN)
+def test_a_frozen_worker_is_named_and_the_next_snapshot_is_taken(fork_script: ScriptRunner) -> None:
+    (name, message), exact = told(fork_script, FROZEN)
     assert name == "GateTimeoutError"
     assert "worker 2 has not come to the gate" in message and "timeout=" in message
     assert exact
@@ -169,8 +169,8 @@ gate.close()
 """
 
 
-def test_the_gate_opens_when_who_was_saving_is_killed(run_script: ScriptRunner) -> None:
-    assert told(run_script, SAVER) == [-9, True]
+def test_the_gate_opens_when_who_was_saving_is_killed(fork_script: ScriptRunner) -> None:
+    assert told(fork_script, SAVER) == [-9, True]
 
 
 MISUSED = """
@@ -200,8 +200,8 @@ gate.close()
 """
 
 
-def test_a_step_that_raised_and_a_second_worker_are_refused(run_script: ScriptRunner) -> None:
-    step, snapshot, second, unknown = told(run_script, MISUSED)
+def test_a_step_that_raised_and_a_second_worker_are_refused(fork_script: ScriptRunner) -> None:
+    step, snapshot, second, unknown = told(fork_script, MISUSED)
     assert step[0] == "CheckpointError" and "has not finished its step 1" in step[1]
     assert snapshot[0] == "WorkerLostError" and "the shared model may hold a part" in snapshot[1]
     assert second[0] == "CheckpointError" and "another worker 1" in second[1] and "make a new gate" in second[1]

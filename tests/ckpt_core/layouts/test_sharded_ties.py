@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import textwrap
 from pathlib import Path
 
 from tests.conftest import ScriptRunner
 
 SCRIPT = """
-    import json, sys
+    import json, os, sys
     from pathlib import Path
     import torch
     import torch.distributed as dist
-    import torch.multiprocessing as mp
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
     from ckpt_core._layouts.sharded import encode_plain
@@ -45,15 +43,12 @@ SCRIPT = """
         Path(directory, f"{rank}.json").write_text(json.dumps(skeleton))
         dist.destroy_process_group()
 
-    if __name__ == "__main__":
-        mp.spawn(main, args=(sys.argv[1],), nprocs=2)
+    main(int(os.environ["LOCAL_RANK"]), sys.argv[1])
 """
 
 
-def test_distributed_tensors(tmp_path: Path, run_script: ScriptRunner) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    run_script(script, tmp_path, timeout=240)
+def test_distributed_tensors(tmp_path: Path, fork_script: ScriptRunner) -> None:
+    fork_script(SCRIPT, tmp_path, ranks=2, timeout=240)
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert first == second
     assert first == {

@@ -336,9 +336,9 @@ def outcomes() -> dict[str, str]:
     "name", [f"{name} on {world} ranks" for name, (worlds, _) in CASES.items() for world in worlds]
 )
 def test_what_all_ranks_write_is_the_whole(
-    name: str, run_script: ScriptRunner, outcomes: dict[str, str], tmp_path: Path
+    name: str, fork_script: ScriptRunner, outcomes: dict[str, str], tmp_path: Path
 ) -> None:
     if not outcomes:
-        for line in run_script(Path(__file__), tmp_path, timeout=240).stdout.splitlines():
+        for line in fork_script(Path(__file__), tmp_path, timeout=240).stdout.splitlines():
             outcomes.update(json.loads(line))
     assert outcomes[name] == ""
