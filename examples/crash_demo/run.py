@@ -45,6 +45,10 @@ def kill_during_save(job: TrainingJob, after_step: int, delay: float) -> bool:
     """
     if not wait_for_step(job, after_step):
         return False
+    # Not the very first save: there would be nothing to resume from.
+    saved = LogTail(job.events)
+    if not job.wait_until(lambda: any(event["event"] == "SaveCommitted" for event in saved.new())):
+        return False
     events, writing = LogTail(job.events, from_end=True), set()
 
     def being_written() -> bool:
