@@ -39,7 +39,7 @@ def plain(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
         command = [sys.executable, *words]
         # Not on PYTHONPATH, which would put the directory of the project on sys.path of both alike, but where "-m"
         # looks.
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
 
     return run
 
