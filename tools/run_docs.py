@@ -1,7 +1,7 @@
 """Run the examples of Markdown pages: every ``python`` block, and every ``yaml`` block must parse.
 
-Each Python block runs in an empty directory and in a process of its own, which is forked from one that has imported what
-takes seconds. Comments directly above a block say otherwise::
+Each Python block runs in an empty directory and in a process of its own, which is forked from one that has imported
+what takes seconds. Comments directly above a block say otherwise::
 
     <!-- continues -->          the block continues the Python block before it: they run as one script
     <!-- not run: reason -->    the block is only shown
