@@ -153,7 +153,7 @@ def _warn_of(owner: Any, kind: str, paths: list[str]) -> None:
     shown = ", ".join(f"`{path}`" for path in paths[:_NAMED]) + (" and more" if len(paths) > _NAMED else "")
     remedy = "register buffers, or override on_save_checkpoint" if kind == "module" else "give it state_dict"
     has = "no on_save_checkpoint" if kind == "module" else "no state_dict"
-    cls = type(owner)
+    cls: Any = type(owner)
     file, line = _place_of(cls)
     warnings.warn_explicit(
         f"{kind} `{cls.__name__}` changed {shown} since the start, and has {has}: a resume will not have it ({remedy})",
