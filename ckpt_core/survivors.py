@@ -189,6 +189,7 @@ class Survivors:
         self._ended = threading.Event()
         self._descriptor: int | None = None
         self.last = 0
+        self._saved: int | None = None
         try:
             os.makedirs(os.path.dirname(self._paths[rank]), exist_ok=True)
             self._descriptor = os.open(self._paths[rank], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -267,7 +268,7 @@ class Survivors:
     def is_rank_lost(self) -> bool:
         """Return whether another rank was here and is dead, or has seen that one is."""
         states = [self._state_of(other) for other in self._others]
-        return any(doing == _STOPPED or (doing == _TRAINING and not alive) for doing, _, alive in states)
+        return any(doing in (_STOPPED, _OVER) or (doing == _TRAINING and not alive) for doing, _, alive in states)
 
     def leave(self) -> None:
         """Say that this rank takes part no longer, because of an exception of its own; what it has noted stays."""
@@ -293,7 +294,7 @@ class Survivors:
             return False
         finally:
             with contextlib.suppress(OSError):
-                self._tell(_OVER)
+                self._tell(_OVER, self._saved)
             self._ended.set()
 
     def wait_until_over(self) -> None:
@@ -311,6 +312,8 @@ class Survivors:
             time.sleep(_PAUSE_SECONDS)
             states = {other: self._state_of(other) for other in self._others}
             now = time.monotonic()
+        if any(doing == _OVER and number is not None for doing, number, _ in states.values()):
+            return False  # was faster than this one, and has saved
         held = {other: number for other, (doing, number, alive) in states.items() if doing == _STOPPED and alive}
         held[self._rank] = holds
         whole = {other: number for other, number in held.items() if number is not None}
@@ -330,6 +333,7 @@ class Survivors:
             )
             return False
         save(self._gathered(number))
+        self._saved = number
         return True
 
     def _wait_for(self, saver: int, deadline: float) -> None:
