@@ -20,7 +20,14 @@ from accelerate_ckpt._patches import Patches
 from accelerate_ckpt._state.just_in_time import note_step, save_if_rank_was_lost
 from accelerate_ckpt._state.load import load_state
 from accelerate_ckpt._state.save import save_deferred, save_snapshot, save_state
-from accelerate_ckpt._state.session import Session, close_sessions, live_sessions, open_session, session_of
+from accelerate_ckpt._state.session import (
+    Session,
+    close_sessions,
+    live_sessions,
+    open_session,
+    session_of,
+    unfinished_sessions,
+)
 from accelerate_ckpt._termination import unprotect
 from accelerate_ckpt.config import CheckpointConfig
 from ckpt_core.errors import CheckpointError
@@ -127,12 +134,15 @@ def drain(*, raised: bool) -> None:
         CheckpointError: A save has failed.
     """
     failure: CheckpointError | None = None
-    for session in live_sessions():
+    for session in unfinished_sessions():
         try:
-            if not raised:
-                save_deferred(session)
-                session.training_ended()
-            session.finish()
+            if session.accelerator is None:  # other ranks may have none like it any more
+                session.checkpointer.close()
+            else:
+                if not raised:
+                    save_deferred(session)
+                    session.training_ended()
+                session.finish()
         except CheckpointError as error:
             failure = failure or error
             log.exception("a checkpoint could not be saved")

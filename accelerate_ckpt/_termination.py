@@ -25,7 +25,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import ckpt_core
-from accelerate_ckpt._state.session import live_sessions
+from accelerate_ckpt._state.session import live_sessions, unfinished_sessions
 from ckpt_core.errors import RankFailedError
 
 log = logging.getLogger(__name__)
@@ -219,7 +219,7 @@ def _finish() -> None:
         for session in live_sessions():
             if session.just_in_time is not None and session.just_in_time.is_rank_lost:
                 session.just_in_time.wait_until_over()
-    for session in [session for session in live_sessions() if session.checkpointer.is_busy]:
+    for session in [session for session in unfinished_sessions() if session.checkpointer.is_busy]:
         waiting = threading.Thread(target=session.checkpointer.drain, name="ckpt-last-saves", daemon=True)
         waiting.start()
         if session.rank == 0:

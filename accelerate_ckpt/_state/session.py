@@ -42,6 +42,7 @@ from ckpt_core.tiers import MemoryTier
 log = logging.getLogger(__name__)
 
 _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
+_orphans: list[Session] = []  # their Accelerators are gone, and saves of theirs are not over
 _serials = itertools.count()
 _group: list[RankGroup] = []  # one at most, for all Accelerators of the process: they have the same ranks
 
@@ -487,6 +488,7 @@ def open_session(accelerator: Any, config: CheckpointConfig) -> Session:
                 session.preemption.close()
                 session.preemption = None
         session = _sessions[accelerator] = Session(accelerator, config)
+        weakref.finalize(accelerator, _outlive, session).atexit = False
     return session
 
 
@@ -500,6 +502,21 @@ def live_sessions() -> list[Session]:
     return list(_sessions.values())
 
 
+def unfinished_sessions() -> list[Session]:
+    """Return those, and the sessions of Accelerators that are gone, such as locals of a function, sooner than saves."""
+    _orphans[:] = [session for session in _orphans if _is_unfinished(session)]
+    return [*live_sessions(), *_orphans]
+
+
+def _is_unfinished(session: Session) -> bool:
+    return bool(session.checkpointer.is_busy or session.checkpointer.failure or session.deferred)
+
+
+def _outlive(session: Session) -> None:
+    if _is_unfinished(session):
+        _orphans.append(session)
+
+
 def close_sessions() -> None:
     """Forget about all Accelerators, which are finished, and about the connection between the ranks."""
     for session in live_sessions():
@@ -509,6 +526,7 @@ def close_sessions() -> None:
         if session.accelerator is not None:
             session.data.release()
     _sessions.clear()
+    _orphans.clear()
     _group.clear()
 
 

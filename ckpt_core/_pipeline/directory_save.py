@@ -325,8 +325,9 @@ def plan_parts(
     """
     planned = []
     for part in parts:
-        skeleton, tensors = encode_plain(part.state, key=part.name, objects=objects)
         same = part.kind is not Kind.PER_RANK
+        # A model's are refused: nobody could load into them.
+        skeleton, tensors = encode_plain(part.state, key=part.name, objects=objects, any_tensor=not same)
         found = {
             name: local_tensor(tensor, key=f"{part.name}.{name}", rank=rank, world_size=world_size, replicated=same)
             for name, tensor in tensors

@@ -97,11 +97,11 @@ def test_another_number_of_ranks_loads_the_same_state(ranks: Ranks, tmp_path: Pa
 
 def test_a_checkpoint_of_stock_accelerate_is_loaded(ranks: Ranks, tmp_path: Path) -> None:
     names: dict[str, Any] = {"version": 2, "accumulation": 1, "alone": False, "saved": str(tmp_path / "saved")}
-    stock = "    train(3)\n    Accelerator.save_state(accelerator, saved)\n    tell(whole=whole())\n"
+    stock = "    train(3)\n    Accelerator.save_state.__wrapped__(accelerator, saved)\n    tell(whole=whole())\n"
     saved = ranks.run(PREPARED + stock, 2, seed=0, **names)
     loaded, by_stock = (
-        ranks.run(f"{PREPARED}    {load}.load_state({of}saved)\n    tell(whole=whole())\n", 2, seed=1, **names)
-        for load, of in (("accelerator", ""), ("Accelerator", "accelerator, "))
+        ranks.run(f"{PREPARED}    {load}({of}saved)\n    tell(whole=whole())\n", 2, seed=1, **names)
+        for load, of in (("accelerator.load_state", ""), ("Accelerator.load_state.__wrapped__", "accelerator, "))
     )
     assert (tmp_path / "saved" / "pytorch_model_fsdp_0").is_dir()
     assert [result.error for result in loaded] == [None, None]
@@ -114,7 +114,9 @@ def test_a_checkpoint_of_stock_accelerate_is_loaded(ranks: Ranks, tmp_path: Path
 def test_no_code_runs_from_a_checkpoint_of_stock_accelerate(ranks: Ranks, tmp_path: Path, where: str) -> None:
     marker, saved = tmp_path / "marker", tmp_path / "saved"
     names: dict[str, Any] = {"version": 2, "accumulation": 1, "alone": True, "saved": str(saved)}
-    ranks.run(PREPARED + "    train(3)\n    Accelerator.save_state(accelerator, saved)\n", 1, seed=0, **names)
+    ranks.run(
+        PREPARED + "    train(3)\n    Accelerator.save_state.__wrapped__(accelerator, saved)\n", 1, seed=0, **names
+    )
     folder = saved / "optimizer_0"
     evil = Exploit(marker, "os.system")
     if where == "metadata":

@@ -28,7 +28,7 @@ class OwnProcesses:
     def __init__(self) -> None:
         self._child: _Child | None = None
 
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
         """Take the reports of a marked test from the child of its file."""
         if item.get_closest_marker("own_process") is None or item.get_closest_marker("skip") is not None:
             return None
@@ -39,6 +39,8 @@ class OwnProcesses:
         for report in self._child.reports_of(item):
             item.ihook.pytest_runtest_logreport(report=report)
         item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        # An unmarked test before this one has left its module set up for it; pytest has no public way to end that.
+        item.session._setupstate.teardown_exact(nextitem)
         return True
 
     def pytest_sessionfinish(self) -> None:

@@ -48,7 +48,7 @@ _REMEDY = (
 
 
 def encode_plain(
-    tree: Any, *, key: str, objects: dict[str, str] | None = None
+    tree: Any, *, key: str, objects: dict[str, str] | None = None, any_tensor: bool = False
 ) -> tuple[Json, list[tuple[str, torch.Tensor]]]:
     """Take a state apart.
 
@@ -57,6 +57,8 @@ def encode_plain(
         key: Name of the state, for errors.
         objects: There may be objects that are not plain data, and this is filled with the types of those that the
             default way of reading refuses, by key. None: there may be none.
+        any_tensor: Tensors that are more than their elements (sparse, quantized, nested) are such objects, and not
+            refused later.
 
     Returns:
         The structure, in which tensors are references; and the tensors, each with a name that is unique: its path below
@@ -70,16 +72,17 @@ def encode_plain(
         >>> encode_plain({"weight": torch.ones(2), "sizes": (1, 2)}, key="model")
         ({'weight': '$0', 'sizes': {'$tuple': [1, 2]}}, [('weight', tensor([1., 1.]))])
     """
-    encoder = _Encoder(key, objects)
+    encoder = _Encoder(key, objects, any_tensor)
     skeleton = encoder.encode(tree, "")
     return skeleton, list(encoder.tensors.items())
 
 
 class _Encoder:
-    def __init__(self, key: str, objects: dict[str, str] | None = None) -> None:
+    def __init__(self, key: str, objects: dict[str, str] | None = None, any_tensor: bool = False) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._key = key
         self._objects = objects
+        self._any_tensor = any_tensor
         self._indices: dict[Any, int] = {}
         self._parents: list[int] = []
 
@@ -94,7 +97,7 @@ class _Encoder:
         if kind is str:
             return "$" + node if node.startswith("$") else node
         if isinstance(node, torch.Tensor):
-            is_object = self._objects is not None and _is_more_than_elements(node)
+            is_object = self._objects is not None and self._any_tensor and _is_more_than_elements(node)
             return self._object(node, name) if is_object else self._reference(node, name)
         encoded = _ENCODERS[kind](node) if kind in _ENCODERS else None
         if encoded is not None:
