@@ -253,6 +253,7 @@ class RunSummary:
         self.stall_seconds = self.longest_stall_seconds = self.commit_seconds = 0.0
         self.pending: set[str] = set()
         self._copies: set[str] = set()
+        self._counted = ""
         self._told = (0, 0, 0.0)
 
     def __call__(self, event: Event) -> None:
@@ -264,12 +265,16 @@ class RunSummary:
             self.stall_seconds += event.stall_seconds
             self.longest_stall_seconds = max(self.longest_stall_seconds, event.stall_seconds)
             if not event.bytes:
-                self._copies.add(event.path)
+                if event.path in self.pending:
+                    self._copies.add(event.path)
+                elif event.path == self._counted:  # committed before its caller could say what it is
+                    self.saves -= 1
         elif isinstance(event, SaveCommitted):
             if event.path in self._copies:
                 self._copies.discard(event.path)
                 return
             self.saves += 1
+            self._counted = event.path
             self.bytes = event.bytes
             self.commit_seconds = event.background_seconds
         elif isinstance(event, SaveFailed | UploadFailed):

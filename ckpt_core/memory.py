@@ -92,6 +92,7 @@ class ScratchBuffers:
             except BaseException as error:
                 with self._changed:
                     self._lent -= 1
+                    self._changed.notify_all()  # who waits for what this thread asked for, and does not get
                     if not isinstance(error, OutOfMemoryError) or not (self._lent or self._idle):
                         raise
                     self._changed.wait_for(lambda: self._idle or not self._lent)

@@ -29,6 +29,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from ckpt_core import commit_time
 from tests.support.accelerators import CUDA, SIMULATED, Accelerator, CudaAccelerator, SimulatedAccelerator
 from tests.support.descendants import kill_all, new_mark
 from tests.support.fork_server import ForkServer
@@ -108,6 +109,12 @@ def pytest_collection_finish() -> None:
     """Keep what was imported out of garbage collections, each of which would take a second."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no test be behind the commits that others have dated into the future."""
+    monkeypatch.setattr(commit_time, "_clock", commit_time._Clock())
 
 
 def _starts_processes(path: Path) -> bool:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 
+from ckpt_core import memory
+from ckpt_core.errors import OutOfMemoryError
 from tests.conftest import ScriptRunner
 
 # The limit is that of the address space, which threads' stacks count in: what is left is not to be known to a megabyte.
@@ -73,3 +76,28 @@ def test_where_there_is_no_room_for_anything_the_old_checkpoint_stays(
     assert failure[0] == "OutOfMemoryError"
     assert "what to do: free memory" in failure[1]
     assert (size, first) == (10, 1.0)
+
+
+def test_threads_that_all_find_no_memory_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    buffers, may_fail, failures = memory.ScratchBuffers(), threading.Event(), []
+
+    def allocate(_: int) -> None:
+        if threading.current_thread().name == "first":
+            may_fail.wait()
+        raise OutOfMemoryError("there is no memory")
+
+    def take() -> None:
+        try:
+            buffers.take(1)
+        except OutOfMemoryError as error:
+            failures.append(error)
+
+    monkeypatch.setattr(memory, "StagingBuffer", allocate)
+    threads = [threading.Thread(target=take, name=name, daemon=True) for name in ("first", "second")]
+    for thread in threads:
+        thread.start()
+    threads[1].join(0.5)  # it waits for what the first one may get
+    may_fail.set()
+    for thread in threads:
+        thread.join(30)
+    assert len(failures) == 2
