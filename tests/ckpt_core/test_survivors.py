@@ -105,3 +105,9 @@ def test_how_long_survivors_wait() -> None:
     for wrong in (-1, 0, "soon"):
         with pytest.raises(ValueError, match="just_in_time must be"):
             wait_seconds_of(wrong)
+
+
+def test_torch_has_not_moved_what_brings_ranks_out_of_collectives() -> None:
+    from torch.distributed import distributed_c10d
+
+    assert callable(distributed_c10d._abort_process_group), "survivors would wait until the launcher kills them"
