@@ -1,34 +1,132 @@
 """``python -m ckpt_core.gpu_check``: what saves cost a training on this machine's accelerator, in one table.
 
-It trains a small model with AdamW, without saves and with saves of each kind, and loads the last one. The table is in
+It trains a small model with AdamW, without saves and with saves of each kind, and loads what was saved. The table is in
 Markdown, to be pasted.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from ckpt_core import tree
 from ckpt_core._devices import device_to_check, peak_bytes, pinned_copy_rate, wait_for_devices
 from ckpt_core.checkpointer import Checkpointer
+from ckpt_core.directory import DirectoryCheckpointer, Kind, Part
 
-__all__ = ["main"]
+__all__ = ["Contender", "main"]
 
 _LAYERS = 8
 _COPIED = 256 * 2**20  # bytes, to find out how fast a pinned copy is
 _MIB = 2**20
 _LONGEST_STEP = 1000  # forward and backward passes
 
-Save = Callable[[dict[str, Any], str], None]
+
+class Contender:
+    """One way of saving, which has a row of the table.
+
+    Args:
+        name: Of the row.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def save(self, state: dict[str, Any], path: str) -> None:
+        """Begin to save; the caller trains on when it returns, and calls :meth:`before_step` before its next step."""
+        raise NotImplementedError
+
+    def before_step(self) -> None:
+        """Return when the optimizer may change the state."""
+
+    def finish(self) -> None:
+        """Return when all saves are over."""
+
+    def close(self) -> None:
+        """Free what is kept between saves."""
+
+
+class _File(Contender):
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__(name)
+        self._checkpointer = Checkpointer(**options)
+
+    def save(self, state: dict[str, Any], path: str) -> None:
+        self._checkpointer.save(state, path)
+
+    def finish(self) -> None:
+        self._checkpointer.wait()
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+class _Directory(Contender):
+    def __init__(self, name: str, **options: Any) -> None:
+        super().__init__(name)
+        self._checkpointer = DirectoryCheckpointer(**options)
+
+    def save(self, state: dict[str, Any], path: str) -> None:
+        self._checkpointer.save([Part(name, value, Kind.SHARDED) for name, value in state.items()], path)
+
+    def finish(self) -> None:
+        self._checkpointer.wait()
+
+    def close(self) -> None:
+        self._checkpointer.close()
+
+
+class _Dcp(Contender):
+    """torch's own asynchronous saves, one after the other; its stager pins memory and copies beside the training."""
+
+    def __init__(self, name: str, *, stages: bool) -> None:
+        super().__init__(name)
+        self._options: dict[str, Any] = {}
+        self._under_way: Any = None
+        if stages:
+            from torch.distributed.checkpoint import staging
+
+            self._options = {"async_stager": staging.DefaultStager(staging.StagingOptions())}
+
+    def save(self, state: dict[str, Any], path: str) -> None:
+        from torch.distributed.checkpoint.state_dict_saver import async_save
+
+        self.finish()
+        self._under_way = async_save(state, checkpoint_id=path, no_dist=True, **self._options)
+
+    def before_step(self) -> None:
+        if hasattr(self._under_way, "staging_completion"):
+            self._under_way.staging_completion.result()
+
+    def finish(self) -> None:
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            getattr(under_way, "upload_completion", under_way).result()
+
+    def close(self) -> None:
+        for stager in self._options.values():
+            stager.close()
+
+
+#: What makes each row of the table.
+CONTENDERS: tuple[Callable[[], Contender], ...] = (
+    lambda: _File("async, overlap=True", overlap=True),
+    lambda: _Directory("sharded, overlap=True", overlap=True),
+    lambda: _File("async"),
+    lambda: _Directory("sharded"),
+    lambda: _Dcp("DCP async_save", stages=False),
+    lambda: _Dcp("DCP async_save, DefaultStager", stages=True),
+)
 
 
 class _Training:
@@ -52,109 +150,150 @@ class _Training:
         return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def nbytes(self) -> int:
-        moments = [value for state in self.optimizer.state.values() for value in state.values()]
-        return sum(tensor.nbytes for tensor in [*self.model.parameters(), *moments])
+        return sum(tensor.nbytes for _, tensor in tree.tensors(self.state()))
 
-    def run(self, steps: int, *, every: int = 0, save: Callable[[], None] | None = None) -> tuple[float, list[float]]:
-        """Return the seconds that some steps took, until the device has done them, and those of each save."""
+    def run(self, steps: int, *, every: int = 0, save: Contender | None = None, path: str = "") -> _Measured:
+        """Make some steps, each of which ends when the device has done it, as where the loss is logged."""
         stalls = []
         wait_for_devices([self._batch])
         begin = time.perf_counter()
         for step in range(1, steps + 1):
             for _ in range(self.passes):
                 self.model(self._batch).square().mean().backward()
+            if save is not None:
+                save.before_step()
             self.optimizer.step()
             self.optimizer.zero_grad()
+            wait_for_devices([self._batch])
             if save is not None and step % every == 0:
                 stopped = time.perf_counter()
-                save()
+                save.save(self.state(), path)
                 stalls.append(time.perf_counter() - stopped)
         wait_for_devices([self._batch])
         return time.perf_counter() - begin, stalls
 
 
-def _row(training: _Training, device: torch.device, options: argparse.Namespace, alone: float, save: Save) -> list[str]:
+_Measured = tuple[float, list[float]]  # seconds of all steps, and of each save
+
+
+def _measure_row(
+    training: _Training, device: torch.device, options: argparse.Namespace, alone: float, saves: Contender
+) -> list[str]:
     path = os.path.join(options.path, "saved")
-    save(training.state(), path)  # allocates and pins memory
+    training.run(1, every=1, save=saves, path=path)  # allocates and pins memory
+    training.run(1, every=2, save=saves)
+    saves.finish()
+    begin = time.perf_counter()
+    saves.save(training.state(), path)
+    saves.before_step()
+    saves.finish()
+    whole = time.perf_counter() - begin
     peak_bytes(device, reset=True)
     training.run(2)
     before = peak_bytes(device, reset=True)
-    seconds, stalls = training.run(options.steps, every=options.every, save=lambda: save(training.state(), path))
+    seconds, stalls = training.run(options.steps, every=options.every, save=saves, path=path)
     after = peak_bytes(device)
     extra = "-" if before is None or after is None else f"{(after - before) / _MIB:.0f} MiB"
-    return [f"{statistics.median(stalls) * 1000:.1f} ms", f"{seconds / alone - 1:+.1%}".replace("%", " %"), extra]
+    slower = f"{seconds / alone - 1:+.1%}".replace("%", " %")
+    return [f"{statistics.median(stalls) * 1000:.1f} ms", slower, f"{whole:.2f} s", extra]
 
 
-def _measure(options: argparse.Namespace, device: torch.device, name: str) -> None:
+def _row(
+    training: _Training,
+    device: torch.device,
+    options: argparse.Namespace,
+    alone: float,
+    make: Callable[[], Contender],
+) -> list[str]:
+    with contextlib.ExitStack() as after:
+        name = ""
+        try:
+            saves = make()
+            name = saves.name
+            after.callback(saves.close)
+            after.callback(saves.finish)
+            row = [name, *_measure_row(training, device, options, alone, saves)]
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - those of others are no Exceptions; the other rows count
+            after.pop_all()
+            print(f"{name}: {type(error).__name__}: {error}", file=sys.stderr)
+            row = [f"{name}: {type(error).__name__}", "-", "-", "-", "-"]
+    shutil.rmtree(options.path)  # some are files, and others directories
+    os.mkdir(options.path)
+    return row
+
+
+def _load(training: _Training, device: torch.device, path: str) -> tuple[float, bool]:
+    """Save beside a training that goes on, and load: the seconds, and whether it has the bits of the save's moment."""
+    with Checkpointer(overlap=True) as ours:
+        training.run(1)  # the checkpointer learns of the optimizer
+        ours.save(training.state(), path)
+        kept = {name: tensor.clone() for name, tensor in tree.tensors(training.state())}
+        training.run(2)
+        ours.wait()
+        wait_for_devices(kept.values())
+        begin = time.perf_counter()
+        loaded = ours.load(path, map_location=device)
+        wait_for_devices(kept.values())
+        seconds = time.perf_counter() - begin
+    found = dict(tree.tensors(loaded))
+    is_equal = found.keys() == kept.keys() and all(torch.equal(found[name], kept[name].to(device)) for name in kept)
+    return seconds, is_equal
+
+
+def measure(
+    options: argparse.Namespace, device: torch.device, name: str, contenders: Iterable[Callable[[], Contender]]
+) -> bool:
+    """Print the table.
+
+    Args:
+        options: Of the command line; ``path`` is an empty directory.
+        device: Where to train.
+        name: Of the device.
+        contenders: What makes each row.
+
+    Returns:
+        Whether a checkpoint that was saved beside the training has the bits of its moment.
+    """
     training = _Training(device, int(options.gigabytes * 1e9), options.batch)
     training.run(2)
     one, _ = training.run(1)
     training.passes = max(1, min(_LONGEST_STEP, round(options.step_ms / 1000 / max(one, 1e-6))))
+    training.run(2)
     alone, _ = training.run(options.steps)
     size, rate = training.nbytes(), pinned_copy_rate(device, min(_COPIED, training.nbytes()))
     print(f"{name}, torch {torch.__version__}, {size / 1e9:.2f} GB of weights and moments, ", end="")
     print(f"a save every {options.every} steps of {alone / options.steps * 1000:.0f} ms\n")
-    rows: list[list[str]] = []
-    with Checkpointer(overlap=True) as ours:
-        rows.append(["async, overlap=True", *_row(training, device, options, alone, _save_with(ours))])
-    with Checkpointer() as ours:
-        rows.append(["async", *_row(training, device, options, alone, _save_with(ours))])
-        begin = time.perf_counter()
-        ours.load(os.path.join(options.path, "saved"), map_location=device)
-        wait_for_devices(training.model.parameters())
-        loaded = time.perf_counter() - begin
-    shutil.rmtree(options.path)  # ours is a file, and DCP's a directory
-    os.mkdir(options.path)
-    dcp = _Dcp()
-    try:
-        theirs = ["DCP async_save", *_row(training, device, options, alone, dcp.save)]
-        dcp.finish()
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # noqa: BLE001 - its own errors are no Exceptions; ours was measured
-        theirs = [f"DCP async_save: {type(error).__name__}", "-", "-", "-"]
-    rows.append(theirs)
-    for row in (["saves", "stall", "training slower", "extra device memory"], ["---"] * 4, *rows):
+    header = ["saves", "stall", "training slower", "saved after", "extra device memory"]
+    for row in (header, ["---"] * len(header)):
         print("| " + " | ".join(row) + " |")
-    stall = float(rows[1][1].removesuffix(" ms")) / 1000
-    print(f"\nPinned copy: {rate / 1e9:.2f} GB/s; the stall of async is one at {size / stall / rate:.2f} of that rate.")
-    print(f"Load to the device, verified: {loaded:.2f} s, {size / loaded / 1e9:.2f} GB/s.")
+    stalls = {}
+    for make in contenders:
+        row = _row(training, device, options, alone, make)
+        stalls[row[0]] = row[1]
+        print("| " + " | ".join(row) + " |", flush=True)
+    again, _ = training.run(options.steps)
+    print(
+        f"\nTraining without saves, once more at the end: {again / alone - 1:+.1%} (what a difference has to exceed)."
+    )
+    stall = float(stalls.get("async", "nan").removesuffix(" ms")) / 1000
+    print(f"Pinned copy: {rate / 1e9:.2f} GB/s; the stall of async is one at {size / stall / rate:.2f} of that rate.")
+    loaded, is_equal = _load(training, device, os.path.join(options.path, "saved"))
+    print(f"Load to the device, verified: {loaded:.2f} s, {size / loaded / 1e9:.2f} GB/s; ", end="")
+    print("bit for bit the state of the save." if is_equal else "NOT the state of the save: please report this.")
+    return is_equal
 
 
-def _save_with(checkpointer: Checkpointer) -> Save:
-    def save(state: dict[str, Any], path: str) -> None:
-        checkpointer.save(state, path)
-
-    return save
-
-
-class _Dcp:
-    """torch's own asynchronous saves, one after the other."""
-
-    def __init__(self) -> None:
-        self._under_way: Any = None
-
-    def save(self, state: dict[str, Any], path: str) -> None:
-        from torch.distributed.checkpoint.state_dict_saver import async_save
-
-        self.finish()
-        self._under_way = async_save(state, checkpoint_id=path, no_dist=True)
-
-    def finish(self) -> None:
-        """Wait for the save under way."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            getattr(under_way, "upload_completion", under_way).result()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, contenders: Iterable[Callable[[], Contender]] = CONTENDERS) -> int:
     """Measure, and print the table.
 
     Args:
         arguments: Of the command line.
+        contenders: What makes each row of the table.
 
     Returns:
-        The exit status: 0, or 1 where there is no accelerator.
+        The exit status: 0, or 1 where there is no accelerator or a checkpoint has other bits than the state had.
     """
     parser = argparse.ArgumentParser(
         prog="python -m ckpt_core.gpu_check", description="Measure what saves cost a training on this accelerator."
@@ -174,10 +313,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     options.path = tempfile.mkdtemp(prefix="ckpt-gpu-check-", dir=options.path)
     try:
-        _measure(options, *found)
+        return 0 if measure(options, *found, contenders) else 1
     finally:
         shutil.rmtree(options.path, ignore_errors=True)
-    return 0
 
 
 if __name__ == "__main__":

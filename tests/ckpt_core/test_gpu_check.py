@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,15 +22,42 @@ def test_one_table_says_what_saves_cost(
     lines = capsys.readouterr().out.splitlines()
     assert f"torch {torch.__version__}, 0.00 GB of weights and moments, a save every 1 steps of" in lines[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]
-    assert rows[0] == ["saves", "stall", "training slower", "extra device memory"]
-    assert [row[0] for row in rows[2:4]] == ["async, overlap=True", "async"]
-    for row in rows[2:4]:
+    assert rows[0] == ["saves", "stall", "training slower", "saved after", "extra device memory"]
+    assert [row[0] for row in rows[2:6]] == ["async, overlap=True", "sharded, overlap=True", "async", "sharded"]
+    for row in rows[2:6]:
         assert float(row[1].removesuffix(" ms")) > 0
         assert row[2].endswith(" %")
-    assert rows[4][0].startswith("DCP async_save")
+        assert float(row[3].removesuffix(" s")) > 0
+    assert [row[0].partition(":")[0] for row in rows[6:]] == ["DCP async_save", "DCP async_save, DefaultStager"]
     assert lines[-2].startswith("Pinned copy: ")
     assert lines[-1].startswith("Load to the device, verified: ")
+    assert lines[-1].endswith("bit for bit the state of the save.")
     assert os.listdir(tmp_path) == []
+
+
+class _Refuses(gpu_check.Contender):
+    def __init__(self) -> None:
+        super().__init__("refuses")
+
+    def save(self, state: dict[str, Any], path: str) -> None:
+        raise RuntimeError("no")
+
+
+def test_a_row_that_fails_says_so_and_the_others_are_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], accelerator: Accelerator
+) -> None:
+    assert gpu_check.main([str(tmp_path), *TINY], [_Refuses, gpu_check.CONTENDERS[2]]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "| refuses: RuntimeError | - | - | - | - |" in lines
+    assert any(line.startswith("| async | ") for line in lines)
+
+
+def test_other_bits_than_those_of_the_save_are_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "equal", lambda *_: False)
+    assert gpu_check.main([str(tmp_path), *TINY], []) == 1
+    assert "NOT the state of the save" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_where_there_is_no_accelerator_one_line_says_so(
