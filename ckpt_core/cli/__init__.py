@@ -55,10 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 if all went well, otherwise one of :class:`ckpt_core.cli.parser.Exit`.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by who started the command; no checkpoint may get its number
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
     try:
-        options = parse(arguments, _VERBS)
-        code = Exit.OK if options is None else options.run(options)
-        sys.stdout.flush()
+        try:
+            options = parse(arguments, _VERBS)
+            code = Exit.OK if options is None else options.run(options)
+        finally:
+            sys.stdout.flush()  # also what --help printed, before it ended the process
     except CheckpointError as error:
         print(f"ckpt: {type(error).__name__}: {error}", file=sys.stderr)
         if isinstance(error, StorageError) and "://" in (error.path or ""):
@@ -66,8 +71,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return Exit.FAILED
     except KeyboardInterrupt:
         return Exit.INTERRUPTED
-    except BrokenPipeError:
-        # Nobody reads any more; the interpreter would fail once more when it flushes at its end.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Exit.CLOSED_PIPE
+    except OSError as error:
+        # Nobody reads any more, or what is printed has no room.
+        is_closed = isinstance(error, BrokenPipeError)
+        if not is_closed:
+            print(f"ckpt: {error}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # the interpreter would fail once more when it flushes at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return Exit.CLOSED_PIPE if is_closed else Exit.FAILED
     return int(code)

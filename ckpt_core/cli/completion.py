@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from ckpt_core.cli.output import print_json
 from ckpt_core.cli.parser import Commands, Exit, Options
 
 __all__ = ["add_commands"]
@@ -55,7 +56,10 @@ def _completion(options: Options, commands: Commands) -> int:
     )
     if options.shell == "zsh":
         text = "autoload -U +X bashcompinit && bashcompinit\n" + text
-    print(text, end="")
+    if options.json:
+        print_json({"shell": options.shell, "script": text})
+    else:
+        print(text, end="")
     return Exit.OK
 
 

@@ -123,8 +123,12 @@ def _convert(options: Options) -> int:
     else:
         convert = interchange.convert_to_file if options.to == "file" else interchange.convert_to_directory
         size = convert(path, options.target, weights_only=weights_only, **given)
+    return _wrote(options, options.to, size)
+
+
+def _wrote(options: Options, layout: str, size: int | None = None) -> int:
     if options.json:
-        print_json({"path": options.target, "layout": options.to, "bytes": size})
+        print_json({"path": options.target, "layout": layout, "bytes": size})
     else:
         print(f"wrote {options.target}" + ("" if size is None else f": {size_in_words(size)}"))
     return Exit.OK
@@ -175,8 +179,7 @@ def _export(options: Options) -> int:
             max_shard_size=options.max_shard_size,
             storage_options=options.storage_options,
         )
-    print(f"wrote {options.target}")
-    return 0
+    return _wrote(options, options.format)
 
 
 def _import(options: Options) -> int:
@@ -205,5 +208,4 @@ def _import(options: Options) -> int:
         size = interchange.import_model(
             options.path, options.target, part=options.part, storage_options=options.storage_options
         )
-    print(f"wrote {options.target}: {size:,} bytes")
-    return 0
+    return _wrote(options, "directory", size)

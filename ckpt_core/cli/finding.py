@@ -41,20 +41,29 @@ class Found:
 
     def hint(self, storage_options: dict[str, Any] | None) -> str:
         """Return why there are none, and where some are."""
-        try:
-            foreign = find_foreign(self.path, storage_options)
-        except CheckpointError as error:
-            return f"{self.path}: {error.message}"
+        foreign = self.foreign(storage_options)
         if foreign is not None:
-            return f"{self.path} is {foreign.what}: see ckpt inspect, verify, convert"
+            return foreign
         text = f"no checkpoints in {self.path}"
         if self.others:
             text += f" ({self.others} other file{'s' * (self.others > 1)})"
-        below = [found for found in walk(self.path, storage_options, levels=_LEVELS_OF_A_HINT) if found.checkpoints]
-        if not below:
-            return text
-        total = sum(len(found.checkpoints) for found in below)
-        return f"{text}; {total} below it, such as in {below[0].path}: ckpt ls -r {self.path}"
+        below = list(walk(self.path, storage_options, levels=_LEVELS_OF_A_HINT))
+        full = [found for found in below if found.checkpoints]
+        if full:
+            total = sum(len(found.checkpoints) for found in full)
+            return f"{text}; {total} below it, such as in {full[0].path}: ckpt ls -r {self.path}"
+        other = next((said for found in below if (said := found.foreign(storage_options)) is not None), None)
+        return text if other is None else f"{text}; {other}"
+
+    def foreign(self, storage_options: dict[str, Any] | None) -> str | None:
+        """Return which other program's checkpoint it is, in words; None if it is none."""
+        if self.checkpoints:
+            return None
+        try:
+            found = find_foreign(self.path, storage_options)
+        except CheckpointError as error:
+            return f"{self.path}: {error.message}"
+        return None if found is None else f"{self.path} is {found.what}: see ckpt inspect, verify, convert"
 
 
 def missing(path: str) -> CheckpointNotFoundError:

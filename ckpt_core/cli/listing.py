@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core.cli.finding import find_all
+from ckpt_core.cli.finding import Found, find_all
 from ckpt_core.cli.output import age, print_json, print_table
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.cli.telling import Told, in_words, listen, reasons
@@ -15,7 +16,7 @@ from ckpt_core.events import size_in_words
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
 
-__all__ = ["add_commands", "state_of"]
+__all__ = ["add_commands", "print_hints", "state_of"]
 
 
 def add_commands(commands: Commands) -> None:
@@ -41,13 +42,20 @@ def _ls(options: Options) -> int:
         print_json([_as_json(info, told[info.path], kept[info.path]) for info in infos])
         return Exit.OK
     print_table([_row(info, told[info.path], kept[info.path]) for info in infos], right=(1, 3, 4))
-    if not options.recursive:
-        for place in places:
-            if not place.checkpoints:
-                print(place.hint(options.storage_options), file=sys.stderr)
-    elif not infos:
-        print(f"no checkpoints in or below {', '.join(options.paths)}", file=sys.stderr)
+    print_hints(places, options)
     return Exit.OK
+
+
+def print_hints(places: Sequence[Found], options: Options) -> None:
+    """Say of what has no checkpoints of ours what it has, and where some are."""
+    if not options.recursive:
+        said = [place.hint(options.storage_options) for place in places if not place.checkpoints]
+    else:
+        said = [text for place in places if (text := place.foreign(options.storage_options)) is not None]
+        if not said and not any(place.checkpoints for place in places):
+            said = [f"no checkpoints in or below {', '.join(options.paths)}"]
+    for text in said:
+        print(text, file=sys.stderr)
 
 
 def state_of(info: CheckpointInfo) -> str:

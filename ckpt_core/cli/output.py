@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 __all__ = ["age", "count", "print_json", "print_table", "printable", "styled"]
@@ -39,8 +40,17 @@ def styled(text: str, style: str) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print a JSON document; what JSON has no type for is printed as text."""
-    print(json.dumps(value, indent=2, default=str))
+    """Print a JSON document; what JSON has no type for, NaN and infinity among it, is printed as text."""
+    print(json.dumps(_strict(value), indent=2, default=str))
+
+
+def _strict(value: Any) -> Any:
+    """Return a value without numbers that programs which read JSON refuse."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {name: _strict(below) for name, below in value.items()}
+    return [_strict(below) for below in value] if isinstance(value, (list, tuple)) else value
 
 
 def print_table(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> None:

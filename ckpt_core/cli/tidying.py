@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.finding import find, find_all
+from ckpt_core.cli.listing import print_hints
 from ckpt_core.cli.output import count, print_json, print_table, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.cli.telling import Told, listen, pinned
@@ -93,7 +94,10 @@ class _Disk:
         else:
             files = [path]
         for file in files:
-            status = os.lstat(file)
+            try:
+                status = os.lstat(file)
+            except FileNotFoundError:
+                continue  # deleted meanwhile, by the run's retention
             key = status.st_dev, status.st_ino
             self.sizes[key], self.links[key] = status.st_size, status.st_nlink
             self.seen[key] = self.seen.get(key, 0) + 1
@@ -104,29 +108,33 @@ class _Disk:
         return sum(size for key, size in self.sizes.items() if self.seen[key] >= self.links[key])
 
 
-def _freed(infos: Iterable[CheckpointInfo]) -> int:
-    from ckpt_core.storage import is_remote
+def _freed(found: Iterable[tuple[str, int]]) -> int:
+    from ckpt_core.storage import is_remote, local_path
 
     disk, remote = _Disk(), 0
-    for info in infos:
-        if is_remote(info.path):
-            remote += info.size
+    for path, size in found:
+        if is_remote(path):
+            remote += size
         else:
-            disk.add(info.path)
+            disk.add(local_path(path))
     return disk.freed + remote
 
 
 def _du(options: Options) -> int:
-    from ckpt_core.storage import is_remote
+    from ckpt_core.storage import is_remote, local_path
 
     places = find_all(options.paths, options.storage_options, recursive=options.recursive)
-    infos = [info for place in places for info in place.checkpoints]
+    found = [(info.path, info.size) for place in places for info in place.checkpoints]
+    for place in places:
+        is_part = any(place.path.startswith(f"{path}/") for path, _ in found)
+        if not is_part and place.foreign(options.storage_options) is not None:
+            found.append((place.path.rstrip("/"), _size_of_tree(place.path, options.storage_options)))
     disk = _Disk()
-    for info in infos:
-        if not is_remote(info.path):
-            disk.add(info.path)
-    total = sum(disk.sizes.values()) + sum(info.size for info in infos if is_remote(info.path))
-    sizes = [(info.path, info.size, _freed([info])) for info in infos]
+    for path, _ in found:
+        if not is_remote(path):
+            disk.add(local_path(path))
+    total = sum(disk.sizes.values()) + sum(size for path, size in found if is_remote(path))
+    sizes = [(path, size, _freed([(path, size)])) for path, size in found]
     if options.json:
         print_json(
             {
@@ -139,7 +147,21 @@ def _du(options: Options) -> int:
     apparent = sum(size for _, size, _ in sizes)
     shared = f", {size_in_words(apparent - total)} shared by links" if apparent > total else ""
     print(f"{size_in_words(total)} in {count(len(sizes), 'checkpoint')}{shared}")
+    if not sizes:
+        print_hints(places, options)
     return Exit.OK
+
+
+def _size_of_tree(path: str, storage_options: dict[str, Any] | None) -> int:
+    from ckpt_core.storage import local_path, storage_for
+
+    storage = storage_for(path, storage_options)
+    folders, total = [local_path(path).rstrip("/")], 0
+    while folders:
+        folder = folders.pop()
+        total += sum(file.size for file in storage.list(folder))
+        folders += storage.subdirectories(folder)
+    return total
 
 
 # ---- prune -----------------------------------------------------------------------------------------------------------
@@ -186,7 +208,7 @@ def _prune(options: Options) -> int:
         )
         return Exit.USAGE
     surplus = [decision.info for decision in decisions if not decision.reasons]
-    freed = _freed(surplus)
+    freed = _freed((info.path, info.size) for info in surplus)
     if not options.json:
         for line in _lines(decisions):
             print(line)

@@ -1,0 +1,155 @@
+"""What every verb of the command does alike: one JSON document, and no traceback where nobody reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckpt_core import Checkpointer, DirectoryCheckpointer, EventLog, Kind, Part
+from ckpt_core.cli import _VERBS, main
+from ckpt_core.cli.parser import Commands, _Parser
+
+Capture = pytest.CaptureFixture[str]
+
+# Each verb, with words that let it do something. ``rehearse`` trains: tests/lightning_ckpt/test_rehearsal.py.
+VERBS = {
+    "ls": "run",
+    "latest": "run",
+    "inspect": "run/a.ckpt",
+    "verify": "run",
+    "diff": "run/a.ckpt run/b.ckpt",
+    "convert": "run/a.ckpt new --to directory",
+    "export": "run/c new --format dcp",
+    "import": "dcp new --format dcp",
+    "report": "events.jsonl",
+    "rehearse": "",
+    "cp": "run/a.ckpt new",
+    "mv": "run/a.ckpt new",
+    "sync": "run new",
+    "prune": "run --keep latest=1 --yes",
+    "keep": "run/a.ckpt",
+    "drop": "run/a.ckpt",
+    "du": "run",
+    "clean": "run",
+    "doctor": "run --size 1",
+    "completion": "bash",
+}
+SETTLED = [verb for verb, words in VERBS.items() if words]
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints of every kind, one with a metric that JSON has no number for, and an event log."""
+    home = tmp_path_factory.mktemp("verbs")
+    with Checkpointer(strategy="sync", listeners=[EventLog(home / "events.jsonl")]) as files:
+        files.save({"w": torch.ones(3), "step": 1, "metrics": {"loss": float("nan")}}, home / "run" / "a.ckpt")
+        files.save({"w": torch.zeros(3), "step": 2}, home / "run" / "b.ckpt")
+    with DirectoryCheckpointer(strategy="sync") as directories:
+        directories.save([Part("model", {"w": torch.ones(3)}, Kind.REPLICATED)], home / "run" / "c", step=3)
+    dcp.save({"model": {"w": torch.ones(300)}}, checkpoint_id=home / "dcp", no_dist=True)
+    return home
+
+
+@pytest.fixture
+def home(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(prepared, tmp_path / "home")
+    monkeypatch.chdir(tmp_path / "home")
+    return tmp_path / "home"
+
+
+def refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def test_no_verb_is_left_out() -> None:
+    commands = Commands(_Parser(prog="ckpt"))
+    for add in _VERBS:
+        add(commands)
+    assert set(commands.parsers) == set(VERBS)
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("verb", SETTLED)
+def test_every_verb_prints_one_json_document(verb: str, capsys: Capture) -> None:
+    assert main([verb, *VERBS[verb].split(), "--json"]) == (1 if verb == "diff" else 0)
+    document = json.loads(capsys.readouterr().out, parse_constant=refuse)
+    assert document or verb == "clean"
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("words", [*([verb, *VERBS[verb].split()] for verb in SETTLED), ["--help"], ["ls", "--help"]])
+def test_no_verb_fails_where_nobody_reads(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        code = main(words)
+    assert code == (0 if words[0] == "clean" else 141)  # which has nothing to say
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("verb", ["ls", "export"])
+def test_what_has_no_room_is_one_message(verb: str, monkeypatch: pytest.MonkeyPatch, capfd: Capture) -> None:
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main([verb, *VERBS[verb].split()]) == 1
+    assert "No space left on device" in capfd.readouterr().err
+
+
+@pytest.mark.usefixtures("home")
+def test_streams_that_are_closed_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["ls", "run"]) == 0
+    assert main(["ls", "nowhere"]) == 1
+
+
+# ---- other programs' checkpoints -------------------------------------------------------------------------------------
+
+
+def stock_accelerate(path: Path) -> None:
+    (path / "pytorch_model_fsdp_0").mkdir(parents=True)
+    dcp.save({"model": {"w": torch.ones(300)}}, checkpoint_id=path / "pytorch_model_fsdp_0", no_dist=True)
+    torch.save({"step": 1}, path / "random_states_0.pkl")
+
+
+def hugging_face(path: Path) -> None:
+    path.mkdir(parents=True)
+    safetensors.torch.save_file({"w": torch.ones(3)}, path / "model.safetensors")
+
+
+def size_of(*paths: Path) -> int:
+    return sum(file.stat().st_size for path in paths for file in path.rglob("*") if file.is_file())
+
+
+@pytest.mark.parametrize("write", [stock_accelerate, hugging_face])
+def test_du_counts_what_other_programs_wrote(write: Callable[[Path], None], tmp_path: Path, capsys: Capture) -> None:
+    write(tmp_path / "runs" / "checkpoint-1")
+    write(tmp_path / "runs" / "checkpoint-2")
+    one, both = tmp_path / "runs" / "checkpoint-1", tmp_path / "runs"
+    assert main(["du", str(one), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bytes"] == size_of(one) > 0
+    assert main(["du", "-r", str(both), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["bytes"], len(found["checkpoints"])) == (size_of(both), 2)
+
+
+def test_ls_and_du_say_where_other_programs_checkpoints_are(tmp_path: Path, capsys: Capture) -> None:
+    hugging_face(tmp_path / "runs" / "checkpoint-1")
+    named = f"{tmp_path}/runs/checkpoint-1 is a Hugging Face model, 1 file: see ckpt inspect, verify, convert\n"
+    for words in (["ls"], ["ls", "-r"], ["du"]):
+        assert main([*words, str(tmp_path / "runs")]) == 0
+        assert capsys.readouterr().err.endswith(named)
