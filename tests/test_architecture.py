@@ -57,7 +57,7 @@ THIRD_PARTY_OF_CORE = {"fsspec", "numpy", "stamina", "torch", "xxhash"}
 # What only one module may import, where it is used and installed: clients that a user asks for by an extra.
 OPTIONAL_OF_MODULE = {
     "storage": {"aiobotocore", "azure", "botocore", "obstore"},
-    "cli": {"rich"},
+    "cli": {"tqdm"},
     "listeners": {"opentelemetry", "prometheus_client"},
 }
 FRAMEWORKS_OF = {

@@ -37,7 +37,6 @@ NOT_FOR_CORE = (
     "pandas",
     "psutil",
     "pytorch_lightning",
-    "rich",
     "s3fs",
     "safetensors",
     "sklearn",

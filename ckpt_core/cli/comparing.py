@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core.cli.finding import find
+from ckpt_core.cli.finding import find, size_at
 from ckpt_core.cli.inspecting import described
 from ckpt_core.cli.output import count, print_json, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
@@ -37,8 +37,12 @@ def add_commands(commands: Commands) -> None:
 
 
 def _diff(options: Options) -> int:
+    from ckpt_core.cli.progress import progress
+
     try:
-        first, second = _leaves(options.first, options), _leaves(options.second, options)
+        size = sum(size_at(path, options.storage_options) for path in (options.first, options.second))
+        with progress(options, "load", size):
+            first, second = _leaves(options.first, options), _leaves(options.second, options)
     except CheckpointError as error:
         print(f"ckpt diff: {type(error).__name__}: {error}", file=sys.stderr)
         return Exit.USAGE

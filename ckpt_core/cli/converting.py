@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from ckpt_core.cli.finding import find
+from ckpt_core.cli.finding import find, size_at
 from ckpt_core.cli.output import print_json
 from ckpt_core.cli.parser import Commands, Exit, Options, nbytes
 from ckpt_core.errors import CheckpointFormatError
@@ -76,12 +76,22 @@ def _add_format(parser: argparse.ArgumentParser) -> None:
 
 
 def _convert(options: Options) -> int:
+    from ckpt_core.cli.progress import progress
+
+    size = size_at(options.source, options.storage_options)  # what is not there is an error that says so
+    with progress(options, "convert", size * (2 if options.to in ("file", "directory") else 1)):
+        written = _converted(options)
+    return _wrote(options, options.to, written)
+
+
+def _converted(options: Options) -> int | None:
+    """Convert, and return the size of what is written, None where only the directory is known."""
     from ckpt_core import interchange
     from ckpt_core._pipeline.reader import is_directory_checkpoint
     from ckpt_core.checkpointer import full_path
     from ckpt_core.storage import storage_for
 
-    found = find(options.source, options.storage_options)  # what is not there is an error that says so
+    found = find(options.source, options.storage_options)
     path = full_path(options.source)
     storage = storage_for(path, options.storage_options)
     is_ours = is_directory_checkpoint(storage, path)
@@ -123,7 +133,7 @@ def _convert(options: Options) -> int:
     else:
         convert = interchange.convert_to_file if options.to == "file" else interchange.convert_to_directory
         size = convert(path, options.target, weights_only=weights_only, **given)
-    return _wrote(options, options.to, size)
+    return size
 
 
 def _wrote(options: Options, layout: str, size: int | None = None) -> int:
@@ -165,25 +175,28 @@ def _common_prefix(path: str, part: str | None, storage: Storage) -> str:
 
 def _export(options: Options) -> int:
     from ckpt_core import interchange  # it needs torch.distributed, which takes a second that other commands do not
+    from ckpt_core.cli.progress import progress
 
-    if options.format == "dcp":
-        if find(options.path, options.storage_options).is_checkpoint and os.path.isfile(options.path):
-            raise _needs_a_directory(options.path)
-        interchange.export_dcp(options.path, options.target, storage_options=options.storage_options)
-    else:
-        interchange.export_model(
-            options.path,
-            options.target,
-            part=options.part,
-            prefix=options.prefix,
-            max_shard_size=options.max_shard_size,
-            storage_options=options.storage_options,
-        )
+    if options.format == "dcp" and os.path.isfile(options.path):
+        raise _needs_a_directory(options.path)
+    with progress(options, "export", size_at(options.path, options.storage_options)):
+        if options.format == "dcp":
+            interchange.export_dcp(options.path, options.target, storage_options=options.storage_options)
+        else:
+            interchange.export_model(
+                options.path,
+                options.target,
+                part=options.part,
+                prefix=options.prefix,
+                max_shard_size=options.max_shard_size,
+                storage_options=options.storage_options,
+            )
     return _wrote(options, options.format)
 
 
 def _import(options: Options) -> int:
     from ckpt_core import interchange
+    from ckpt_core.cli.progress import progress
     from ckpt_core.storage import storage_for
 
     if os.path.isfile(options.path):
@@ -193,19 +206,20 @@ def _import(options: Options) -> int:
             remedy=f"give the directory that dcp.save wrote, or that of a model; of a torch file: ckpt convert "
             f"{options.path} {options.target} --to directory",
         )
-    if options.format == "dcp":
-        size = interchange.import_dcp(
-            options.path, options.target, only=options.only, storage_options=options.storage_options
-        )
-        rest = f"{options.path.rstrip('/')}/meta.pt"
-        if storage_for(rest, options.storage_options).exists(rest):
-            print(
-                f"left out {rest}, in which Lightning has epoch, step, loops and callbacks: "
-                "ckpt convert --to directory takes them",
-                file=sys.stderr,
+    with progress(options, "import", 2 * size_at(options.path, options.storage_options)):
+        if options.format == "dcp":
+            size = interchange.import_dcp(
+                options.path, options.target, only=options.only, storage_options=options.storage_options
             )
-    else:
-        size = interchange.import_model(
-            options.path, options.target, part=options.part, storage_options=options.storage_options
+        else:
+            size = interchange.import_model(
+                options.path, options.target, part=options.part, storage_options=options.storage_options
+            )
+    rest = f"{options.path.rstrip('/')}/meta.pt"
+    if options.format == "dcp" and storage_for(rest, options.storage_options).exists(rest):
+        print(
+            f"left out {rest}, in which Lightning has epoch, step, loops and callbacks: "
+            "ckpt convert --to directory takes them",
+            file=sys.stderr,
         )
     return _wrote(options, "directory", size)

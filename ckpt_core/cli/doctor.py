@@ -33,7 +33,7 @@ _PACKAGES: tuple[str, ...] = (
     "gcsfs",
     "adlfs",
     "obstore",
-    "rich",
+    "tqdm",
 )
 
 

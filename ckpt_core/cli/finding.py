@@ -13,9 +13,8 @@ from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
     from ckpt_core.interchange import Foreign
-    from ckpt_core.storage import Storage
 
-__all__ = ["Found", "find", "find_all", "find_foreign", "missing", "walk"]
+__all__ = ["Found", "find", "find_all", "find_foreign", "missing", "size_at", "walk"]
 
 _ENDING = ".ckpt"  # of files that are taken for checkpoints where a directory is named
 _LEVELS_OF_A_HINT = 2
@@ -109,13 +108,12 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
     return Found(path, kept, others=len(found) - len(kept), size=0 if kept else sum(info.size for info in found))
 
 
-def find_foreign(path: str, storage_options: dict[str, Any] | None, storage: Storage | None = None) -> Foreign | None:
+def find_foreign(path: str, storage_options: dict[str, Any] | None) -> Foreign | None:
     """Return what checkpoint of another program is at a path, which torch alone does not read; None if there is none.
 
     Args:
         path: Path or URL.
         storage_options: For fsspec.
-        storage: Where it is; by default, what the path says.
 
     Raises:
         CheckpointError: It is damaged or cannot be read.
@@ -125,12 +123,33 @@ def find_foreign(path: str, storage_options: dict[str, Any] | None, storage: Sto
 
     place = local_path(path).rstrip("/")
     is_file = os.path.isfile(place) if not is_remote(place) else False
-    storage = storage or storage_for(place, storage_options)
+    storage = storage_for(place, storage_options)
     if (is_file and not place.endswith(".safetensors")) or is_directory_checkpoint(storage, place):
         return None
     from ckpt_core.interchange import recognize  # it takes a second to import
 
-    return recognize(place, storage=storage, storage_options=storage_options)
+    return recognize(place, storage_options=storage_options)
+
+
+def size_at(path: str, storage_options: dict[str, Any] | None) -> int:
+    """Return how many bytes a checkpoint has, whosever it is; path or URL.
+
+    Raises:
+        CheckpointNotFoundError: Nothing is there.
+        StorageError: The storage does not say.
+    """
+    from ckpt_core.storage import local_path, storage_for
+
+    found = find(path, storage_options)
+    if found.is_checkpoint:
+        return found.checkpoints[0].size
+    storage = storage_for(path, storage_options)
+    folders, total = [local_path(path).rstrip("/")], 0
+    while folders:
+        folder = folders.pop()
+        total += sum(file.size for file in storage.list(folder))
+        folders += storage.subdirectories(folder)
+    return total
 
 
 def find_all(paths: Iterable[str], storage_options: dict[str, Any] | None, *, recursive: bool = False) -> list[Found]:

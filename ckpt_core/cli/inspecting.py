@@ -91,12 +91,10 @@ def _inspect(options: Options) -> int:
 
 def _verified(path: str, options: Options) -> bool:
     from ckpt_core._pipeline import reader
-    from ckpt_core.cli.progress import Watched, progress
-    from ckpt_core.storage import storage_for
+    from ckpt_core.cli.progress import progress
 
-    size = find(path, options.storage_options).checkpoints[0].size
-    with progress(options, "verify", size) as advance:
-        return reader.verify(path, storage=Watched(storage_for(path, options.storage_options), advance))
+    with progress(options, "verify", find(path, options.storage_options).checkpoints[0].size):
+        return reader.verify(path, storage_options=options.storage_options)
 
 
 # ---- the card --------------------------------------------------------------------------------------------------------

@@ -24,10 +24,12 @@ def add_commands(commands: Commands) -> None:
 
 def _latest(options: Options) -> int:
     from ckpt_core.catalog import Catalog
+    from ckpt_core.cli.progress import progress
     from ckpt_core.resume import only_checkpoints
 
-    catalog = Catalog(options.directory, suffix="", storage_options=options.storage_options)
-    info = catalog.newest_verified(order=only_checkpoints)
+    with progress(options, "verify", None):
+        catalog = Catalog(options.directory, suffix="", storage_options=options.storage_options)
+        info = catalog.newest_verified(order=only_checkpoints)
     if info is None:
         print(f"ckpt: there is nothing to resume in {options.directory}", file=sys.stderr)
         return Exit.MISSING

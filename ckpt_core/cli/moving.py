@@ -6,7 +6,6 @@ import dataclasses
 import io
 import os
 import sys
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.finding import find, find_all
@@ -29,6 +28,7 @@ __all__ = ["add_commands"]
 
 _FOOTER = b"ckpt_core torch_file"
 _BLOCK = 2**20  # bytes
+_MOVED = 4  # how often a checkpoint's bytes are moved: compared, read, written, and compared there
 _END = 256  # bytes at the end of a file, in which the digest of all digests is
 
 
@@ -84,7 +84,7 @@ def _mv(options: Options) -> int:
 
 
 def _transfer_all(options: Options, *, removes: bool) -> int:
-    from ckpt_core.cli.progress import progress
+    from ckpt_core.cli.progress import progress, say
     from ckpt_core.cli.tidying import delete
 
     target_options = _target_options(options)
@@ -98,17 +98,17 @@ def _transfer_all(options: Options, *, removes: bool) -> int:
         infos += reversed(found.checkpoints)  # the newest last, so that an interruption leaves an older one behind
     into = is_many or options.target.endswith("/") or _is_plain_directory(options.target, target_options)
     done = []
-    with progress(options, "mv" if removes else "cp", 2 * sum(info.size for info in infos)) as advance:
+    with progress(options, "mv" if removes else "cp", _MOVED * sum(info.size for info in infos)):
         for info in infos:
             target = f"{options.target.rstrip('/')}/{info.name}" if into else options.target
-            is_new = _transfer(info, target, options.storage_options, target_options, options.force, advance)
+            is_new = _transfer(info, target, options.storage_options, target_options, options.force)
             if removes:
                 _take_pin_along(info, target, options.storage_options, target_options)
                 delete(info, options.storage_options)
             done.append({"source": info.path, "target": target, "bytes": info.size, "was_there": not is_new})
             if not options.json:
                 word = "moved" if removes else "copied"
-                print(
+                say(
                     f"{word if is_new else 'was there'}  {info.path} -> {target} ({size_in_words(info.size)}, verified)"
                 )
     if options.json:
@@ -155,11 +155,12 @@ def _sync(options: Options) -> int:
 
     target_options = _target_options(options)
     copies, deletions = _plan(options, target_options)
-    total = 2 * sum(step.info.size for step in copies if step.action in ("copy", "replace") or options.verify)
+    size = sum(_MOVED * step.info.size for step in copies if step.action in ("copy", "replace"))
+    size += sum(step.info.size for step in copies if step.action == "was there" and options.verify)
     done = copies
     if not options.dry_run:
-        with progress(options, "sync", total) as advance:
-            done = [_copied(step, options, target_options, advance) for step in copies]
+        with progress(options, "sync", size):
+            done = [_copied(step, options, target_options) for step in copies]
     if not options.json:
         for step in done:
             print(step)
@@ -236,19 +237,15 @@ def _only_at_target(info: CheckpointInfo, source: list[CheckpointInfo]) -> _Step
     return _Step("keep" if why else "delete", info.path, info.path, info, why or "not at the source")
 
 
-def _copied(
-    step: _Step, options: Options, target_options: dict[str, Any] | None, advance: Callable[[int], None]
-) -> _Step:
+def _copied(step: _Step, options: Options, target_options: dict[str, Any] | None) -> _Step:
     from ckpt_core._pipeline import reader
-    from ckpt_core.cli.progress import Watched
-    from ckpt_core.storage import storage_for
 
     try:
         if step.action in ("copy", "replace"):
-            is_new = _transfer(step.info, step.target, options.storage_options, target_options, True, advance)
+            is_new = _transfer(step.info, step.target, options.storage_options, target_options, True)
             return step if is_new else dataclasses.replace(step, action="was there", why="")
         if step.action == "was there" and options.verify:
-            reader.verify(step.target, storage=Watched(storage_for(step.target, target_options), advance))
+            reader.verify(step.target, storage_options=target_options)
     except CheckpointError as error:
         if not _is_there(step.path, options.storage_options):
             return dataclasses.replace(step, action="gone", why="deleted meanwhile, by the run's retention")
@@ -320,7 +317,6 @@ def _transfer(
     source_options: dict[str, Any] | None,
     target_options: dict[str, Any] | None,
     force: bool,
-    advance: Callable[[int], None],
 ) -> bool:
     """Copy a checkpoint and verify the copy; return whether it was not there already.
 
@@ -333,21 +329,19 @@ def _transfer(
     from ckpt_core._pipeline import reader
     from ckpt_core._pipeline.directories import copy_directory
     from ckpt_core.checkpointer import full_path
-    from ckpt_core.cli.progress import Watched
     from ckpt_core.storage import storage_for
     from ckpt_core.storage.base import transfer
 
     source, path = full_path(info.path), full_path(target)
     if source == path:
         raise StorageError("source and target are the same", path=path, remedy="give another target")
-    origin, storage = Watched(storage_for(source, source_options), advance), storage_for(path, target_options)
-    watched = Watched(storage, advance)
+    origin, storage = storage_for(source, source_options), storage_for(path, target_options)
     there = _identity(storage, path)
     is_there = there is not None and _is_same(origin, source, storage, path)
     if not is_there and there is not None and not force:
         raise StorageError("there is another checkpoint at the target", path=path, remedy="--force replaces it")
     if is_there:
-        reader.verify(path, storage=watched)
+        reader.verify(path, storage=storage)
         return False
     # What is damaged at the source must not replace anything: it is compared there, and what has arrived, once more.
     reader.verify(source, storage=origin)
@@ -356,7 +350,7 @@ def _transfer(
         copy_directory(storage, source, path, joint, origin=origin)
     else:
         transfer(origin, source, storage, path)
-    reader.verify(path, storage=watched)
+    reader.verify(path, storage=storage)
     return True
 
 

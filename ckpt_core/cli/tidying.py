@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core.cli.finding import find, find_all
+from ckpt_core.cli.finding import find, find_all, size_at
 from ckpt_core.cli.listing import print_hints
 from ckpt_core.cli.output import count, print_json, print_table, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
@@ -128,7 +128,7 @@ def _du(options: Options) -> int:
     for place in places:
         is_part = any(place.path.startswith(f"{path}/") for path, _ in found)
         if not is_part and place.foreign(options.storage_options) is not None:
-            found.append((place.path.rstrip("/"), _size_of_tree(place.path, options.storage_options)))
+            found.append((place.path.rstrip("/"), size_at(place.path, options.storage_options)))
     disk = _Disk()
     for path, _ in found:
         if not is_remote(path):
@@ -150,18 +150,6 @@ def _du(options: Options) -> int:
     if not sizes:
         print_hints(places, options)
     return Exit.OK
-
-
-def _size_of_tree(path: str, storage_options: dict[str, Any] | None) -> int:
-    from ckpt_core.storage import local_path, storage_for
-
-    storage = storage_for(path, storage_options)
-    folders, total = [local_path(path).rstrip("/")], 0
-    while folders:
-        folder = folders.pop()
-        total += sum(file.size for file in storage.list(folder))
-        folders += storage.subdirectories(folder)
-    return total
 
 
 # ---- prune -----------------------------------------------------------------------------------------------------------

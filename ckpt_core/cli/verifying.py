@@ -76,9 +76,9 @@ def _verify(options: Options) -> int:
             verdicts.append(_Verdict(path, "MISSING", f"nothing to verify: {found.hint(options.storage_options)}"))
         sizes.update({info.path: info.size for info in found.checkpoints})
     started, read = time.perf_counter(), 0
-    with progress(options, "verify", sum(sizes.values())) as advance:
+    with progress(options, "verify", sum(sizes.values())):
         for path, size in sizes.items():
-            verdicts.append(_verdict(path, size, options.storage_options, advance))
+            verdicts.append(_verdict(path, size, options.storage_options))
             read += size
     seconds = time.perf_counter() - started
     if options.json:
@@ -93,18 +93,15 @@ def _verify(options: Options) -> int:
     return next(code for code in _WORST if code in codes)
 
 
-def _verdict(path: str, size: int, storage_options: dict[str, Any] | None, advance: Any) -> _Verdict:
+def _verdict(path: str, size: int, storage_options: dict[str, Any] | None) -> _Verdict:
     from ckpt_core._pipeline import reader
-    from ckpt_core.cli.progress import Watched
-    from ckpt_core.storage import storage_for
 
-    storage = Watched(storage_for(path, storage_options), advance)
     try:
-        foreign = find_foreign(path, storage_options, storage)
+        foreign = find_foreign(path, storage_options)
         if foreign is not None:
             foreign.check()
             return _Verdict(path, "no digests", f"{foreign.what}; compared: {foreign.checked}", size=size)
-        verified = reader.verify(path, storage=storage)
+        verified = reader.verify(path, storage_options=storage_options)
     except CheckpointError as error:
         return _Verdict(path, _STATE.get(type(error), "ERROR"), error.message, error.key, error.path, size)
     return _Verdict(path, "whole" if verified else "no digests", size=size)

@@ -43,14 +43,11 @@ class Foreign:
     check: Callable[[], None]
 
 
-def recognize(
-    source: StrPath, *, storage: Storage | None = None, storage_options: dict[str, Any] | None = None
-) -> Foreign | None:
+def recognize(source: StrPath, *, storage_options: dict[str, Any] | None = None) -> Foreign | None:
     """Return what checkpoint of another program is at a path; None if there is none that ``ckpt convert`` knows.
 
     Args:
         source: A ``.safetensors`` file; a directory of a model in such files, of DCP or of stock Accelerate.
-        storage: Where it is; by default, what the path says.
         storage_options: Passed to fsspec for URLs.
 
     Raises:
@@ -58,7 +55,7 @@ def recognize(
         CheckpointError: It cannot be read.
     """
     path = full_path(source)
-    storage = storage or storage_for(path, storage_options)
+    storage = storage_for(path, storage_options)
     if is_stock_accelerate(path, storage_options):
         return _accelerate(path, storage)
     if storage.exists(f"{path}/{METADATA_NAME}"):

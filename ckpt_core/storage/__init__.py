@@ -9,6 +9,7 @@ from typing import Any
 from ckpt_core.errors import StorageError
 from ckpt_core.paths import StrPath
 from ckpt_core.storage.base import MANIFEST_NAME, FileInfo, FileReader, FileWriter, Storage
+from ckpt_core.storage.counting import counted
 from ckpt_core.storage.faulty import Fault, FaultyStorage, Operation
 from ckpt_core.storage.local import LocalStorage
 
@@ -65,7 +66,7 @@ def storage_for(path: StrPath, storage_options: dict[str, Any] | None = None) ->
         StorageError: There is no such backend, its package is not installed, or the options do not fit.
     """
     if not is_remote(path):
-        return LocalStorage(bool((storage_options or {}).get("follow_links")))
+        return counted(LocalStorage(bool((storage_options or {}).get("follow_links"))))
     from ckpt_core.storage.fsspec_storage import FsspecStorage
 
-    return FsspecStorage(os.fspath(path), storage_options)
+    return counted(FsspecStorage(os.fspath(path), storage_options))

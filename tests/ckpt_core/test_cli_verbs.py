@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from tqdm import tqdm
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, EventLog, Kind, Part
 from ckpt_core.cli import _VERBS, main
@@ -153,3 +155,69 @@ def test_ls_and_du_say_where_other_programs_checkpoints_are(tmp_path: Path, caps
     for words in (["ls"], ["ls", "-r"], ["du"]):
         assert main([*words, str(tmp_path / "runs")]) == 0
         assert capsys.readouterr().err.endswith(named)
+
+
+def test_verify_reads_what_ranks_of_stock_accelerate_wrote(tmp_path: Path, capsys: Capture) -> None:
+    stock_accelerate(tmp_path)
+    assert main(["verify", str(tmp_path)]) == 0
+    (part,) = (tmp_path / "pytorch_model_fsdp_0").glob("*.distcp")
+    data = bytearray(part.read_bytes())
+    data[len(data) // 2] ^= 1
+    part.write_bytes(data)
+    assert main(["verify", str(tmp_path)]) == 1
+    assert "DAMAGED" in capsys.readouterr().out
+
+
+# ---- progress --------------------------------------------------------------------------------------------------------
+
+# Verbs that move many bytes, and into what: a file ``big.ckpt``, directories ``big`` and ``dcp`` of the same tensor.
+MOVING = [
+    "verify big.ckpt big",
+    "inspect big --verify",
+    "diff big.ckpt big",
+    "latest all",
+    "cp big.ckpt new",
+    "cp big new",
+    "mv all new/",
+    "sync all new",
+    "convert big.ckpt new --to directory",
+    "convert big new --to file",
+    "convert dcp new --to file",
+    "convert big new --to safetensors",
+    "convert big new --to dcp",
+    "export big new --format dcp",
+    "import dcp new --format dcp",
+]
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("large")
+    state = {"model": {"w": torch.ones(4_000_000)}}
+    Checkpointer(strategy="sync").save(state, home / "big.ckpt")
+    with DirectoryCheckpointer(strategy="sync") as directories:
+        directories.save([Part("model", state["model"], Kind.REPLICATED)], home / "big", step=1)
+    dcp.save(state, checkpoint_id=home / "dcp", no_dist=True)
+    (home / "all").mkdir()
+    shutil.copy(home / "big.ckpt", home / "all")
+    return home
+
+
+@pytest.mark.parametrize("words", MOVING)
+def test_progress_counts_every_byte(words: str, large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(large, tmp_path / "home")
+    monkeypatch.chdir(tmp_path / "home")
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    bars = []
+    close = tqdm.close
+    monkeypatch.setattr(tqdm, "close", lambda bar: (bars.append((bar.n, bar.total)), close(bar)))
+    assert main(words.split()) in (0, 1)
+    shown = terminal.getvalue()
+    assert f"{words.split(maxsplit=1)[0]}:" in shown or "load:" in shown or "verify:" in shown
+    done, total = bars[0]
+    assert done == pytest.approx(total or 16_000_000, rel=0.05)  # files are asked for their ends, too
+    terminal.truncate(0)
+    assert main(["verify", "dcp", "big", "--quiet"]) == 0
+    assert terminal.getvalue().count("\r") == 0

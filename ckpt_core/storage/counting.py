@@ -1,0 +1,71 @@
+"""Bytes that are read and written, counted for somebody who waits."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+from ckpt_core.storage.base import CountingReader, FileReader, FileWriter, Storage
+
+__all__ = ["counted", "counting"]
+
+Count: TypeAlias = Callable[[int], None]
+
+_count: contextvars.ContextVar[Count | None] = contextvars.ContextVar("count", default=None)
+
+
+@contextlib.contextmanager
+def counting(count: Count) -> Iterator[None]:
+    """Have every storage that the body makes by ``storage_for`` say what is read from it and written to it.
+
+    Args:
+        count: Called with a number of bytes, from any thread, when they have been moved.
+    """
+    token = _count.set(count)
+    try:
+        yield
+    finally:
+        _count.reset(token)
+
+
+def counted(storage: Storage) -> Storage:
+    """Return a new storage, which counts where :func:`counting` says so."""
+    count = _count.get()
+    if count is None:
+        return storage
+    opens, opens_inside, creates = storage.open, storage.open_inside, storage.create
+
+    def reader(file: FileReader) -> FileReader:
+        return file if isinstance(file, CountingReader) else CountingReader(file, count)
+
+    # The storage stays what it is, with all that it can do.
+    vars(storage).update(
+        open=lambda path: reader(opens(path)),
+        open_inside=lambda directory, name: reader(opens_inside(directory, name)),
+        create=lambda path, expected_size: _CountingWriter(creates(path, expected_size), count),
+    )
+    return storage
+
+
+class _CountingWriter(FileWriter):
+    def __init__(self, writer: FileWriter, count: Count) -> None:
+        self.parallel = writer.parallel
+        self.threads = writer.threads
+        self._writer = writer
+        self._count = count
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        self._writer.write_at(offset, data)
+        self._count(len(data))
+
+    def write_through(self, offset: int, data: memoryview) -> None:
+        self._writer.write_through(offset, data)
+        self._count(len(data))
+
+    def commit(self, size: int) -> None:
+        self._writer.commit(size)
+
+    def abort(self) -> None:
+        self._writer.abort()
