@@ -133,10 +133,12 @@ def test_what_two_snapshots_share_is_not_written_over(tmp_path: Path) -> None:
     frozen, settings = torch.full((NUMBERS,), 7.0), tier.settings("sync")
     with DirectoryCheckpointer(slice_replicated=True, **settings) as snapshots:
         for step in range(1, 6):
-            state = {"frozen": frozen, "weight": torch.full((NUMBERS,), float(step))}
+            # the first file that is large enough for pages of another one is begun when step 1 goes
+            state = {"frozen": frozen, "weight": torch.full((NUMBERS if step > 2 else 9,), float(step))}
             path = tier.next_path(step)
             assert path is not None
             snapshots.save([Part("model", state, Kind.REPLICATED, frozen={"frozen"})], path)
+            verify(path)
     for step in (4, 5):
         verify(f"{tier.directory}/step={step}")
     shared = [name for name in os.listdir(f"{tier.directory}/step=5") if "frozen" in name]
