@@ -28,9 +28,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 import xxhash
 
+from ckpt_core._collectives import abort_process_groups
 from ckpt_core.recorder import record_path
 
 __all__ = ["EVERYTHING", "WAIT_SECONDS", "BufferCopies", "Rescue", "Survivors", "ignoring_signals", "wait_seconds_of"]
@@ -307,7 +307,7 @@ class Survivors:
         states = {other: self._state_of(other) for other in self._others}
         while any(doing == _TRAINING and alive for doing, _, alive in states.values()) and now < deadline:
             if now > abort and not aborted:
-                _abort_process_groups()
+                abort_process_groups()
                 aborted = True
             time.sleep(_PAUSE_SECONDS)
             states = {other: self._state_of(other) for other in self._others}
@@ -409,12 +409,6 @@ class Survivors:
 
 def _offset(number: int) -> int:
     return _HEAD_BYTES + number % _SLOTS * _SLOT_BYTES
-
-
-def _abort_process_groups() -> None:
-    # what NCCL's watchdog calls; torch has no public name for it
-    with contextlib.suppress(Exception):
-        dist.distributed_c10d._abort_process_group()
 
 
 def _follow(theirs: Any, before: Any, now: Any, name: str, lost: list[str]) -> Any:

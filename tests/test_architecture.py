@@ -35,6 +35,7 @@ LAYERS = (
     {"_layouts", "pins"},
     {"storage"},
     {
+        "_collectives",
         "_devices",
         "at_exit",
         "awaited_paths",

@@ -107,7 +107,37 @@ def test_how_long_survivors_wait() -> None:
             wait_seconds_of(wrong)
 
 
+WAITING = """
+    import os, pathlib, sys, time
+    import torch, torch.distributed as dist
+    from torch.distributed import distributed_c10d
+    from ckpt_core._collectives import abort_process_groups
+
+    if sys.argv[2] == "moved":
+        del distributed_c10d._abort_process_group
+    abort_process_groups()  # without a group there is nothing to do
+    dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        try:
+            dist.recv(torch.zeros(1), src=1)
+        except RuntimeError:
+            pathlib.Path(sys.argv[1], "out").touch()
+    else:
+        time.sleep(0.3)
+        abort_process_groups()
+        while not pathlib.Path(sys.argv[1], "out").exists():  # its end would bring rank 0 out, too
+            time.sleep(0.01)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("torch_has", ["it", "moved"])
+def test_a_rank_is_brought_out_of_a_collective(torch_has: str, fork_script: Any, tmp_path: Path) -> None:
+    fork_script(WAITING, tmp_path, torch_has, ranks=2, timeout=60)
+
+
 def test_torch_has_not_moved_what_brings_ranks_out_of_collectives() -> None:
     from torch.distributed import distributed_c10d
 
-    assert callable(distributed_c10d._abort_process_group), "survivors would wait until the launcher kills them"
+    assert callable(distributed_c10d._abort_process_group), "only the default group is ended: see _collectives.py"
