@@ -95,8 +95,7 @@ def attach(accelerator: Any, strategy: str | None = None, **options: Any) -> Any
     config = CheckpointConfig.from_sources(options, variables={}, flag_name="attach({})")
     _listen()
     _attached[accelerator] = config
-    accelerator.resumed = None
-    _session(accelerator)
+    _begin(accelerator)
     return accelerator
 
 
@@ -167,13 +166,18 @@ def _session(accelerator: Any) -> Session | None:
 
 def _init(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> None:
     original(accelerator, *args, **kwargs)
-    if _installed and accelerator.distributed_type in _OTHERS_FORMAT:
-        log.warning(
-            "%s writes checkpoints of its own: accelerate_ckpt leaves them as they are", accelerator.distributed_type
-        )
+    _begin(accelerator)
+
+
+def _begin(accelerator: Any) -> None:
     accelerator.resumed = None
     # All ranks make their Accelerator together, and may not come together any more when one of them saves.
-    _session(accelerator)
+    is_ours = _session(accelerator) is not None
+    if not is_ours and accelerator.distributed_type in _OTHERS_FORMAT:
+        log.warning(
+            "%s writes checkpoints of its own: accelerate_ckpt leaves them as they are, and its options do nothing",
+            accelerator.distributed_type.value,
+        )
 
 
 def _save_state(

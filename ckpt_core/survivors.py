@@ -29,11 +29,23 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
 
 from ckpt_core._collectives import abort_process_groups
 from ckpt_core.recorder import record_path
 
-__all__ = ["EVERYTHING", "WAIT_SECONDS", "BufferCopies", "Rescue", "Survivors", "ignoring_signals", "wait_seconds_of"]
+__all__ = [
+    "EVERYTHING",
+    "WAIT_SECONDS",
+    "BufferCopies",
+    "Rescue",
+    "Survivors",
+    "ignoring_signals",
+    "no_rescue",
+    "wait_seconds_of",
+    "why_not_replicas",
+]
 
 log = logging.getLogger(__name__)
 
@@ -111,6 +123,29 @@ def wait_seconds_of(value: Any) -> float | None:
     if not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise ValueError(f"just_in_time must be true, false, or seconds above 0, not {value!r}")
     return float(value)
+
+
+def why_not_replicas(
+    kind: str, modules: Iterable[torch.nn.Module], optimizers: Iterable[Any], *, are_replicas: bool
+) -> str | None:
+    """Return why no rank can save for one that was lost, in words; None if each holds the whole state.
+
+    Args:
+        kind: What the ranks are connected by, for the words.
+        modules: That are trained.
+        optimizers: Of torch.
+        are_replicas: Whether ranks that are connected so hold the same, as far as that is known.
+    """
+    if are_replicas and any(isinstance(optimizer, ZeroRedundancyOptimizer) for optimizer in optimizers):
+        kind, are_replicas = "ZeroRedundancyOptimizer", False
+    elif are_replicas and any(isinstance(parameter, DTensor) for each in modules for parameter in each.parameters()):
+        kind, are_replicas = "a model of distributed tensors", False
+    return None if are_replicas else f"it is for ranks that each hold the whole state (DDP), and this is {kind}"
+
+
+def no_rescue(problem: str) -> str:
+    """Return the warning at the start of a run in which nothing can be saved when a rank dies."""
+    return f"just_in_time saves nothing when a rank dies: {problem}; the next start resumes from the last checkpoint"
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ import torch
 
 from ckpt_core.policies import RetentionPolicy
 from ckpt_core.preemption import Preemption
-from ckpt_core.survivors import wait_seconds_of
+from ckpt_core.survivors import no_rescue, wait_seconds_of
 from ckpt_core.tiers import MEMORY_ROOT
 from lightning_ckpt._callbacks.just_in_time import JustInTime
 from lightning_ckpt._callbacks.model_checkpoint import ReliableModelCheckpoint
@@ -259,7 +259,7 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
                 options = self._storage_options
                 self._just_in_time = JustInTime(trainer, self._state, str(self.dirpath), options, self._survivors_wait)
             elif trainer.is_global_zero:
-                warnings.warn(f"just_in_time saves nothing when a rank dies: {problem}", stacklevel=2)
+                warnings.warn(no_rescue(problem), stacklevel=2)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if self._just_in_time is not None and not self._is_ending:

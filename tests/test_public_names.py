@@ -32,7 +32,9 @@ EXPORTED = {
         "Rescue",
         "Survivors",
         "ignoring_signals",
+        "no_rescue",
         "wait_seconds_of",
+        "why_not_replicas",
     },
     "ckpt_core.errors": ERRORS | {"none_verifies"},
     "ckpt_core.events": {

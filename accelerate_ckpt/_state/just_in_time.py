@@ -8,7 +8,6 @@ import uuid
 from typing import Any
 
 from accelerate.utils import DistributedType
-from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from accelerate_ckpt import _termination
 from accelerate_ckpt._state.naming import is_url
@@ -19,7 +18,15 @@ from accelerate_ckpt._state.save import metadata_of, rank_state
 from accelerate_ckpt._state.session import Session, live_sessions
 from ckpt_core.separate import SeparateSaves
 from ckpt_core.state.kinds import Kind, Part
-from ckpt_core.survivors import BufferCopies, Rescue, Survivors, ignoring_signals, wait_seconds_of
+from ckpt_core.survivors import (
+    BufferCopies,
+    Rescue,
+    Survivors,
+    ignoring_signals,
+    no_rescue,
+    wait_seconds_of,
+    why_not_replicas,
+)
 
 __all__ = ["JustInTime", "note_step", "save_if_rank_was_lost"]
 
@@ -41,7 +48,7 @@ def note_step(session: Session) -> None:
     if session.just_in_time is None:
         problem = _problem_of(session)
         if problem is not None:
-            session.tell_once("just-in-time", f"just_in_time saves nothing when a rank dies: {problem}")
+            session.tell_once("just-in-time", no_rescue(problem))
             return
         session.just_in_time = JustInTime(session)
     session.just_in_time.note()
@@ -58,10 +65,10 @@ def _problem_of(session: Session) -> str | None:
     accelerator = session.accelerator
     if is_url(directory_of_run(session)):
         return "survivors meet in files, and the checkpoints are on a store: set checkpoint_dir to a shared directory"
-    if accelerator.distributed_type not in _REPLICAS:
-        return f"no other rank holds what a rank had under {accelerator.distributed_type}"
-    if any(isinstance(item.optimizer, ZeroRedundancyOptimizer) for item in accelerator._optimizers):
-        return "no other rank holds what a rank of ZeroRedundancyOptimizer had"
+    kind, optimizers = accelerator.distributed_type, [item.optimizer for item in accelerator._optimizers]
+    problem = why_not_replicas(kind.value, accelerator._models, optimizers, are_replicas=kind in _REPLICAS)
+    if problem is not None:
+        return problem
     if session.uneven or session.local_sgd.moments_differ:
         return "the ranks may take different numbers of steps, or have weights of their own"
     if accelerator._save_model_state_pre_hook:

@@ -150,7 +150,11 @@ class ResumableCallback(TrainerCallback):
         ]
         handler.callbacks = [*others, self]
         if self._session.config.just_in_time:
-            raise OptionError("just_in_time is not supported with ResumableCallback: leave it out")
+            raise OptionError(
+                "just_in_time is not for the Trainer of transformers, all of whose ranks write files into a checkpoint: "
+                "leave it out; after the loss of a rank the next start resumes from the last checkpoint, which "
+                "interval='auto' keeps recent"
+            )
         if self._session.preemption is not None:
             self._session.preemption.asks_itself = False  # the Trainer fetches all batches of a step before it
         if self._session.interval is not None:

@@ -7,11 +7,9 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from torch.distributed.optim import ZeroRedundancyOptimizer
-
 from ckpt_core import Checkpointer
 from ckpt_core.state.kinds import join_ranks
-from ckpt_core.survivors import BufferCopies, Rescue, Survivors, ignoring_signals
+from ckpt_core.survivors import BufferCopies, Rescue, Survivors, ignoring_signals, why_not_replicas
 from lightning_ckpt._callbacks.lookup import is_remote
 from lightning_ckpt._exact.state import ExactState
 from lightning_ckpt._private.loops import whole_checkpoint
@@ -49,13 +47,12 @@ class JustInTime:
         strategy = trainer.strategy
         if is_remote(directory):
             return "survivors meet in files, and the checkpoints are on a store: give a dirpath that all machines share"
-        if "DDPStrategy" not in {cls.__name__ for cls in type(strategy).__mro__}:
-            return f"no other rank holds what a rank of {type(strategy).__name__} had"
         if getattr(strategy, "_model_averager", None) is not None or getattr(strategy, "_ddp_comm_state", None):
             return "with a state in the communication hook of DDP, each rank has weights or errors of its own"
-        if any(isinstance(optimizer, ZeroRedundancyOptimizer) for optimizer in trainer.optimizers):
-            return "no other rank holds what a rank of ZeroRedundancyOptimizer had"
-        return None
+        bases = {cls.__name__ for cls in type(strategy).__mro__}
+        are_replicas = "DDPStrategy" in bases and not bases & {"DeepSpeedStrategy", "XLAStrategy"}
+        modules = [trainer.lightning_module]
+        return why_not_replicas(type(strategy).__name__, modules, trainer.optimizers, are_replicas=are_replicas)
 
     def close(self) -> None:
         """Training came to its end, or is given up."""

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import distribute_module
 
-from ckpt_core.survivors import BufferCopies, Rescue, Survivors, _follow, wait_seconds_of
+from ckpt_core.survivors import BufferCopies, Rescue, Survivors, _follow, wait_seconds_of, why_not_replicas
 
 RANKS = """
     import json, os, pathlib, signal, sys, time
@@ -105,6 +110,28 @@ def test_how_long_survivors_wait() -> None:
     for wrong in (-1, 0, "soon"):
         with pytest.raises(ValueError, match="just_in_time must be"):
             wait_seconds_of(wrong)
+
+
+@pytest.fixture
+def _alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("_alone")
+def test_only_ranks_that_hold_the_whole_state_save_for_others() -> None:
+    model, words = torch.nn.Linear(2, 2), "it is for ranks that each hold the whole state (DDP), and this is "
+    plain, zero = torch.optim.SGD(model.parameters()), ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD)
+    assert why_not_replicas("DDP", [model], [plain], are_replicas=True) is None
+    assert why_not_replicas("FSDP", [model], [plain], are_replicas=False) == f"{words}FSDP"
+    assert why_not_replicas("DDP", [model], [zero], are_replicas=True) == f"{words}ZeroRedundancyOptimizer"
+    mesh = init_device_mesh("cpu", (1,))
+    sharded = distribute_module(torch.nn.Linear(2, 2), mesh, lambda name, module, mesh: None)
+    assert (
+        why_not_replicas("DDP", [model, sharded], [plain], are_replicas=True)
+        == f"{words}a model of distributed tensors"
+    )
 
 
 WAITING = """

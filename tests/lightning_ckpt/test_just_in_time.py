@@ -5,13 +5,16 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 
 from ckpt_core import verify
 from lightning_ckpt import ResumableCheckpoint
+from lightning_ckpt._callbacks.just_in_time import JustInTime
 from tests.lightning_ckpt.exact_cases import make_trainer
 from tests.lightning_ckpt.test_signals import START, Job
 
@@ -95,6 +98,16 @@ def test_an_error_of_all_ranks_saves_nothing(job: Job, tmp_path: Path) -> None:
 def test_the_option_makes_sense() -> None:
     with pytest.raises(ValueError, match="just_in_time must be true, false, or seconds above 0, not -1"):
         ResumableCheckpoint(just_in_time=-1)
+
+
+@pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy])
+def test_strategies_whose_ranks_hold_parts_are_refused(strategy: type, tmp_path: Path) -> None:
+    trainer = SimpleNamespace(  # DeepSpeed is not installed, and FSDP asks for a GPU
+        strategy=strategy.__new__(strategy), lightning_module=BoringModel(), optimizers=[]
+    )
+    problem = JustInTime.problem_of(trainer, tmp_path)
+    words = f"it is for ranks that each hold the whole state (DDP), and this is {strategy.__name__}"
+    assert problem == (None if strategy is DDPStrategy else words)
 
 
 def test_one_process_notes_nothing(tmp_path: Path) -> None:
