@@ -151,8 +151,8 @@ class ResumableCallback(TrainerCallback):
         handler.callbacks = [*others, self]
         if self._session.config.just_in_time:
             raise OptionError(
-                "just_in_time is not for the Trainer of transformers, all of whose ranks write files into a checkpoint: "
-                "leave it out; after the loss of a rank the next start resumes from the last checkpoint, which "
+                "just_in_time is not for the Trainer of transformers, all of whose ranks write files into a checkpoint:"
+                " leave it out; after the loss of a rank the next start resumes from the last checkpoint, which "
                 "interval='auto' keeps recent"
             )
         if self._session.preemption is not None:
