@@ -2,12 +2,40 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
+import os
+import sys
 import time
 from collections.abc import Callable
 
 from ckpt_core.events import Event, RunSummary, TrainingEnded, TrainingStarted
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.resume import ResumePoint
+
+log = logging.getLogger(__name__)
+
+_open: list[RunReport] = []  # of Accelerators that may be gone: a script need not call end_training
+
+
+def announce(message: str) -> None:
+    """Print a line: through logging where the script has set that up, else to the standard error."""
+    if log.hasHandlers():
+        log.info("%s", message)
+    else:
+        print(message, file=sys.stderr, flush=True)  # noqa: T201  as Lightning shows its own
+
+
+@atexit.register
+def close_reports() -> None:
+    """Say what was not said yet: the interpreter ends, and has waited for all saves."""
+    for report in _open[:]:
+        report.close()
+
+
+def forget_reports() -> None:
+    """Say nothing more of the runs up to here."""
+    _open.clear()
 
 
 class RunReport:
@@ -16,17 +44,20 @@ class RunReport:
     Args:
         options: How it saves.
         log_metrics: Whether its trackers get the figures.
+        rank: Of this process; the first one says it.
 
     Attributes:
         summary: A listener, which adds up.
     """
 
-    def __init__(self, options: CheckpointerOptions, *, log_metrics: bool) -> None:
+    def __init__(self, options: CheckpointerOptions, *, log_metrics: bool, rank: int) -> None:
         self.summary = RunSummary()
+        self._process = os.getpid() if rank == 0 else None
         self._options = options
         self._log_metrics = log_metrics
         self._begin = time.monotonic()
         self._has_started = False
+        _open.append(self)
 
     @property
     def seconds(self) -> float:
@@ -66,15 +97,11 @@ class RunReport:
             self._has_started = False
             notify(TrainingEnded(path=directory, step=step))
 
-    def close(self, announce: Callable[[str], None], *, rank: int) -> None:
-        """Say what the run has cost, if there is anything to say, and write the page, if it is wanted.
-
-        Args:
-            announce: Prints a line.
-            rank: Of this process.
-        """
-        if self.summary.saves or self.summary.failures:
+    def close(self) -> None:
+        """Say what the run has cost, if there is anything to say, and write the page, if it is wanted."""
+        if self in _open:
+            _open.remove(self)
+        if self._process == os.getpid() and (self.summary.saves or self.summary.failures):  # and not in a fork of it
             announce(self.summary.in_words(self.seconds))
             self.summary.begin()
-            if rank == 0:
-                self._options.write_report()
+            self._options.write_report()

@@ -361,7 +361,7 @@ class EventLog:
         self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def __call__(self, event: Event) -> None:
-        process = {"pid": os.getpid(), "host": socket.gethostname(), "since": _SINCE, "rank": _rank()}
+        process = {"pid": os.getpid(), "host": socket.gethostname(), "since": _SINCE, "rank": rank_of_process()}
         record = {"event": type(event).__name__, **process, **dataclasses.asdict(event)}
         line = (json.dumps(record) + "\n").encode()
         descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -371,7 +371,7 @@ class EventLog:
             os.close(descriptor)
 
 
-def _rank() -> int:
+def rank_of_process() -> int:
     """Return the rank of this process among those that train together, 0 if it is alone."""
     import torch.distributed as dist  # the command line reads this module, and shows help without torch
 

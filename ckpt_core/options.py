@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import functools
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 from ckpt_core.checkpointer import CheckpointerBase
-from ckpt_core.events import EventLog, Listener
+from ckpt_core.events import Event, EventLog, Listener, rank_of_process
 from ckpt_core.preflight import Preflight
 from ckpt_core.report import try_to_write
 from ckpt_core.tiers import Tiers
@@ -80,10 +82,17 @@ class CheckpointerOptions:
         """Where the events go; None if nobody wants them."""
         return self.event_log or (None if self.report is None else f"{self.report}.jsonl")
 
+    @functools.cached_property
+    def _page(self) -> _Page | None:
+        return None if self.report is None or self.log_path is None else _Page(self.log_path, self.report)
+
     def write_report(self) -> None:
-        """Write the page, if it is wanted; called at the end of a run, on one rank."""
-        if self.report is not None and self.log_path is not None:
-            try_to_write(self.log_path, self.report)
+        """Write the page, if it is wanted and anything has happened since; called at the end of a run, on one rank.
+
+        Where nobody calls it, the page is written when the interpreter ends.
+        """
+        if self._page is not None:
+            self._page.write()
 
     def settings(self, *listeners: Listener) -> dict[str, Any]:
         """Return the arguments for a checkpointer of either layout.
@@ -91,7 +100,9 @@ class CheckpointerOptions:
         Args:
             listeners: Hear of every event besides the event log.
         """
-        log = [] if self.log_path is None else [EventLog(self.log_path)]
+        log: list[Listener] = [] if self.log_path is None else [EventLog(self.log_path)]
+        if self._page is not None:
+            log.append(self._page)
         return {
             "strategy": self.strategy,
             "max_pending": self.max_pending,
@@ -101,6 +112,24 @@ class CheckpointerOptions:
             "listeners": [*listeners, *self.listeners, *log, Preflight(self.storage_options)],
             "overlap": self.overlap,
         }
+
+
+class _Page:
+    """Writes the page about a run; a listener, which knows whether there is anything new."""
+
+    def __init__(self, log: str, target: str) -> None:
+        self._log, self._target = log, target
+        self._process = os.getpid()
+        self._is_due = False
+        atexit.register(self.write)
+
+    def __call__(self, event: Event) -> None:
+        self._is_due = self._is_due or rank_of_process() == 0
+
+    def write(self) -> None:
+        if self._is_due and os.getpid() == self._process:
+            self._is_due = False
+            try_to_write(self._log, self._target)
 
 
 def wait_if_small(checkpointer: CheckpointerBase, sizes: Iterable[int]) -> None:

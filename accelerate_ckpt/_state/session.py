@@ -8,7 +8,6 @@ import contextlib
 import itertools
 import logging
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -22,7 +21,7 @@ from accelerate_ckpt._data.loaders import LoaderPositions
 from accelerate_ckpt._private.data import unregister
 from accelerate_ckpt._recording import Recording
 from accelerate_ckpt._rehearsing import Rehearsal
-from accelerate_ckpt._report import RunReport
+from accelerate_ckpt._report import RunReport, announce, forget_reports
 from accelerate_ckpt._state.changes import Changes
 from accelerate_ckpt._state.interval import PREFIX, AutoInterval
 from accelerate_ckpt._state.memory import MemorySnapshots
@@ -174,7 +173,7 @@ class Session:
             overlap=config.overlap,
         )
         self.tiers = options.tiers
-        self.report = RunReport(options, log_metrics=config.log_metrics)
+        self.report = RunReport(options, log_metrics=config.log_metrics, rank=ranks.rank)
         self.checkpointer = DirectoryCheckpointer(
             ranks=ranks,
             slice_replicated=config.slices_replicated,
@@ -256,12 +255,9 @@ class Session:
                 log.warning("%s", message)
 
     def announce(self, message: str) -> None:
-        """Print a line on rank 0: through logging where the script has set that up, else to the standard error."""
+        """Print a line on rank 0."""
         if self.rank == 0:
-            if log.hasHandlers():
-                log.info("%s", message)
-            else:
-                print(message, file=sys.stderr, flush=True)  # noqa: T201  as Lightning shows its own
+            announce(message)
 
     def model_prepared(self, model: Any) -> None:
         """Note what Accelerate has wrapped a model in; it keeps the model itself."""
@@ -470,7 +466,7 @@ class Session:
                 self.checkpointer.close()
             finally:
                 self.agreement.leave()
-                self.report.close(self.announce, rank=self.rank)
+                self.report.close()
 
 
 def _is_on_device(value: Any) -> bool:
@@ -527,6 +523,7 @@ def close_sessions() -> None:
             session.data.release()
     _sessions.clear()
     _orphans.clear()
+    forget_reports()
     _group.clear()
 
 

@@ -208,6 +208,8 @@ class ResumableCallback(TrainerCallback):
             raise
         self._finish()
         self._session.ended_as_told()
+        self._session.training_ended()
+        self._session.report.close()
         return result
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

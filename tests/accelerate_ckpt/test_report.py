@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from accelerate import Accelerator
 
-from accelerate_ckpt import CheckpointConfig, attach
+from accelerate_ckpt import CheckpointConfig, _report, attach
 from accelerate_ckpt.config import OptionError
 from ckpt_core import options
 from ckpt_core.events import Event
@@ -106,3 +107,43 @@ def test_the_logs_of_a_trainer_hold_the_figures(tmp_path: Path, monkeypatch: pyt
     assert rows[-1]["checkpoint/bytes"] > 1000
     assert not any(name.startswith("checkpoint/") for name in trainer.evaluate())
     assert [value for _, value in shown["train/checkpoint/saves"]] == [row["checkpoint/saves"] for row in rows]
+
+
+def test_a_script_that_just_ends_has_its_line_and_its_page(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level("INFO")
+    page = tmp_path / "report.html"
+    train(tmp_path, log=False, report=page)
+    gc.collect()
+    assert not page.exists()
+    with monkeypatch.context() as fork:
+        fork.setattr(os, "getpid", lambda: 1)
+        fork.setattr(_report, "_open", _report._open[:])
+        _report.close_reports()
+        assert not page.exists()
+    _report.close_reports()  # as the interpreter does when it ends
+    assert [line for line in caplog.messages if line.startswith("3 checkpoints saved")]
+    assert "Checkpoints of a run" in page.read_text()
+    caplog.clear()
+    _report.close_reports()
+    assert caplog.messages == []
+
+
+def test_a_trainer_has_its_line_and_its_page_when_it_has_trained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    pytest.importorskip("transformers", reason="the optional extra is not installed")
+    from accelerate_ckpt.integrations.transformers import ResumableCallback
+    from tests.accelerate_ckpt.test_transformers import trainer_for
+
+    trainer = trainer_for(tmp_path, callback=False, max_steps=4, save_steps=2)
+    ResumableCallback(trainer, report=str(tmp_path / "report.html"))
+    for length in (4, 6):
+        trainer.args.max_steps = length
+        trainer.train(resume_from_checkpoint=length > 4)
+        said = [line for line in caplog.messages if "saved (" in line]
+        caplog.clear()
+        assert len(said) == 1 and said[0].startswith("2 checkpoints" if length == 4 else "1 checkpoint")
+    assert "Checkpoints of a run" in (tmp_path / "report.html").read_text()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,3 +66,25 @@ def test_only_a_small_state_is_waited_for_and_no_more_sizes_are_looked_at_than_n
     assert waited == [] and list(sizes) == [1]
     wait_if_small(saves, [limit - 1, 1])  # type: ignore[arg-type]
     assert waited == [options.LONGEST_WAIT_FOR_SMALL_SECONDS]
+
+
+def test_the_page_is_written_when_the_interpreter_ends_if_nobody_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    page = tmp_path / "report.html"
+    given = CheckpointerOptions(report=str(page))
+    with Checkpointer(**given.settings()) as checkpointer:
+        checkpointer.save({"w": torch.ones(2)}, tmp_path / "1.ckpt")
+    (end,) = at_exit
+    monkeypatch.setattr(os, "getpid", lambda: 1)
+    end()  # in a fork of the process
+    assert not page.exists()
+    monkeypatch.undo()
+    end()
+    assert "Checkpoints of a run" in page.read_text()
+    page.unlink()
+    end()
+    given.write_report()
+    assert not page.exists(), "nothing has happened since"
