@@ -17,10 +17,10 @@ class _Lightning(Contender):
 
     def __init__(self) -> None:
         super().__init__("Lightning AsyncCheckpointIO")
-        from lightning.pytorch.plugins.io import AsyncCheckpointIO
+        from lightning.pytorch.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-        self._make = AsyncCheckpointIO
-        self._io = AsyncCheckpointIO()
+        self._make = lambda: AsyncCheckpointIO(TorchCheckpointIO())
+        self._io = self._make()
 
     def save(self, state: dict[str, Any], path: str) -> None:
         self._io.save_checkpoint(state, path)

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
 ROW = 64 * 2**10  # bytes: one sum of 8 bytes for each, so the sums take 1/8192 of what they are of
-_WORD = 4  # bytes
+_JOINED = 32 * 2**20  # bytes that small tensors are joined to: a sum takes as long to be queued as 10 MB to be added up
 
 
 class RowSums:
     """Whether bytes of devices are the same as before, by a sum for each row of 64 KiB.
 
-    The sums are of integers: a number that changes alone always shows, and so does every change that does not happen to
-    cancel out in each row. autograd's counters would miss what ``tensor.data``, a CUDA graph or another library writes.
+    The sums are of integers of 8 bytes, modulo 2 ** 64: a number that changes alone always shows, and so does every
+    change that does not happen to cancel out in each row. The signs of two numbers of 8 bytes each do: give it none of
+    those. (Smaller integers would be copied by torch, to be added up in 8 bytes.) autograd's counters would miss what ``tensor.data``, a CUDA graph or another library writes.
 
     They are computed in the order of the streams that are current: those of before when this is made, the others when
     :meth:`add` is called. The host does not wait for them.
 
     Args:
-        tensors: ``uint8``, of one dimension and dense, whole rows, at offsets that are multiples of 4.
+        tensors: ``uint8``, of one dimension and dense, whole rows, at offsets that are multiples of 8.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -47,8 +48,42 @@ class RowSums:
 def _sum_up(
     tensors: Iterable[torch.Tensor], into: dict[torch.device, torch.Tensor], position: dict[torch.device, int]
 ) -> None:
+    for words in _joined(tensors):
+        rows = words.view(-1, ROW // words.itemsize)
+        begin = position[words.device]
+        position[words.device] = end = begin + rows.shape[0]
+        torch.sum(rows, dim=1, dtype=torch.int64, out=into[words.device][begin:end])
+
+
+def _joined(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield tensors as words of 8 bytes; those that continue each other as one, and small ones together."""
+    small: list[torch.Tensor] = []
+    nbytes = 0
+    for tensor in _runs(tensors):
+        if small and (small[0].device != tensor.device or nbytes + tensor.numel() > _JOINED):
+            yield small[0] if len(small) == 1 else torch.cat(small)
+            small, nbytes = [], 0
+        small.append(tensor.view(torch.int64))
+        nbytes += tensor.numel()
+    if small:
+        yield small[0] if len(small) == 1 else torch.cat(small)
+
+
+def _runs(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    run: torch.Tensor | None = None
     for tensor in tensors:
-        words = tensor.view(torch.int32).view(-1, ROW // _WORD)
-        begin = position[tensor.device]
-        position[tensor.device] = end = begin + words.shape[0]
-        torch.sum(words, dim=1, dtype=torch.int64, out=into[tensor.device][begin:end])
+        if run is not None and _continues(run, tensor):
+            run = run.as_strided((run.numel() + tensor.numel(),), (1,))
+            continue
+        if run is not None:
+            yield run
+        run = tensor
+    if run is not None:
+        yield run
+
+
+def _continues(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return (
+        first.data_ptr() + first.numel() == second.data_ptr()
+        and first.untyped_storage()._cdata == second.untyped_storage()._cdata
+    )

@@ -83,6 +83,15 @@ def bits_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(_BITS[tensor.dtype.itemsize])
 
 
+def resolved(bits: torch.Tensor) -> torch.Tensor:
+    """Return what a copy from a device to the host is to read for a tensor that :func:`bits_of` gave.
+
+    Copies from CUDA leave the sign of a strided negative view as it is in memory
+    (https://github.com/pytorch/pytorch/issues/146286).
+    """
+    return bits.resolve_conj().resolve_neg() if not bits.is_cpu and (bits.is_conj() or bits.is_neg()) else bits
+
+
 def is_memory(tensor: torch.Tensor) -> bool:
     """Return whether the elements of a tensor are its memory, in one piece and in their order."""
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

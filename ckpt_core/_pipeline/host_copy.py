@@ -53,10 +53,14 @@ class HostCopy:
         finally:
             self._ended.set()
 
-    def settle(self) -> None:
+    def abandon(self) -> None:
         """Declare that nothing is copied any more: the caller of :meth:`hand_over` does not call it now."""
         self._pieces = []
         self._ended.set()
+
+    def settle(self) -> None:
+        """Return when nothing is copied any more."""
+        self._ended.wait()
 
     def wait(self) -> bool:
         """Return whether all bytes are copied, when that is known; they are of one moment."""

@@ -267,7 +267,7 @@ class Snapshot:
         self._failure = given_up(error, self._path)
         try:
             if self._copy is not None:
-                self._copy.settle()
+                self._copy.abandon()
         finally:
             self._taken.set()
             self._sealed.set()

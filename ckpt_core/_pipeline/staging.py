@@ -27,10 +27,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ckpt_core._devices import ROW, Events, RowSums, SideStreams, let_devices_wait
 from ckpt_core._layouts.image import ImageAbandonedError
+from ckpt_core._layouts.safetensors import resolved
 from ckpt_core.parallel import wait_through
 
 COPY_GROUP = 64 * 2**20  # bytes copied by one call: long enough that taking the GIL between two does not count
 LATE_PIECE = 2**20  # bytes: to copy less takes no longer than to queue its sums
+_WIDEST = 4  # bytes of a number: of wider ones, the sums do not see the signs
 EARLY_BYTES = 64 * 2**20  # of devices that a save may hold when it returns; what is copied late stays there anyway
 
 Piece = tuple[int, torch.Tensor, torch.Tensor]
@@ -43,15 +45,19 @@ _under_way: list[BackgroundCopy] = []  # those that copy something late
 
 
 class BackgroundCopy:
-    """Copies tensors into host memory on its own thread, in order, so that others can pickle and write meanwhile.
+    """Copies tensors of accelerators into host memory, behind the work that is queued, while the caller pickles.
 
-    Each group of pieces is one call into torch, which holds no GIL and uses torch's threads. Tensors of accelerators
-    are copied on a side stream of their device, which starts after the work already queued on the current one. However
+    They are copied on a side stream of their device, which starts after the work already queued on the current one.
+    The calling thread queues what it has to wait for, or its devices have to; a thread of this class queues the rest,
+    and waits. It starts when the caller has pickled: both would take the GIL from each other, at every tensor. However
     it ends, nothing is written to the targets afterwards, and no tensor is held.
 
     Args:
         pieces: ``(end, target, source)``: ``uint8`` tensors of the same size, and the offset that is reached with them.
         overlaps: Whether devices wait in place of the thread that calls :meth:`hand_over`.
+
+    Raises:
+        BaseException: What the copy of what is not copied late has raised.
     """
 
     def __init__(self, pieces: Iterable[Piece], *, overlaps: bool = False) -> None:
@@ -65,86 +71,73 @@ class BackgroundCopy:
         if late and not self._overlaps:  # a device without streams, for which the host has waited
             early, late = sorted([*early, *late], key=_end), []
             self._sums = RowSums([])
-        self._early, self._late = early, late
+        self._late = late
         self._reached = 0
         self._error: BaseException | None = None
-        self._is_early_whole = False
         self._is_torn = False
         self._progress = threading.Condition()
-        self._early_events: Events = {}
         self._late_events: Events = {}
-        self._is_early_queued = threading.Event()
         self._is_late_queued = threading.Event()
         self._claim = threading.Lock()  # for the thread, or for whoever gives up on it, whichever comes first
         self._ended = threading.Event()
+        # What a save holds for its own sake must not stay when it returns, if it is much.
+        self._waits_for_early = sum(source.numel() for _, _, source in early if not source.is_cpu) > EARLY_BYTES
+        try:
+            with self._streams.entered(), torch.inference_mode(False), torch.no_grad():
+                self._queued = self._queue(early)
+                self._early_events = self._streams.record(source for _, _, source in early)
+        except BaseException:
+            self._streams.synchronize()
+            raise
         if late:
             _under_way.append(self)
-        try:
-            threading.Thread(target=self._run, name="ckpt-staging").start()
-        except RuntimeError:  # the interpreter is shutting down: no new threads
-            self._run()
-        except BaseException:  # Ctrl-C while the thread was starting: it may be writing to the targets already
-            if not self._claim.acquire(blocking=False):
-                wait_through(self._ended)
-            elif late:
-                _under_way.remove(self)
-            raise
 
     # ---- the thread that copies --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         if not self._claim.acquire(blocking=False):
             return
-        is_late = bool(self._late)
         try:
             with self._streams.entered(), torch.no_grad():
                 try:
-                    self._copy()
+                    self._copy_late()
                     self._is_torn = self._sums.differ()
                 finally:
                     self._streams.synchronize()  # whatever has failed: the targets are about to be used again
         except BaseException as error:  # noqa: BLE001 - raised again by wait()
             self._error = error
         finally:
-            self._early, self._late = [], []  # what the caller has let go of is free from now on
-            del self._sums
-            for event in (self._is_early_queued, self._is_late_queued, self._ended):
-                event.set()
-            if is_late:
-                _under_way.remove(self)
-            self._advance(sys.maxsize)
+            self._end()
 
-    def _copy(self) -> None:
-        early, self._early = self._early, []
+    def _copy_late(self) -> None:
         late, self._late = self._late, []
-        size = sum(source.numel() for _, _, source in early if not source.is_cpu)
-        queued = self._queue(early, advances=not late)
-        if self._overlaps:
-            self._early_events = self._streams.record(source for _, _, source in early)
-            early.clear()
-            if size > EARLY_BYTES:
-                self._follow(queued, advances=not late)
-            self._is_early_whole = True
-            self._is_early_queued.set()
-        queued_late = self._queue(late, sums=self._sums)
+        queued = self._queue(late, sums=self._sums)
         self._late_events = self._streams.record(source for _, _, source in late)
         self._is_late_queued.set()
-        early, late = [], []
-        self._follow(queued, advances=not queued_late)
-        self._follow(queued_late)
+        # Early ones are not in the order of the buffer where there are late ones.
+        self._follow(self._queued, advances=not late)
+        late = []
+        self._follow(queued)
 
-    def _queue(self, pieces: list[Piece], *, advances: bool = True, sums: RowSums | None = None) -> _Queued:
+    def _end(self) -> None:
+        self._late = []  # what the caller has let go of is free from now on
+        self._queued.clear()
+        self._sums = RowSums([])
+        self._is_late_queued.set()
+        self._ended.set()
+        if self in _under_way:
+            _under_way.remove(self)
+        self._advance(sys.maxsize)
+
+    def _queue(self, pieces: list[Piece], *, sums: RowSums | None = None) -> _Queued:
         """Queue copies, group by group, or make those that no stream is needed for."""
         queued: _Queued = collections.deque()
         for end, targets, sources in _groups(pieces):
             # What does not block needs a stream to wait for afterwards.
-            torch._foreach_copy_(targets, sources, non_blocking=self._streams.may_be_late)
+            torch._foreach_copy_(targets, list(map(resolved, sources)), non_blocking=self._streams.may_be_late)
             if sums is not None:
                 sums.add(sources)
-            if self._streams:
-                queued.append((end, self._streams.record(sources), sources))
-            elif advances:
-                self._advance(end)
+            queued.append((end, self._streams.record(sources), sources))
         return queued
 
     def _follow(self, queued: _Queued, *, advances: bool = True) -> None:
@@ -153,7 +146,7 @@ class BackgroundCopy:
             end, events, _ = queued.popleft()
             for event in events.values():
                 event.synchronize()
-            if advances:  # early ones are not in the order of the buffer where there are late ones
+            if advances:
                 self._advance(end)
 
     def _advance(self, offset: int) -> None:
@@ -174,15 +167,32 @@ class BackgroundCopy:
                 does.
         """
         meanwhile()
-        wait_through(self._is_early_queued if self._overlaps else self._ended)
-        if self._error is not None and not self._is_early_whole:
-            raise self._error
-        let_devices_wait(self._early_events)
+        if self._overlaps and self._waits_for_early:
+            self._follow(self._queued, advances=False)
+        try:
+            threading.Thread(target=self._run, name="ckpt-staging").start()
+        except RuntimeError:  # the interpreter is shutting down: no new threads
+            self._run()
+        if self._overlaps:
+            let_devices_wait(self._early_events)
+        else:
+            self.wait()
 
     def let_training_wait(self) -> None:
         """Let what this thread queues from now on wait for the late copies, too."""
         wait_through(self._is_late_queued)
         let_devices_wait(self._late_events)
+
+    def abandon(self) -> None:
+        """Return when nothing is copied any more; :meth:`hand_over` has raised, or is never called."""
+        if not self._claim.acquire(blocking=False):
+            self.settle()
+            return
+        self._error = ImageAbandonedError("the save was given up")
+        try:
+            self._streams.synchronize()
+        finally:
+            self._end()
 
     def settle(self) -> None:
         """Return when nothing is copied any more, whatever has become of the copy."""
@@ -254,7 +264,7 @@ def _may_be_late(source: torch.Tensor, ranges: _Ranges) -> bool:
     if not known or source.dtype is not torch.uint8 or source.ndim != 1 or source.numel() < LATE_PIECE:
         return False
     begin = source.data_ptr()
-    if source.stride() != (1,) or begin % 4 or source.storage_offset() % 4:
+    if source.stride() != (1,) or begin % 8 or source.storage_offset() % 8:
         return False
     index = bisect.bisect_right(known, (begin, sys.maxsize)) - 1
     return index >= 0 and begin + source.numel() <= known[index][1]
@@ -268,6 +278,8 @@ def _ranges_of_optimizers() -> _Ranges:
     for optimizer in optimizers:
         for tensor in _tensors_of(optimizer):
             if tensor.is_cpu or tensor.is_meta or tensor.layout is not torch.strided or not _is_dense(tensor):
+                continue
+            if tensor.element_size() > _WIDEST:
                 continue
             begin = tensor.data_ptr()
             found.setdefault(tensor.device, []).append((begin, begin + tensor.nbytes))

@@ -192,7 +192,7 @@ def write_model_file(tensors: Mapping[str, torch.Tensor], path: str) -> None:
             raise SerializationError(
                 f"safetensors has no name for the type {tensor.dtype}", key=name, remedy="convert it to another type"
             )
-        found[name] = _Tensor(info, given(tensor.detach().cpu().contiguous()))
+        found[name] = _Tensor(info, given(tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()))
     _write_file(found, path)
 
 

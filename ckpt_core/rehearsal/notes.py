@@ -157,7 +157,7 @@ def _of_tensor(tensor: torch.Tensor) -> str:
     kind = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
     if tensor.is_meta or tensor.layout is not torch.strided or tensor.is_quantized:
         return kind
-    tensor = tensor.cpu().resolve_conj().resolve_neg().contiguous()
+    tensor = tensor.resolve_conj().resolve_neg().cpu().contiguous()
     if tensor.dim() == 0 and not tensor.is_complex():
         return f"{tensor.item()!r} ({str(tensor.dtype).removeprefix('torch.')})"
     data = tensor.reshape(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)

@@ -19,6 +19,8 @@
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
@@ -664,6 +666,23 @@ at::Tensor& sum_out(const at::Tensor& self, c10::OptionalArrayRef<int64_t> dim, 
   });
   return out;
 }
+at::Tensor cat(const at::ITensorListRef& tensors, int64_t dim) {
+  std::vector<at::Tensor> from;
+  for (const at::Tensor& tensor : tensors) {
+    if (tensor.dim() != 1 || tensor.device() != tensors.front().device() ||
+        tensor.scalar_type() != tensors.front().scalar_type()) {
+      std::vector<at::Tensor> on_host;
+      for (const at::Tensor& one : tensors) on_host.push_back(one.cpu());
+      return at::cat(on_host, dim).to(tensors.front().device());
+    }
+    from.push_back(real_view(tensor));
+  }
+  int64_t size = 0;
+  for (const auto& tensor : from) size += tensor.numel();
+  auto result = at::empty({size}, tensors.front().options());
+  current_stream(result.device().index()).add([to = real_view(result), from]() mutable { at::cat_out(to, from); });
+  return result;
+}
 void record_stream(at::Tensor& self, c10::Stream stream) {
   Guard().recordDataPtrOnStream(self.storage().data_ptr(), stream);
 }
@@ -768,6 +787,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from", copy_from);
   m.impl("_copy_from_and_resize", copy_from_and_resize);
   m.impl("_local_scalar_dense", local_scalar);
+  m.impl("cat", cat);
   m.impl("sum.IntList_out", sum_out);
   m.impl("native_dropout", native_dropout);
   m.impl("native_batch_norm", native_batch_norm);

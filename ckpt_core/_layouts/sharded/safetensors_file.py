@@ -32,6 +32,7 @@ from ckpt_core._layouts.safetensors import (
     header_text,
     is_memory,
     packed_header,
+    resolved,
 )
 from ckpt_core.digest import digest
 from ckpt_core.errors import SerializationError
@@ -244,7 +245,7 @@ class SafetensorsImage:
                 source, at = self._sources[index], first - begin
                 if not copy_now(source, first - offset, last - offset, target, at):
                     for part, piece in byte_pieces(source, first - offset, last - offset, target[at : last - begin]):
-                        part.copy_(piece)
+                        part.copy_(resolved(piece))
             index += 1
 
 

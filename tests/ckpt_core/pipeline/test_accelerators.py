@@ -19,6 +19,7 @@ import torch
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part
 from ckpt_core._devices import DeviceGenerators, LateNumber, pin
+from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._pipeline import staging
 from ckpt_core._pipeline.snapshot import BufferPool
 from ckpt_core._pipeline.staging import BackgroundCopy
@@ -245,10 +246,25 @@ def test_a_copy_that_fails_half_way_writes_nothing_afterwards(
     targets[1] = targets[1].view(1024, 1024)
     pieces = zip(targets, [sources[0], needs_a_temporary, sources[1]], strict=True)
     with accelerator.module.limited_memory(0):
-        copy = BackgroundCopy([((number + 1) * MIB, *piece) for number, piece in enumerate(pieces)])
         with pytest.raises(torch.OutOfMemoryError):
-            copy.wait()
+            BackgroundCopy([((number + 1) * MIB, *piece) for number, piece in enumerate(pieces)])
         assert accelerator.module.in_flight() == 0
+    buffer.close()
+
+
+@simulated_only
+def test_a_copy_that_is_given_up_before_it_is_handed_over_is_over(accelerator: SimulatedAccelerator) -> None:
+    source = torch.full((MIB,), 7, dtype=torch.uint8, device=accelerator.type)
+    buffer = StagingBuffer(MIB, pinned=True)
+    copy = BackgroundCopy([(MIB, buffer.tensor[:MIB], source)])
+    assert accelerator.module.in_flight() == 1
+    copy.abandon()
+    assert accelerator.module.in_flight() == 0
+    copy.settle()
+    with pytest.raises(ImageAbandonedError):
+        copy.wait_until(MIB)
+    with pytest.raises(ImageAbandonedError):
+        copy.wait()
     buffer.close()
 
 
@@ -351,12 +367,15 @@ def test_writing_begins_while_the_rest_is_still_being_copied(
         copy = BackgroundCopy(
             [((index + 1) * MIB, target, sources[index]) for index, target in enumerate(buffer.tensor.view(2, MIB))]
         )
+    training = threading.Thread(target=copy.hand_over)
+    training.start()
     try:
         copy.wait_until(MIB)  # would never return if it waited for all
         assert values(buffer.tensor[:MIB]) == [1]
     finally:
         accelerator.module.resume(late)
-    copy.wait()
+    training.join()
+    assert copy.wait()
     assert values(buffer.tensor[MIB:]) == [2]
     buffer.close()
 

@@ -340,8 +340,39 @@ def test_sums_see_one_word_and_two_that_change_places(accelerator: SimulatedAcce
 
     assert not differs(lambda _: None)
     assert differs(lambda tensor: tensor[-1:].add_(1))
-    assert differs(lambda tensor: tensor.view(torch.float64).neg_())
+    assert differs(lambda tensor: tensor.view(torch.float32).neg_())
+    assert differs(lambda tensor: tensor[:2].copy_(tensor[-2:]))
     assert differs(lambda tensor: tensor.copy_(tensor.flip(0)))
+
+
+def test_sums_are_the_same_however_the_tensors_are_divided(accelerator: SimulatedAccelerator) -> None:
+    one = torch.arange(6 * ROW, device=accelerator.type).to(torch.uint8)
+    other = torch.arange(3 * ROW, device=accelerator.type).add_(7).to(torch.uint8)
+    pieces = [one[: 2 * ROW], one[2 * ROW : 5 * ROW], other, one[5 * ROW :]]
+    for changed in (None, *range(9)):
+        sums = RowSums(pieces)
+        if changed is not None:
+            (one if changed < 6 else other)[changed % 6 * ROW + 5].add_(1)
+        sums.add(pieces[:1])
+        sums.add(pieces[1:])
+        assert sums.differ() == (changed is not None)
+
+
+@both_layouts
+def test_numbers_whose_signs_the_sums_do_not_see_are_copied_early(
+    tmp_path: Path, layout: str, accelerator: SimulatedAccelerator
+) -> None:
+    training = Training(accelerator, layout, tmp_path, early=False)
+    training.weights = {"weight": torch.nn.Parameter(torch.ones(MIB, dtype=torch.float64, device=training.device))}
+    training.optimizer = torch.optim.SGD(training.weights.values(), lr=1.0, momentum=0.5)
+    training.step()
+    expected = training.on_host()
+    with accelerator.module.lazy(side_streams_only=True):
+        training.save()
+        training.weights["weight"].data.neg_()
+        training.checkpointer.wait()
+    assert_same_state(training.load(), expected)
+    training.checkpointer.close()
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
