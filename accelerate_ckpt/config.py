@@ -276,6 +276,8 @@ class CheckpointConfig:
         overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizers' state while
             the next forward and backward pass run; the device then waits at the next optimizer step. Whatever
             else changes them calls :func:`ckpt_core.wait_staged` first, or that save fails.
+        max_host_bytes: The most host memory in bytes that a process takes for copies of states; None: as much as they
+            need. A larger state passes through it in parts, and training waits until the last one is copied (async).
         recorder: Whether each rank records the steps of its optimizers in a small file beside the checkpoints, and a
             resumed run compares those that it repeats and says whether they are the same.
 
@@ -349,6 +351,11 @@ class CheckpointConfig:
     overlap: bool = _option(
         False, _SWITCH, "let an accelerator copy during the next step; wait_staged() before other changes"
     )
+    max_host_bytes: int | None = _option(
+        None,
+        _COUNT_OR_ALL,
+        "most host memory in bytes for copies of states; larger ones pass through it (default: any)",
+    )
     recorder: bool = _option(True, _SWITCH, "record each step, and say after a resume whether it was exact")
 
     def __post_init__(self) -> None:
@@ -412,7 +419,7 @@ commit_timeout=600.0, retention=None, local_dir=None, upload_to=None, keep_local
 resume=None, resume_attempts=3, checkpoint_dir=None, preempt=None, interval=None, mtbf=None, \
 max_overhead=None, memory_every_n_steps=None, memory_dir='/dev/shm', \
 just_in_time=False, event_log=None, report=None, log_metrics=False, listeners=(), overlap=False, \
-recorder=True)
+max_host_bytes=None, recorder=True)
         """
         environment = os.environ if variables is None else variables
         given_flags = {flag_name.format(name): (name, value) for name, value in (flags or {}).items()}

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from ckpt_core._layouts.image import WINDOW
 from ckpt_core._pipeline import reader
 from ckpt_core._pipeline.file_save import FileSave
 from ckpt_core._pipeline.jobs import OnError
@@ -48,6 +49,7 @@ class CheckpointerBase:
         tiers: Tiers | None = None,
         uploads: bool = True,
         overlap: bool = False,
+        max_host_bytes: int | None = None,
     ) -> None:
         if strategy not in ("sync", "async"):
             raise ValueError(f"strategy must be 'sync' or 'async', not {strategy!r}")
@@ -55,6 +57,7 @@ class CheckpointerBase:
             raise ValueError(f"max_pending must be at least 1, not {max_pending}")
         if on_error not in ("raise", "warn"):
             raise ValueError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
+        check_max_host_bytes(max_host_bytes, max_pending)
         self.strategy = strategy
         self._max_pending = max_pending
         self._on_error = on_error
@@ -63,6 +66,7 @@ class CheckpointerBase:
         self._storage = storage
         self._tiers = tiers
         self._overlap = overlap
+        self._max_host_bytes = max_host_bytes
         self._tiered: TieredStorage | None = None
         self._uploader: Uploader | None = None  # of this process; other ranks have none
         if tiers is not None:
@@ -79,6 +83,7 @@ class CheckpointerBase:
             on_error=on_error,
             listeners=self._listeners,
             overlap=overlap,
+            max_host_bytes=max_host_bytes,
         )
         self._queues = [self._pipeline.queue, *([] if self._uploader is None else [self._uploader.queue])]
 
@@ -94,6 +99,7 @@ class CheckpointerBase:
             storage=self._storage,
             tiers=self._tiers,
             overlap=self._overlap,
+            max_host_bytes=self._max_host_bytes,
         )
         return settings, ()
 
@@ -326,6 +332,9 @@ class Checkpointer(CheckpointerBase):
             optimizers' state during the next forward and backward pass, so that nobody waits; the next step of any
             ``torch.optim.Optimizer`` does, on the device. Whatever else changes them calls :meth:`wait_staged` first;
             if it does not, the save fails with :class:`~ckpt_core.errors.SnapshotTornError`, and later ones wait.
+        max_host_bytes: The most memory that copies of states may take, in bytes; None: as much as they need. A save of
+            more than its share (of ``max_pending`` ones) passes through it in windows, and returns when the last one
+            is copied: with ``overlap``, too (async only).
 
     Examples:
         >>> import os, tempfile, torch
@@ -407,6 +416,19 @@ class Checkpointer(CheckpointerBase):
         seconds = time.perf_counter() - started
         notify(self._listeners, CheckpointLoaded(path=source, bytes=size, seconds=seconds, verified=verified))
         return state
+
+
+def check_max_host_bytes(max_host_bytes: int | None, max_pending: int) -> None:
+    """Refuse what no state could pass through.
+
+    Raises:
+        ValueError: It is less than two windows for each save.
+    """
+    if max_host_bytes is not None and max_host_bytes < 2 * WINDOW * max_pending:
+        raise ValueError(
+            f"max_host_bytes must be at least {2 * WINDOW * max_pending}, 32 MiB for each of max_pending={max_pending} "
+            f"saves, not {max_host_bytes}"
+        )
 
 
 def full_path(path: StrPath) -> str:

@@ -199,6 +199,7 @@ class DirectoryCheckpointer(CheckpointerBase):
         link_unchanged: Whether files whose tensors have not changed are linked to those of the checkpoint before, or
             copied by the store, instead of being written again (:mod:`ckpt_core._pipeline.unchanged`).
         overlap: As for :class:`~ckpt_core.Checkpointer`.
+        max_host_bytes: As for :class:`~ckpt_core.Checkpointer`.
 
     Examples:
         >>> import os, tempfile, torch
@@ -226,6 +227,7 @@ class DirectoryCheckpointer(CheckpointerBase):
         tiers: Tiers | None = None,
         link_unchanged: bool = True,
         overlap: bool = False,
+        max_host_bytes: int | None = None,
     ) -> None:
         super().__init__(
             strategy=strategy,
@@ -237,6 +239,7 @@ class DirectoryCheckpointer(CheckpointerBase):
             tiers=tiers,
             uploads=ranks is None or ranks.rank == 0,
             overlap=overlap,
+            max_host_bytes=max_host_bytes,
         )
         if not commit_timeout > 0:
             raise ValueError(f"commit_timeout must be a number of seconds, not {commit_timeout}")

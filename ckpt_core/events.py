@@ -74,11 +74,14 @@ class SnapshotTaken(Event):
         bytes: Size of the checkpoint in bytes; 0 where it is another name of one that was saved before.
         stall_seconds: Time the training thread was blocked, ``waited_seconds`` included.
         waited_seconds: The part of it spent waiting for an earlier save to leave its buffer.
+        memory_seconds: The part of it spent waiting until some of the state was written, where ``max_host_bytes`` is
+            less than the state.
     """
 
     bytes: int
     stall_seconds: float
     waited_seconds: float = 0.0
+    memory_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

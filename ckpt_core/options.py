@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
-from ckpt_core.checkpointer import CheckpointerBase
+from ckpt_core.checkpointer import CheckpointerBase, check_max_host_bytes
 from ckpt_core.events import Event, EventLog, Listener, rank_of_process
 from ckpt_core.preflight import Preflight
 from ckpt_core.report import try_to_write
@@ -45,6 +45,9 @@ class CheckpointerOptions:
         overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizers' state while
             the next forward and backward pass run; the device then waits at the next optimizer step. Whatever
             else changes them calls :func:`ckpt_core.wait_staged` first, or that save fails.
+        max_host_bytes: The most host memory in bytes that this process takes for copies of states; None: as much as
+            they need. A larger state passes through it, and training waits until the last of it is copied. At least
+            32 MiB for each of ``max_pending`` (async only).
 
     Raises:
         ValueError: One of ``local_dir`` and ``upload_to`` is missing, or they make no sense; the message names the
@@ -68,9 +71,12 @@ class CheckpointerOptions:
     report: str | None = None
     listeners: Sequence[Listener] = ()
     overlap: bool = False
+    max_host_bytes: int | None = None
 
     def __post_init__(self) -> None:
-        _ = self.tiers  # refuses here what makes no sense, and not at the first save
+        # Refused here, and not at the first save.
+        _ = self.tiers
+        check_max_host_bytes(self.max_host_bytes, self.max_pending)
 
     @functools.cached_property
     def tiers(self) -> Tiers | None:
@@ -111,6 +117,7 @@ class CheckpointerOptions:
             "tiers": self.tiers,
             "listeners": [*listeners, *self.listeners, *log, Preflight(self.storage_options)],
             "overlap": self.overlap,
+            "max_host_bytes": self.max_host_bytes,
         }
 
 

@@ -214,6 +214,8 @@ class AsyncCheckpointIO(TorchFileIO):
         overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizers' state while
             the next forward and backward pass run; the device then waits at the next optimizer step. Whatever
             else changes them calls :func:`ckpt_core.wait_staged` first, or that save fails.
+        max_host_bytes: The most host memory in bytes that a process takes for copies of states; None: as much as they
+            need. A larger state passes through it in parts, and training waits until the last one is copied (async).
 
     Example::
 
@@ -233,6 +235,7 @@ class AsyncCheckpointIO(TorchFileIO):
         report: str | None = None,
         listeners: Sequence[Listener] = (),
         overlap: bool = False,
+        max_host_bytes: int | None = None,
     ) -> None:
         super().__init__(
             CheckpointerOptions(
@@ -246,5 +249,6 @@ class AsyncCheckpointIO(TorchFileIO):
                 report=report,
                 listeners=listeners,
                 overlap=overlap,
+                max_host_bytes=max_host_bytes,
             )
         )

@@ -65,6 +65,8 @@ class ShardedCheckpointIO(RankCheckpointIO):
         overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizers' state while
             the next forward and backward pass run; the device then waits at the next optimizer step. Whatever
             else changes them calls :func:`ckpt_core.wait_staged` first, or that save fails.
+        max_host_bytes: The most host memory in bytes that a process takes for copies of states; None: as much as they
+            need. A larger state passes through it in parts, and training waits until the last one is copied (async).
 
     Example::
 
@@ -86,6 +88,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
         report: str | None = None,
         listeners: Sequence[Listener] = (),
         overlap: bool = False,
+        max_host_bytes: int | None = None,
     ) -> None:
         options = CheckpointerOptions(
             strategy=mode,
@@ -99,6 +102,7 @@ class ShardedCheckpointIO(RankCheckpointIO):
             report=report,
             listeners=listeners,
             overlap=overlap,
+            max_host_bytes=max_host_bytes,
         )
         self.options, self.storage_options = options, storage_options
         self.tiers = options.tiers

@@ -171,6 +171,7 @@ class Session:
             report=config.report,
             listeners=config.made_listeners(),
             overlap=config.overlap,
+            max_host_bytes=config.max_host_bytes,
         )
         self.tiers = options.tiers
         self.report = RunReport(options, log_metrics=config.log_metrics, rank=ranks.rank)

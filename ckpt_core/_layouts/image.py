@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
+
 from ckpt_core.errors import CheckpointError
-from ckpt_core.memory import StagingBuffer
 
 WINDOW = 16 * 2**20  # bytes: a digest never spans a multiple of this, so windows are hashed and checked in parallel
 
 
 class ImageAbandonedError(CheckpointError):
     """Whoever was making the image has given up; the reason was raised there."""
+
+
+class Memory(Protocol):
+    """Host memory that a window is assembled in."""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """It as a one-dimensional ``uint8`` tensor."""
+
+    @property
+    def memory(self) -> memoryview:
+        """It as a writable ``memoryview``."""
 
 
 class Image(Protocol):
@@ -29,8 +42,11 @@ class Image(Protocol):
     def is_staged(self) -> bool:
         """Whether the bytes are in a buffer of ours, so that the live tensors may change."""
 
-    def window(self, begin: int, scratch: StagingBuffer | None) -> memoryview:
+    def window(self, begin: int, scratch: Memory | None) -> memoryview:
         """Return the page-aligned bytes of the window that starts at ``begin``, waiting for them if need be."""
 
     def tail(self) -> bytes:
         """Return the rest of the file, from ``region_size`` on; every window must have been taken before."""
+
+    def forget_sources(self) -> None:
+        """Take what is left of the live tensors, and let go of them; called when every window was taken."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_core._commit import JointSave
+from ckpt_core._layouts.image import Image
 from ckpt_core._layouts.sharded.files import describe_file
 from ckpt_core._layouts.sharded.manifest import ExtraFile
 from ckpt_core._layouts.sharded.plain import encode_plain
@@ -149,7 +150,7 @@ class DirectorySave:
             self._added = write_files
         else:
             self._added = AddedFiles.collect(self._storage, self.path, write_files)
-        if snapshot.buffer is not None:  # the tensors are in it now
+        if snapshot.is_copied:
             self._state = None
             self._laid_out.forget_tensors()
 
@@ -197,7 +198,7 @@ class DirectorySave:
             self._has_place = not is_final or self._joint.ask_rank_0("alone", self._is_alone)
             snapshot.wait_taken()
             files, token = self._laid_out, self._joint.token
-            if snapshot.buffer is not None:  # in the foreground, they are the caller's until the end anyway
+            if snapshot.is_copied:  # in the foreground, they are the caller's until the end anyway
                 files.forget_parts()
             files.identify(token, "" if self._has_place and not previous.exists else f"-{token}")
             sizes = self._write_images(files, snapshot)
@@ -216,16 +217,27 @@ class DirectorySave:
             images = files.live_files()
         else:
             images = files.staged_files(snapshot.buffer, snapshot.wait_until)
-        sizes = []
-        for name, image in images:
+
+        def take_over(name: str, image: Image) -> bool:
             self._created.append(name)
             target = f"{self._directory}/{name}"
-            if self._incremental.take_over(files, name, image, target, scratch=self._scratch):
-                size = image.approximate_size
-            else:
-                size = write_image(image, self._storage, target, scratch=self._scratch)
-            sizes.append((name, size))
-        return sizes
+            return self._incremental.take_over(files, name, image, target, scratch=self._scratch)
+
+        def write(name: str, image: Image, written: Callable[[int], None] | None = None) -> int:
+            return write_image(
+                image, self._storage, f"{self._directory}/{name}", scratch=self._scratch, written=written
+            )
+
+        passed = snapshot.pass_through(images, take_over)
+        if passed is None:
+            return [
+                (name, image.approximate_size if take_over(name, image) else write(name, image))
+                for name, image in images
+            ]
+        return [
+            (name, image.approximate_size if image.is_there() else write(name, image, image.written))
+            for name, image in passed
+        ]
 
     def _add(self, added: AddedFiles, directory: str, previous: Previous) -> list[ExtraFile]:
         files = added.describe()

@@ -77,16 +77,21 @@ class FileSave:
         snapshot.wait_taken()
         self._directories.note_commits(self._storage, self.path)
         image = self._taken_image
-        size = write_image(
-            image,
+        size = self._write_image(image, snapshot)
+        self._refused.warn_of(self.path, image.refused_by_default)
+        return size
+
+    def _write_image(self, image: FileImage, snapshot: Snapshot) -> int:
+        passed = snapshot.pass_through([(self.path, image)])
+        return write_image(
+            image if passed is None else passed[0][1],
             self._storage,
             self.path,
             scratch=self._scratch,
             meanwhile=functools.partial(self.complete, snapshot) if snapshot.is_live else None,
             before_tail=snapshot.wait_sealed,
+            written=None if passed is None else passed[0][1].written,
         )
-        self._refused.warn_of(self.path, image.refused_by_default)
-        return size
 
     def close(self) -> None:
         self._state = self._layout = self._image = None

@@ -78,6 +78,7 @@ class Pipeline:
         on_error: What a failure in the background does.
         listeners: Called with every event.
         overlap: Whether copies from accelerators go on until the next step of an optimizer.
+        max_host_bytes: The most memory that all staging buffers may take; None: any amount.
 
     Attributes:
         buffers: Lends memory for copies of states.
@@ -93,8 +94,9 @@ class Pipeline:
         on_error: OnError,
         listeners: Sequence[Listener],
         overlap: bool = False,
+        max_host_bytes: int | None = None,
     ) -> None:
-        self.buffers = BufferPool(max_pending)
+        self.buffers = BufferPool(max_pending, max_host_bytes)
         self.scratch = ScratchBuffers()
         self.queue = JobQueue("ckpt-writer", on_error=on_error, report=self._report)
         self._strategy = strategy
@@ -193,13 +195,13 @@ class Pipeline:
         action = functools.partial(self._write_in_background, save, snapshot)
         runs = False
         try:
-            runs = self._submit(save.path, action, lambda: snapshot.sealed_at)
+            runs = snapshot.may_pass = self._submit(save.path, action, lambda: snapshot.sealed_at)
             save.take(snapshot)
             snapshot.begin_writing()
             save.complete(snapshot)
             size = save.size
             if snapshot.not_copied is None:
-                self._report_taken(save.path, size, started, waited)
+                self._report_taken(save.path, size, started, waited, snapshot.seconds_without_memory)
             snapshot.seal()
         except (
             BaseException
@@ -241,9 +243,25 @@ class Pipeline:
         job = self._last_save = Job(path, action, "background save")
         return self.queue.submit(job)
 
-    def _report_taken(self, path: str, size: int, started: float, waited: float = 0.0) -> None:
+    def _report_taken(
+        self, path: str, size: int, started: float, waited: float = 0.0, without_memory: float = 0.0
+    ) -> None:
         stall = time.perf_counter() - started
-        notify(self._listeners, SnapshotTaken(path=path, bytes=size, stall_seconds=stall, waited_seconds=waited))
+        if without_memory and not self._has_warned_of_memory:
+            self._has_warned_of_memory = True
+            logger.warning(
+                "training has waited %.1f of %.1f s in the save of %s until parts of it were written, because the "
+                "state is larger than max_host_bytes allows copies to be: raise it, or save less often",
+                without_memory,
+                stall,
+                path,
+            )
+        notify(
+            self._listeners,
+            SnapshotTaken(
+                path=path, bytes=size, stall_seconds=stall, waited_seconds=waited, memory_seconds=without_memory
+            ),
+        )
 
     def _warn_of_memory(self, error: OutOfMemoryError) -> None:
         if not self._has_warned_of_memory:

@@ -15,8 +15,9 @@ from typing import Protocol
 import torch
 
 from ckpt_core._devices import is_capturing, on_this_device, wait_for_devices
-from ckpt_core._layouts.image import ImageAbandonedError
+from ckpt_core._layouts.image import WINDOW, Image, ImageAbandonedError
 from ckpt_core._pipeline.host_copy import HOST_PIECE, HostCopy
+from ckpt_core._pipeline.passing import PassedImage, PassingWindows
 from ckpt_core._pipeline.staging import COPY_GROUP, BackgroundCopy, Piece
 from ckpt_core.errors import CheckpointError, OutOfMemoryError, SnapshotTornError
 from ckpt_core.memory import StagingBuffer
@@ -27,10 +28,12 @@ class BufferPool:
 
     Args:
         limit: How many may be lent at the same time.
+        most_bytes: What all of them together may take; None: any number. Each gets an equal share, of whole windows.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, most_bytes: int | None = None) -> None:
         self._limit = limit
+        self._share = None if most_bytes is None else most_bytes // limit // WINDOW * WINDOW
         self._lent = 0
         self._idle: list[StagingBuffer] = []
         self._outside: list[StagingBuffer] = []  # those that are lent and may be kept when they come back
@@ -59,11 +62,13 @@ class BufferPool:
         return self._lent >= self._limit
 
     def acquire(self, nbytes: int) -> StagingBuffer:
-        """Lend a buffer of at least ``nbytes``, waiting until one is free.
+        """Lend a buffer of ``nbytes`` or a save's share, waiting until one is free.
 
         Raises:
             OutOfMemoryError: There is no memory for it.
         """
+        if self._share is not None:
+            nbytes = min(nbytes, self._share)
         with self._changed:
             self._changed.wait_for(lambda: self._lent < self._limit)
             self._lent += 1
@@ -185,9 +190,10 @@ class Snapshot:
 
     Attributes:
         is_live: Whether the save is in the foreground.
-        buffer: What the tensors are copied into, if they are.
+        buffer: What the tensors are copied into, all of them, if they are.
         not_copied: Why there is no copy, in the background: there is no memory for it. Training has to wait for the
             save.
+        may_pass: Whether the tensors may pass through a smaller buffer, because another thread writes.
         sealed_at: ``time.perf_counter()`` of the moment in which it was complete.
     """
 
@@ -195,12 +201,15 @@ class Snapshot:
         self.is_live = buffers is None
         self.buffer: StagingBuffer | None = None
         self.not_copied: OutOfMemoryError | None = None
+        self.may_pass = True
         self.sealed_at = 0.0
         self._path = path
         self._buffers = buffers
         self._overlaps = overlaps
         self._guard = TornSnapshotGuard(())
         self._copy: BackgroundCopy | HostCopy | None = None
+        self._lent: StagingBuffer | None = None
+        self._passing: PassingWindows | None = None
         self._failure: CheckpointError | None = None
         self._taken = threading.Event()
         self._sealed = threading.Event()
@@ -223,7 +232,7 @@ class Snapshot:
         self._guard = TornSnapshotGuard(layout.tensors)
         if self._buffers is not None and layout.staged_size:
             try:
-                self.buffer = self._buffers.acquire(layout.staged_size)
+                self._lend(self._buffers.acquire(layout.staged_size), layout.staged_size)
             except OutOfMemoryError as error:
                 self.not_copied = error
         if self.buffer is None:
@@ -232,6 +241,28 @@ class Snapshot:
             self._copy = HostCopy(layout.pieces_in(self.buffer, HOST_PIECE))
         else:
             self._copy = BackgroundCopy(layout.pieces_in(self.buffer, COPY_GROUP), overlaps=self._overlaps)
+
+    def _lend(self, buffer: StagingBuffer, nbytes: int) -> None:
+        self._lent = buffer
+        if buffer.nbytes >= nbytes:
+            self.buffer = buffer
+        elif self.may_pass:
+            self._passing = PassingWindows(buffer, self._raise_why_not_copied)
+        else:
+            raise OutOfMemoryError(
+                f"the state has {nbytes} bytes, and max_host_bytes leaves {buffer.nbytes} for a copy",
+                remedy="raise max_host_bytes, or leave it out",
+            )
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether the live tensors are not needed any more when :meth:`finish` has returned."""
+        return self._lent is not None and self.not_copied is None
+
+    @property
+    def seconds_without_memory(self) -> float:
+        """How long the copy has waited for memory, because ``max_host_bytes`` is less than the state."""
+        return 0.0 if self._passing is None else self._passing.seconds_without_room
 
     def begin_writing(self) -> None:
         """Let the other thread write what there is already."""
@@ -246,12 +277,16 @@ class Snapshot:
         Raises:
             SnapshotTornError: A tensor changed while it was being copied.
         """
-        if self._copy is None:
+        if self._passing is not None:
             meanwhile()
-        else:
+            self._passing.wait()
+        elif self._copy is not None:
             self._copy.hand_over(meanwhile)
-            self._guard.check(path=self._path)
-            self._guard = TornSnapshotGuard(())
+        else:
+            meanwhile()
+            return
+        self._guard.check(path=self._path)
+        self._guard = TornSnapshotGuard(())
 
     def seal(self) -> None:
         """Declare that all is there: it may be committed."""
@@ -268,6 +303,8 @@ class Snapshot:
         try:
             if self._copy is not None:
                 self._copy.abandon()
+            if self._passing is not None:
+                self._passing.abandon()
         finally:
             self._taken.set()
             self._sealed.set()
@@ -284,6 +321,17 @@ class Snapshot:
         self._taken.wait()
         self._raise_failure()
 
+    def pass_through(
+        self, files: Sequence[tuple[str, Image]], is_there: Callable[[str, Image], bool] = lambda *_: False
+    ) -> list[tuple[str, PassedImage]] | None:
+        """Begin to copy files of live tensors through a buffer that is smaller than they are; None if it is not.
+
+        Args:
+            files: Names and images, in the order in which they are going to be written.
+            is_there: Called before a file is copied: whether it need not be written.
+        """
+        return None if self._passing is None else self._passing.begin(files, is_there)
+
     def wait_until(self, offset: int) -> None:
         """Return when everything up to ``offset`` of the buffer is copied; raise if there is nothing to save."""
         self._raise_failure()
@@ -291,10 +339,13 @@ class Snapshot:
         try:
             self._copy.wait_until(offset)
         except ImageAbandonedError:
-            self._sealed.wait()  # the training thread is about to say why, if it has not gone on
-            self._raise_failure()
+            self._raise_why_not_copied()
             self._check_copy(self._copy)
             raise
+
+    def _raise_why_not_copied(self) -> None:
+        self._sealed.wait()  # the training thread is about to say why, if it has not gone on
+        self._raise_failure()
 
     def wait_sealed(self) -> None:
         """Return when the whole state was taken; called when all tensors that were not copied have been written.
@@ -327,11 +378,15 @@ class Snapshot:
 
     def release(self) -> None:
         """Give the buffer back when nothing is copied into it any more."""
+        if self._passing is not None:
+            self._passing.abandon()  # where nothing is written any more, training must not wait for it
         if not self.is_live:
             self._sealed.wait()
         if self._copy is not None:
             self._copy.settle()
-        buffer, self.buffer = self.buffer, None
+        if self._passing is not None:
+            self._passing.settle()
+        buffer, self._lent, self.buffer = self._lent, None, None
         if buffer is not None and self._buffers is not None:
             self._buffers.release(buffer)
         self._guard = TornSnapshotGuard(())  # lets go of the tensors

@@ -23,6 +23,7 @@ def write_image(
     scratch: ScratchBuffers,
     meanwhile: Callable[[], None] | None = None,
     before_tail: Callable[[], None] | None = None,
+    written: Callable[[int], None] | None = None,
 ) -> int:
     """Write ``image`` to ``path`` so that it is durable and whole there, or not there at all.
 
@@ -32,6 +33,7 @@ def write_image(
         path: Under which name.
         scratch: Lends up to 7 windows of memory (112 MiB); not used for a staged image.
         meanwhile: What the calling thread does while others write.
+        written: Called for each window of a staged image that needs its memory no longer.
         before_tail: Called when all windows are written; returns when the tail is known. If it raises, nothing appears.
 
     Returns:
@@ -47,7 +49,11 @@ def write_image(
 
     def write_window(begin: int) -> None:
         if image.is_staged:
-            writer.write_through(begin, image.window(begin, None))
+            try:
+                writer.write_through(begin, image.window(begin, None))
+            finally:
+                if written is not None:
+                    written(begin)
             return
         buffer = scratch.take(min(WINDOW, image.region_size))
         try:

@@ -64,6 +64,7 @@ def test_defaults() -> None:
         "log_metrics": False,
         "listeners": (),
         "overlap": False,
+        "max_host_bytes": None,
         "recorder": True,
     }
 

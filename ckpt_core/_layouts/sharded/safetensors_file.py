@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt_core._layouts.image import WINDOW
+from ckpt_core._layouts.image import WINDOW, Memory
 from ckpt_core._layouts.safetensors import (
     LARGEST_HEADER,
     TensorInfo,
@@ -177,6 +177,7 @@ class SafetensorsImage:
         self._staged = staged
         self._base = base
         self._wait_staged = wait_staged
+        self._tail: bytes | None = None
 
     @property
     def is_staged(self) -> bool:
@@ -188,7 +189,7 @@ class SafetensorsImage:
         """The file's size in bytes, exactly."""
         return self._layout.size
 
-    def window(self, begin: int, scratch: StagingBuffer | None) -> memoryview:
+    def window(self, begin: int, scratch: Memory | None) -> memoryview:
         """Return the page-aligned bytes of the window at ``begin``, and keep the digests of the blocks that end in it.
 
         Args:
@@ -199,6 +200,8 @@ class SafetensorsImage:
 
     def tail(self) -> bytes:
         """Return the rest of the file, from ``region_size`` on."""
+        if self._tail is not None:
+            return self._tail
         scratch = None if self.is_staged else StagingBuffer(ALIGNMENT)
         try:
             return bytes(self._bytes(self.region_size, self._layout.size, scratch))
@@ -206,7 +209,12 @@ class SafetensorsImage:
             if scratch is not None:
                 scratch.close()
 
-    def _bytes(self, begin: int, end: int, scratch: StagingBuffer | None) -> memoryview:
+    def forget_sources(self) -> None:
+        """Take the rest of the live tensors, and let go of them."""
+        self._tail = self.tail()
+        self._sources = ()
+
+    def _bytes(self, begin: int, end: int, scratch: Memory | None) -> memoryview:
         if self._staged is not None:
             if self._wait_staged is not None:
                 self._wait_staged(self._base + end)
@@ -324,9 +332,12 @@ class DigestsImage:
         self._images = list(images)
         self.approximate_size = sum(len(image.digests) for image in images) * DIGEST_BYTES
 
-    def window(self, begin: int, scratch: StagingBuffer | None) -> memoryview:
+    def window(self, begin: int, scratch: Memory | None) -> memoryview:
         """Never called: there is no window below ``region_size``."""
         raise IndexError(begin)
+
+    def forget_sources(self) -> None:
+        """There are none."""
 
     def tail(self) -> bytes:
         """Return the file's bytes."""

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ckpt_core._layouts.image import WINDOW
+from ckpt_core._layouts.image import WINDOW, Memory
 from ckpt_core._layouts.torch_file.default_reading import refused_by_default
 from ckpt_core._layouts.torch_file.manifest import (
     ARCHIVE,
@@ -122,7 +122,7 @@ class FileImage:
         """The file's size in bytes but for its last few kilobytes, and for its pickle while that is not known."""
         return self.region_size + len(self._pickled) + sum(map(len, self._late))
 
-    def window(self, begin: int, scratch: StagingBuffer | None) -> memoryview:
+    def window(self, begin: int, scratch: Memory | None) -> memoryview:
         """Return the page-aligned bytes of the window that starts at ``begin``, and keep their digests.
 
         Args:
@@ -160,7 +160,7 @@ class FileImage:
                 low = middle + 1
         return max(low, 0)
 
-    def _assemble(self, begin: int, end: int, scratch: StagingBuffer) -> None:
+    def _assemble(self, begin: int, end: int, scratch: Memory) -> None:
         position = begin
         for index in self._records_in(begin, end):
             record, header = self._region.records[index], self._region.headers[index]
@@ -176,6 +176,10 @@ class FileImage:
                     target.copy_(source)
             position = max(position, min(end, record.offset + record.size))
         _put(scratch, begin, end, position, bytes(end - position))
+
+    def forget_sources(self) -> None:
+        """Let go of the live tensors, all of which were taken."""
+        self._sources = []
 
     def tail(self) -> bytes:
         """Return the rest of the file, from ``region_size`` on; every window must have been taken before."""
@@ -226,7 +230,7 @@ class FileImage:
         return refused_by_default(segments, self.region_size + len(tail), self._pickled)
 
 
-def _put(scratch: StagingBuffer, begin: int, end: int, position: int, data: bytes) -> None:
+def _put(scratch: Memory, begin: int, end: int, position: int, data: bytes) -> None:
     first, last = max(begin, position), min(end, position + len(data))
     if first < last:
         scratch.memory[first - begin : last - begin] = data[first - position : last - position]
