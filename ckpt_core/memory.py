@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import collections
 import mmap
 import threading
 import weakref
+from collections.abc import Iterable, Sequence
 
 import torch
 
-from ckpt_core._devices import pin
+from ckpt_core._devices import Events, can_copy_late, events_of_current_streams, pin
 from ckpt_core.errors import OutOfMemoryError, SerializationError
 
-__all__ = ["ScratchBuffers", "StagingBuffer", "bytes_of", "storage_of"]
+__all__ = ["ScratchBuffers", "StagingBuffer", "buffers_for", "bytes_of", "copy_late", "storage_of"]
 
 _PAGE = mmap.PAGESIZE
+_MOST_PINNED = 6  # a disk is read by four threads, and two buffers more are being copied from
+_WORTH_PINNING = 64 * 2**20  # bytes: to pin the buffers takes longer than to copy less
 
 
 class StagingBuffer:
@@ -56,6 +60,11 @@ class StagingBuffer:
         if self._unpin is not None:
             self._unpin.atexit = False
 
+    @property
+    def is_pinned(self) -> bool:
+        """Whether devices copy from and to it without blocking the host."""
+        return self._unpin is not None
+
     def close(self) -> None:
         """Give the memory back to the system (views that are still held keep it until they go)."""
         if self._unpin is not None:
@@ -66,10 +75,16 @@ class StagingBuffer:
 
 
 class ScratchBuffers:
-    """A few small buffers that several threads take and give back, kept until :meth:`close`."""
+    """A few small buffers that several threads take and give back, kept until :meth:`close`.
 
-    def __init__(self) -> None:
-        self._idle: list[StagingBuffer] = []
+    Args:
+        most_pinned: How many there may be, pinned, for copies to devices: one is lent again when its copies are done,
+            so that others are filled meanwhile. 0: none is pinned, and there are as many as are lent at a time.
+    """
+
+    def __init__(self, most_pinned: int = 0) -> None:
+        self._most_pinned = most_pinned
+        self._idle: collections.deque[tuple[StagingBuffer, Events]] = collections.deque()  # the oldest copies first
         self._lent = 0
         self._changed = threading.Condition()
 
@@ -81,14 +96,14 @@ class ScratchBuffers:
         """
         while True:
             with self._changed:
-                found = self._idle.pop() if self._idle else None
+                found = self._find()
                 self._lent += 1
             if found is not None and found.nbytes >= nbytes:
                 return found
             if found is not None:
                 found.close()
             try:
-                return StagingBuffer(nbytes)
+                return StagingBuffer(nbytes, pinned=self._most_pinned > 0)
             except BaseException as error:
                 with self._changed:
                     self._lent -= 1
@@ -97,18 +112,49 @@ class ScratchBuffers:
                         raise
                     self._changed.wait_for(lambda: self._idle or not self._lent)
 
-    def give(self, buffer: StagingBuffer) -> None:
-        """Take a buffer back."""
+    def _find(self) -> StagingBuffer | None:
+        """Return an idle buffer, when its copies are done; None if there is to be one more."""
+        if not self._idle:
+            return None
+        buffer, events = self._idle[0]
+        is_done = all(event.query() for event in events.values())
+        if not is_done and self._lent + len(self._idle) < self._most_pinned:
+            return None
+        self._idle.popleft()
+        _wait(events)
+        return buffer
+
+    def give(self, buffer: StagingBuffer, filled: Sequence[torch.Tensor] = ()) -> None:
+        """Take a buffer back, from which the caller has queued copies to ``filled``."""
+        events = events_of_current_streams(filled) if buffer.is_pinned else {}
         with self._changed:
             self._lent -= 1
-            self._idle.append(buffer)
+            self._idle.append((buffer, events))
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Free the buffers that are not in use."""
+        """Free the buffers that are not in use, when their copies are done."""
         with self._changed:
             while self._idle:
-                self._idle.pop().close()
+                buffer, events = self._idle.popleft()
+                _wait(events)
+                buffer.close()
+
+
+def _wait(events: Events) -> None:
+    for event in events.values():
+        event.synchronize()
+
+
+def buffers_for(targets: Iterable[torch.Tensor]) -> ScratchBuffers:
+    """Return buffers for a load, pinned ones where much goes to devices."""
+    nbytes = sum(target.nbytes for target in targets if not (target.is_cpu or target.is_meta))
+    return ScratchBuffers(_MOST_PINNED if nbytes >= _WORTH_PINNING else 0)
+
+
+def copy_late(target: torch.Tensor, found: torch.Tensor, buffer: StagingBuffer) -> None:
+    """Copy from ``buffer``, which is given back with the target; late, if both allow it."""
+    target.copy_(found, non_blocking=buffer.is_pinned and can_copy_late(target))
 
 
 def storage_of(tensor: torch.Tensor, *, key: str) -> torch.UntypedStorage:

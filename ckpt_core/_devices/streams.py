@@ -170,6 +170,17 @@ def _used(streams: Iterable[torch.Stream], device: int | None) -> Iterator[None]
         yield
 
 
+def events_of_current_streams(tensors: Iterable[torch.Tensor]) -> Events:
+    """Return events that happen when what this thread has queued so far for tensors of devices is done."""
+    streams = {device: _current_stream(device) for device in _devices_of(tensors)}
+    return {device: stream.record_event() for device, stream in streams.items() if stream is not None}
+
+
+def can_copy_late(tensor: torch.Tensor) -> bool:
+    """Return whether copies to a tensor may be queued, because there is something to wait for afterwards."""
+    return not (tensor.is_cpu or tensor.is_meta) and _current_stream(tensor.device) is not None
+
+
 def on_current_streams(work: Callable[[Job], None], tensors: Iterable[torch.Tensor]) -> Callable[[Job], None]:
     """Return ``work`` that other threads do in the order of this one's current streams, as if it did it itself.
 

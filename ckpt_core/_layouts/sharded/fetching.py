@@ -19,7 +19,7 @@ from ckpt_core._layouts.sharded.contents import Placed, Shard
 from ckpt_core._layouts.sharded.files import Files
 from ckpt_core._layouts.sharded.safetensors_file import LARGEST_BLOCK, block_size
 from ckpt_core.geometry import Box, byte_runs
-from ckpt_core.memory import ScratchBuffers, StagingBuffer
+from ckpt_core.memory import ScratchBuffers, StagingBuffer, copy_late
 
 _ONE_READ = 8 * 2**20  # bytes that one job covers, but for the rest of the blocks at its ends
 _DIRECT = 2**20  # bytes from which on a run of its own is worth a call of its own
@@ -71,10 +71,11 @@ class Read:
         found = scratch.tensor[begin : begin + nbytes]
         with torch.inference_mode(self.target.is_inference()):
             if self.strides is None:
-                self.memory().copy_(found)
+                copy_late(self.memory(), found, scratch)
                 return
             elements = found.view(self.target.dtype)
-            self.target.copy_(elements.as_strided(self.target.shape, self.strides, elements.storage_offset()))
+            elements = elements.as_strided(self.target.shape, self.strides, elements.storage_offset())
+            copy_late(self.target, elements, scratch)
 
 
 def reads_of(placed: Placed, box: Box, target: torch.Tensor) -> Iterator[Read]:
@@ -274,7 +275,7 @@ def run_job(job: Job, files: Files, scratch: ScratchBuffers, scratch_size: int) 
         for read in job.reads:
             read.fill(buffer, read.begin - job.origin)
     finally:
-        scratch.give(buffer)
+        scratch.give(buffer, [read.target for read in job.reads])
 
 
 def _read_blocks(job: Job, files: Files, memory: memoryview, origin: int) -> None:

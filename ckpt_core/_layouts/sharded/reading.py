@@ -27,7 +27,7 @@ from ckpt_core._layouts.sharded.matching import (
 from ckpt_core._layouts.sharded.plain import decode_plain
 from ckpt_core.errors import CheckpointFormatError, CheckpointNotFoundError, StorageError, UnsafeCheckpointError
 from ckpt_core.geometry import Box
-from ckpt_core.memory import ScratchBuffers
+from ckpt_core.memory import buffers_for
 from ckpt_core.parallel import run_parallel
 from ckpt_core.storage.base import Storage
 
@@ -307,7 +307,7 @@ class DirectoryCheckpoint:
         jobs_in: Callable[[Shard], Iterable[Job]],
         filled: Sequence[torch.Tensor] = (),
     ) -> None:
-        scratch = ScratchBuffers()
+        scratch = buffers_for(filled)
         try:
             for batch in self._files.batches(shards):
                 jobs = [job for shard in batch for job in jobs_in(shard)]

@@ -10,6 +10,7 @@ import torch
 from ckpt_core._devices import on_current_streams
 from ckpt_core._layouts.torch_file.manifest import RecordDigests
 from ckpt_core.errors import CheckpointCorruptedError
+from ckpt_core.memory import StagingBuffer, buffers_for, copy_late
 from ckpt_core.parallel import run_parallel
 from ckpt_core.storage.base import FileReader
 
@@ -43,12 +44,25 @@ def read_pieces(reader: FileReader, hash_of: HashOf, pieces: Iterable[Piece]) ->
     """
     gaps: dict[str, bytes] = {}
     pieces = list(pieces)
+    targets = [_place(piece) for piece in pieces if piece.target is not None]
+    runs = list(_runs(pieces, reader.request_bytes))
+    largest = max((sum(piece.end - piece.begin for piece in run if _is_on_device(piece)) for run in runs), default=0)
+    buffers = buffers_for(targets)
 
     def read(run: list[Piece]) -> None:
-        _read_run(reader, hash_of, run, gaps)
+        if not any(map(_is_on_device, run)):
+            _read_run(reader, hash_of, run, gaps, None)
+            return
+        buffer = buffers.take(largest)
+        try:
+            _read_run(reader, hash_of, run, gaps, buffer)
+        finally:
+            buffers.give(buffer, [piece.target for piece in run if piece.target is not None])
 
-    read_run = on_current_streams(read, [piece.target for piece in pieces if piece.target is not None])
-    run_parallel(read_run, _runs(pieces, reader.request_bytes), threads=reader.threads)
+    try:
+        run_parallel(on_current_streams(read, targets), runs, threads=reader.threads)
+    finally:
+        buffers.close()
     return gaps
 
 
@@ -67,14 +81,20 @@ def _runs(pieces: Iterable[Piece], request_bytes: int) -> Iterator[list[Piece]]:
         yield run
 
 
-def _read_run(reader: FileReader, hash_of: HashOf, run: list[Piece], gaps: dict[str, bytes]) -> None:
-    position = run[0].gap
+def _read_run(
+    reader: FileReader, hash_of: HashOf, run: list[Piece], gaps: dict[str, bytes], buffer: StagingBuffer | None
+) -> None:
+    position, used = run[0].gap, 0
     between: list[bytearray] = []
     memories: list[torch.Tensor] = []
     parts: list[memoryview] = []
     for piece in run:
         between.append(bytearray(piece.begin - position))
-        memories.append(_host_memory(piece))
+        if buffer is not None and _is_on_device(piece):
+            memories.append(buffer.tensor[used : used + piece.end - piece.begin])
+            used += piece.end - piece.begin
+        else:
+            memories.append(_host_memory(piece))
         parts += [memoryview(between[-1]), memories[-1].numpy().data]
         position = piece.end
     reader.read_parts(run[0].gap, [part for part in parts if len(part)])
@@ -84,12 +104,16 @@ def _read_run(reader: FileReader, hash_of: HashOf, run: list[Piece], gaps: dict[
         if piece.begin == piece.end:
             continue
         compare(hash_of, memory.numpy().data, piece.record, piece.number, reader.path)
-        if piece.target is not None and piece.target.device.type != "cpu":
-            _place(piece).copy_(memory)
+        if buffer is not None and _is_on_device(piece):
+            copy_late(_place(piece), memory, buffer)
+
+
+def _is_on_device(piece: Piece) -> bool:
+    return piece.target is not None and piece.target.device.type != "cpu" and piece.begin < piece.end
 
 
 def _host_memory(piece: Piece) -> torch.Tensor:
-    """Return the memory that the piece is read into: where it belongs, if that can be."""
+    """Return the memory that the piece is read into: where it belongs, if it is compared only, anywhere."""
     if piece.target is not None and piece.target.device.type == "cpu":
         return _place(piece)
     return torch.empty(piece.end - piece.begin, dtype=torch.uint8)

@@ -47,6 +47,10 @@ class StorageCollector:
             where = where.get(location, location)
         elif where is None:
             where = location
+        # torch would copy the bytes that are not there yet, from memory that is not pinned.
+        empty = default_restore_location(torch.UntypedStorage(0), str(where))
+        if type(empty) is torch.UntypedStorage and empty.device.type != "cpu":
+            return torch.UntypedStorage(storage.nbytes(), device=empty.device)
         restored: torch.UntypedStorage = default_restore_location(storage, str(where))
         return restored
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part
+from ckpt_core import CheckpointCorruptedError, Checkpointer, DirectoryCheckpointer, Kind, Part
 from ckpt_core._devices import DeviceGenerators, LateNumber, pin
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._pipeline import staging
@@ -173,7 +173,7 @@ def test_the_staging_buffer_is_pinned_and_the_memory_of_other_threads_is_not(
         assert buffer.tensor.is_pinned()
     with Checkpointer(strategy="sync") as checkpointer:
         checkpointer.save({"weight": torch.ones(10_000, device=accelerator.type)}, tmp_path / "b.ckpt")
-        assert {buffer.tensor.is_pinned() for buffer in checkpointer._pipeline.scratch._idle} == {False}
+        assert {buffer.tensor.is_pinned() for buffer, _ in checkpointer._pipeline.scratch._idle} == {False}
 
 
 def test_memory_that_cannot_be_pinned_is_used_as_it_is(accelerator: Accelerator) -> None:
@@ -468,6 +468,100 @@ def test_memory_that_queued_work_still_uses_is_not_loaded_into_too_early(
         assert values(found["weight"]) == [1.0]
 
 
+def make_pinned_loads_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let loads of a few MiB pass through pinned memory, two buffers of it."""
+    monkeypatch.setattr("ckpt_core.memory._WORTH_PINNING", 1)
+    monkeypatch.setattr("ckpt_core.memory._MOST_PINNED", 2)
+
+
+def saved_many(layout: str, path: Path) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    state = {f"w{n}": torch.randn(MIB + 7 * n, generator=generator) for n in range(12)}
+    state["columns"] = torch.randn(900, 800, generator=generator).t()
+    save(layout, "sync", state, path)
+    return state
+
+
+def load(layout: str, path: Path, device: str) -> dict[str, torch.Tensor]:
+    if layout == "file":
+        with Checkpointer() as checkpointer:
+            return dict(checkpointer.load(path, map_location=device))
+    with DirectoryCheckpointer() as directories, directories.load(path) as opened:
+        return dict(opened.load("model", map_location=device))
+
+
+def on_host(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+
+
+@both_layouts
+def test_a_load_passes_through_pinned_memory_in_the_order_of_the_caller(
+    tmp_path: Path, layout: str, accelerator: Accelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_pinned_loads_small(monkeypatch)
+    expected = saved_many(layout, tmp_path / "saved")
+    with torch.Stream(device=accelerator.type):
+        old = [torch.empty_like(tensor, device=accelerator.type) for tensor in expected.values()]
+        accelerator.busy()
+        for tensor in old:
+            tensor.fill_(3.0)
+        del old, tensor  # what is loaded gets their memory
+        found = load(layout, tmp_path / "saved", accelerator.type)
+        assert_same_state(on_host(found), on_host(expected))
+
+
+@simulated_only
+@both_layouts
+def test_pinned_memory_is_not_read_into_while_it_is_being_copied_from(
+    tmp_path: Path, layout: str, accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_pinned_loads_small(monkeypatch)
+    expected = saved_many(layout, tmp_path / "saved")
+    stream = torch.Stream(device=accelerator.type)
+    found: dict[str, torch.Tensor] = {}
+
+    def load_on_stream() -> None:
+        with stream:
+            found.update(load(layout, tmp_path / "saved", accelerator.type))
+
+    accelerator.module.pause(stream)
+    loading = threading.Thread(target=load_on_stream)
+    loading.start()
+    loading.join(1.0)
+    copies = accelerator.module.in_flight()
+    accelerator.module.resume(stream)
+    loading.join()
+    assert copies >= 2  # the host has gone on, as far as there was memory
+    assert_same_state(on_host(found), on_host(expected))
+
+
+@simulated_only
+@both_layouts
+def test_a_load_that_fails_half_way_leaves_no_copy_from_memory_that_is_gone(
+    tmp_path: Path, layout: str, accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_pinned_loads_small(monkeypatch)
+    saved_many(layout, tmp_path / "saved")
+    file = tmp_path / "saved" if layout == "file" else tmp_path / "saved" / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.seek(40 * MIB)
+        opened.write(b"damaged")
+    with pytest.raises(CheckpointCorruptedError):
+        load(layout, tmp_path / "saved", accelerator.type)
+    assert accelerator.module.in_flight() == 0
+
+
+@simulated_only
+@both_layouts
+def test_a_load_does_not_need_pinned_memory(
+    tmp_path: Path, layout: str, accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_pinned_loads_small(monkeypatch)
+    expected = saved_many(layout, tmp_path / "saved")
+    with accelerator.module.limited_pinning(0):
+        assert_same_state(on_host(load(layout, tmp_path / "saved", accelerator.type)), on_host(expected))
+
+
 # ---- generators ------------------------------------------------------------------------------------------------------
 
 
@@ -549,7 +643,7 @@ def test_a_program_that_does_not_use_cuda_goes_on_without_it(run_script: ScriptR
     run_script(
         """
         import torch
-        from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part
+        from ckpt_core import Checkpointer, CheckpointCorruptedError, DirectoryCheckpointer, Kind, Part
         from ckpt_core.state.rng import RngState
 
         state = {"weight": torch.ones(1000)}

@@ -150,10 +150,12 @@ def test_training_goes_on_while_the_last_windows_are_written(tmp_path: Path, lay
 
 
 @both_layouts
-@pytest.mark.parametrize("number", [1, 3])
-def test_a_disk_that_is_full_ends_the_wait_and_the_next_save_is_right(tmp_path: Path, layout: str, number: int) -> None:
+@pytest.mark.parametrize("number", [1, 3, None])
+def test_a_disk_that_is_full_ends_the_wait_and_the_next_save_is_right(
+    tmp_path: Path, layout: str, number: int | None
+) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
-    fault = Fault(lambda it: it.name == "write_at" and it.size >= 2**20, number=number, error=full)
+    fault = Fault(lambda it: it.name == "write_at" and "one" in it.path and it.size >= 2**20, number=number, error=full)
     saves = Saves(layout, tmp_path, storage=FaultyStorage(LocalStorage(), [fault]))
     ends(lambda: saves.save(state_of(), "one"))
     with pytest.raises(StorageError):
