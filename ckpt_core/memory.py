@@ -107,6 +107,8 @@ class ScratchBuffers:
             except BaseException as error:
                 with self._changed:
                     self._lent -= 1
+                    # Those that there are have to do: one that is being copied from is waited for.
+                    self._most_pinned = min(self._most_pinned, max(1, self._lent + len(self._idle)))
                     self._changed.notify_all()  # who waits for what this thread asked for, and does not get
                     if not isinstance(error, OutOfMemoryError) or not (self._lent or self._idle):
                         raise

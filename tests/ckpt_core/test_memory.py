@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from typing import Any
 
 import pytest
 
@@ -81,7 +82,7 @@ def test_where_there_is_no_room_for_anything_the_old_checkpoint_stays(
 def test_threads_that_all_find_no_memory_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     buffers, may_fail, failures = memory.ScratchBuffers(), threading.Event(), []
 
-    def allocate(_: int) -> None:
+    def allocate(_: int, **__: Any) -> None:
         if threading.current_thread().name == "first":
             may_fail.wait()
         raise OutOfMemoryError("there is no memory")

@@ -155,8 +155,11 @@ def test_a_disk_that_is_full_ends_the_wait_and_the_next_save_is_right(
     tmp_path: Path, layout: str, number: int | None
 ) -> None:
     full = OSError(errno.ENOSPC, "No space left on device")
-    fault = Fault(lambda it: it.name == "write_at" and "one" in it.path and it.size >= 2**20, number=number, error=full)
-    saves = Saves(layout, tmp_path, storage=FaultyStorage(LocalStorage(), [fault]))
+    # Late enough that other threads wait for windows for which there is no room yet.
+    meant = Fault(
+        lambda it: it.name == "write_at" and "one" in it.path and it.size >= 2**20, number=number, error=full, delay=0.2
+    )
+    saves = Saves(layout, tmp_path, storage=FaultyStorage(LocalStorage(), [meant]))
     ends(lambda: saves.save(state_of(), "one"))
     with pytest.raises(StorageError):
         saves.checkpointer.wait()
