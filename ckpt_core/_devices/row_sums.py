@@ -15,7 +15,8 @@ class RowSums:
 
     The sums are of integers of 8 bytes, modulo 2 ** 64: a number that changes alone always shows, and so does every
     change that does not happen to cancel out in each row. The signs of two numbers of 8 bytes each do: give it none of
-    those. (Smaller integers would be copied by torch, to be added up in 8 bytes.) autograd's counters would miss what ``tensor.data``, a CUDA graph or another library writes.
+    those. (Smaller integers would be copied by torch, to be added up in 8 bytes.) autograd's counters would miss what
+    ``tensor.data``, a CUDA graph or another library writes.
 
     They are computed in the order of the streams that are current: those of before when this is made, the others when
     :meth:`add` is called. The host does not wait for them.
