@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from ckpt_core.console import beside_bars
 from ckpt_core.events import Event, RunSummary, TrainingEnded, TrainingStarted
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.resume import ResumePoint
@@ -20,10 +21,11 @@ _open: list[RunReport] = []  # of Accelerators that may be gone: a script need n
 
 def announce(message: str) -> None:
     """Print a line: through logging where the script has set that up, else to the standard error."""
-    if log.hasHandlers():
-        log.info("%s", message)
-    else:
-        print(message, file=sys.stderr, flush=True)  # noqa: T201  as Lightning shows its own
+    with beside_bars(log):
+        if log.hasHandlers():
+            log.info("%s", message)
+        else:
+            print(message, file=sys.stderr, flush=True)  # noqa: T201  as Lightning shows its own
 
 
 @atexit.register

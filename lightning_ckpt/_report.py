@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from ckpt_core.console import beside_bars
 from ckpt_core.events import RunSummary, TrainingEnded, TrainingStarted, size_in_words
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._private.replacing import Live
@@ -23,7 +24,9 @@ def announce(trainer: Any, message: str) -> None:
         package = type(trainer).__module__.partition(".trainer")[0]
         # a child of the package's logger, which has a handler and shows INFO
         parent = package if package in ("lightning.pytorch", "pytorch_lightning") else "lightning.pytorch"
-        logging.getLogger(f"{parent}.lightning_ckpt").info("%s", message)
+        logger = logging.getLogger(f"{parent}.lightning_ckpt")
+        with beside_bars(logger):
+            logger.info("%s", message)
 
 
 def summary_of(trainer: Any) -> RunSummary | None:

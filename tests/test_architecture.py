@@ -40,6 +40,7 @@ LAYERS = (
         "at_exit",
         "awaited_paths",
         "commit_time",
+        "console",
         "memory",
         "parallel",
         "geometry",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_core.cli.finding import find, find_all
 from ckpt_core.cli.output import print_json
 from ckpt_core.cli.parser import Commands, Exit, Options, json_object
+from ckpt_core.console import beside_bars
 from ckpt_core.errors import (
     CheckpointCorruptedError,
     CheckpointError,
@@ -84,7 +85,7 @@ def _mv(options: Options) -> int:
 
 
 def _transfer_all(options: Options, *, removes: bool) -> int:
-    from ckpt_core.cli.progress import progress, say
+    from ckpt_core.cli.progress import progress
     from ckpt_core.cli.tidying import delete
 
     target_options = _target_options(options)
@@ -108,9 +109,11 @@ def _transfer_all(options: Options, *, removes: bool) -> int:
             done.append({"source": info.path, "target": target, "bytes": info.size, "was_there": not is_new})
             if not options.json:
                 word = "moved" if removes else "copied"
-                say(
-                    f"{word if is_new else 'was there'}  {info.path} -> {target} ({size_in_words(info.size)}, verified)"
-                )
+                with beside_bars():
+                    print(
+                        f"{word if is_new else 'was there'}  {info.path} -> {target} "
+                        f"({size_in_words(info.size)}, verified)"
+                    )
     if options.json:
         print_json(done)
     return Exit.OK

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ckpt_core.cli.parser import Options
 from ckpt_core.storage.counting import counting
 
-__all__ = ["progress", "say"]
+__all__ = ["progress"]
 
 
 @contextlib.contextmanager
@@ -37,10 +37,3 @@ def progress(options: Options, what: str, total: int | None) -> Iterator[None]:
         counting(bar.update),
     ):
         yield
-
-
-def say(text: object) -> None:
-    """Print a line, with the bar out of the way."""
-    tqdm = sys.modules.get("tqdm")
-    with contextlib.nullcontext() if tqdm is None else tqdm.tqdm.external_write_mode():
-        print(text)

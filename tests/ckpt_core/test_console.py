@@ -1,0 +1,75 @@
+"""Lines about a run stand on lines of their own, whoever draws a progress bar."""
+
+from __future__ import annotations
+
+import io
+import logging
+import re
+import sys
+from collections.abc import Iterator
+
+import pytest
+from tqdm import tqdm
+
+from ckpt_core.console import beside_bars
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal() -> Terminal:
+    return Terminal()
+
+
+def use(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the test itself: pytest replaces the streams after the fixtures."""
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setattr(sys, "__stderr__", terminal)
+
+
+@pytest.fixture
+def logger(terminal: Terminal) -> Iterator[logging.Logger]:
+    """One whose parent has a handler from before any bar was there, as Lightning's has."""
+    parent, handler = logging.getLogger("console"), logging.StreamHandler(terminal)
+    parent.addHandler(handler)
+    parent.setLevel("INFO")
+    yield logging.getLogger("console.below")
+    parent.removeHandler(handler)
+
+
+def test_a_line_does_not_hang_on_the_bar_of_tqdm(
+    terminal: Terminal, logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(terminal, monkeypatch)
+    with tqdm(total=10, desc="training") as bar:
+        bar.update(3)
+        before = len(terminal.getvalue())
+        with beside_bars(logger):
+            logger.info("resuming from x")
+        after = terminal.getvalue()[before:]
+    cleared, line, rest = after.partition("resuming from x\n")
+    assert re.fullmatch(r"\r +\r", cleared) and line, "the bar is blanked, and the cursor at the beginning"
+    assert "training:  30%" in rest, "and drawn again"
+
+
+def test_a_line_does_not_hang_on_the_bar_of_rich(
+    terminal: Terminal, logger: logging.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use(terminal, monkeypatch)
+    console = pytest.importorskip("rich.console")
+    from rich.progress import Progress
+
+    (handler,) = logging.getLogger("console").handlers
+    with Progress(console=console.Console(file=terminal, force_terminal=True), auto_refresh=False) as bars:
+        bars.add_task("training", total=10)
+        bars.refresh()
+        before = len(terminal.getvalue())
+        with beside_bars(logger):
+            logger.info("resuming from x")
+        after = terminal.getvalue()[before:]
+    assert isinstance(handler, logging.StreamHandler) and handler.stream is terminal
+    cleared, line, rest = after.partition("resuming from x")
+    assert cleared.startswith("\r\x1b[2K") and line and "training" in rest
