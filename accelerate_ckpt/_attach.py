@@ -315,6 +315,8 @@ def _iterate(original: Any, loader: Any) -> Iterator[Any]:
         rehearsals = [session.rehearsal for session in live_sessions() if session.rehearsal is not None]
         for rehearsal in rehearsals:
             rehearsal.hand_out(batch)
+        for session in live_sessions():
+            session.variables.handed_out()
         yield batch
         for session in live_sessions():
             save_deferred(session)

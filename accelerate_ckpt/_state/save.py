@@ -352,6 +352,7 @@ def rank_state(session: Session) -> dict[str, Any]:
     }
     if session.recording is not None:
         state["recorder"] = session.recording.capture()
+    state["variables"] = session.variables.capture()
     if session.window_is_open:
         state["gradients"] = [capture_gradients(model.named_parameters()) for model in models]
     if session.world_size > 1 and not is_sharded(accelerator):

@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import logging
 import os
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -27,8 +28,10 @@ from accelerate_ckpt._state.interval import PREFIX, AutoInterval
 from accelerate_ckpt._state.memory import MemorySnapshots
 from accelerate_ckpt._state.naming import Retention, automatic_root, by_number, numbered, unwanted
 from accelerate_ckpt._state.outcomes import OutcomeWatch
+from accelerate_ckpt._state.parts import is_sharded
 from accelerate_ckpt._state.preemption import PreemptionWatch
 from accelerate_ckpt._state.resume import AutoResume, directory_of_run
+from accelerate_ckpt._state.variables import Variables
 from accelerate_ckpt.config import CheckpointConfig, OptionError
 from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.errors import StateMismatchError
@@ -124,7 +127,8 @@ class Session:
         preemption: What watches for the end of the run; None if nothing does.
         interval: What saves without being asked to; None if nothing does.
         memory: What keeps snapshots in memory; None if nothing does.
-        changes: Names what training changes and no state holds.
+        changes: Names what training changes in models and no state holds.
+        variables: Says at a resume which variables of the script are lost.
         rehearsal: What rehearses resumes of the script; None unless the process was started for that.
         retention: What keeps account of the checkpoints for a policy; None without a policy.
         limit: Says, for the paths whose save is under way, what another framework's own rule would delete, None without
@@ -220,6 +224,7 @@ class Session:
         self.auto_resume: AutoResume | None = None
         self.backwards = 0
         self.changes = Changes(log.warning)
+        self.variables = Variables(self._held, _warn_of_loss)
         self.rehearsal = Rehearsal.asked_for(self)
         self.just_in_time: Any = None
         self.note_step: Callable[[Session], None] = lambda _: None
@@ -279,11 +284,21 @@ class Session:
         self.backwards += 1
         if self.rank == 0:
             self.changes.begin(self.accelerator._models, self.accelerator._custom_objects)
+        self.variables.backward()
         if self.recording is not None:
             self.recording.backward(loss)
         if self.rehearsal is not None:
             self.rehearsal.backward(loss)
         self.data.uses.note()
+
+    def _held(self) -> tuple[list[Any], list[object]] | None:
+        """Return the models of the script, and what else a checkpoint holds and the script knows."""
+        accelerator = self.accelerator
+        if self.rank != 0 or is_sharded(accelerator):  # to look at a piece of a tensor would take all ranks
+            return None
+        wrapped = [*accelerator._optimizers, *accelerator._schedulers]
+        inner = [getattr(one, name) for one in wrapped for name in ("optimizer", "scheduler") if hasattr(one, name)]
+        return accelerator._models, [accelerator, *wrapped, *inner, *accelerator._custom_objects]
 
     @property
     def window_is_open(self) -> bool:
@@ -468,6 +483,15 @@ class Session:
             finally:
                 self.agreement.leave()
                 self.report.close()
+
+
+def _warn_of_loss(names: str) -> None:
+    warnings.warn(
+        f"this resume is not exact: it begins without variables of the script that training had changed: {names}. "
+        "They are what a new run has, and no checkpoint holds them: give an object that does to "
+        "register_for_checkpointing, or set them after load_state",
+        stacklevel=2,
+    )
 
 
 def _is_on_device(value: Any) -> bool:

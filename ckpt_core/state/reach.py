@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["Found", "is_generator", "is_plain", "reach"]
+__all__ = ["Found", "is_generator", "is_library", "is_plain", "reach"]
 
 _DEPTH = 8
 _OBJECTS = 5000
@@ -59,6 +59,11 @@ def is_generator(value: object) -> bool:
         return False
     kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
     return isinstance(value, kinds)
+
+
+def is_library(kind: type) -> bool:
+    """Return whether a class belongs to a library whose objects are not entered."""
+    return _top(kind) in _NOT_ENTERED
 
 
 def is_plain(value: object, depth: int = 4) -> bool:
@@ -245,7 +250,7 @@ def _is_entered(value: object, owner: object) -> bool:
         return True
     if kind.__module__.startswith(_ENTERED):
         return not kind.__name__.startswith("_")
-    return _top(kind) not in _NOT_ENTERED
+    return not is_library(kind)
 
 
 _known_classes: weakref.WeakKeyDictionary[type, dict[str, Callable[[], Any]]] = weakref.WeakKeyDictionary()
@@ -256,7 +261,7 @@ def _code_of_class(kind: type) -> Mapping[str, Callable[[], Any]]:
     if kind not in _known_classes:
         found: dict[str, Callable[[], Any]] = {}
         for base in kind.__mro__:
-            if _top(base) in _NOT_ENTERED:
+            if is_library(base):
                 continue
             for name, value in list(vars(base).items()):
                 if is_generator(value):

@@ -7,6 +7,7 @@ import functools
 import os
 import shutil
 import signal
+import sys
 import traceback
 import types
 import warnings
@@ -79,6 +80,8 @@ class Case:
         batch: Done after each batch.
         half: Done after the fourth batch of each epoch, such as an evaluation.
         end: Done after each epoch.
+        last: Done after training.
+        script: Loops itself, with variables of its own, given ``env`` and a :class:`_Loop`.
         objects: What is registered for checkpointing besides the script's counters.
         skips: How the script leaves out what it had: ``function``, ``method``, ``continue``; or not at all.
         loops: How it loops: ``for``, ``iterator``, ``endless``.
@@ -101,6 +104,8 @@ class Case:
     batch: Callable[[Any], Any] = nothing
     half: Callable[[Any], Any] = nothing
     end: Callable[[Any], Any] = nothing
+    last: Callable[[Any], Any] = nothing
+    script: Callable[[Any, Any], None] | None = None
     objects: Callable[[Any], list[Any]] = lambda env: []
     skips: str = ""
     loops: str = "for"
@@ -178,10 +183,57 @@ def enumerated(loader: Any) -> Iterator[Any]:
         yield batch
 
 
-def _script(run: _Run, what: str, point: Point | None) -> Any:
-    case = run.case
+class _Loop:
+    """What a script with variables of its own does in its loops."""
+
+    def __init__(self, env: Any, skip: int, saved: Any) -> None:
+        self._env, self._skip, self.saved = env, skip, saved
+
+    def epochs(self) -> Iterator[int]:
+        while self._env.progress.epoch < 3:
+            yield self._env.progress.epoch
+
+    def batches(self) -> Iterator[Any]:
+        for batch in self._env.loader:
+            _runs[0].begins(self._env, batch)
+            yield batch
+
+    def step(self, batch: Any, before: Callable[[], Any] | None = None) -> float:
+        env = self._env
+        env.accelerator.backward(loss := cross_entropy(env, batch))
+        if before is not None:
+            before()
+        env.optimizers[0].step()
+        env.optimizers[0].zero_grad()
+        self.log(float(loss))
+        env.progress.batch += 1
+        return float(loss)
+
+    def log(self, value: float) -> None:
+        _runs[0].outcome.rows.append([self._env.progress.epoch, self._env.progress.batch, value.hex()])
+
+    def keep(self, values: Any) -> None:
+        self._env.progress.kept = values
+
+    def saves(self) -> None:
+        _runs[0].saves(self._env, self._env.progress.epoch, self._env.progress.batch - 1)
+
+    def epoch_saves(self) -> None:
+        caller = sys._getframe(1).f_locals
+        variables = {name: sha(value) for name, value in caller.items() if name not in ("env", "do")}
+        _runs[0].outcome.attributes["end"] = {"variables": variables}
+        self._env.progress.epoch, self._env.progress.batch = self._env.progress.epoch + 1, 0
+        _runs[0].saves(self._env, self._env.progress.epoch - 1, -1)
+
+
+# not in variables of a function: those that training changes are looked at
+_runs: list[_Run] = []
+
+
+def _script(what: str, point: Point | None) -> Any:
+    case = _runs[0].case
     accelerator = Accelerator(cpu=True, **case.accelerator())
-    attach(accelerator, "async" if what == "killed" else "sync", event_log=str(run.directory / "events"))
+    attach(accelerator, "async" if what == "killed" else "sync", event_log=str(_runs[0].directory / "events"))
     set_seed(1)
     if what == "resumed":
         torch.randn(5)  # what else a new process may draw
@@ -198,13 +250,15 @@ def _script(run: _Run, what: str, point: Point | None) -> Any:
         accelerator.register_for_checkpointing(thing)
     skip = 0
     if what == "resumed" and point is not None:
-        accelerator.load_state(str(run.directory / "checkpoints" / point.name))
+        accelerator.load_state(str(_runs[0].directory / "checkpoints" / point.name))
         if case.break_engine is not None:
             case.break_engine(env)
         skip = env.progress.batch
         if skip == case.batches:  # of whole epochs, as the documentation says
             env.progress.epoch, env.progress.batch, skip = env.progress.epoch + 1, 0, 0
     progress = env.progress
+    if case.script is not None:
+        case.script(env, _Loop(env, skip, getattr(progress, "kept", None)))
     while progress.epoch < 3:
         case.epoch(env)
         if case.epoch is nothing:
@@ -212,7 +266,7 @@ def _script(run: _Run, what: str, point: Point | None) -> Any:
         for number, batch in enumerate(_batches(env, case, skip)):
             if case.skips == "continue" and number < skip:
                 continue
-            run.begins(env, batch)
+            _runs[0].begins(env, batch)
             with accelerator.accumulate(env.model):
                 loss = case.loss(env, batch)
                 accelerator.backward(loss)
@@ -226,46 +280,48 @@ def _script(run: _Run, what: str, point: Point | None) -> Any:
                 for optimizer in env.optimizers:
                     optimizer.zero_grad()
             env.last = float(loss)
-            run.outcome.rows.append([progress.epoch, progress.batch, env.last.hex()])
+            _runs[0].outcome.rows.append([progress.epoch, progress.batch, env.last.hex()])
             at = progress.epoch, progress.batch
             progress.batch += 1
             case.batch(env)
             if at[1] == 3 and case.half is not nothing:
                 case.half(env)
-                run.saves(env, at[0], None)
-            run.saves(env, *at)
+                _runs[0].saves(env, at[0], None)
+            _runs[0].saves(env, *at)
         skip = 0
         if case.steps_schedule == "epoch":
             for schedule in env.schedules:
                 schedule.step()
         progress.epoch, progress.batch = progress.epoch + 1, 0
         case.end(env)
-        run.saves(env, progress.epoch - 1, -1)
-    run.outcome.weights = sha(dict(accelerator.unwrap_model(env.model).state_dict()))
-    run.outcome.optimizers = sha([optimizer.optimizer.state_dict() for optimizer in env.optimizers])
-    run.outcome.step = progress.epoch
+        _runs[0].saves(env, progress.epoch - 1, -1)
+    _runs[0].outcome.attributes.setdefault("end", {"variables": {"local": sha(env.local)}})
+    case.last(env)
+    _runs[0].outcome.weights = sha(dict(accelerator.unwrap_model(env.model).state_dict()))
+    _runs[0].outcome.optimizers = sha([optimizer.optimizer.state_dict() for optimizer in env.optimizers])
+    _runs[0].outcome.step = progress.epoch
     accelerator.end_training()
 
 
 def train(case: Case, points: Sequence[Point], what: str, directory: Path, point: Point | None) -> None:
     """Train, in a process of its own."""
     dies_at = [p for p in points if not p.really] if what == "base" else [point] if what == "killed" and point else []
-    run = _Run(case, points, dies_at, directory)
-    with warnings.catch_warnings(record=True) as caught:
+    _runs[:] = [_Run(case, points, dies_at, directory)]
+    with warnings.catch_warnings(record=True) as _runs[0].caught:
         warnings.simplefilter("always")
-        run.caught = caught
         os.chdir(directory)
         try:
-            _script(run, what, point)
+            _script(what, point)
         except CheckpointError as error:
-            run.outcome.refused = str(error)
+            _runs[0].outcome.refused = str(error)
         except Exception:
             if what != "resumed":
                 raise
-            run.outcome.crashed = traceback.format_exc()
-    run.outcome.warned = said_of(caught)
-    run.outcome.compared = events_of(directory / "events")
-    run.outcome.write(directory / "outcome.json")
+            _runs[0].outcome.crashed = traceback.format_exc()
+    outcome = _runs[0].outcome
+    outcome.warned = said_of(_runs[0].caught)
+    outcome.compared = events_of(directory / "events")
+    outcome.write(directory / "outcome.json")
 
 
 def judge(case: Case, directory: Path, points: Sequence[Point] = POINTS) -> dict[str, Judgement]:

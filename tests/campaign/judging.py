@@ -123,7 +123,7 @@ def compare(base: Outcome, resumed: Outcome, point: str) -> Judgement:
     """Judge a resume by what the uninterrupted run did after the same checkpoint."""
     recorder = "; ".join(message for message, _ in resumed.compared)
     differs = tuple(name for _, names in resumed.compared for name in names)
-    warned = [text for text in resumed.warned if text and "this resume is not exact" not in text]
+    warned = [text for text in resumed.warned if text and "repeats one of the interrupted run" not in text]
     if resumed.refused:
         return Judgement("refused", warned=(resumed.refused,))
     if resumed.crashed:
@@ -151,6 +151,8 @@ def compare(base: Outcome, resumed: Outcome, point: str) -> Judgement:
         verdict = "said" if differs or warned else ("WRONGLY EQUAL" if recorder else "SILENT")
     else:
         attributes = base.attributes.get(point, {}), resumed.attributes.get("begun", {})
+        for found_there, run in zip(attributes, (base, resumed), strict=True):
+            found_there.update(run.attributes.get("end", {}))
         warned += [text for text in base.warned[before:after] if text in early]  # of this very checkpoint
         idle = [text for text in warned if not _is_true(text, *attributes)]
         verdict = "FALSE ALARM" if differs or idle else "exact"
@@ -159,6 +161,8 @@ def compare(base: Outcome, resumed: Outcome, point: str) -> Judgement:
 
 def _is_true(text: str, base: Mapping[str, Any], resumed: Mapping[str, Any]) -> bool:
     """Whether an attribute that is said to be lost is indeed another one, though nothing came of it."""
+    if "variables of the script" in text:
+        return bool(base.get("variables") != resumed.get("variables"))
     found = re.match(r"\w+ `(\w+)` changed (.*) since the start", text)
     if found is None:
         return False
@@ -198,6 +202,8 @@ def sha(value: Any) -> str:
             digest.update(str(item.dtype).encode() + item.detach().contiguous().view(-1).numpy().tobytes())
         elif isinstance(item, np.ndarray):
             digest.update(item.tobytes())
+        elif hasattr(type(item), "state_dict"):
+            add(item.state_dict(), depth - 1)
         elif isinstance(item, (int, float, str, bytes, bool, type(None))):
             digest.update(repr(item).encode())
         else:

@@ -1,0 +1,278 @@
+"""What a script keeps in its own variables, and has not after a resume, is said where no repeated step shows it."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+from accelerate_ckpt import attach
+from accelerate_ckpt._attach import uninstall
+from accelerate_ckpt._state.variables import is_live
+
+
+class Average:
+    """Of the weights."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.shadow = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def update(self, model: torch.nn.Module) -> None:
+        for mine, parameter in zip(self.shadow, model.parameters(), strict=True):
+            mine.lerp_(parameter.detach(), 0.1)
+
+
+class Patience:
+    """Of a script: its best value is in an attribute."""
+
+    def __init__(self) -> None:
+        self.best = math.inf
+
+    def update(self, value: float) -> None:
+        self.best = min(self.best, value)
+
+    def state_dict(self) -> dict[str, float]:
+        return {"best": self.best}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        self.best = state["best"]
+
+
+class Training:
+    """A prepared training with a model of one layer."""
+
+    def __init__(self, directory: Path, source: str | None, seed: int = 0) -> None:
+        self.directory, self.source = directory, source
+        self.accelerator: Any = Accelerator(cpu=True)
+        attach(self.accelerator, "sync")
+        torch.manual_seed(seed)
+        loader = DataLoader(torch.linspace(0, 1, 24).view(6, 4), batch_size=2)
+        self.model: Any = torch.nn.Linear(4, 4)
+        self.other: Any = torch.optim.Adam(self.model.parameters(), 1e-3)
+        optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(self.model, optimizer, loader)
+        self.has_resumed = source is not None
+
+    def resume(self) -> None:
+        if self.source is not None:
+            self.accelerator.load_state(str(self.directory / self.source))
+
+    def step(self, batch: Any) -> float:
+        loss = self.model(batch).pow(2).mean()
+        self.accelerator.backward(loss)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(loss)
+
+    def save(self, name: str) -> None:
+        if not (self.directory / name).exists():
+            self.accelerator.save_state(str(self.directory / name))
+
+
+def keeps_a_best(of: Training) -> None:
+    best, bad = math.inf, 0
+    of.resume()
+    for _ in range(2):
+        total = 0.0
+        for batch in of.loader:
+            total += of.step(batch)
+            of.save("middle")
+        best, bad = min(best, total), bad + (total > best)
+        of.save("end")
+
+
+def keeps_a_factor(of: Training) -> None:
+    factor = 1.0
+    of.resume()
+    for _ in range(2):
+        for batch in of.loader:
+            of.step(batch)
+            of.save("first")
+            factor *= 0.9
+            for group in of.optimizer.param_groups:
+                group["lr"] = factor
+            of.save("middle")
+
+
+def keeps_an_average(of: Training) -> None:
+    average = Average(of.model)
+    of.resume()
+    for _ in range(2):
+        for batch in of.loader:
+            of.step(batch)
+            average.update(of.model)
+            of.save("middle")
+
+
+def keeps_an_average_that_the_resume_makes_of_other_weights(of: Training) -> None:
+    if of.has_resumed:
+        torch.nn.init.normal_(of.model.weight)
+    average = Average(of.model)
+    of.resume()
+    for _ in range(2):
+        for batch in of.loader:
+            of.step(batch)
+            average.update(of.model)
+            of.save("middle")
+
+
+def has_an_optimizer_of_its_own(of: Training) -> None:
+    holder = {"other": of.other}
+    of.resume()
+    for _ in range(2):
+        for batch in of.loader:
+            of.step(batch)
+            for parameter in of.model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            holder["other"].step()
+            of.optimizer.zero_grad()
+            of.save("middle")
+
+
+def has_an_object_that_is_updated_at_ends(of: Training) -> None:
+    patience = Patience()
+    of.resume()
+    for _ in range(3):
+        for batch in of.loader:
+            loss = of.step(batch)
+        patience.update(loss)
+        of.save("end")
+
+
+def restores_its_own(of: Training) -> None:
+    best, patience = math.inf, Patience()
+    of.accelerator.register_for_checkpointing(patience)
+    of.resume()
+    if of.has_resumed:
+        best = 0.25
+    for _ in range(2):
+        for batch in of.loader:
+            best = min(best, of.step(batch))
+            patience.update(best)
+            of.save("middle")
+        of.save("end")
+
+
+def sets_all_anew(of: Training) -> None:
+    loss, largest, names, noted = 0.0, 0.0, list[float](), {"loss": 0.0, "mean": 0.0}
+    of.resume()
+    for _ in range(2):
+        total = torch.zeros(())
+        for step, batch in enumerate(of.loader):
+            loss = of.step(batch)
+            largest = max(loss, 0.5)
+            names = [largest, step]
+            noted["loss"] = loss
+            total += loss
+            if step == 1:
+                of.accelerator.log({"loss": loss})
+        noted["mean"] = float(total)
+        of.save("end")
+    of.accelerator.log({"loss": loss, "names": len(names), **noted})
+
+
+@pytest.fixture(autouse=True)
+def _ours_alone() -> Iterator[None]:
+    yield
+    uninstall()
+
+
+def lost(train: Callable[[Training], None], directory: Path, source: str) -> list[str]:
+    """Which variables a resume from a checkpoint has lost, by its warning."""
+    train(Training(directory, None))
+    uninstall()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(Training(directory, source))
+    found = [str(w.message) for w in caught if "begins without variables of the script" in str(w.message)]
+    assert len(found) <= 1
+    return re.findall(r"`([\w.]+)` of (?:\w+)\(\) in test_variables.py", found[0]) if found else []
+
+
+@pytest.mark.parametrize(
+    ("train", "source", "names"),
+    [
+        (keeps_a_best, "middle", ["total"]),
+        (keeps_a_best, "end", ["best"]),
+        (keeps_a_factor, "middle", ["factor"]),
+        (keeps_an_average, "middle", ["average.shadow"]),
+        (keeps_an_average_that_the_resume_makes_of_other_weights, "middle", ["average.shadow"]),
+        (has_an_optimizer_of_its_own, "middle", ["of.other"]),
+        (has_an_object_that_is_updated_at_ends, "end", ["patience.best"]),
+    ],
+)
+def test_lost_variables_are_named_at_the_resume(
+    train: Callable[[Training], None], source: str, names: list[str], tmp_path: Path
+) -> None:
+    assert lost(train, tmp_path, source) == names
+
+
+@pytest.mark.parametrize(
+    ("train", "source"),
+    [(keeps_a_factor, "first"), (restores_its_own, "middle"), (restores_its_own, "end"), (sets_all_anew, "end")],
+)
+def test_what_the_script_restores_or_sets_anew_is_not_named(
+    train: Callable[[Training], None], source: str, tmp_path: Path
+) -> None:
+    assert lost(train, tmp_path, source) == []
+
+
+def test_a_run_that_was_resumed_without_a_word_still_knows_what_a_new_one_begins_with(tmp_path: Path) -> None:
+    def train(of: Training, *, restores: bool, name: str) -> None:
+        best = math.inf
+        of.resume()
+        if restores:
+            best = 0.01
+        for batch in of.loader:
+            best = min(best, of.step(batch))
+            of.save(name)
+
+    train(Training(tmp_path, None), restores=False, name="a")
+    uninstall()
+    train(Training(tmp_path, "a"), restores=True, name="b")
+    assert lost(lambda of: train(of, restores=False, name="c"), tmp_path, "b") == ["best"]
+
+
+def live(*names: str) -> set[str]:
+    frame = sys._getframe(1)
+    return {name for name in names if is_live(name, frame)}
+
+
+def test_live_is_what_is_read_before_it_is_written_again() -> None:
+    names = "best", "total", "unused", "loss", "number", "found", "never"
+    best, total, unused, never = math.inf, 0.0, 0, 0
+    found = []
+    for number in range(2):
+        loss = float(number) + unused
+        found.append(live(*names))
+        best = min(best, loss)
+        if number:
+            total += best
+        unused = 0
+    assert found[0] == {"best", "total", "loss", "number", "found"}
+    assert total < best + 1
+    never = 1  # noqa: F841
+
+
+def test_where_a_loop_waits_for_its_next_item_what_comes_after_it_is_not_next() -> None:
+    def items(names: tuple[str, ...]) -> Iterator[set[str]]:
+        yield live_outside(*names)
+
+    def live_outside(*names: str) -> set[str]:
+        frame = sys._getframe(2)
+        return {name for name in names if is_live(name, frame)}
+
+    last, kept = 0, 0
+    for found in items(("last", "kept")):
+        last = len(found) + kept
+    assert found == {"kept"}
+    assert last == 1
