@@ -36,6 +36,7 @@ _NOT_ENTERED = frozenset(_LIBRARIES.split())
 _ENTERED = ("torch.utils.data", "torch.nn")
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
+_NO_GENERATORS = frozenset({*_SCALARS, *_CONTAINERS, torch.Tensor, types.FunctionType, types.MethodType})
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
@@ -55,6 +56,8 @@ class Found(NamedTuple):
 
 def is_generator(value: object) -> bool:
     """Return whether a value is a random generator whose state can be read."""
+    if type(value) in _NO_GENERATORS:  # most values; torch's class is slow to say so
+        return False
     if isinstance(value, random.SystemRandom):
         return False
     kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
@@ -276,10 +279,14 @@ def _code_of_class(kind: type) -> Mapping[str, Callable[[], Any]]:
 def _code_of(function: Any) -> dict[str, Callable[[], Any]]:
     if not isinstance(function, types.FunctionType):
         return {}
-    names = {name for code in _nested(function.__code__) for name in code.co_names}
     scope = function.__globals__
-    found = sorted(name for name in names if is_generator(scope.get(name)))
+    found = [name for name in _names_in(function.__code__) if is_generator(scope.get(name))]
     return {f"globals.{name}": functools.partial(scope.get, name) for name in found}
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in(code: types.CodeType) -> list[str]:
+    return sorted({name for each in _nested(code) for name in each.co_names})
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
