@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import io
 import json
 import logging
 import os
@@ -34,6 +33,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_core._collectives import abort_process_groups
 from ckpt_core.recorder import record_path
+from ckpt_core.state.notes import note_of, read_note
 
 __all__ = [
     "EVERYTHING",
@@ -245,9 +245,7 @@ class Survivors:
         """
         if self._descriptor is None:
             return
-        stream = io.BytesIO()
-        torch.save(state, stream)
-        data = stream.getvalue()
+        data = note_of(state)
         if len(data) > _SLOT_BYTES - _RECORD.size:
             self._give_up(f"a rank's own state has {len(data)} bytes, and at most {_SLOT_BYTES} are noted")
             return
@@ -422,7 +420,7 @@ class Survivors:
         body = data[_RECORD.size : _RECORD.size + size]
         if (mark, found, check) != (self._mark, number, xxhash.xxh3_64_intdigest(body)):
             return None
-        return torch.load(io.BytesIO(body), weights_only=True)
+        return read_note(body)
 
     def _read(self, rank: int, size: int, offset: int) -> bytes:
         if rank == self._rank and self._descriptor is not None:  # closing another descriptor would end the lock

@@ -79,7 +79,7 @@ def test_what_another_run_has_noted_or_a_kill_has_torn_does_not_count(tmp_path: 
     second.note({"own": torch.arange(100)})
     path = tmp_path / ".saved.survivor-rank0"
     data = bytearray(path.read_bytes())
-    data[data.rindex(b"PK") - 40] ^= 1
+    data[data.rindex(b"tensor") + 40] ^= 1
     path.write_bytes(data)
     assert second._noted(0, 1) is None
     second.close(remove=True)
