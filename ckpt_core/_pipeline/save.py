@@ -191,13 +191,11 @@ class Pipeline:
 
     def _save_later(self, save: Save, started: float, waited: float) -> int:
         snapshot = Snapshot(save.path, self.buffers, overlaps=self._overlaps)
-        # Its file is created while the state is still being copied; the commit waits for the seal.
         action = functools.partial(self._write_in_background, save, snapshot)
         runs = False
         try:
             runs = snapshot.may_pass = self._submit(save.path, action, lambda: snapshot.sealed_at)
             save.take(snapshot)
-            snapshot.begin_writing()
             save.complete(snapshot)
             size = save.size
             if snapshot.not_copied is None:
@@ -222,6 +220,7 @@ class Pipeline:
 
     def _write_in_background(self, save: Save, snapshot: Snapshot) -> int:
         try:
+            snapshot.wait_begun()
             return save.write(snapshot)
         except BaseException as error:
             if snapshot.is_given_up:

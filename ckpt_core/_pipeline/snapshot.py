@@ -265,11 +265,14 @@ class Snapshot:
         return 0.0 if self._passing is None else self._passing.seconds_without_room
 
     def begin_writing(self) -> None:
-        """Let the other thread write what there is already."""
+        """Let the other thread write what there is."""
         self._taken.set()
 
     def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Return when the caller may change the state, if the copy overlaps only by a step of an optimizer.
+
+        The other thread begins to write when ``meanwhile`` has ended, or with :meth:`seal` if the copy overlaps: sooner,
+        the two would take the GIL from each other, and training wait for it.
 
         Args:
             meanwhile: What the calling thread does while the state is being copied.
@@ -277,13 +280,19 @@ class Snapshot:
         Raises:
             SnapshotTornError: A tensor changed while it was being copied.
         """
-        if self._passing is not None:
+
+        def then_write() -> None:
             meanwhile()
+            if not self._overlaps or self._copy is None:
+                self.begin_writing()
+
+        if self._passing is not None:
+            then_write()
             self._passing.wait()
         elif self._copy is not None:
-            self._copy.hand_over(meanwhile)
+            self._copy.hand_over(then_write)
         else:
-            meanwhile()
+            then_write()
             return
         self._guard.check(path=self._path)
         self._guard = TornSnapshotGuard(())
@@ -291,6 +300,7 @@ class Snapshot:
     def seal(self) -> None:
         """Declare that all is there: it may be committed."""
         self.sealed_at = time.perf_counter()
+        self._taken.set()
         self._sealed.set()
 
     def give_up(self, error: BaseException) -> None:
@@ -315,6 +325,10 @@ class Snapshot:
         return self._failure is not None
 
     # ---- the thread that writes --------------------------------------------------------------------------------------
+
+    def wait_begun(self) -> None:
+        """Return when there is something to write, or nothing will be."""
+        self._taken.wait()
 
     def wait_taken(self) -> None:
         """Return when it is known what is to be written; raise if that is nothing."""
