@@ -271,8 +271,8 @@ class Snapshot:
     def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Return when the caller may change the state, if the copy overlaps only by a step of an optimizer.
 
-        The other thread begins to write when ``meanwhile`` has ended, or with :meth:`seal` if the copy overlaps: sooner,
-        the two would take the GIL from each other, and training wait for it.
+        The other thread begins to write when ``meanwhile`` has ended, or with :meth:`seal` if the copy overlaps:
+        sooner, the two would take the GIL from each other, and training wait for it.
 
         Args:
             meanwhile: What the calling thread does while the state is being copied.
