@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 
@@ -131,7 +132,12 @@ class Variables:
         if (known := self._held()) is None:
             return {}
         models, held = known
-        shapes = {parameter.shape for model in models for parameter in model.parameters()}
+        shapes = {
+            parameter.shape
+            for model in models
+            for parameter in model.parameters()
+            if not isinstance(parameter, UninitializedParameter)
+        }
         found: dict[str, _Held] = {}
         seen = {id(one) for one in held} | {id(module) for model in models for module in model.modules()}
         skip = (*models, *held)
@@ -140,9 +146,9 @@ class Variables:
             place = os.path.basename(code.co_filename)
             place = place if code.co_name == "<module>" else f"{code.co_name}() in {place}"
             for name, value in list(frame.f_locals.items())[:_VARIABLES]:
-                if name.startswith("__") or (id(value) in seen and not is_plain(value)):
-                    continue
                 with contextlib.suppress(Exception):  # of the user's classes, whatever they raise when looked at
+                    if name.startswith("__") or (id(value) in seen and not is_plain(value)):
+                        continue
                     for path, one in itertools.islice(_described(name, value, shapes, skip, seen), _VALUES):
                         found[f"`{path}` of {place}"] = one._replace(frame=frame if path == name else None)
         return found

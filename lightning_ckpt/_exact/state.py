@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Mapping
@@ -43,6 +44,7 @@ from lightning_ckpt._exact.resume import Resume
 from lightning_ckpt._exact.users import UsersObjects
 from lightning_ckpt._private.guard import check
 from lightning_ckpt._private.loops import Internals
+from lightning_ckpt._private.pruning import masks_left_out, weights_to_go_back_to
 from lightning_ckpt._private.replacing import Live
 from lightning_ckpt._recording import Recording
 from lightning_ckpt._report import announce, resumed_in_words
@@ -313,11 +315,17 @@ class ExactState(Live):
             for alarm in filter(None, (rank["alarm"] for rank in ranks if rank is not None)):
                 warnings.warn(alarm, stacklevel=2)
             notes = sorted({note for rank in ranks if rank is not None for note in rank["notes"]})
+            notes += masks_left_out(self._trainer.lightning_module, checkpoint.get("state_dict", {}))
             common = {"world_size": self._trainer.world_size, "notes": notes, "post_local_sgd": counters}
+            common["goes_back_to"] = self._goes_back_to
             replicated = {**ranks[0]["replicated"], **common}
             per_rank = [None if r is None else r["per_rank"] for r in ranks]
             checkpoint[KEY] = {"version": VERSION, **join_ranks(replicated, per_rank)}
         self._unswap_averaged_weights(checkpoint)
+
+    @functools.cached_property
+    def _goes_back_to(self) -> str:
+        return weights_to_go_back_to(self._trainer.callbacks)
 
     def _save_again(self, checkpoint: dict[str, Any]) -> None:
         self._resume.put_into(checkpoint)
@@ -533,6 +541,11 @@ class ExactState(Live):
             self._lengths.resume(shared["epoch_lengths"])
         setting = self._accumulation.resume(shared["progress"], in_epoch=in_epoch)
         causes += [setting] if setting is not None else []
+        if shared.get("goes_back_to", "") != "" and shared["goes_back_to"] != self._goes_back_to:
+            causes.append(
+                "ModelPruning goes back to other weights than in the run that saved, as this process began with others "
+                "(seed before the model is built, in each start alike)"
+            )
         causes = [*shared["notes"], *causes]
         # what is compared when it has been read again needs no warning if it was the same
         awaits_reading = DRAWS_WHILE_READ in causes and self._recording is not None and not resharded

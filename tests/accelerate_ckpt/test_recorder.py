@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import ACCELERATE, ScriptRunner
+from tests.support.accelerate_ranks import Ranks
 
 # case, whether it resumes, and the optimizer's step at which it is killed
 SCRIPT = """
@@ -170,3 +171,58 @@ def test_what_a_script_keeps_to_itself_is_seen_by_the_recorder(fork_script: Scri
     names = ["average, not registered", "local factor by step", "model with a generator", "metric of the script"]
     for found in judged(fork_script, tmp_path, *(f"script: {name}" for name in names)):
         assert found["wrong"] and {"loss", "weights"} & set(found["differs"]), found
+
+
+RANKS = """
+    import os, signal, warnings
+    from accelerate.utils import set_seed
+
+    events = []
+    accelerator = attach(Accelerator(), "sync", listeners=[events.append])
+    set_seed(1)
+
+    class Items(torch.utils.data.Dataset):
+        def __len__(self):
+            return 32
+
+        def __getitem__(self, index):
+            return torch.full((4,), index / 32) + 0.1 * torch.randn(4) + (resumes and rank == other)
+
+    model = torch.nn.Linear(4, 4)
+    loader = torch.utils.data.DataLoader(Items(), batch_size=2, shuffle=True)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if resumes:
+        accelerator.load_state(folder + "/saved")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step, batch in enumerate(loader):
+            accelerator.backward((model(batch) - batch).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if not resumes and step == 2:
+                accelerator.save_state(folder + "/saved")
+            if not resumes and step == 6:
+                os.kill(os.getpid(), signal.SIGKILL)
+        accelerator.end_training()
+    found = [event for event in events if type(event).__name__ == "ResumeCompared"]
+    tell(found=[[event.message, list(event.differs)] for event in found])
+    tell(warned=[str(one.message) for one in caught if "repeats one of the interrupted run" in str(one.message)])
+"""
+
+
+@pytest.mark.parametrize("other", [-1, 0, 1])
+def test_each_of_two_ranks_compares_the_steps_that_it_repeats(ranks: Ranks, tmp_path: Path, other: int) -> None:
+    ranks.run(RANKS, 2, folder=str(tmp_path / "out"), resumes=False, other=other)
+    assert sorted(path.name for path in tmp_path.glob(".*")) == [".out.flight-rank0", ".out.flight-rank1"]
+    results = ranks.run(RANKS, 2, folder=str(tmp_path / "out"), resumes=True, other=other)
+    for rank, result in enumerate(results):
+        assert result.error is None, result.message
+        ((message, differs),) = result.told["found"]
+        if rank == other:
+            assert "step 4 repeats one of the interrupted run" in message and "data" in differs
+        elif other < 0:
+            assert (message, differs) == ("4 repeated steps equal the first run's, bit for bit", [])
+        else:
+            assert "data" not in differs  # the average of the gradients is another one
+        assert len(result.told["warned"]) == (rank == 0 and other >= 0)

@@ -33,7 +33,7 @@ def train(folder: Path, *, log: bool = True, resume: bool = False, **settings: A
     run = Run(accelerator)
     if resume:
         accelerator.load_state(str(folder / "2"))
-    for step in range(3):
+    for step in range(3 * resume, 3 * resume + 3):
         run.train(1)
         accelerator.save_state(str(folder / str(step)))
         assert (folder / str(step)).is_dir()  # waits for it

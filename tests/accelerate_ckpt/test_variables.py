@@ -242,6 +242,28 @@ def test_a_run_that_was_resumed_without_a_word_still_knows_what_a_new_one_begins
     assert lost(lambda of: train(of, restores=False, name="c"), tmp_path, "b") == ["best"]
 
 
+class Unwilling:
+    """Raises whatever is asked of it."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def test_no_variable_ends_a_training_by_being_looked_at(tmp_path: Path) -> None:
+    def train(of: Training) -> None:
+        unwilling, held = Unwilling(), {"unwilling": Unwilling()}
+        of.resume()
+        of.accelerator.prepare(lazy := torch.nn.LazyLinear(2))
+        for batch in of.loader:
+            lazy(batch)
+            of.step(batch)
+            of.save("middle")
+        del unwilling, held
+
+    train(Training(tmp_path, None))
+    assert (tmp_path / "middle").is_dir()
+
+
 def live(*names: str) -> set[str]:
     frame = sys._getframe(1)
     return {name for name in names if is_live(name, frame)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import lightning.pytorch as pl
 import pytest
 import pytorch_lightning
@@ -10,6 +12,7 @@ import torch
 from ckpt_core.errors import CheckpointError
 from lightning_ckpt import ShardedCheckpointIO
 from lightning_ckpt._private import guard, hooks, loops
+from lightning_ckpt._private.pruning import weights_to_go_back_to
 from lightning_ckpt.resumable import ResumableCheckpoint
 from tests.lightning_ckpt.exact_cases import Model
 
@@ -19,6 +22,18 @@ def test_nothing_has_moved(package: object) -> None:
     trainer = package.Trainer(logger=False, accelerator="cpu", devices=1)  # type: ignore[attr-defined]
     assert guard.missing_internals(trainer) == [], "this release of Lightning has moved private attributes"
     assert guard.missing_boundaries(trainer) == [], "this release of Lightning has moved private attributes"
+
+
+@pytest.mark.parametrize("package", [pl, pytorch_lightning])
+def test_weights_that_pruning_goes_back_to(package: Any) -> None:
+    def digest(seed: int, **settings: bool) -> str:
+        torch.manual_seed(seed)
+        callback = package.callbacks.ModelPruning("l1_unstructured", amount=0.2, **settings)
+        callback.setup(package.Trainer(logger=False, accelerator="cpu"), Model(), "fit")
+        return weights_to_go_back_to([callback])
+
+    assert digest(1) == digest(1) != digest(2)
+    assert digest(1, use_lottery_ticket_hypothesis=False) == "" == weights_to_go_back_to([package.Callback()])
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])

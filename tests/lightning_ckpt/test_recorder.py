@@ -28,6 +28,7 @@ SCRIPT = """
 """
 
 MIDDLE, END = Point("middle", (1, 1), (1, 4)), Point("end", (1, -1), (2, 2))
+EARLY = Point("early", (0, 3), (0, 5))
 KILLED = Point("killed", (1, 2), (1, 5), really=True)
 UNRECORDED = Point("unrecorded", (1, 3), (1, 5), leaves_records=False)
 
@@ -83,7 +84,6 @@ def test_the_recorder_alone_sees_what_a_resume_does_not_have(
         ("loader: random_split", "data"),
         ("model: attribute: int", "loss"),
         ("model: parts: momentum", "weights"),
-        ("callback: pruning, each epoch", "weights"),
     ],
 )
 def test_state_that_nobody_captures_is_seen_by_the_recorder(
@@ -91,6 +91,21 @@ def test_state_that_nobody_captures_is_seen_by_the_recorder(
 ) -> None:
     (found,) = judged(fork_script, tmp_path, name, MIDDLE)
     assert found["wrong"] and differs in found["differs"], found
+
+
+@pytest.mark.parametrize(
+    ("name", "point", "words"),
+    [
+        ("callback: pruning, each epoch", MIDDLE, "of the pruning are not in the checkpoint"),
+        ("callback: pruning, lottery", EARLY, "goes back to other weights"),
+    ],
+)
+def test_pruning_that_a_resume_does_not_continue_is_said(
+    fork_script: ScriptRunner, tmp_path: Path, name: str, point: Point, words: str
+) -> None:
+    (found,) = judged(fork_script, tmp_path, name, point)
+    assert found["verdict"] == "said", found
+    assert words in found["warned"][0]
 
 
 @pytest.mark.parametrize(

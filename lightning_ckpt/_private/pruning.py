@@ -1,0 +1,32 @@
+"""What ``ModelPruning`` keeps to itself: the weights that it goes back to, and masks that it leaves out of checkpoints.
+
+Lightning has no public name for the copies of the lottery ticket hypothesis. Where it moves them, nothing is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+
+from ckpt_core.state.plain import fingerprint
+
+
+def weights_to_go_back_to(callbacks: Iterable[Any]) -> str:
+    """Return a digest of the weights that pruning sets again, those that the process began with; ``""`` if none."""
+    copies = [getattr(callback, "_original_layers", None) or {} for callback in callbacks]
+    modules = [layer["data"] for copy in copies for layer in copy.values()]
+    return fingerprint([list(module.state_dict().values()) for module in modules]) if modules else ""
+
+
+def masks_left_out(module: torch.nn.Module, saved: Collection[str]) -> list[str]:
+    """Return a note if masks of pruning are not in the saved weights."""
+    masks = [name for name, _ in module.named_buffers() if name.endswith("_mask")]
+    pruned = {name.removesuffix("_orig") for name, _ in module.named_parameters() if name.endswith("_orig")}
+    lost = [name for name in masks if name.removesuffix("_mask") in pruned and name not in saved]
+    if not lost or not saved:
+        return []
+    more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+    note = f"{', '.join(lost[:3])}{more} of the pruning are not in the checkpoint, so what was pruned is trained again"
+    return [f"{note} (ModelPruning(make_pruning_permanent=False), and prune.identity before the load)"]
