@@ -180,3 +180,12 @@ def test_formats_of_others_are_left_to_them(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr("accelerate.accelerator.xm", None, raising=False)
     with pytest.raises(AttributeError, match="mark_step"):  # Accelerate's own method
         accelerator.save_state(str(tmp_path / "saved"))
+
+
+def test_attach_says_what_it_leaves_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from accelerate.utils import DistributedType
+
+    accelerator = Accelerator()
+    monkeypatch.setattr(accelerator.state, "distributed_type", DistributedType.DEEPSPEED)
+    attach(accelerator, just_in_time=True)
+    assert "DEEPSPEED writes checkpoints of its own: accelerate_ckpt leaves them as they are" in caplog.text
