@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dis
 import functools
+import inspect
 import itertools
 import os
 import sys
@@ -145,7 +146,7 @@ class Variables:
             code = frame.f_code
             place = os.path.basename(code.co_filename)
             place = place if code.co_name == "<module>" else f"{code.co_name}() in {place}"
-            for name, value in list(frame.f_locals.items())[:_VARIABLES]:
+            for name, value in _variables_of(frame):
                 with contextlib.suppress(Exception):  # of the user's classes, whatever they raise when looked at
                     if name.startswith("__") or (id(value) in seen and not is_plain(value)):
                         continue
@@ -212,6 +213,16 @@ def _weights_in(value: Any, shapes: set[torch.Size]) -> list[torch.Tensor]:
         return []
     some = found[:: max(1, len(found) // _OF_WEIGHTS)]  # all of them change
     return [t.flatten()[:: max(1, t.numel() // _OF_WEIGHTS)] if t.is_contiguous() else t for t in some]
+
+
+def _variables_of(frame: types.FrameType) -> list[tuple[str, Any]]:
+    variables = frame.f_locals
+    found = list(variables.items())[:_VARIABLES]
+    # Until Python 3.12, a function keeps this dictionary, and in it what the script deletes, unless it is emptied; one
+    # that locals() has given to the script is the script's own.
+    if type(variables) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(variables) <= 3:
+        variables.clear()
+    return found
 
 
 def _frames() -> Iterator[types.FrameType]:

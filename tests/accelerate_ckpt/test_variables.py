@@ -6,6 +6,7 @@ import math
 import re
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from accelerate_ckpt import attach
 from accelerate_ckpt._attach import uninstall
-from accelerate_ckpt._state.variables import is_live
+from accelerate_ckpt._state.variables import _variables_of, is_live
 
 
 class Average:
@@ -298,3 +299,19 @@ def test_where_a_loop_waits_for_its_next_item_what_comes_after_it_is_not_next() 
         last = len(found) + kept
     assert found == {"kept"}
     assert last == 1
+
+
+def test_a_look_keeps_nothing_alive_and_takes_nothing_away() -> None:
+    class Large:
+        pass
+
+    def script(*, asks: bool) -> tuple[bool, int]:
+        mine = locals() if asks else {}
+        large = Large()
+        assert ("large", large) in _variables_of(sys._getframe())
+        gone = weakref.ref(large)
+        del large
+        return gone() is None, len(mine)
+
+    assert script(asks=False) == (True, 0)
+    assert script(asks=True)[1] > 0
