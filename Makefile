@@ -13,7 +13,7 @@ help:
 	@echo "make demo        train, kill and resume a small GPT; the picture and the page go to demo_output/"
 	@echo "make check       format, style, types and the tests that start no process: two minutes"
 	@echo "make test        all tests but the slow ones; ARGS='-k name' picks some"
-	@echo "make test-all    all tests, after installing the servers that they need (root, Debian's packages, npm)"
+	@echo "make test-all    all tests, after installing servers and trackers that they need (root, Debian's packages, npm)"
 	@echo "make test-wheel  build the wheel, install it into an empty environment, and test it there without the sources"
 	@echo "make coverage    make test, and which lines of the packages it ran, also in other processes"
 	@echo "make lint        format, style, types, the examples of README.md and docs/, and the links between the pages"
@@ -54,6 +54,7 @@ test: $(READY)
 
 test-all: $(READY)
 	.ci/install_servers || echo "some servers could not be installed: their tests are skipped"
+	$(BIN)/python -m pip install --quiet --quiet --constraint constraints.txt wandb mlflow-skinny || echo "no trackers: their tests are skipped"
 	$(PYTEST) --durations=25 $(ARGS)
 
 test-wheel: $(READY)

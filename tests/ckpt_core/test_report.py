@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 
 from ckpt_core import Checkpointer, EventLog, StorageError
 from ckpt_core.cli import main
+from ckpt_core.cli.report import _BROWSERS
 from ckpt_core.events import SaveStarted, TrainingEnded, TrainingStarted, notify
 from ckpt_core.report import interruptions_of, page_of, read_events, totals_of
 from ckpt_core.storage import LocalStorage
@@ -222,16 +222,27 @@ def test_a_long_run_is_a_small_page(long_page: Path) -> None:
     assert "&lt;50000&gt;.ckpt: 300 ms" in page, "the longest stall is shown, whatever is left out"
 
 
+def test_a_picture_needs_a_browser(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    EventLog(tmp_path / "log")(TrainingStarted(path="run", resumed=False, step=0))
+    words = ["report", str(tmp_path / "log"), "--png", str(tmp_path / "page.png")]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(words) == 1
+    assert "no browser is installed that draws a picture" in capsys.readouterr().err
+    browser = tmp_path / "chromium"
+    browser.write_text("#!/bin/sh\necho it crashed >&2\nexit 3\n")
+    browser.chmod(0o755)
+    assert main(words) == 1
+    assert "has not drawn the picture: it crashed" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_a_browser_shows_the_page_of_a_long_run(long_page: Path) -> None:
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
+    if not any(map(shutil.which, _BROWSERS)):
         pytest.skip("no chromium is installed")
     picture = long_page.with_suffix(".png")
-    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--window-size=1100,1400"]
-    ways = [f"--user-data-dir={long_page.parent / 'profile'}", f"file://{long_page}"]
-    shot = subprocess.run([browser, *options, f"--screenshot={picture}", *ways], capture_output=True, check=False)
-    assert picture.exists(), shot.stderr.decode()
+    assert main(["report", str(long_page.with_name("long.jsonl")), "--png", str(picture)]) == 0
     matplotlib = pytest.importorskip("matplotlib.image")
     pixels = (matplotlib.imread(picture)[:, :, :3] * 255).round().astype(int).reshape(-1, 3)
     shown = {tuple(map(int, pixel)) for pixel in pixels}
