@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 
 from ckpt_core.console import beside_bars
-from ckpt_core.events import Event, RunSummary, TrainingEnded, TrainingStarted
+from ckpt_core.events import Event, RunSummary, TrainingEnded, TrainingStarted, rank_of_process
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.resume import ResumePoint
 
@@ -26,6 +26,12 @@ def announce(message: str) -> None:
             log.info("%s", message)
         else:
             print(message, file=sys.stderr, flush=True)  # noqa: T201  as Lightning shows its own
+
+
+def announce_on_main(message: str) -> None:
+    """Print a line on rank 0."""
+    if rank_of_process() == 0:
+        announce(message)
 
 
 @atexit.register

@@ -5,9 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
-__all__ = ["beside_bars"]
+__all__ = ["beside_bars", "counted_aloud"]
+
+_SILENT = 2.0  # seconds
+_SELDOM = 60.0  # seconds between two lines at most
 
 
 @contextlib.contextmanager
@@ -34,3 +38,21 @@ def _handlers_of(logger: logging.Logger | None) -> Iterator[logging.Handler]:
     while logger is not None:
         yield from logger.handlers
         logger = logger.parent if logger.propagate else None
+
+
+def counted_aloud(total: int, what: str, say: Callable[[str], None]) -> Iterator[int]:
+    """Yield the numbers below ``total``, and say how far that is where it takes long, ever more seldom.
+
+    Args:
+        total: How many.
+        what: What is done for each of them.
+        say: Prints a line.
+    """
+    begin, due = time.monotonic(), _SILENT
+    for number in range(total):
+        yield number
+        seconds = time.monotonic() - begin
+        if seconds >= due and number + 1 < total:
+            due = seconds + min(seconds, _SELDOM)
+            left = seconds * (total - number - 1) / (number + 1)
+            say(f"{what}: {number + 1:,} of {total:,}, about {left:,.0f} s left")

@@ -18,10 +18,14 @@ from accelerate_ckpt._data.opening import Habit, Next, Opening, Uses
 from accelerate_ckpt._data.tracker import Consumed, Division, InnerTracker
 from accelerate_ckpt._private.data import Internals, not_as_known
 from accelerate_ckpt._recording import Fetched
+from accelerate_ckpt._report import announce_on_main
+from ckpt_core.console import counted_aloud
 from ckpt_core.state.loaders import FetchHistory, LoaderMark
 from ckpt_core.state.rng import RngState
 
 log = logging.getLogger(__name__)
+
+_AGAIN = "reading batches again to get back to where the data was"
 
 BETWEEN, INSIDE, LEFT = "between", "inside", "left"
 _OVER = object()
@@ -192,7 +196,7 @@ class LoaderPosition:
         self._tracker.pass_made()
         if rng is not None:
             rng.restore()
-        for _ in range(drop):
+        for _ in counted_aloud(drop, _AGAIN, announce_on_main):
             next(iterator, None)
         self._steps, self._fetched = leave_out, leave_out * self._internals.fetches
         return iterator
@@ -382,7 +386,7 @@ class LoaderPosition:
         if drop and self._first_rng is not None:
             # a division of an iterable data set keeps its first batch, to complete the last one with it
             self._first_rng.restore()
-        for _ in range(drop):
+        for _ in counted_aloud(drop, _AGAIN, announce_on_main):
             next(iterator, None)
         ahead = state["ahead"]
         self._tracker.made(ahead["dataset_generators"])

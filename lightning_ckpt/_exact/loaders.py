@@ -9,6 +9,7 @@ random generators from which a ``RandomSampler`` drew it. New ranks make the sam
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import math
 from collections.abc import Callable, Mapping
@@ -16,14 +17,18 @@ from typing import Any
 
 from torch.utils.data import DistributedSampler, RandomSampler, SequentialSampler
 
+from ckpt_core.console import counted_aloud
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.state.elastic import EpochShare, RemainingBatches, describe_order
 from ckpt_core.state.loaders import FetchHistory, LoaderMark, LoaderTracker
 from ckpt_core.state.rng import RngState
 from ckpt_core.state.samplers import RecordingSampler, SamplerPass, restore_counters
 from lightning_ckpt._private.loops import Internals
+from lightning_ckpt._report import announce
 
 log = logging.getLogger(__name__)
+
+_AGAIN = "reading batches again to get back to where the data was (state_dict would avoid it)"
 
 # Lightning is at most one batch ahead of training, and the batch in training may have to be fetched again
 _FETCHES_REMEMBERED = 4
@@ -386,7 +391,7 @@ class TrainingData:
         pairs = list(zip(self._trackers, state["loaders"], strict=True))
         again = sum(tracker.batches_to_read_again(saved) for tracker, saved in pairs)
         if again:
-            log.info("reading %d batches again to get back to where the data was; state_dict would avoid it", again)
+            log.info("reading %d batches again", again)
         drops = [tracker.prepare(saved) for tracker, saved in pairs]
         make_iterators()
         is_alone = len(pairs) == 1 and self._combined.iterables is self._trackers[0].loader
@@ -405,7 +410,7 @@ class TrainingData:
         if self._history.draws_while_reading or last_rng is not None:
             # batches with random numbers in them are others; the last one is read with those it had
             first = drop - 1 if last_rng is not None else drop
-        for number in range(drop):
+        for number in counted_aloud(drop, _AGAIN, functools.partial(announce, self._internals.trainer)):
             if number == drop - 1 and last_rng is not None:
                 RngState.decode(last_rng).restore()
             batch = next(iterator, None)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from accelerate import Accelerator
 
 from accelerate_ckpt import CheckpointConfig, _report, attach
 from accelerate_ckpt.config import OptionError
-from ckpt_core import options
+from ckpt_core import console, options
 from ckpt_core.events import Event
 from ckpt_core.report import interruptions_of, read_events
 from tests.accelerate_ckpt.training import Run
@@ -147,3 +149,30 @@ def test_a_trainer_has_its_line_and_its_page_when_it_has_trained(
         caplog.clear()
         assert len(said) == 1 and said[0].startswith("2 checkpoints" if length == 4 else "1 checkpoint")
     assert "Checkpoints of a run" in (tmp_path / "report.html").read_text()
+
+
+def test_reading_again_says_how_far_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.arange(64.0).view(32, 2))
+
+    def session() -> tuple[Any, Any]:
+        accelerator = attach(Accelerator())
+        return accelerator, accelerator.prepare(torch.utils.data.DataLoader(Stream(), batch_size=2))
+
+    accelerator, loader = session()
+    for number, _ in enumerate(loader):
+        if number == 5:
+            accelerator.save_state(str(tmp_path / "saved"))
+            break
+    accelerator.end_training()
+    monkeypatch.setattr(console, "_SILENT", 0.0)
+    caplog.set_level("INFO")
+    accelerator, loader = session()
+    accelerator.load_state(str(tmp_path / "saved"))
+    assert next(iter(loader)).flatten()[0] == 24.0
+    accelerator.end_training()
+    said = [line for line in caplog.messages if line.startswith("reading batches again")]
+    assert said and ": 1 of 6, about" in said[0]

@@ -7,11 +7,13 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from tqdm import tqdm
 
-from ckpt_core.console import beside_bars
+from ckpt_core import console as console_module
+from ckpt_core.console import beside_bars, counted_aloud
 
 
 class Terminal(io.StringIO):
@@ -73,3 +75,21 @@ def test_a_line_does_not_hang_on_the_bar_of_rich(
     assert isinstance(handler, logging.StreamHandler) and handler.stream is terminal
     cleared, line, rest = after.partition("resuming from x")
     assert cleared.startswith("\r\x1b[2K") and line and "training" in rest
+
+
+def test_what_takes_long_is_counted_aloud_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter(range(1000))
+    monkeypatch.setattr(console_module, "time", SimpleNamespace(monotonic=lambda: float(next(now))))
+    said: list[str] = []
+    assert list(counted_aloud(500, "reading", said.append)) == list(range(500))
+    assert said[:3] == [
+        "reading: 2 of 500, about 498 s left",
+        "reading: 4 of 500, about 496 s left",
+        "reading: 8 of 500, about 492 s left",
+    ]
+    assert [int(line.split()[1]) for line in said] == [2, 4, 8, 16, 32, 64, 124, 184, 244, 304, 364, 424, 484]
+
+
+def test_what_is_short_is_not_counted() -> None:
+    said: list[str] = []
+    assert list(counted_aloud(3, "reading", said.append)) == [0, 1, 2] and said == []

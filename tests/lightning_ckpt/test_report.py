@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from lightning.pytorch import Callback
+import torch
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import TensorBoardLogger
 
+from ckpt_core import console
 from ckpt_core.report import interruptions_of, read_events
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO, SyncCheckpointIO
 from tests.lightning_ckpt.exact_cases import MemoryLogger
@@ -140,3 +143,21 @@ def test_nothing_is_said_of_saves_that_are_not_ours(tmp_path: Path, lines: list[
         model_of()
     )
     assert lines == []
+
+
+def test_reading_again_says_how_far_it_is(tmp_path: Path, lines: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return iter(torch.randn(64, 32, generator=torch.Generator().manual_seed(0)))
+
+    def fit(steps: int) -> None:
+        callback = ResumableCheckpoint(tmp_path, every_n_train_steps=6, resume="auto")
+        options: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        trainer = Trainer(max_steps=steps, callbacks=[callback], plugins=[AsyncCheckpointIO()], **options)
+        trainer.fit(BoringModel(), torch.utils.data.DataLoader(Stream(), batch_size=2))
+
+    fit(6)
+    monkeypatch.setattr(console, "_SILENT", 0.0)
+    fit(7)
+    said = [line for line in lines if line.startswith("reading batches again")]
+    assert said and "state_dict would avoid it): 1 of 6, about" in said[0]
