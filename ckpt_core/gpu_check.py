@@ -29,6 +29,7 @@ __all__ = ["Contender", "main"]
 _LAYERS = 8
 _COPIED = 256 * 2**20  # bytes, to find out how fast a pinned copy is
 _MIB = 2**20
+_SOME_PASSES = 5  # forward and backward, to find out how long one takes
 _LONGEST_STEP = 1000  # forward and backward passes
 
 
@@ -259,7 +260,10 @@ def measure(
     training = _Training(device, int(options.gigabytes * 1e9), options.batch)
     training.run(2)
     one, _ = training.run(1)
-    training.passes = max(1, min(_LONGEST_STEP, round(options.step_ms / 1000 / max(one, 1e-6))))
+    training.passes = _SOME_PASSES
+    more, _ = training.run(1)
+    each = max((more - one) / (_SOME_PASSES - 1), 1e-6)
+    training.passes = max(1, min(_LONGEST_STEP, 1 + round((options.step_ms / 1000 - one) / each)))
     training.run(2)
     alone, _ = training.run(options.steps)
     size, rate = training.nbytes(), pinned_copy_rate(device, min(_COPIED, training.nbytes()))
