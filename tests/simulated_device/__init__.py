@@ -218,6 +218,17 @@ def current_stream(device: Any = None) -> torch.Stream:
     return torch.accelerator.current_stream(_index(device))
 
 
+def stream(stream: torch.Stream) -> torch.Stream:
+    return stream  # it is its own context
+
+
+def Stream(device: Any = None, priority: int = 0) -> torch.Stream:  # noqa: N802 - torch's name
+    return torch.Stream(device=torch.device(NAME, _index(device)), priority=priority)
+
+
+Event = torch.Event
+
+
 def synchronize(device: Any = None) -> None:
     torch.accelerator.synchronize(_index(device))
 

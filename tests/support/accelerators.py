@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, Protocol
 
 import pytest
 import torch
 
+from ckpt_core._devices import streams
 from ckpt_core._pipeline import staging
 
-__all__ = ["CUDA", "SIMULATED", "Accelerator", "CudaAccelerator", "SimulatedAccelerator", "late_copies"]
+__all__ = [
+    "CUDA",
+    "SIMULATED",
+    "Accelerator",
+    "CudaAccelerator",
+    "SimulatedAccelerator",
+    "hold_late_copies",
+    "late_copies",
+]
 
 #: Parameters of the fixture ``accelerator``.
 SIMULATED = pytest.param("simulated", marks=pytest.mark.own_process)
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 
 _BUSY_CYCLES = 500_000_000  # some tenths of a second
+_HELD_SECONDS = 0.6  # where nobody waits: longer than it takes to come to the next step
 
 
 def late_copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
@@ -31,6 +43,50 @@ def late_copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
 
     monkeypatch.setattr(staging, "LATE_PIECE", staging.ROW)
     monkeypatch.setattr(staging, "_divide", watch)
+    return lambda: any(found)
+
+
+def hold_late_copies(patch: Callable[[Any, str, Any], None] = setattr) -> Callable[[], bool]:
+    """Let tensors from 64 KiB be copied beside the training, and so late that a step which does not wait comes first.
+
+    For the simulated device.
+
+    Args:
+        patch: Sets an attribute: for good in a process of its own, else ``monkeypatch.setattr``.
+
+    Returns:
+        What says whether anything was copied late so far.
+    """
+    from tests import simulated_device
+
+    copy_late, wait, found = staging.BackgroundCopy._copy_late, staging.BackgroundCopy.let_training_wait, [False]
+    is_waited_for = threading.Event()
+
+    def resume(side_streams: list[torch.Stream]) -> None:
+        is_waited_for.wait(_HELD_SECONDS)
+        time.sleep(0.05)  # the step would have changed something by then
+        for stream in side_streams:
+            simulated_device.resume(stream)
+
+    def noticed(self: staging.BackgroundCopy) -> None:
+        wait(self)
+        is_waited_for.set()
+
+    def held(self: staging.BackgroundCopy) -> None:
+        if self._late:
+            found.append(True)
+            for event in self._early_events.values():  # what the save's own stream waits for
+                event.synchronize()
+            side_streams = list(streams._side_streams.values())
+            for stream in side_streams:
+                simulated_device.pause(stream)
+            is_waited_for.clear()
+            threading.Thread(target=resume, args=(side_streams,)).start()
+        copy_late(self)
+
+    patch(staging, "LATE_PIECE", staging.ROW)
+    patch(staging.BackgroundCopy, "_copy_late", held)
+    patch(staging.BackgroundCopy, "let_training_wait", noticed)
     return lambda: any(found)
 
 

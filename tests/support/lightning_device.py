@@ -10,10 +10,10 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from tests import simulated_device
 
-__all__ = ["simulated_strategy"]
+__all__ = ["SimulatedAccelerator", "simulated_strategy"]
 
 
-class _SimulatedAccelerator(Accelerator):
+class SimulatedAccelerator(Accelerator):
     """What Lightning asks of a device."""
 
     def setup_device(self, device: torch.device) -> None:
@@ -49,4 +49,4 @@ class _SimulatedAccelerator(Accelerator):
 def simulated_strategy() -> SingleDeviceStrategy:
     """Return the strategy of a fit on the first simulated device."""
     device = torch.device(simulated_device.NAME, 0)
-    return SingleDeviceStrategy(device=device, accelerator=_SimulatedAccelerator())
+    return SingleDeviceStrategy(device=device, accelerator=SimulatedAccelerator())

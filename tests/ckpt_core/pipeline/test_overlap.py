@@ -28,7 +28,7 @@ from ckpt_core import (
 from ckpt_core._devices import ROW, RowSums, streams
 from ckpt_core._pipeline import staging
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
-from tests.support.accelerators import SIMULATED, SimulatedAccelerator
+from tests.support.accelerators import SIMULATED, SimulatedAccelerator, hold_late_copies
 from tests.support.states import assert_same_state
 
 MIB = 2**20
@@ -210,6 +210,31 @@ def test_every_step_is_saved_as_it_was(tmp_path: Path, layout: str, accelerator:
         training.checkpointer.wait()
         for step, wanted in enumerate(expected):
             assert_same_state(training.load(str(step)), wanted)
+
+
+@both_layouts
+def test_steps_that_a_scaler_skips_and_steps_that_it_takes(
+    tmp_path: Path, layout: str, accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold_late_copies(monkeypatch.setattr)
+    training = Training(accelerator, layout, tmp_path, max_pending=2)
+    scaler = torch.amp.GradScaler(accelerator.type, init_scale=16.0)  # type: ignore[attr-defined]
+    expected = []
+    with training.checkpointer, accelerator.module.lazy(side_streams_only=True):
+        for step in range(6):
+            expected.append(training.on_host())
+            training.save(str(step))
+            scale = scaler.scale(torch.ones(1, device=accelerator.type))
+            for weight in training.weights.values():
+                weight.grad = torch.full_like(weight, float("inf") if step % 3 == 0 else 1.0) * scale
+            scaler.step(training.optimizer)
+            scaler.update()
+        training.checkpointer.wait()
+        for step, wanted in enumerate(expected):
+            assert_same_state(training.load(str(step)), wanted)
+    assert scaler.get_scale() == 4.0  # two were skipped
+    weights = [wanted["weight"].unique().tolist() for wanted in expected]
+    assert [weights[step + 1] == weights[step] for step in range(5)] == [True, False, False, True, False]
 
 
 def test_what_a_save_does_on_the_host_does_not_depend_on_the_size(
@@ -468,10 +493,12 @@ def test_a_failure_of_the_device_fails_the_save_and_not_the_training(
         raise RuntimeError("the device has gone")
 
     monkeypatch.setattr(RowSums, "add", fail)
-    training.save()
-    training.step()
-    with pytest.raises(CheckpointError, match="the device has gone"):
-        training.checkpointer.wait()
+    with training.module.lazy(side_streams_only=True):
+        training.save()
+        training.step()
+        with pytest.raises(CheckpointError, match="the device has gone"):
+            training.checkpointer.wait()
+        assert training.module.in_flight() == 0  # the buffer is used again
     monkeypatch.undo()
     expected = training.on_host()
     training.save()
