@@ -202,7 +202,7 @@ def sha(value: Any) -> str:
             digest.update(str(item.dtype).encode() + item.detach().contiguous().view(-1).numpy().tobytes())
         elif isinstance(item, np.ndarray):
             digest.update(item.tobytes())
-        elif hasattr(type(item), "state_dict"):
+        elif hasattr(type(item), "state_dict") and not isinstance(item, torch.utils.data.DataLoader):
             add(item.state_dict(), depth - 1)
         elif isinstance(item, (int, float, str, bytes, bool, type(None))):
             digest.update(repr(item).encode())
