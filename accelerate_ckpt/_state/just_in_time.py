@@ -117,7 +117,7 @@ class JustInTime:
             return
         self._survivors.note(
             {
-                "own": rank_state(session),
+                "own": rank_state(session, variables=False),
                 "schedulers": [item.state_dict() for item in accelerator._schedulers],
                 "scaler": None if accelerator.scaler is None else accelerator.scaler.state_dict(),
                 "custom": [item.state_dict() for item in accelerator._custom_objects],

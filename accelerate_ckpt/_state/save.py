@@ -340,8 +340,13 @@ def metadata_of(session: Session, target: str | None) -> dict[str, Any]:
     return {FORMAT: about}
 
 
-def rank_state(session: Session) -> dict[str, Any]:
-    """Return what this rank alone has."""
+def rank_state(session: Session, *, variables: bool = True) -> dict[str, Any]:
+    """Return what this rank alone has.
+
+    Args:
+        session: Of the Accelerator.
+        variables: Whether to look at those of the script, too, which takes long where each step does it.
+    """
     accelerator = session.accelerator
     models = accelerator._models
     state: dict[str, Any] = {
@@ -352,7 +357,8 @@ def rank_state(session: Session) -> dict[str, Any]:
     }
     if session.recording is not None:
         state["recorder"] = session.recording.capture()
-    state["variables"] = session.variables.capture()
+    if variables:
+        state["variables"] = session.variables.capture()
     if session.window_is_open:
         state["gradients"] = [capture_gradients(model.named_parameters()) for model in models]
     if session.world_size > 1 and not is_sharded(accelerator):
