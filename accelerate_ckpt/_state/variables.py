@@ -216,12 +216,14 @@ def _weights_in(value: Any, shapes: set[torch.Size]) -> list[torch.Tensor]:
 
 
 def _variables_of(frame: types.FrameType) -> list[tuple[str, Any]]:
+    # Until Python 3.12, a function has one dictionary for locals() and for those who look at it.
+    is_shared = sys.version_info < (3, 13) and bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+    if is_shared and "locals" in frame.f_code.co_names:
+        return []  # what the script got would change
     variables = frame.f_locals
     found = list(variables.items())[:_VARIABLES]
-    # Until Python 3.12, a function keeps this dictionary, and in it what the script deletes, unless it is emptied; one
-    # that locals() has given to the script is the script's own.
-    if type(variables) is dict and frame.f_code.co_flags & inspect.CO_OPTIMIZED and sys.getrefcount(variables) <= 3:
-        variables.clear()
+    if is_shared:
+        variables.clear()  # or it would keep what the script deletes
     return found
 
 
