@@ -322,4 +322,5 @@ def test_a_look_keeps_nothing_alive_and_takes_nothing_away() -> None:
         del model
         return settings
 
-    assert "model" not in script_that_notes_its_settings(0.1, 3)
+    found = script_that_notes_its_settings(0.1, 3)
+    assert (found["rate"], found["epochs"], "model" in found) == (0.1, 3, False)
