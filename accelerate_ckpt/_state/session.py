@@ -487,9 +487,9 @@ class Session:
 
 def _warn_of_loss(names: str) -> None:
     warnings.warn(
-        f"this resume is not exact: it begins without variables of the script that training had changed: {names}. "
-        "They are what a new run has, and no checkpoint holds them: give an object that does to "
-        "register_for_checkpointing, or set them after load_state",
+        f"this resume begins without variables of the script that training had changed: {names}. They are what a new "
+        "run has, and no checkpoint holds them: if training depends on them, it is not exact; give an object that "
+        "holds them to register_for_checkpointing, or set them after load_state",
         stacklevel=2,
     )
 

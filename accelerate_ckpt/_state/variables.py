@@ -9,7 +9,7 @@ value.
 Of a function's own variables only those count that are *live* where ``save_state`` is called: that may be read later
 before they are written again (Plank, Beck, Kingsley, "Compiler-assisted memory exclusion for fast checkpointing",
 1995). Whether what an object or a dictionary holds is made anew by each step, nobody knows: it counts only where it is
-that of a new run after one more step, too.
+that of a new run after one more step, too. A whole number that the first step changes counts steps, and is left out.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ _STAYS, _WEIGHTS, _UNKNOWN = "stays", "weights", "unknown"
 
 
 class _Held(NamedTuple):
-    """What is somewhere: its digest, what is known of it, and the variable, if it is one itself."""
+    """What is somewhere: its digest, what is known of it, the variable, if it is one itself, and how it is used."""
 
     digest: str
     kind: str
     frame: types.FrameType | None = None
     is_record: bool = False
+    is_count: bool = False
 
 
 class Variables:
@@ -92,6 +93,8 @@ class Variables:
             first, second = (look.get(key) for look in (self._looks * 2)[:2])
             if first is None or first == now.digest:
                 continue
+            if now.is_count and (first != second or len(self._looks) == 1):
+                continue  # of steps: a script starts it anew on purpose, or its first steps show that it is lost
             if _may_be_read(key, now) and (now.kind != _UNKNOWN or len(self._looks) == 2):
                 noted[key] = [now.digest, first, second, now.kind]
         return noted
@@ -169,7 +172,7 @@ def _described(
     elif is_plain(value):
         weights = _weights_in(value, shapes)
         kind = _WEIGHTS if weights else _UNKNOWN if isinstance(value, dict) else _STAYS
-        yield name, _Held(fingerprint(weights or value), kind)
+        yield name, _Held(fingerprint(weights or value), kind, is_count=type(value) is int)
     else:
         for part, child in _torch_in(name, value, seen):
             if not isinstance(child, torch.nn.Module):
