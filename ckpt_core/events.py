@@ -91,10 +91,12 @@ class SaveCommitted(Event):
     Attributes:
         bytes: Size of the checkpoint in bytes.
         background_seconds: Time from the end of the stall to this moment.
+        is_copy: Whether it is another name of a checkpoint that was saved before (``last.ckpt``).
     """
 
     bytes: int
     background_seconds: float
+    is_copy: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -255,8 +257,6 @@ class RunSummary:
         self.saves = self.failures = self.uploads = self.bytes = 0
         self.stall_seconds = self.longest_stall_seconds = self.commit_seconds = 0.0
         self.pending: set[str] = set()
-        self._copies: set[str] = set()
-        self._counted = ""
         self._told = (0, 0, 0.0)
 
     def __call__(self, event: Event) -> None:
@@ -267,17 +267,10 @@ class RunSummary:
         if isinstance(event, SnapshotTaken):
             self.stall_seconds += event.stall_seconds
             self.longest_stall_seconds = max(self.longest_stall_seconds, event.stall_seconds)
-            if not event.bytes:
-                if event.path in self.pending:
-                    self._copies.add(event.path)
-                elif event.path == self._counted:  # committed before its caller could say what it is
-                    self.saves -= 1
         elif isinstance(event, SaveCommitted):
-            if event.path in self._copies:
-                self._copies.discard(event.path)
+            if event.is_copy:
                 return
             self.saves += 1
-            self._counted = event.path
             self.bytes = event.bytes
             self.commit_seconds = event.background_seconds
         elif isinstance(event, SaveFailed | UploadFailed):

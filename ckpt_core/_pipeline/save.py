@@ -232,12 +232,15 @@ class Pipeline:
             snapshot.release()
             save.close()
 
-    def _submit(self, path: str, write: Callable[[], int], begun_at: Callable[[], float]) -> bool:
+    def _submit(
+        self, path: str, write: Callable[[], int], begun_at: Callable[[], float], *, is_copy: bool = False
+    ) -> bool:
         def action() -> None:
             size = write()
             job.settle()  # listeners may have others look at it
             seconds = time.perf_counter() - begun_at()
-            notify(self._listeners, SaveCommitted(path=path, bytes=size, background_seconds=seconds))
+            committed = SaveCommitted(path=path, bytes=size, background_seconds=seconds, is_copy=is_copy)
+            notify(self._listeners, committed)
 
         job = self._last_save = Job(path, action, "background save")
         return self.queue.submit(job)
@@ -288,7 +291,7 @@ class Pipeline:
         if self._strategy == "sync":
             size = act()
             self._report_taken(target, 0, started)
-            notify(self._listeners, SaveCommitted(path=target, bytes=size, background_seconds=0.0))
+            notify(self._listeners, SaveCommitted(path=target, bytes=size, background_seconds=0.0, is_copy=True))
             return
         last = self._last_save
         original = last if last is not None and last.path == source and not is_shared else None
@@ -300,7 +303,7 @@ class Pipeline:
 
         self._report_taken(target, 0, started)
         begun = time.perf_counter()
-        if not self._submit(target, copy_if_saved, lambda: begun):
+        if not self._submit(target, copy_if_saved, lambda: begun, is_copy=True):
             self.queue.run_queued()
 
     def remove(self, path: str, delete: Callable[[], None], *, is_kept: Callable[[], bool] = lambda: False) -> None:
