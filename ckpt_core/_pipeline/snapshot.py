@@ -92,7 +92,7 @@ class BufferPool:
         except BaseException:
             with self._changed:
                 self._lent -= 1
-                self._changed.notify()
+                self._changed.notify_all()
             raise
         self._outside.append(buffer)
         return buffer
@@ -111,7 +111,7 @@ class BufferPool:
                 self._idle.append(buffer)
             else:
                 buffer.close()
-            self._changed.notify()
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Free the buffers, those that are lent when they come back."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +79,19 @@ def test_what_cannot_be_asked_for_its_size_does_not_end_the_training(allocating:
         file.reserve([Foreign()])
         wait_until_reserved()
     assert allocating == []
+
+
+def test_a_buffer_that_comes_back_wakes_everybody_who_waits() -> None:
+    """Also the save of a signal handler, inside of one that has waited for longer and cannot go on before it."""
+    pool = BufferPool(1)
+    lent = pool.acquire(10)
+    waiting = [threading.Thread(target=pool.wait, daemon=True) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    while len(pool._changed._waiters) < 3:  # type: ignore[attr-defined]
+        time.sleep(0.001)
+    pool.release(lent)
+    for thread in waiting:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in waiting)
+    pool.close()
