@@ -212,10 +212,13 @@ def reach(
         else:
             yield from walk(child, path, depth)
 
-    if is_generator(owner):
-        yield Found("", owner, _nowhere)
-    else:
-        yield from walk(owner, "", _DEPTH)
+    try:
+        if is_generator(owner):
+            yield Found("", owner, _nowhere)
+        else:
+            yield from walk(owner, "", _DEPTH)
+    finally:
+        owner = None  # the functions in here hold each other, and it, until garbage is collected
 
 
 def _join(path: str, name: str) -> str:

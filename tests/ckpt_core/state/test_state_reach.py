@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import gc
 import io
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
+from ckpt_core.state.reach import reach
 from ckpt_core.state.rng import capture_generators, find_generators, restore_generators
 
 OF_THE_MODULE = random.Random(5)
@@ -92,3 +95,24 @@ def test_what_a_training_has_no_state_in_is_not_entered() -> None:
     model.generator = torch.Generator()  # type: ignore[assignment]
     owner = Items(model=model, system=random.SystemRandom(), many=[Transform()] * 1000)
     assert [path for path, _ in find_generators(owner)] == ["globals.OF_THE_MODULE"]
+
+
+def test_a_look_keeps_nothing_alive() -> None:
+    class Holds:
+        def __init__(self) -> None:
+            self.generator = torch.Generator()
+            self.best = 3
+
+    gc.collect()
+    gc.disable()
+    try:
+        for is_whole in (True, False):
+            looked_at = Holds()
+            found = reach(looked_at)
+            assert len(list(found) if is_whole else [next(found)]) == (2 if is_whole else 1)
+            del found
+            gone = weakref.ref(looked_at)
+            del looked_at
+            assert gone() is None
+    finally:
+        gc.enable()
