@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.finding import find, size_at
@@ -18,7 +20,16 @@ if TYPE_CHECKING:
 
 __all__ = ["add_commands"]
 
-_SHOWN = 20  # differences of each kind
+_SHOWN = 10  # differences of each part
+# What people ask for first. Whatever else there is, such as what loops, callbacks and plugins note, comes after.
+_FIRST = (
+    {"state_dict", "model", "module"},
+    {"optimizer_states", "optimizer"},
+    {"global_step", "step", "epoch"},
+    {"lr_schedulers", "scheduler"},
+)
+_INDEX = re.compile(r"_\d+$")  # Accelerate's second model is model_1
+_KINDS = {"only_first": ("-", "red"), "only_second": ("+", "green"), "differ": ("~", "yellow")}
 
 
 def add_commands(commands: Commands) -> None:
@@ -27,12 +38,13 @@ def add_commands(commands: Commands) -> None:
         "diff",
         _diff,
         help="compare two checkpoints, key by key",
-        epilog="A file may be compared with a directory. Both are loaded into memory, and every byte is verified.\n"
+        epilog="First weights (- only in A, + only in B, ~ differ), then optimizers, steps, and the rest. A file may be\n"
+        "compared with a directory. Both are loaded into memory, and every byte is verified.\n"
         "Exit codes: 0 the same bits, 1 they differ, 2 they cannot be compared.",
     )
     diff.add_argument("first", metavar="A", help="a checkpoint; path or URL")
     diff.add_argument("second", metavar="B", help="another one")
-    diff.add_argument("--all", action="store_true", help=f"show more than {_SHOWN} differences of each kind")
+    diff.add_argument("--all", action="store_true", help=f"show more than {_SHOWN} differences of each part")
     diff.add_argument("--trust-pickle", action="store_true", help="load objects that are not plain data")
 
 
@@ -46,33 +58,48 @@ def _diff(options: Options) -> int:
     except CheckpointError as error:
         print(f"ckpt diff: {type(error).__name__}: {error}", file=sys.stderr)
         return Exit.USAGE
-    only_first = [(name, described(leaf)) for name, leaf in first.items() if name not in second]
-    only_second = [(name, described(leaf)) for name, leaf in second.items() if name not in first]
-    differ = [
-        (name, difference)
-        for name, leaf in first.items()
-        if name in second and (difference := _difference(leaf, second[name])) is not None
-    ]
-    same = len(first) - len(only_first) - len(differ)
+    found = list(_differences(first, second))
+    counts = {kind: sum(each[0] == kind for each in found) for kind in _KINDS}
+    same = len(first) - counts["differ"] - counts["only_first"]
     if options.json:
-        found = {"only_first": only_first, "only_second": only_second, "differ": differ}
-        print_json({name: dict(entries) for name, entries in found.items()} | {"same": same})
+        by_kind = {kind: {name: text for each, name, text in found if each == kind} for kind in _KINDS}
+        print_json(by_kind | {"same": same})
     else:
-        for sign, style, entries in (("-", "red", only_first), ("+", "green", only_second), ("~", "yellow", differ)):
-            for line in _lines(sign, entries, None if options.all else _SHOWN):
-                print(styled(line, style))
+        for part, entries in itertools.groupby(found, key=lambda each: _part(each[1])):
+            for line in _lines(part, list(entries), None if options.all else _SHOWN):
+                print(line)
         print(
-            f"{count(same, 'key')} the same, {len(differ)} differ, {len(only_first)} only in {options.first}, "
-            f"{len(only_second)} only in {options.second}"
+            f"{count(same, 'key')} the same, {counts['differ']} differ, {counts['only_first']} only in "
+            f"{options.first}, {counts['only_second']} only in {options.second}"
         )
-    return Exit.FAILED if only_first or only_second or differ else Exit.OK
+    return Exit.FAILED if found else Exit.OK
 
 
-def _lines(sign: str, entries: list[tuple[str, str]], most: int | None) -> Iterator[str]:
-    for name, text in entries[:most]:
-        yield f"{sign} {printable(name)}: {printable(text)}"
+def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield of each key that differs the kind, the key and in what; what people ask for first comes first."""
+    parts = list(dict.fromkeys(map(_part, (*first, *second))))
+    parts.sort(
+        key=lambda part: next((i for i, names in enumerate(_FIRST) if _INDEX.sub("", part) in names), len(_FIRST))
+    )
+    for name in sorted({**first, **second}, key=lambda name: parts.index(_part(name))):
+        if name not in second:
+            yield "only_first", name, described(first[name])
+        elif name not in first:
+            yield "only_second", name, described(second[name])
+        elif (difference := _difference(first[name], second[name])) is not None:
+            yield "differ", name, difference
+
+
+def _part(name: str) -> str:
+    return name.partition(".")[0]
+
+
+def _lines(part: str, entries: list[tuple[str, str, str]], most: int | None) -> Iterator[str]:
+    for kind, name, text in entries[:most]:
+        sign, style = _KINDS[kind]
+        yield styled(f"{sign} {printable(name)}: {printable(text)}", style)
     if most is not None and len(entries) > most:
-        yield f"{sign} and {len(entries) - most} more (--all)"
+        yield f"  and {len(entries) - most} more of {printable(part)} (--all)"
 
 
 def _leaves(path: str, options: Options) -> dict[str, Any]:

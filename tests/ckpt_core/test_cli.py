@@ -514,3 +514,30 @@ def test_parts_become_keys_of_a_file_and_keys_become_parts(directories: Path, tm
     assert found.keys() == {"model"} and torch.equal(found["model"]["weight"], torch.ones(2, 3))
     assert main(["convert", str(file), str(back), "--to", "directory"]) == 0
     assert main(["diff", str(file), str(back)]) == 0
+
+
+def test_diff_shows_first_what_people_ask_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weights = {f"layer.{index}": torch.zeros(3) for index in range(12)}
+    for number, name in enumerate(("a", "b")):
+        state = {
+            "loops": {f"counter_{index}": number for index in range(3)},
+            "global_step": number,
+            "optimizer_states": [{"state": {0: {"exp_avg": torch.full((3,), float(number))}}}],
+            "state_dict": {**{key: weight + number for key, weight in weights.items()}, name: torch.zeros(1)},
+        }
+        Checkpointer(strategy="sync").save(state, tmp_path / name)
+    words = ["diff", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert main(words) == 1
+    lines = capsys.readouterr().out.splitlines()
+    shown = [line.split(":")[0] for line in lines]
+    assert shown[:10] == [f"~ state_dict.layer.{index}" for index in range(10)]
+    assert shown[10] == "  and 4 more of state_dict (--all)"
+    assert shown[11].startswith("~ optimizer_states.0.state.0.exp_avg")
+    assert lines[12:] == [
+        "~ global_step: 0 and 1",
+        *(f"~ loops.counter_{index}: 0 and 1" for index in range(3)),
+        f"0 keys the same, 17 differ, 1 only in {words[1]}, 1 only in {words[2]}",
+    ]
+    assert main([*words, "--all"]) == 1
+    every = capsys.readouterr().out.splitlines()
+    assert every[12:14] == ["- state_dict.a: float32[1]", "+ state_dict.b: float32[1]"]
