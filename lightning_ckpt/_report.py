@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Mapping
@@ -35,14 +36,14 @@ def summary_of(trainer: Any) -> RunSummary | None:
     return plugin.summary if isinstance(plugin, ReliableCheckpointIO) else None
 
 
-def resumed_in_words(trainer: Any, path: Any, progress: Mapping[str, Any], *, exact: bool) -> str:
+def resumed_in_words(trainer: Any, path: Any, progress: Mapping[str, Any], outcome: str) -> str:
     """Return the line about a resume.
 
     Args:
         trainer: Its counters are as they were.
         path: The checkpoint.
         progress: The counters of the training loop.
-        exact: Whether nothing is known that makes the run differ.
+        outcome: Whether that is exact, or what else comes of it.
     """
     batch = progress["batch"]["current"]["processed"]
     words = [f"resuming from {path}: epoch {trainer.current_epoch}, batch {batch}, step {trainer.global_step}"]
@@ -51,8 +52,7 @@ def resumed_in_words(trainer: Any, path: Any, progress: Mapping[str, Any], *, ex
         loaded = summary.loaded
         checked = " and verified" if loaded.verified else ", not verified (it has no digests)"
         words.append(f"{size_in_words(loaded.bytes)} read{checked} in {loaded.seconds:.1f} s")
-    words.append("exact" if exact else "not exact, see the warning")
-    return "; ".join(words)
+    return "; ".join([*words, outcome])
 
 
 class RunReport(Live):
@@ -71,6 +71,7 @@ class RunReport(Live):
         self._plugin = plugin if isinstance(plugin, ReliableCheckpointIO) else None
         if self._plugin is not None:
             self._plugin.summary.begin()
+            self._plugin.summary.say = functools.partial(announce, trainer)
 
     def training_starts(self, directory: Any) -> None:
         """Note that the fit trains from now on.
@@ -105,6 +106,7 @@ class RunReport(Live):
         if self._plugin is None:
             return
         summary = self._plugin.summary
+        summary.say = None
         if summary.saves or summary.failures:
             announce(self._trainer, summary.in_words(time.monotonic() - self._begin))
         if self._trainer.is_global_zero:

@@ -292,6 +292,10 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         if self._report is not None:
             self._report.training_ends(self.dirpath)
 
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._state is not None and self._is_first(trainer):
+            self._state.fit_ended()
+
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         unwrap(trainer)
         recording, self._recording = self._recording, None

@@ -269,7 +269,7 @@ class LoaderPositions:
         }
         return {**position.capture(), **history}
 
-    def restore(self, state: Mapping[str, Any], *, saved_world_size: int, has_own: bool = True) -> None:
+    def restore(self, state: Mapping[str, Any], *, saved_world_size: int, has_own: bool = True) -> bool:
         """Set the generators, and let the next iteration of each loader continue where it was.
 
         With another number of ranks than the checkpoint was saved by, the ranks continue in the rest of the epoch that
@@ -281,6 +281,9 @@ class LoaderPositions:
             state: What :meth:`capture` returned on this rank; on a rank that was not there, what it returned on rank 0.
             saved_world_size: Number of ranks of the run that was saved.
             has_own: Whether ``state`` is of this rank; otherwise it is of rank 0.
+
+        Returns:
+            Whether nothing is known, until the loaders are iterated over, that makes the run differ.
 
         Raises:
             CheckpointFormatError: A newer version of this package captured it.
@@ -321,9 +324,11 @@ class LoaderPositions:
                 self._give_same(number, position)
         if rolls_back:
             self._waiting.clear()
+        is_exact = not self._causes
         self._say_causes()
         self._rng_of_save = rng if has_own and rank < saved_world_size else derive_rng(rng, rank)
         self._rng_of_save.restore()
+        return is_exact
 
 
 def _warn(message: str) -> None:

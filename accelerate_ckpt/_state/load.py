@@ -8,6 +8,7 @@ import itertools
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -47,6 +48,7 @@ from ckpt_core.state.gradients import restore_gradients
 log = logging.getLogger(__name__)
 
 _VERSION = 1
+_INEXACT = "not exact, see the warning"
 _MAP_LOCATIONS = (None, "cpu", "on_device")
 
 
@@ -177,6 +179,7 @@ class _Stock:
         _tell_of_stock(session, self._path)
         self._checkpoint.load(self._original, self._load_kwargs)
         session.note_resumed(ResumePoint(self._path))
+        session.announce(f"resuming from {self._path}; {_INEXACT}")
         _continue_counting(session, self._path, None)
 
 
@@ -322,6 +325,7 @@ class _Ours:
     ) -> None:
         model_arguments.pop("map_location", None)  # tensors go to where those of the model and its parameters are
         accelerator = session.accelerator
+        self._begun = time.monotonic()
         self._session = session
         self._path = path
         self._model_arguments = model_arguments
@@ -379,7 +383,8 @@ class _Ours:
         session.local_sgd.restore(self._about["local_sgd"])
         _continue_counting(session, self._path, self._about["iteration"])
         session.step = int(self._about.get("step", 0))  # older checkpoints have none
-        session.note_resumed(point_of(self._path, session.step, own["data"]))
+        point = point_of(self._path, session.step, own["data"])
+        session.note_resumed(point)
         if session.interval is not None:
             session.interval.resumed(session.step, self._about.get("interval"))
         has_own = self._rank == session.rank
@@ -390,11 +395,16 @@ class _Ours:
             session.recording.resume(recorded if comparable else None, window_open=any(self._gradients))
         session.variables.resume(own.get("variables", {}))
         # Last, because it sets the random generators, and what comes before may draw from them.
-        session.data.restore(own["data"], saved_world_size=self._saved_world_size, has_own=has_own)
+        is_exact = session.data.restore(own["data"], saved_world_size=self._saved_world_size, has_own=has_own)
         notes = self._about.get("not_exact")
         if notes:
             session.tell_once("not exact", f"this resume cannot be promised to be exact: {'; '.join(notes)}")
-        session.announce(f"resuming from {self._path}: step {session.step} ({size_in_words(self._size)}, verified)")
+        is_exact &= not notes and not self._about.get("of_stock") and len(self._saved_by) == self._saved_world_size
+        place = "" if point.epoch is None else f"epoch {point.epoch}, batch {point.batch}, "
+        session.announce(
+            f"resuming from {self._path}: {place}step {session.step}; {size_in_words(self._size)} read and verified in "
+            f"{time.monotonic() - self._begun:.1f} s; {'exact' if is_exact else _INEXACT}"
+        )
 
     def _load_models(self) -> None:
         accelerator = self._session.accelerator

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal
 from weakref import proxy
@@ -48,6 +49,7 @@ logger = logging.getLogger(__name__)
 _PLUGINS = (TorchFileIO, ShardedCheckpointIO)
 _PREEMPTED = "preempted-step="
 _JUST_IN_TIME = "just-in-time-step="
+_NOT_EMPTY = "exists and is not empty"  # in Lightning's warning
 
 
 class ReliableModelCheckpoint(ModelCheckpointBase):
@@ -106,6 +108,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         self.save_on_exception = False  # where Lightning does not set it
         super().__init__(**settings)
         self._watch: OutcomeWatch | None = None
+        self._not_empty: warnings.WarningMessage | None = None
         self._saved_by_this_trigger: str | None = None
         self._copy_of: str | None = None
         self._resumed: ResumePoint | None = None
@@ -141,7 +144,13 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         stock_hint(is_shown=True)
         watch_boundaries(trainer)
         self.meet(trainer)
-        super().setup(trainer, pl_module, stage)
+        with warnings.catch_warnings(record=True) as caught:
+            super().setup(trainer, pl_module, stage)
+        for each in caught:  # of a run that resumes, the directory is not empty on purpose
+            if stage == "fit" and _NOT_EMPTY in str(each.message):
+                self._not_empty = each
+            else:
+                _warn_again(each)
         if self._auto is not None and stage == "fit":
             self._auto.begin(trainer)
         if stage == "fit":
@@ -312,6 +321,9 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_start(trainer, pl_module)
+        not_empty, self._not_empty = self._not_empty, None
+        if not_empty is not None and trainer.ckpt_path is None:
+            _warn_again(not_empty)
         if self._auto_interval is not None:
             self._auto_interval.begin()
             self._auto_interval.schedule.load_state_dict(self._known_of_failures)
@@ -725,6 +737,10 @@ def _check_alone(interval: str | None, settings: Mapping[str, Any]) -> None:
 
 def _was_told_to_end(exception: BaseException) -> bool:
     return isinstance(exception, KeyboardInterrupt) or type(exception).__name__ == "SIGTERMException"
+
+
+def _warn_again(found: warnings.WarningMessage) -> None:
+    warnings.warn_explicit(found.message, found.category, found.filename, found.lineno)
 
 
 def _nothing() -> None:

@@ -57,6 +57,7 @@ KEY = "lightning_ckpt"
 VERSION = 1
 
 _ATTRIBUTE = "_lightning_ckpt_exact_state"
+_INEXACT = "not exact, see the warning"
 _IN_PROGRESS = (
     "_after_fit",
     "_is_in_epoch",
@@ -109,7 +110,7 @@ class ExactState(Live):
         self._is_in_epoch = self._is_inside = self._is_cut = False
         self._versions_at_end: int | None = None
         self._changes_late = False
-        self._continues = False
+        self._continues = self._has_none = False
         self._loaded: dict[str, Any] | None = None
         self._batch: _Moment | None = None
         self._validation: _Moment | None = None
@@ -165,6 +166,17 @@ class ExactState(Live):
             counters, own = shared.get("post_local_sgd", {}), mine.get("post_local_sgd", {})
             shared["notes"] += self._post_local_sgd.restore(counters, own, resharded=self._is_resharded(self._loaded))
             self._continues = True
+        elif self._has_none:
+            self._announce(self._internals.progress(), _INEXACT)
+        self._has_none = False
+
+    def fit_ended(self) -> None:
+        """The fit is over, which may have begun at its end."""
+        if self._loaded is not None or self._has_none:
+            self._announce(self._internals.progress(), "nothing is left to train")
+
+    def _announce(self, progress: Mapping[str, Any], outcome: str) -> None:
+        announce(self._trainer, resumed_in_words(self._trainer, self._resume.path, progress, outcome))
 
     def _epoch_starts(self, begin: Callable[[], None]) -> None:
         if self._continues and self._loaded is not None:
@@ -489,6 +501,7 @@ class ExactState(Live):
         state = checkpoint.get(KEY)
         if state is None:
             how = checkpoint.get(NO_STATE_KEY, "without ResumableCheckpoint")
+            self._has_none = True
             self._warn(f"it was saved {how}, so it holds no exact state")
             return True
         if state["version"] > VERSION:
@@ -553,8 +566,7 @@ class ExactState(Live):
             causes.remove(DRAWS_WHILE_READ)
         if causes:
             self._warn("; ".join(causes))
-        exact = not causes
-        announce(self._trainer, resumed_in_words(self._trainer, self._resume.path, shared["progress"], exact=exact))
+        self._announce(shared["progress"], _INEXACT if causes else "exact")
         if self._recording is not None:
             comparable = None if resharded else mine.get("recorder")
             self._recording.resume(comparable, known_inexact=bool(causes))

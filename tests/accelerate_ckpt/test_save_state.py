@@ -71,7 +71,8 @@ def test_it_says_where_it_resumes_and_what_its_saves_cost(tmp_path: Path, caplog
     run.accelerator.load_state(tmp_path / "saved")
     run.accelerator.end_training()
     resumed, ended = (record.getMessage() for record in caplog.records if record.levelno == logging.INFO)
-    assert re.fullmatch(rf"resuming from {re.escape(str(tmp_path))}/saved: step 3 \(\d+\.\d kB, verified\)", resumed)
+    where = rf"resuming from {re.escape(str(tmp_path))}/saved: epoch 0, batch 3, step 3"
+    assert re.fullmatch(rf"{where}; \d+\.\d kB read and verified in \d\.\d s; exact", resumed)
     assert re.fullmatch(
         r"1 checkpoint saved \(\d+\.\d kB\); training stood still for \d\.\d\d s, \d+\.\d\d % of the run", ended
     )

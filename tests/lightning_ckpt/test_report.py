@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,39 @@ def test_it_says_where_it_resumes_and_what_its_saves_cost(plugin: Any, tmp_path:
     read = "" if plugin is ShardedCheckpointIO else r"; \d{3}\.\d kB read and verified in \d+\.\d s"
     assert re.fullmatch(rf"resuming from \S+: epoch 1, batch 2, step 8{read}; exact", resumed)
     assert ended.startswith("2 checkpoints saved")
+
+
+def test_a_resume_with_nothing_left_to_train_says_so(tmp_path: Path, lines: list[str]) -> None:
+    for _ in range(2):
+        lines.clear()
+        callback = saver(tmp_path, resume="auto")
+        trainer_of(tmp_path, [callback], plugins=[AsyncCheckpointIO()], max_steps=4).fit(model_of())
+    (line,) = lines
+    assert line.startswith(f"resuming from {tmp_path}") and ", step 4; " in line
+    assert line.endswith("verified in 0.0 s; nothing is left to train")
+
+
+def test_a_resume_from_a_stock_checkpoint_has_its_line(tmp_path: Path, lines: list[str]) -> None:
+    stock = ModelCheckpoint(tmp_path, every_n_train_steps=4, save_last=True)
+    trainer_of(tmp_path, [stock], max_steps=4).fit(model_of())
+    trainer = trainer_of(tmp_path, [saver(tmp_path / "ours")], plugins=[AsyncCheckpointIO()], max_steps=8)
+    with pytest.warns(UserWarning, match="saved without ResumableCheckpoint, so it holds no exact state"):
+        trainer.fit(model_of(), ckpt_path=str(tmp_path / "last.ckpt"))
+    assert re.fullmatch(r"resuming from \S+: epoch 0, batch 4, step 4; .*; not exact, see the warning", lines[0])
+
+
+def test_a_directory_that_is_not_empty_is_warned_of_unless_the_run_resumes(tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+
+    def warned(steps: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            callback = saver(tmp_path, resume="auto")
+            trainer_of(tmp_path, [callback], plugins=[SyncCheckpointIO()], max_steps=steps).fit(model_of())
+        return [str(each.message) for each in caught if "not empty" in str(each.message)]
+
+    assert warned(4) == [f"Checkpoint directory {tmp_path} exists and is not empty."]
+    assert warned(8) == []
 
 
 def test_a_resume_that_is_not_exact_says_so(tmp_path: Path, lines: list[str]) -> None:
