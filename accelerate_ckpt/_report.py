@@ -60,6 +60,7 @@ class RunReport:
 
     def __init__(self, options: CheckpointerOptions, *, log_metrics: bool, rank: int) -> None:
         self.summary = RunSummary()
+        self.summary.say = announce
         self._process = os.getpid() if rank == 0 else None
         self._options = options
         self._log_metrics = log_metrics

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-__all__ = ["beside_bars", "counted_aloud"]
+__all__ = ["Progress", "beside_bars", "counted_aloud"]
 
 _SILENT = 2.0  # seconds
 _SELDOM = 60.0  # seconds between two lines at most
@@ -40,19 +40,41 @@ def _handlers_of(logger: logging.Logger | None) -> Iterator[logging.Handler]:
         logger = logger.parent if logger.propagate else None
 
 
+class Progress:
+    """How far something is, said where it takes long: after two seconds, and then ever more seldom.
+
+    Args:
+        total: How much there is to do.
+        say: Called with how much of it is done, and in how many seconds.
+    """
+
+    def __init__(self, total: int, say: Callable[[int, float], None]) -> None:
+        self._total, self._say = total, say
+        self._done = 0
+        self._begin, self._due = time.monotonic(), _SILENT
+
+    def __call__(self, more: int) -> None:
+        """Note that so much more is done."""
+        self._done += more
+        seconds = time.monotonic() - self._begin
+        if seconds >= self._due and self._done < self._total:
+            self._due = seconds + min(seconds, _SELDOM)
+            self._say(self._done, seconds)
+
+
 def counted_aloud(total: int, what: str, say: Callable[[str], None]) -> Iterator[int]:
-    """Yield the numbers below ``total``, and say how far that is where it takes long, ever more seldom.
+    """Yield the numbers below ``total``, and say how far that is where it takes long.
 
     Args:
         total: How many.
         what: What is done for each of them.
         say: Prints a line.
     """
-    begin, due = time.monotonic(), _SILENT
+
+    def tell(done: int, seconds: float) -> None:
+        say(f"{what}: {done:,} of {total:,}, about {seconds * (total - done) / done:,.0f} s left")
+
+    progress = Progress(total, tell)
     for number in range(total):
         yield number
-        seconds = time.monotonic() - begin
-        if seconds >= due and number + 1 < total:
-            due = seconds + min(seconds, _SELDOM)
-            left = seconds * (total - number - 1) / (number + 1)
-            say(f"{what}: {number + 1:,} of {total:,}, about {left:,.0f} s left")
+        progress(1)

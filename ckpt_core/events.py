@@ -41,6 +41,7 @@ __all__ = [
     "TrainingEnded",
     "TrainingStarted",
     "UploadFailed",
+    "UploadProgressed",
     "notify",
     "size_in_words",
 ]
@@ -168,6 +169,28 @@ class UploadFailed(Event):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class UploadProgressed(Event):
+    """An upload that takes more than two seconds is under way; ever more seldom.
+
+    Attributes:
+        target: Its path or URL there.
+        bytes: Bytes that are sent.
+        total: Size of the checkpoint in bytes.
+        seconds: Time since it began.
+    """
+
+    target: str
+    bytes: int
+    total: int
+    seconds: float
+
+    def __str__(self) -> str:
+        left = self.seconds * (self.total - self.bytes) / self.bytes
+        sent = f"{size_in_words(self.bytes)} of {size_in_words(self.total)}"
+        return f"uploading to {self.target}: {sent}, about {left:,.0f} s left"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ResumeCompared(Event):
     """A resumed run has compared the steps that it repeated with those of the interrupted run.
 
@@ -238,6 +261,7 @@ class RunSummary:
         commit_seconds: Time from the end of the stall until the last checkpoint was durable.
         pending: Paths of the checkpoints whose save is under way.
         loaded: The last checkpoint that was read; None if there was none.
+        say: Prints a line about what takes long; None where there is no console.
 
     Examples:
         >>> from ckpt_core.events import RunSummary, SaveCommitted, SnapshotTaken
@@ -250,6 +274,7 @@ class RunSummary:
 
     def __init__(self) -> None:
         self.loaded: CheckpointLoaded | None = None
+        self.say: Callable[[str], None] | None = None
         self.begin()
 
     def begin(self) -> None:
@@ -277,6 +302,8 @@ class RunSummary:
             self.failures += 1
         elif isinstance(event, CheckpointUploaded):
             self.uploads += 1
+        elif isinstance(event, UploadProgressed) and self.say is not None:
+            self.say(str(event))
         elif isinstance(event, CheckpointLoaded):
             self.loaded = event
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
 import threading
+from collections.abc import Callable
 
 from ckpt_core._commit import RankGroup, SaveSeries
 from ckpt_core._pipeline.directories import copy_directory
 from ckpt_core._pipeline.reader import verify
+from ckpt_core.console import Progress
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_core.storage import MANIFEST_NAME
 from ckpt_core.storage.base import transfer
+from ckpt_core.storage.counting import counted, counting
 from ckpt_core.storage.lease import Claims
 from ckpt_core.tiers.ledger import Identity, identity_of, read_ledger, write_ledger
 from ckpt_core.tiers.nearest import TieredStorage
@@ -43,11 +47,12 @@ class Sender:
         self._names: dict[str, set[str]] = {}
         self._lock = threading.Lock()
 
-    def send(self, path: str) -> int | None:
+    def send(self, path: str, say: Callable[[int, int, float], None]) -> int | None:
         """Upload a checkpoint and return its size in bytes; None if there is nothing to upload.
 
         Args:
             path: Its local path.
+            say: Called now and then, if it takes long, with the bytes that are sent, those in all, and the seconds.
 
         Raises:
             CheckpointCorruptedError: The local copy is damaged.
@@ -65,7 +70,7 @@ class Sender:
         try:
             size = self._copy(f"{directory}/{twins[0]}", remote, identity) if twins else None
             if size is None:
-                size = self._upload(path, remote, identity)
+                size = self._upload(path, remote, identity, say)
         except (_ReplacedError, CheckpointNotFoundError, CheckpointCorruptedError):
             if identity_of(path) == identity:
                 raise
@@ -73,10 +78,13 @@ class Sender:
         self._note(directory, name, identity)
         return size
 
-    def _upload(self, path: str, remote: str, identity: Identity) -> int:
-        local, there = self._storage.local, self._storage.remote
+    def _upload(self, path: str, remote: str, identity: Identity, say: Callable[[int, int, float], None]) -> int:
+        there = self._storage.remote
         self._claims.hold(os.path.dirname(remote), there.claim)
-        verify(path, storage=local)
+        verify(path, storage=self._storage.local)
+        total = _size_of(path)
+        with counting(Progress(total, lambda done, seconds: say(done, total, seconds))):
+            local = counted(copy.copy(self._storage.local))
 
         def check() -> None:
             # What is recorded as a copy of something else would be copied in its place.
@@ -194,3 +202,8 @@ class Sender:
         with self._lock:
             if directory in self._names:
                 self._names[directory].add(name)
+
+
+def _size_of(path: str) -> int:
+    inside = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+    return sum(map(os.path.getsize, inside or [path]))

@@ -12,7 +12,7 @@ from typing import Literal
 
 from ckpt_core._pipeline.jobs import Job, JobQueue, OnError
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError
-from ckpt_core.events import CheckpointUploaded, Event, Listener, SaveCommitted, UploadFailed, notify
+from ckpt_core.events import CheckpointUploaded, Event, Listener, SaveCommitted, UploadFailed, UploadProgressed, notify
 from ckpt_core.tiers.ledger import Identity, identity_of
 from ckpt_core.tiers.nearest import TieredStorage
 from ckpt_core.tiers.sending import Sender
@@ -137,14 +137,19 @@ class Uploader:
             notify(self._listeners, UploadFailed(path=job.path, error=str(error)))
 
     def _upload(self, path: str) -> None:
-        started = time.perf_counter()
-        size = self._sender.send(path)
+        started, target = time.perf_counter(), self._tiers.remote_path(path)
+
+        def say(done: int, total: int, seconds: float) -> None:
+            notify(
+                self._listeners, UploadProgressed(path=path, target=target, bytes=done, total=total, seconds=seconds)
+            )
+
+        size = self._sender.send(path, say)
         with self._lock:
             self._unsent.pop(path, None)
             withheld, self._withheld = ([], self._withheld) if self._unsent else (self._withheld, [])
         if size is not None:
             seconds = time.perf_counter() - started
-            target = self._tiers.remote_path(path)
             notify(self._listeners, CheckpointUploaded(path=path, target=target, bytes=size, seconds=seconds))
         for old in withheld:
             self._remove(old)

@@ -26,7 +26,7 @@ from ckpt_core import (
     StorageError,
     verify,
 )
-from ckpt_core.events import CheckpointUploaded, Event, SaveCommitted, UploadFailed
+from ckpt_core.events import CheckpointUploaded, Event, RunSummary, SaveCommitted, UploadFailed, UploadProgressed
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage, Operation, storage_for
 from ckpt_core.tiers import LEDGER_NAME, Tiers
 
@@ -599,3 +599,25 @@ def test_a_damaged_record_of_uploads_costs_uploads_only(setting: Setting) -> Non
         setting.layout.save(run, setting.here(1), 1)
     assert [setting.value_there(step) for step in range(2)] == [0, 1]
     assert setting.names_there() == ["0", "1"]
+
+
+@pytest.mark.parametrize("layout", ["file", "directory"])
+def test_an_upload_that_takes_long_says_how_far_it_is(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ckpt_core.console._SILENT", 0.0)
+    heard, said, summary = list[Event](), list[str](), RunSummary()
+    summary.say = said.append
+    tiers = Tiers.of(str(tmp_path / "local"), f"memory://{uuid.uuid4().hex}/run", None)
+    state = {"w": torch.zeros(10_000_000)}
+    listeners = [heard.append, summary]
+    kind: Any = Checkpointer if layout == "file" else DirectoryCheckpointer
+    with kind(strategy="sync", tiers=tiers, listeners=listeners) as checkpointer:
+        path = str(tmp_path / "local" / "a.ckpt")
+        checkpointer.save(state if layout == "file" else [Part("model", state, Kind.REPLICATED)], path)
+    told = [event for event in heard if isinstance(event, UploadProgressed)]
+    (uploaded,) = [event for event in heard if isinstance(event, CheckpointUploaded)]
+    assert told and [event.bytes for event in told] == sorted({event.bytes for event in told})
+    assert all(0 < event.bytes < event.total == uploaded.bytes and event.target == uploaded.target for event in told)
+    assert said == [str(event) for event in told]
+    assert any(line.startswith(f"uploading to {uploaded.target}: 16.8 MB of 40.0 MB, about ") for line in said)
