@@ -266,8 +266,8 @@ class CheckpointConfig:
             automatic name or as ``checkpoint_N`` in ``checkpoint_dir``, so that the restart repeats at most one step;
             or for how many seconds survivors wait for each other, 15 by default.
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
-        report: A local file to which a page about the run is written at its end; its event log is beside it, unless
-            ``event_log`` names another.
+        report: A local file to which a page about the run is written at its end (``.png``: a picture, too); its event
+            log is beside it, unless ``event_log`` names another.
         log_metrics: Whether the figures of the saves (``checkpoint/stall_seconds``, ``checkpoint/share_of_run``, ...)
             go to the trackers, with what the script gives to ``accelerator.log``; with ``transformers``, into the logs
             of its ``Trainer``.
@@ -343,7 +343,9 @@ class CheckpointConfig:
         False, _JUST_IN_TIME, "when a rank dies under DDP, let one of the others save what all of them held"
     )
     event_log: str | None = _option(None, _FILE, "file to which every event is appended as a line of JSON")
-    report: str | None = _option(None, _FILE, "file to which a page about the run is written at its end")
+    report: str | None = _option(
+        None, _FILE, "file to which a page about the run is written at its end (.png: a picture, too)"
+    )
     log_metrics: bool = _option(False, _SWITCH, "give the figures of the saves to the trackers, with what is logged")
     listeners: Any = _option(
         (), _LISTENERS, "names of classes whose objects hear of every event, with commas between them", hash=False

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from ckpt_core.checkpointer import CheckpointerBase, check_max_host_bytes
 from ckpt_core.events import Event, EventLog, Listener, rank_of_process
 from ckpt_core.preflight import Preflight
-from ckpt_core.report import try_to_write
+from ckpt_core.report import page_beside, try_to_write
 from ckpt_core.tiers import Tiers
 
 __all__ = ["CheckpointerOptions", "wait_if_small"]
@@ -41,6 +41,8 @@ class CheckpointerOptions:
         event_log: A local file to which every event is appended as a line of JSON (:mod:`ckpt_core.events`).
         report: A local file to which a page of HTML about the run, with all starts that the event log has, is written
             at its end (:mod:`ckpt_core.report`). Without ``event_log``, the log is beside it, as ``<report>.jsonl``.
+            A name that ends with ``.png`` gives a picture as well, beside the page, which ends with ``.html``; Chromium
+            or Chrome draws it.
         listeners: Called with every event.
         overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizers' state while
             the next forward and backward pass run; the device then waits at the next optimizer step. Whatever
@@ -86,7 +88,7 @@ class CheckpointerOptions:
     @property
     def log_path(self) -> str | None:
         """Where the events go; None if nobody wants them."""
-        return self.event_log or (None if self.report is None else f"{self.report}.jsonl")
+        return self.event_log or (None if self.report is None else f"{page_beside(self.report)}.jsonl")
 
     @functools.cached_property
     def _page(self) -> _Page | None:

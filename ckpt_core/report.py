@@ -18,17 +18,25 @@ import datetime
 import html
 import json
 import logging
+import os
+import shutil
+import subprocess
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
 
 __all__ = [
+    "BROWSERS",
     "Interruption",
     "Process",
     "Save",
+    "draw",
     "interruptions_of",
+    "page_beside",
     "page_of",
     "read_events",
     "seconds_in_words",
@@ -42,6 +50,11 @@ _WIDTH, _ROW, _PLOT = 1000, 40, 140  # pixels
 _MOST_MARKS = 1000  # in one picture: more cannot be told apart
 _MOST_ROWS = 100  # of a table
 _MOST_RANKS = 64
+
+#: Programs that draw a picture of the page; the first that is installed does.
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+_WINDOW = (1100, 1100)  # pixels, without the rows of the ranks
+_DRAWING_SECONDS = 120.0
 
 
 @dataclasses.dataclass
@@ -284,11 +297,14 @@ def try_to_write(log: str, target: str) -> None:
 
     Args:
         log: Its event log.
-        target: The local file to write.
+        target: The local file to write; one that ends with ``.png`` is a picture, beside the page.
     """
     try:
-        Path(target).write_text(page_of(read_events([log])), encoding="utf-8")
-    except (OSError, ValueError) as error:
+        processes, page = read_events([log]), page_beside(target)
+        Path(page).write_text(page_of(processes), encoding="utf-8")
+        if page != target:
+            draw(processes, target)
+    except (OSError, ValueError, CheckpointError) as error:
         logger.warning("the report %s could not be written: %s", target, error)
 
 
@@ -331,6 +347,48 @@ def page_of(processes: Sequence[Process]) -> str:
         _saves(saves),
     ]
     return "\n".join(parts) + "\n"
+
+
+def page_beside(target: str) -> str:
+    """Return where the page of a run goes of which a picture is wanted: ``"run.html"`` for ``"run.png"``."""
+    name, ending = os.path.splitext(target)
+    return f"{name}.html" if ending == ".png" else target
+
+
+def draw(processes: Sequence[Process], target: str) -> None:
+    """Have a browser draw a picture of :func:`page_of`.
+
+    Args:
+        processes: From :func:`read_events`.
+        target: The local file, a PNG.
+
+    Raises:
+        CheckpointError: None of :data:`BROWSERS` is installed, or it has failed.
+    """
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        raise CheckpointError(
+            f"no browser is installed that draws a picture ({', '.join(BROWSERS)})",
+            remedy="install one, or open the page, ckpt report --output page.html, in any browser",
+        )
+    height = _WINDOW[1] + _ROW * min(len({process.rank for process in processes}), _MOST_RANKS)
+    options = ["--headless=new", "--disable-gpu", "--hide-scrollbars", f"--window-size={_WINDOW[0]},{height}"]
+    if os.geteuid() == 0:
+        options.append("--no-sandbox")  # which root has none of; the page is ours, and without scripts
+    with tempfile.TemporaryDirectory() as folder:
+        source, picture = Path(folder, "page.html"), Path(folder, "page.png")
+        source.write_text(page_of(processes), encoding="utf-8")
+        ways = [f"--user-data-dir={folder}/profile", f"--screenshot={picture}", source.as_uri()]
+        try:
+            done = subprocess.run(
+                [browser, *options, *ways], capture_output=True, check=False, timeout=_DRAWING_SECONDS
+            )
+        except subprocess.TimeoutExpired as error:
+            raise CheckpointError(f"{browser} has not drawn the picture in {_DRAWING_SECONDS:.0f} s") from error
+        if not picture.exists():
+            said = done.stderr.decode(errors="replace").strip().splitlines()
+            raise CheckpointError(f"{browser} has not drawn the picture: {said[-1] if said else done.returncode}")
+        shutil.copyfile(picture, target)
 
 
 def _date(moment: float) -> str:

@@ -156,8 +156,8 @@ class SyncCheckpointIO(TorchFileIO):
         upload_to: URL or directory to which they are then uploaded in the background.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         event_log: A local file to which every event is appended as a line of JSON.
-        report: A local file to which a page about the run is written at its end; its event log is beside it, unless
-            ``event_log`` names another.
+        report: A local file to which a page about the run is written at its end (``.png``: a picture, too); its event
+            log is beside it, unless ``event_log`` names another.
         listeners: Called with every event (:mod:`ckpt_core.events`).
 
     Example::
@@ -208,8 +208,8 @@ class AsyncCheckpointIO(TorchFileIO):
         upload_to: URL or directory to which they are then uploaded in the background.
         keep_local: How many of the newest uploaded checkpoints of a directory stay in ``local_dir``; None: all.
         event_log: A local file to which every event is appended as a line of JSON.
-        report: A local file to which a page about the run is written at its end; its event log is beside it, unless
-            ``event_log`` names another.
+        report: A local file to which a page about the run is written at its end (``.png``: a picture, too); its event
+            log is beside it, unless ``event_log`` names another.
         listeners: Called with every event (:mod:`ckpt_core.events`).
         overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizers' state while
             the next forward and backward pass run; the device then waits at the next optimizer step. Whatever

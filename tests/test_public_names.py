@@ -54,6 +54,7 @@ EXPORTED = {
         "TrainingEnded",
         "TrainingStarted",
         "UploadFailed",
+        "UploadProgressed",
         "size_in_words",
         "notify",
     },
@@ -79,6 +80,9 @@ EXPORTED = {
     "ckpt_core.listeners.opentelemetry": {"OpenTelemetryListener"},
     "ckpt_core.listeners.prometheus": {"PrometheusListener"},
     "ckpt_core.report": {
+        "BROWSERS",
+        "draw",
+        "page_beside",
         "Interruption",
         "Process",
         "Save",

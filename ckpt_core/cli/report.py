@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from ckpt_core.cli.output import print_json, print_table
 from ckpt_core.cli.parser import Commands, Exit, Options
-from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
-from ckpt_core.report import page_of, read_events, seconds_in_words, totals_of
+from ckpt_core.report import draw, page_of, read_events, seconds_in_words, totals_of
 
 __all__ = ["add_commands"]
-
-_BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_WIDTH, _HEIGHT, _ROW = 1100, 1100, 40  # pixels; of each rank
-_SECONDS = 120.0
 
 
 def add_commands(commands: Commands) -> None:
@@ -52,33 +43,9 @@ def _report(options: Options) -> int:
         Path(options.output).write_text(page_of(processes), encoding="utf-8")
         print(f"wrote {options.output}", file=sys.stderr)
     if options.png is not None:
-        _draw(page_of(processes), options.png, _HEIGHT + _ROW * min(totals["ranks"], 64))
+        draw(processes, options.png)
         print(f"wrote {options.png}", file=sys.stderr)
     return Exit.OK
-
-
-def _draw(page: str, target: str, height: int) -> None:
-    browser = next(filter(None, map(shutil.which, _BROWSERS)), None)
-    if browser is None:
-        raise CheckpointError(
-            f"no browser is installed that draws a picture ({', '.join(_BROWSERS)})",
-            remedy="install one, or write the page by --output and open it in any browser",
-        )
-    options = ["--headless=new", "--disable-gpu", "--hide-scrollbars", f"--window-size={_WIDTH},{height}"]
-    if os.geteuid() == 0:
-        options.append("--no-sandbox")  # which root has none of; the page is ours, and without scripts
-    with tempfile.TemporaryDirectory() as folder:
-        source, picture = Path(folder, "page.html"), Path(folder, "page.png")
-        source.write_text(page, encoding="utf-8")
-        ways = [f"--user-data-dir={folder}/profile", f"--screenshot={picture}", source.as_uri()]
-        try:
-            done = subprocess.run([browser, *options, *ways], capture_output=True, check=False, timeout=_SECONDS)
-        except subprocess.TimeoutExpired as error:
-            raise CheckpointError(f"{browser} has not drawn the picture in {_SECONDS:.0f} s") from error
-        if not picture.exists():
-            said = done.stderr.decode(errors="replace").strip().splitlines()
-            raise CheckpointError(f"{browser} has not drawn the picture: {said[-1] if said else done.returncode}")
-        shutil.copyfile(picture, target)
 
 
 def _in_words(totals: dict[str, Any]) -> list[tuple[str, str]]:

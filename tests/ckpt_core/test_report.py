@@ -16,9 +16,9 @@ import torch
 
 from ckpt_core import Checkpointer, EventLog, StorageError
 from ckpt_core.cli import main
-from ckpt_core.cli.report import _BROWSERS
 from ckpt_core.events import SaveStarted, TrainingEnded, TrainingStarted, notify
-from ckpt_core.report import interruptions_of, page_of, read_events, totals_of
+from ckpt_core.options import CheckpointerOptions
+from ckpt_core.report import BROWSERS, interruptions_of, page_of, read_events, totals_of
 from ckpt_core.storage import LocalStorage
 from ckpt_core.storage.base import FileWriter
 
@@ -237,12 +237,31 @@ def test_a_picture_needs_a_browser(
     assert "has not drawn the picture: it crashed" in capsys.readouterr().err
 
 
+def test_a_run_that_wants_a_picture_has_its_page_in_any_case(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    options = CheckpointerOptions(strategy="sync", report=str(tmp_path / "run.png"))
+    with Checkpointer(**options.settings()) as checkpointer:
+        checkpointer.save(STATE, tmp_path / "1.ckpt")
+    options.write_report()
+    assert "1.ckpt" in (tmp_path / "run.html").read_text() and (tmp_path / "run.html.jsonl").exists()
+    assert f"the report {tmp_path}/run.png could not be written: no browser is installed" in caplog.text
+
+
 @pytest.mark.slow
-def test_a_browser_shows_the_page_of_a_long_run(long_page: Path) -> None:
-    if not any(map(shutil.which, _BROWSERS)):
+@pytest.mark.parametrize("way", ["command", "option"])
+def test_a_browser_shows_the_page_of_a_long_run(long_page: Path, way: str) -> None:
+    if not any(map(shutil.which, BROWSERS)):
         pytest.skip("no chromium is installed")
-    picture = long_page.with_suffix(".png")
-    assert main(["report", str(long_page.with_name("long.jsonl")), "--png", str(picture)]) == 0
+    picture, log = long_page.with_name(f"{way}.png"), str(long_page.with_name("long.jsonl"))
+    if way == "command":
+        assert main(["report", log, "--png", str(picture)]) == 0
+    else:
+        options = CheckpointerOptions(event_log=log, report=str(picture))
+        for listener in options.settings()["listeners"]:
+            listener(SaveStarted(path="/run/<100000>.ckpt"))
+        options.write_report()
     matplotlib = pytest.importorskip("matplotlib.image")
     pixels = (matplotlib.imread(picture)[:, :, :3] * 255).round().astype(int).reshape(-1, 3)
     shown = {tuple(map(int, pixel)) for pixel in pixels}
