@@ -38,8 +38,8 @@ def add_commands(commands: Commands) -> None:
         "diff",
         _diff,
         help="compare two checkpoints, key by key",
-        epilog="First weights (- only in A, + only in B, ~ differ), then optimizers, steps, and the rest. A file may be\n"
-        "compared with a directory. Both are loaded into memory, and every byte is verified.\n"
+        epilog="First weights (- only in A, + only in B, ~ differ), then optimizers, steps, and the rest. A file may\n"
+        "be compared with a directory. Both are loaded into memory, and every byte is verified.\n"
         "Exit codes: 0 the same bits, 1 they differ, 2 they cannot be compared.",
     )
     diff.add_argument("first", metavar="A", help="a checkpoint; path or URL")
