@@ -7,28 +7,24 @@ learning rates, a sample of the weights.
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from ckpt_core.events import Event, ResumeCompared
+from ckpt_core.events import Event
 from ckpt_core.recorder import (
     FlightRecorder,
     Verdict,
     WeightSample,
     digest_batch,
     digest_generators,
-    digest_numbers,
+    rates_of,
     record_path,
+    say,
 )
 from ckpt_core.state.rng import RngState
-
-log = logging.getLogger(__name__)
-
 
 _Digests = tuple[int | None, int]  # of the random generators before a fetch, and of the batch
 
@@ -134,11 +130,6 @@ class Recording:
         self._is_used = True
         self.settle()
         used, self._used, loss, self._loss = self._used, [], self._loss, None
-        rates = [
-            float(rate)
-            for rate in (group.get("lr", 0.0) for group in optimizer.param_groups)
-            if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"
-        ]
         is_whole, self._is_partial = bool(used) and not self._is_partial, False
         # of several loaders nobody knows which one a resumed script asks first
         has_first, self._has_several = is_whole and not self._has_several, False
@@ -152,10 +143,9 @@ class Recording:
             step=step,
             data=digest_batch(sorted(data for _, data in used)) if is_whole else None,
             generators=generators,
-            rates=digest_numbers(rates),
-            rate=rates[0] if rates else 0.0,
             weights=self._sample().digest(),
             loss=loss.detach() if isinstance(loss, torch.Tensor) else None,
+            **rates_of([optimizer]),
         )
         self._number += 1
         self._has_recorded = True
@@ -210,18 +200,4 @@ class Recording:
     def _say(self, verdict: Verdict) -> None:
         accelerator = self._accelerator()
         rank = 0 if accelerator is None else accelerator.process_index
-        self._notify(
-            ResumeCompared(
-                path=self._directory,
-                rank=rank,
-                steps=verdict.steps,
-                differs=list(verdict.differs),
-                message=verdict.message,
-            )
-        )
-        if verdict.differs:
-            log.warning("rank %d: %s", rank, verdict.message)
-        else:
-            self._announce(verdict.message)
-        if verdict.is_alarm and rank == 0:
-            warnings.warn(verdict.message, stacklevel=2)
+        say(verdict, rank, self._directory, notify=self._notify, announce=self._announce)

@@ -15,9 +15,17 @@ from typing import Any
 import torch
 
 from accelerate_ckpt._state.naming import target_of
-from ckpt_core.rehearsal import Notes, Plan, classes_of, generators_of, labelled, script_variables
-from ckpt_core.state.plain import PlainState
-from ckpt_core.state.rng import capture_generator, find_generators
+from ckpt_core.rehearsal import (
+    Notes,
+    Plan,
+    classes_of,
+    generators_of,
+    labelled,
+    optimizers_of,
+    plain_of,
+    script_variables,
+    states_of,
+)
 from ckpt_core.tree import leaves
 
 _OF_LOADERS = ("dataset", "sampler", "batch_sampler", "collate_fn")
@@ -207,7 +215,7 @@ class Rehearsal:
         models, objects = accelerator._models, accelerator._custom_objects
         state: dict[str, dict[str, Any]] = {
             "position": {"step": self._step},
-            "generators": {**generators_of(), **dict(_own_generators(self._data))},
+            "generators": generators_of(self._data),
             "data": data,
             "modes": {
                 f"{n}.{k}.training": m.training for n, model in enumerate(models) for k, m in model.named_modules()
@@ -215,16 +223,12 @@ class Rehearsal:
             "loss": {str(i - len(losses)): loss for i, loss in enumerate(losses)},
             "gradients": {name: parameter.grad for name, parameter in _parameters(models)},
             "weights": {**dict(_parameters(models)), **dict(_buffers(models))},
-            "optimizers": dict(_optimizers(accelerator)),
-            "schedulers": {
-                f"{n}.{k}": v
-                for n, s in enumerate(accelerator._schedulers)
-                for k, v in leaves(s.scheduler.state_dict())
-            },
+            "optimizers": optimizers_of(accelerator._optimizers, {id(p): name for name, p in _parameters(models)}),
+            "schedulers": states_of(enumerate(each.scheduler for each in accelerator._schedulers)),
             "logged": logged,
-            "objects": {f"{n}.{k}": v for n, o in labelled(objects) for k, v in leaves(o.state_dict())},
-            "data sets": {f"{n}.{k}": v for n, o in labelled(self._data) for k, v in PlainState(o).values().items()},
-            "attributes": {f"{n}.{k}": v for n, o in labelled(models) for k, v in PlainState(o).values().items()},
+            "objects": states_of(labelled(objects)),
+            "data sets": plain_of(self._data),
+            "attributes": plain_of(models),
             "variables": script_variables(),
         }
         self._notes.take(self._step, state)
@@ -258,20 +262,3 @@ def _parameters(models: list[Any]) -> Iterator[tuple[str, Any]]:
 def _buffers(models: list[Any]) -> Iterator[tuple[str, Any]]:
     for number, model in enumerate(models):
         yield from ((f"{number}.{name}", buffer) for name, buffer in model.named_buffers())
-
-
-def _optimizers(accelerator: Any) -> Iterator[tuple[str, Any]]:
-    names = {id(parameter): name for name, parameter in _parameters(accelerator._models)}
-    for number, optimizer in enumerate(accelerator._optimizers):
-        for index, group in enumerate(optimizer.param_groups):
-            yield from ((f"{number}.group {index}.{k}", v) for k, v in group.items() if k != "params")
-            for position, parameter in enumerate(group["params"]):
-                name = names.get(id(parameter), f"{index}.{position}")
-                yield from ((f"{number}.{name}.{k}", v) for k, v in leaves(optimizer.state.get(parameter, {})))
-
-
-def _own_generators(owners: list[Any]) -> Iterator[tuple[str, Any]]:
-    for label, owner in labelled(owners):
-        for path, generator in find_generators(owner):
-            is_torch = isinstance(generator, torch.Generator)
-            yield f"{label}.{path}", generator.get_state() if is_torch else str(capture_generator(generator))

@@ -4,30 +4,28 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import logging
-import warnings
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
-from ckpt_core.events import ResumeCompared
+from ckpt_core.events import Event
 from ckpt_core.recorder import (
     FlightRecorder,
     Verdict,
     WeightSample,
     digest_batch,
     digest_generators,
-    digest_numbers,
+    rates_of,
     record_path,
+    say,
 )
 from ckpt_core.state.rng import RngState
 from lightning_ckpt._callbacks.lookup import is_remote
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._private.replacing import Live
 from lightning_ckpt._report import announce
-
-logger = logging.getLogger(__name__)
 
 # Lightning is at most one batch ahead of training
 _FETCHES_REMEMBERED = 4
@@ -92,12 +90,6 @@ class Recording(Live):
         # the last of that number: short epochs, and fits that a callback runs in between, have others
         found = ((g, d) for index, g, d in reversed(self._fetched) if index == batch_idx)
         generators, data = next(found, (None, None))
-        rates = [
-            float(rate)
-            for optimizer in trainer.optimizers
-            for rate in (group.get("lr", 0.0) for group in optimizer.param_groups)
-            if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"
-        ]
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         self._recorder.record(
             number=trainer.fit_loop.total_batch_idx,
@@ -106,10 +98,9 @@ class Recording(Live):
             step=trainer.global_step,
             data=data,
             generators=generators,
-            rates=digest_numbers(rates),
-            rate=rates[0] if rates else 0.0,
             weights=self._weights.digest(),
             loss=loss if isinstance(loss, (torch.Tensor, float)) else None,
+            **rates_of(trainer.optimizers),
         )
 
     @contextlib.contextmanager
@@ -136,20 +127,14 @@ class Recording(Live):
 
     def _say(self, verdict: Verdict) -> None:
         rank = self._trainer.global_rank
-        event = ResumeCompared(
-            path=self._directory, rank=rank, steps=verdict.steps, differs=list(verdict.differs), message=verdict.message
-        )
+        say(verdict, rank, self._directory, notify=self._notify, announce=functools.partial(announce, self._trainer))
+        if verdict.is_alarm and rank:
+            self._alarm = f"on rank {rank}, {verdict.message}"
+
+    def _notify(self, event: Event) -> None:
         plugin = self._trainer.strategy.checkpoint_io
         if isinstance(plugin, ReliableCheckpointIO):
             plugin.checkpointer.notify(event)
-        if verdict.differs:
-            logger.warning("rank %d: %s", rank, verdict.message)
-        else:
-            announce(self._trainer, verdict.message)
-        if verdict.is_alarm and rank == 0:
-            warnings.warn(verdict.message, stacklevel=2)
-        elif verdict.is_alarm:
-            self._alarm = f"on rank {rank}, {verdict.message}"
 
     def take_alarm(self) -> str:
         """Return what rank 0 is to warn of for this rank, once."""

@@ -14,9 +14,17 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
-from ckpt_core.rehearsal import Notes, Plan, classes_of, generators_of, labelled, script_variables
-from ckpt_core.state.plain import PlainState
-from ckpt_core.state.rng import capture_generator, find_generators
+from ckpt_core.rehearsal import (
+    Notes,
+    Plan,
+    classes_of,
+    generators_of,
+    labelled,
+    optimizers_of,
+    plain_of,
+    script_variables,
+    states_of,
+)
 from ckpt_core.tree import leaves
 from lightning_ckpt._bases import CheckpointBase, DummyLoggerBase
 from lightning_ckpt._exact.users import UsersObjects
@@ -171,28 +179,24 @@ class Rehearsal(Live, CheckpointBase):
     def _take(self, trainer: Any, number: int, batch_idx: int | None, outputs: Any) -> None:
         module, loaders = trainer.lightning_module, _loaders(trainer)
         rows, self._logger.rows = self._logger.rows, {}
-        data = [
-            getattr(loader, name, None)
-            for loader in loaders
-            for name in _OF_LOADERS
-            if getattr(loader, name, None) is not None
-        ]
+        parts = (getattr(loader, name, None) for loader in loaders for name in _OF_LOADERS)
+        data = [part for part in parts if part is not None]
         users = self._users.values()
         batch = "end" if batch_idx is None else batch_idx
         callbacks = [cb for cb in trainer.callbacks if cb not in trainer.checkpoint_callbacks]
         state: dict[str, dict[str, Any]] = {
             "position": {"step": trainer.global_step, "epoch": trainer.current_epoch, "batch": batch},
-            "generators": {**generators_of(), **_own_generators([*data, module, *callbacks])},
+            "generators": generators_of([*data, module, *callbacks]),
             "data": self._batch or {},
             "modes": dict(_modes(module)),
             "loss": {name or "loss": leaf for name, leaf in leaves(outputs)},
             "gradients": {name: parameter.grad for name, parameter in module.named_parameters()},
             "weights": {**dict(module.named_parameters()), **dict(module.named_buffers())},
-            "optimizers": dict(_optimizers(trainer, module)),
-            "schedulers": dict(_schedulers(trainer)),
+            "optimizers": optimizers_of(trainer.optimizers, {id(p): name for name, p in module.named_parameters()}),
+            "schedulers": states_of(enumerate(config.scheduler for config in trainer.lr_scheduler_configs)),
             "logged": {**dict(_metrics(module)), **trainer.callback_metrics, **_named(rows)},
-            "callbacks": {f"{n}.{k}": v for n, cb in labelled(callbacks) for k, v in leaves(cb.state_dict())},
-            "data sets": {f"{n}.{k}": v for n, o in labelled(data) for k, v in PlainState(o).values().items()},
+            "callbacks": states_of(labelled(callbacks)),
+            "data sets": plain_of(data),
             "attributes": {
                 f"{label}.{path}": value
                 for (label, _), (_, values) in zip(labelled([o for o, _ in users]), users, strict=True)
@@ -208,11 +212,8 @@ class Rehearsal(Live, CheckpointBase):
     _defined = False
 
     def _define(self, module: Any, callbacks: list[Any], data: list[Any]) -> None:
-        of_module, of_data, of_callbacks = (
-            classes_of(module, depth=0),
-            classes_of(*data),
-            classes_of(*callbacks, depth=0),
-        )
+        of_module, of_data = classes_of(module, depth=0), classes_of(*data)
+        of_callbacks = classes_of(*callbacks, depth=0)
         for subject in ("loss", "weights", "modes", "optimizers", "schedulers", "logged", "gradients"):
             self._notes.define(subject, of_module)
         for subject in ("data", "data sets", "position"):
@@ -237,37 +238,8 @@ def _modes(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
         yield f"{name}.requires_grad", parameter.requires_grad
 
 
-def _optimizers(trainer: Any, module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    names = {id(parameter): name for name, parameter in module.named_parameters()}
-    for number, optimizer in enumerate(trainer.optimizers):
-        for index, group in enumerate(optimizer.param_groups):
-            for key, value in group.items():
-                if key != "params":
-                    yield f"{number}.group {index}.{key}", value
-            for position, parameter in enumerate(group["params"]):
-                name = names.get(id(parameter), f"{index}.{position}")
-                for key, value in leaves(optimizer.state.get(parameter, {})):
-                    yield f"{number}.{name}.{key}", value
-
-
-def _schedulers(trainer: Any) -> Iterator[tuple[str, Any]]:
-    for number, config in enumerate(trainer.lr_scheduler_configs):
-        for key, value in leaves(config.scheduler.state_dict()):
-            yield f"{number}.{key}", value
-
-
 def _metrics(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, child in module.named_modules():
         if isinstance(child, Metric):
             for key, value in leaves(child.metric_state):
                 yield f"{name}.{key}", value
-
-
-def _own_generators(owners: list[Any]) -> dict[str, Any]:
-    return {
-        f"{label}.{path}": generator.get_state()
-        if isinstance(generator, torch.Generator)
-        else str(capture_generator(generator))
-        for label, owner in labelled(owners)
-        for path, generator in find_generators(owner)
-    }

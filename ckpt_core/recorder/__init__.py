@@ -7,7 +7,7 @@ step, and says at the end of the repeated steps that they were equal, or at the 
 from __future__ import annotations
 
 from ckpt_core.recorder.fingerprints import WeightSample, digest_batch, digest_generators, digest_numbers
-from ckpt_core.recorder.flight import FlightRecorder, Verdict
+from ckpt_core.recorder.flight import FlightRecorder, Verdict, rates_of, say
 from ckpt_core.recorder.ring import Record, record_path
 
 __all__ = [
@@ -18,5 +18,7 @@ __all__ = [
     "digest_batch",
     "digest_generators",
     "digest_numbers",
+    "rates_of",
     "record_path",
+    "say",
 ]

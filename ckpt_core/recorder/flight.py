@@ -15,15 +15,18 @@ import math
 import secrets
 import struct
 import time
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 
 from ckpt_core._devices import LateNumber
+from ckpt_core.events import Event, ResumeCompared
+from ckpt_core.recorder.fingerprints import digest_numbers
 from ckpt_core.recorder.ring import Record, Ring, decode, encode
 
-__all__ = ["FlightRecorder", "Verdict"]
+__all__ = ["FlightRecorder", "Verdict", "rates_of", "say"]
 
 log = logging.getLogger(__name__)
 
@@ -308,6 +311,30 @@ class FlightRecorder:
         """Close the file, which stays; what waits for its loss is dropped."""
         if self._ring is not None:
             self._ring.close()
+
+
+def say(
+    verdict: Verdict, rank: int, directory: str, *, notify: Callable[[Event], None], announce: Callable[[str], None]
+) -> None:
+    """Tell listeners and the user what the resumed run of a directory has found about itself on a rank.
+
+    ``announce`` prints a line on rank 0, which is also the one that warns.
+    """
+    differs, message = list(verdict.differs), verdict.message
+    notify(ResumeCompared(path=directory, rank=rank, steps=verdict.steps, differs=differs, message=message))
+    if differs:
+        log.warning("rank %d: %s", rank, message)
+    else:
+        announce(message)
+    if verdict.is_alarm and rank == 0:
+        warnings.warn(message, stacklevel=2)
+
+
+def rates_of(optimizers: Iterable[Any]) -> dict[str, Any]:
+    """Return what :meth:`FlightRecorder.record` takes of learning rates; those on an accelerator are left out."""
+    found = (group.get("lr", 0.0) for optimizer in optimizers for group in optimizer.param_groups)
+    rates = [float(rate) for rate in found if not isinstance(rate, torch.Tensor) or rate.device.type == "cpu"]
+    return {"rates": digest_numbers(rates), "rate": rates[0] if rates else 0.0}
 
 
 def _new_branch() -> int:

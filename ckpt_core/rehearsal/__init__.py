@@ -8,7 +8,17 @@ the processes and says what was found.
 from __future__ import annotations
 
 from ckpt_core.rehearsal.comparing import SUBJECTS, Difference
-from ckpt_core.rehearsal.notes import Notes, classes_of, defined_at, generators_of, labelled, script_variables
+from ckpt_core.rehearsal.notes import (
+    Notes,
+    classes_of,
+    defined_at,
+    generators_of,
+    labelled,
+    optimizers_of,
+    plain_of,
+    script_variables,
+    states_of,
+)
 from ckpt_core.rehearsal.plan import POINTS, VARIABLE, Plan
 from ckpt_core.rehearsal.running import CannotRehearseError, Result, Resumed, rehearse
 
@@ -26,6 +36,9 @@ __all__ = [
     "defined_at",
     "generators_of",
     "labelled",
+    "optimizers_of",
+    "plain_of",
     "rehearse",
     "script_variables",
+    "states_of",
 ]

@@ -23,12 +23,23 @@ import torch
 
 from ckpt_core.digest import digest, digest_of_parts
 from ckpt_core.rehearsal.plan import Plan
-from ckpt_core.state.plain import fingerprint
+from ckpt_core.state.plain import PlainState, fingerprint
 from ckpt_core.state.reach import is_plain
-from ckpt_core.state.rng import RngState
+from ckpt_core.state.rng import RngState, capture_generator, find_generators
 from ckpt_core.tree import leaves
 
-__all__ = ["Notes", "classes_of", "defined_at", "described", "generators_of", "labelled", "script_variables"]
+__all__ = [
+    "Notes",
+    "classes_of",
+    "defined_at",
+    "described",
+    "generators_of",
+    "labelled",
+    "optimizers_of",
+    "plain_of",
+    "script_variables",
+    "states_of",
+]
 
 _SHOWN = 48  # characters
 _SMALL = 2**16
@@ -164,14 +175,41 @@ def _of_tensor(tensor: torch.Tensor) -> str:
     return f"{kind} #{digest(data.data)}"
 
 
-def generators_of() -> dict[str, Any]:
-    """Return the state of each global generator of this process, by name."""
+def generators_of(owners: Iterable[Any] = ()) -> dict[str, Any]:
+    """Return the state of each global generator of this process, and of those that some objects hold, by name."""
     state = RngState.capture()
     found: dict[str, Any] = {"random": str(state.python), "torch": state.torch_cpu}
     found["numpy.random"] = str([np.asarray(part).tolist() for part in state.numpy[1:]])
     for kind, (states, _) in state.devices.items():
         found.update({f"{kind}:{number}": one for number, one in enumerate(states)})
+    for label, owner in labelled(owners):
+        for path, generator in find_generators(owner):
+            is_torch = isinstance(generator, torch.Generator)
+            found[f"{label}.{path}"] = generator.get_state() if is_torch else str(capture_generator(generator))
     return found
+
+
+def optimizers_of(optimizers: Iterable[Any], names: Mapping[int, str]) -> dict[str, Any]:
+    """Return the groups and the state of optimizers, by the names of their parameters, whose ``id`` ``names`` has."""
+    found: dict[str, Any] = {}
+    for number, optimizer in enumerate(optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            found.update({f"{number}.group {index}.{key}": value for key, value in group.items() if key != "params"})
+            for position, parameter in enumerate(group["params"]):
+                name = names.get(id(parameter), f"{index}.{position}")
+                state = leaves(optimizer.state.get(parameter, {}))
+                found.update({f"{number}.{name}.{key}": value for key, value in state})
+    return found
+
+
+def states_of(named: Iterable[tuple[Any, Any]]) -> dict[str, Any]:
+    """Return all that is in the ``state_dict`` of some objects, by their names."""
+    return {f"{name}.{key}": value for name, each in named for key, value in leaves(each.state_dict())}
+
+
+def plain_of(owners: Iterable[Any]) -> dict[str, Any]:
+    """Return the plain attributes of some objects, by their classes."""
+    return {f"{n}.{k}": value for n, owner in labelled(owners) for k, value in PlainState(owner).values().items()}
 
 
 # ---- the user's code -------------------------------------------------------------------------------------------------
