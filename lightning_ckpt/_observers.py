@@ -14,7 +14,7 @@ from typing import Any
 from weakref import proxy
 
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
-from lightning_ckpt._private.replacing import replace
+from lightning_ckpt._private.replacing import replace, wrap
 
 _PATHS = ("last_model_path", "best_model_path")
 
@@ -48,35 +48,29 @@ class Observers:
         self._checkpointer, self._outcomes = plugin.checkpointer, plugin.outcomes
         observers = [logger for logger in trainer.loggers if _observes(logger)] if trainer.is_global_zero else []
         for logger in observers:
-            self._undo.append(replace(logger, "after_save_checkpoint", self._later))
-            self._undo.append(replace(logger, "finalize", self._after_telling))
+            self._undo.append(wrap(logger, "after_save_checkpoint", self._later))
+            self._undo.append(wrap(logger, "finalize", self._after_telling))
         if observers:
-            self._undo.append(replace(plugin, "before_change", lambda _: self._before_change))
+            self._undo.append(replace(plugin, "before_change", self._before_change))
 
-    def _later(self, tell: Callable[[Any], None]) -> Callable[[Any], None]:
-        def after_save_checkpoint(callback: Any) -> None:
-            state = {**vars(callback), "best_k_models": dict(getattr(callback, "best_k_models", {})), "_plugin": None}
-            path = os.fspath(state.get("_last_checkpoint_saved") or "")
-            view = self._view(callback)
+    def _later(self, tell: Callable[[Any], None], callback: Any) -> None:
+        state = {**vars(callback), "best_k_models": dict(getattr(callback, "best_k_models", {})), "_plugin": None}
+        path = os.fspath(state.get("_last_checkpoint_saved") or "")
+        view = self._view(callback)
 
-            def call() -> None:
-                vars(view).clear()
-                vars(view).update(state)
-                tell(proxy(view))
+        def call() -> None:
+            vars(view).clear()
+            vars(view).update(state)
+            tell(proxy(view))
 
-            names = [path, *(getattr(callback, name, None) for name in _PATHS), *state["best_k_models"]]
-            mentioned = frozenset(self._checkpointer.known_as(name) for name in names if name)
-            self._untold.append(_Untold(call, path, mentioned, self._trainer.global_step))
-            self.tell_ended()
+        names = [path, *(getattr(callback, name, None) for name in _PATHS), *state["best_k_models"]]
+        mentioned = frozenset(self._checkpointer.known_as(name) for name in names if name)
+        self._untold.append(_Untold(call, path, mentioned, self._trainer.global_step))
+        self.tell_ended()
 
-        return after_save_checkpoint
-
-    def _after_telling(self, finalize: Callable[..., Any]) -> Callable[..., Any]:
-        def finalize_after_telling(*args: Any, **kwargs: Any) -> Any:
-            self.tell_all()
-            return finalize(*args, **kwargs)
-
-        return finalize_after_telling
+    def _after_telling(self, finalize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.tell_all()
+        return finalize(*args, **kwargs)
 
     def _view(self, callback: Any) -> Any:
         # One for each callback: loggers remember which callbacks they know, and look at them again at the end.

@@ -39,19 +39,23 @@ class SaveOutcomes:
 class ReliableCheckpointIO(CheckpointIOBase):
     """A plugin of ours.
 
+    Args:
+        options: How it saves.
+
     Attributes:
         outcomes: Hears of all its saves.
         summary: Adds up what they cost.
-        options: How it saves.
-        storage_options: For its storage.
         memory: What keeps snapshots in memory during a fit; None if nothing does.
+        saves_together: Whether all ranks save together.
     """
 
-    options: CheckpointerOptions
-    storage_options: dict[str, Any] | None
-    outcomes: SaveOutcomes
-    summary: RunSummary
     memory: Any = None
+    saves_together = False
+
+    def __init__(self, options: CheckpointerOptions) -> None:
+        self.options, self.storage_options, self.tiers = options, options.storage_options, options.tiers
+        self.outcomes, self.summary = SaveOutcomes(), RunSummary()
+        self._settings = options.settings(self.outcomes, self.summary)
 
     @abstractmethod
     def checkpointer_in_memory(self, tier: MemoryTier) -> Checkpointer | DirectoryCheckpointer:

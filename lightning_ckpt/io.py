@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from ckpt_core import Checkpointer
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
-from ckpt_core.events import Listener, RunSummary
+from ckpt_core.events import Listener
 from ckpt_core.options import CheckpointerOptions, wait_if_small
 from ckpt_core.paths import StrPath
 from ckpt_core.tiers import MemoryTier
 from lightning_ckpt._boundaries import watch_boundaries
-from lightning_ckpt._plugin_base import ReliableCheckpointIO, SaveOutcomes, load_other_layout
+from lightning_ckpt._plugin_base import ReliableCheckpointIO, load_other_layout
 from lightning_ckpt._private.hooks import before_setup
 from lightning_ckpt._rehearsing import rehearse_if_asked
 
@@ -31,10 +31,8 @@ class TorchFileIO(ReliableCheckpointIO):
     """What the plugins that write one file share: a :class:`ckpt_core.Checkpointer` in Lightning's words."""
 
     def __init__(self, options: CheckpointerOptions) -> None:
-        self.options, self.storage_options = options, options.storage_options
-        self.tiers = options.tiers
-        self.outcomes, self.summary = SaveOutcomes(), RunSummary()
-        self._checkpointer = Checkpointer(**options.settings(self.outcomes, self.summary))
+        super().__init__(options)
+        self._checkpointer = Checkpointer(**self._settings)
         self._told_about_callback = False
         before_setup(_watch)
         rehearse_if_asked()

@@ -10,7 +10,7 @@ import torch
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError
-from ckpt_core.events import Listener, RunSummary
+from ckpt_core.events import Listener
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.paths import StrPath
 from ckpt_core.ranks import RankGroup
@@ -24,17 +24,17 @@ from ckpt_core.state.trainer_parts import (
     whole,
 )
 from ckpt_core.tiers import MemoryTier
-from lightning_ckpt._plugin_base import SaveOutcomes, load_other_layout
+from lightning_ckpt._plugin_base import ReliableCheckpointIO, load_other_layout
 from lightning_ckpt._private.hooks import before_saves_of_fabric, before_setup
 from lightning_ckpt._routing.fabric import route_fabric
-from lightning_ckpt._routing.trainer import RankCheckpointIO, route
+from lightning_ckpt._routing.trainer import route
 from lightning_ckpt.io import training_goes_on
 from lightning_ckpt.loading import read_directories
 
 __all__ = ["ShardedCheckpointIO"]
 
 
-class ShardedCheckpointIO(RankCheckpointIO):
+class ShardedCheckpointIO(ReliableCheckpointIO):
     """Saves a directory to which every rank writes its part; any number of ranks reads it back.
 
     Under FSDP and ``ModelParallelStrategy`` each rank writes its shards; under DDP, where all ranks hold the same, each
@@ -73,6 +73,8 @@ class ShardedCheckpointIO(RankCheckpointIO):
         trainer = Trainer(strategy="ddp", plugins=[ShardedCheckpointIO()], callbacks=[ResumableCheckpoint()])
     """
 
+    saves_together = True
+
     def __init__(
         self,
         *,
@@ -90,24 +92,23 @@ class ShardedCheckpointIO(RankCheckpointIO):
         overlap: bool = False,
         max_host_bytes: int | None = None,
     ) -> None:
-        options = CheckpointerOptions(
-            strategy=mode,
-            max_pending=max_pending,
-            on_error=on_error,
-            storage_options=storage_options,
-            local_dir=local_dir,
-            upload_to=upload_to,
-            keep_local=keep_local,
-            event_log=event_log,
-            report=report,
-            listeners=listeners,
-            overlap=overlap,
-            max_host_bytes=max_host_bytes,
+        super().__init__(
+            CheckpointerOptions(
+                strategy=mode,
+                max_pending=max_pending,
+                on_error=on_error,
+                storage_options=storage_options,
+                local_dir=local_dir,
+                upload_to=upload_to,
+                keep_local=keep_local,
+                event_log=event_log,
+                report=report,
+                listeners=listeners,
+                overlap=overlap,
+                max_host_bytes=max_host_bytes,
+            )
         )
-        self.options, self.storage_options = options, storage_options
-        self.tiers = options.tiers
-        self.outcomes, self.summary = SaveOutcomes(), RunSummary()
-        self._settings = {**options.settings(self.outcomes, self.summary), "commit_timeout": commit_timeout}
+        self._settings["commit_timeout"] = commit_timeout
         self._checkpointer: DirectoryCheckpointer | None = None
         self._ranks = RankGroup.alone()
         self._buffers: Callable[[], Collection[str]] = tuple

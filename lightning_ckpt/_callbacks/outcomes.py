@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt_core.errors import CheckpointError
 from ckpt_core.ranks import RunOutcome, connect_store, raise_together
-from lightning_ckpt._private.replacing import Live, replace
+from lightning_ckpt._private.replacing import Live, wrap
 from lightning_ckpt.io import AsyncCheckpointIO, TorchFileIO
 from lightning_ckpt.sharded import ShardedCheckpointIO
 
@@ -23,10 +23,6 @@ def raise_as_rank_0(trainer: Any, action: Callable[[], None]) -> None:
     """
     several = trainer.world_size > 1
     raise_together(action, (lambda mine: [trainer.strategy.broadcast(mine)]) if several else None)
-
-
-def _run(action: Callable[[], None]) -> None:
-    action()
 
 
 class OutcomeWatch(Live):
@@ -47,27 +43,22 @@ class OutcomeWatch(Live):
         if self._checkpointer is not None:
             store = connect_store(rank, world_size, trainer.strategy.broadcast) if world_size > 1 else None
             self._outcome = RunOutcome(self._checkpointer, store, rank, world_size)
-        if isinstance(plugin, TorchFileIO) and world_size > 1:
-            self._watch_saves(trainer, functools.partial(raise_as_rank_0, trainer))
-        elif isinstance(plugin, ShardedCheckpointIO):
-            self._watch_saves(trainer, _run)  # its failures are raised on all ranks already
+        # the failures of the other plugin are raised on all ranks already
+        self._raises_as_rank_0 = isinstance(plugin, TorchFileIO)
+        if isinstance(plugin, ShardedCheckpointIO) or (self._raises_as_rank_0 and world_size > 1):
+            # There is no hook of a callback for this: a save of bare weights calls none.
+            self._unwatch = wrap(trainer.strategy, "save_checkpoint", functools.partial(self._save, trainer))
 
-    def _watch_saves(self, trainer: Any, run: Callable[[Callable[[], None]], None]) -> None:
-        # There is no hook of a callback for this: a save of bare weights calls none.
-        def watched(original: Callable[..., None]) -> Callable[..., None]:
-            def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-                if self._outcome is not None:
-                    self._outcome.save_begun()
-                try:
-                    run(lambda: original(*args, **kwargs))
-                except CheckpointError:
-                    if self._outcome is not None:
-                        self._outcome.was_raised()
-                    raise
-
-            return save_checkpoint
-
-        self._unwatch = replace(trainer.strategy, "save_checkpoint", watched)
+    def _save(self, trainer: Any, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        save = functools.partial(original, *args, **kwargs)
+        if self._outcome is not None:
+            self._outcome.save_begun()
+        try:
+            raise_as_rank_0(trainer, save) if self._raises_as_rank_0 else save()
+        except CheckpointError:
+            if self._outcome is not None:
+                self._outcome.was_raised()
+            raise
 
     def after_batch(self, trainer: Any) -> None:
         """Raise the failure of a background save, if all ranks know of it by now.

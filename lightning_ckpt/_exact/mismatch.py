@@ -52,7 +52,7 @@ def name_mismatches(trainer: Any) -> None:
             ) from error
 
     for function in (load_model_state_dict, load_optimizer_state_dict):
-        replace(strategy, function.__name__, lambda _, function=function: function)  # type: ignore[misc]
+        replace(strategy, function.__name__, function)
 
 
 def unwrap(trainer: Any) -> None:

@@ -12,7 +12,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from lightning_ckpt._private.replacing import replace
+from lightning_ckpt._private.replacing import replace, wrap
 
 
 class TrainerBoundaries:
@@ -40,67 +40,49 @@ class TrainerBoundaries:
         self._connector = trainer._signal_connector
         self._reached, self._ending, self._closing = reached, ending, closing
         self._batches = self._evaluated = 0
-        fit_loop = trainer.fit_loop
+        loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
         self._undo = [
-            replace(fit_loop.epoch_loop, "on_advance_end", self._after_batch),
-            replace(fit_loop, "on_run_end", self._around_train_end),
-            replace(self._connector, "teardown", self._around_teardown),
+            wrap(trainer.fit_loop.epoch_loop, "on_advance_end", self._after_batch),
+            wrap(trainer.fit_loop, "on_run_end", self._around_train_end),
+            wrap(self._connector, "teardown", self._around_teardown),
+            *(wrap(loop, "_evaluation_step", self._after_evaluation_batch) for loop in loops),
+            wrap(trainer.predict_loop, "_predict_step", self._after_evaluation_batch),
+            *(wrap(loop, "on_run_end", self._before_evaluation_end) for loop in (*loops, trainer.predict_loop)),
         ]
-        for loop in (fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop):
-            self._undo.append(replace(loop, "_evaluation_step", self._after_evaluation_batch))
-            self._undo.append(replace(loop, "on_run_end", self._before_evaluation_end))
-        self._undo.append(replace(trainer.predict_loop, "_predict_step", self._after_evaluation_batch))
-        self._undo.append(replace(trainer.predict_loop, "on_run_end", self._before_evaluation_end))
 
-    def _after_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def on_advance_end(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            self._batches, self._evaluated = self._batches + 1, 0
-            self._reached((self._batches, 0))
-            return result
+    def _after_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        self._batches, self._evaluated = self._batches + 1, 0
+        self._reached((self._batches, 0))
+        return result
 
-        return on_advance_end
+    def _after_evaluation_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        if not self._trainer.sanity_checking:  # nothing has begun that could be saved, and it is short
+            self._evaluated += 1
+            self._reached((self._batches, self._evaluated))
+        return result
 
-    def _after_evaluation_batch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            if not self._trainer.sanity_checking:  # nothing has begun that could be saved, and it is short
-                self._evaluated += 1
-                self._reached((self._batches, self._evaluated))
-            return result
+    def _before_evaluation_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not self._trainer.sanity_checking:
+            self._reached((self._batches, self.END))
+        return original(*args, **kwargs)
 
-        return step
+    def _around_train_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._ending()
+        result = original(*args, **kwargs)
+        self._reached((self._batches + 1, self.END))
+        return result
 
-    def _before_evaluation_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def on_run_end(*args: Any, **kwargs: Any) -> Any:
-            if not self._trainer.sanity_checking:
-                self._reached((self._batches, self.END))
+    def _around_teardown(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        for undo in reversed(self._undo):
+            undo()
+        try:
             return original(*args, **kwargs)
+        finally:
+            self._closing()
 
-        return on_run_end
-
-    def _around_train_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def on_run_end(*args: Any, **kwargs: Any) -> Any:
-            self._ending()
-            result = original(*args, **kwargs)
-            self._reached((self._batches + 1, self.END))
-            return result
-
-        return on_run_end
-
-    def _around_teardown(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def teardown(*args: Any, **kwargs: Any) -> Any:
-            for undo in reversed(self._undo):
-                undo()
-            try:
-                return original(*args, **kwargs)
-            finally:
-                self._closing()
-
-        return teardown
-
-    # ---- signals
-    # -------------------------------------------------------------------------------------------------------
+    # ---- signals -----------------------------------------------------------------------------------------------------
 
     @property
     def requeue_signal(self) -> str | None:
@@ -118,7 +100,7 @@ class TrainerBoundaries:
             signum[:] = [number]
             note()
 
-        self._undo.append(replace(self._connector, "_slurm_sigusr_handler_fn", lambda _: handler))
+        self._undo.append(replace(self._connector, "_slurm_sigusr_handler_fn", handler))
         return lambda: requeue(*(signum or [None]), None)
 
     def instead_of_terminate(self, note: Callable[[], None]) -> Callable[[int], None]:
@@ -135,7 +117,7 @@ class TrainerBoundaries:
             note()
 
         told: list[Any] = []
-        self._undo.append(replace(self._connector, "_sigterm_notifier_fn", lambda _: handler))
+        self._undo.append(replace(self._connector, "_sigterm_notifier_fn", handler))
         return self._terminate
 
     def _terminate(self, status: int) -> None:

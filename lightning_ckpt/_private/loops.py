@@ -8,12 +8,13 @@ is here, each use with its reason. The names are the same in Lightning 2.5 to 2.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ckpt_core.errors import CheckpointError
-from lightning_ckpt._private.replacing import replace, replace_once
+from lightning_ckpt._private.replacing import replace, replace_once, wrap
 
 
 def checkpoint_directory(callback: Any, trainer: Any) -> str:
@@ -90,14 +91,14 @@ class Internals:
         ``_load_combined_loader_states`` is the only thing Lightning calls between knowing the loaders and iterating
         over them. Ours replaces it, because what Lightning does there is a part of what we do.
         """
-        replace(self.fit_loop, "_load_combined_loader_states", lambda _: call)
+        replace(self.fit_loop, "_load_combined_loader_states", call)
 
     def around_epoch_start(self, call: Callable[[Callable[[], None]], None]) -> None:
         """Let the start of each epoch, which runs the hooks ``on_train_epoch_start``, be ``call(original)``.
 
         A callback's own hook is too late to know what the hooks begin with, and too early to know what they did.
         """
-        replace(self.fit_loop, "on_advance_start", lambda original: lambda: call(original))
+        wrap(self.fit_loop, "on_advance_start", call)
 
     def around_validation(
         self, before: Callable[[], None], over: Callable[[], None], after: Callable[[], None]
@@ -107,33 +108,27 @@ class Internals:
         ``on_validation_start`` is too late: the iterators of the loaders are made before it.
         """
 
-        def around(run: Callable[..., Any]) -> Callable[..., Any]:
-            def run_validation(*args: Any, **kwargs: Any) -> Any:
-                before()
-                outputs = run(*args, **kwargs)
-                after()
-                return outputs
+        def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            before()
+            outputs = original(*args, **kwargs)
+            after()
+            return outputs
 
-            return run_validation
+        def end(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            over()
+            return original(*args, **kwargs)
 
-        def at_end(end: Callable[..., Any]) -> Callable[..., Any]:
-            def end_validation(*args: Any, **kwargs: Any) -> Any:
-                over()
-                return end(*args, **kwargs)
-
-            return end_validation
-
-        replace(self.val_loop, "run", around)
-        replace(self.val_loop, "_on_evaluation_end", at_end)
+        wrap(self.val_loop, "run", run)
+        wrap(self.val_loop, "_on_evaluation_end", end)
 
     def around_loops(self, load: Callable[[Callable[[], None]], None], run: Callable[[Callable[[], Any]], Any]) -> None:
         """Let the loops be loaded by ``load(original)`` and run by ``run(original)``, whoever does it."""
-        replace(
-            self.fit_loop,
-            "load_state_dict",
-            lambda original: lambda *args, **kwargs: load(lambda: original(*args, **kwargs)),
-        )
-        replace(self.fit_loop, "run", lambda original: lambda: run(original))
+
+        def load_state_dict(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+            load(functools.partial(original, *args, **kwargs))
+
+        wrap(self.fit_loop, "load_state_dict", load_state_dict)
+        wrap(self.fit_loop, "run", run)
 
     def around_resume(self, load: Callable[[Callable[[], None]], None]) -> None:
         """Let what the fit itself restores first, modules and callbacks, be restored by ``load(original)``.
@@ -144,7 +139,7 @@ class Internals:
         original = self.checkpoints._restore_modules_and_callbacks
 
         def restore(*args: Any, **kwargs: Any) -> None:
-            load(lambda: original(*args, **kwargs))
+            load(functools.partial(original, *args, **kwargs))
 
         replace_once(self.checkpoints, "_restore_modules_and_callbacks", restore)
 
@@ -171,7 +166,7 @@ class Internals:
             original()
             finished()
 
-        replace(connector, "restore_training_state", lambda _: restore_training_state)
+        replace(connector, "restore_training_state", restore_training_state)
 
     def release(self) -> None:
         """Take all hooks out again."""

@@ -5,6 +5,7 @@ A Trainer in the middle of a fit can be pickled and copied, and so can one with 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -33,12 +34,16 @@ class _Replacement:
         return {**self.__dict__, "_function": None}
 
 
-def replace(owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
-    """Put ``wrap(method)`` in the place of a method of one object; return what takes it out again."""
-    attributes, original = vars(owner), getattr(owner, name)
+def wrap(owner: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """Let a method of one object be ``around(method, *arguments)``; return what takes that out again."""
+    return replace(owner, name, functools.partial(around, getattr(owner, name)))
+
+
+def replace(owner: Any, name: str, function: Callable[..., Any]) -> Callable[[], None]:
+    """Put a function in the place of a method of one object; return what takes it out again."""
+    attributes = vars(owner)
     before = attributes.get(name)
-    ours = _Replacement(owner, name, wrap(original), before)
-    attributes[name] = ours
+    ours = attributes[name] = _Replacement(owner, name, function, before)
 
     def undo() -> None:
         if attributes.get(name) is not ours:
@@ -58,4 +63,4 @@ def replace_once(owner: Any, name: str, function: Callable[..., Any]) -> None:
         vars(owner).pop(name, None)
         return function(*args, **kwargs)
 
-    replace(owner, name, lambda _: once)
+    replace(owner, name, once)

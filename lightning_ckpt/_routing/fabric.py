@@ -25,19 +25,18 @@ from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointN
 from ckpt_core.interchange import check_dcp, is_stock_distributed
 from ckpt_core.state.kinds import frozen_parameters
 from lightning_ckpt._routing.trainer import (
-    RankCheckpointIO,
     is_routed,
+    is_sharded,
     raise_on_all_ranks,
     refuse_strategy,
     route_methods,
 )
 
 _REST = "fabric"
-_SHARDED = {"FSDPStrategy", "ModelParallelStrategy"}
 
 
 def route_fabric(fabric: Any) -> None:
-    """Let Fabric save and load through its plugin on all ranks, if that is a :class:`RankCheckpointIO`.
+    """Let Fabric save and load through its :class:`~lightning_ckpt.ShardedCheckpointIO` on all ranks, if it has one.
 
     Called on all ranks together, before a save or a load. Does nothing a second time.
 
@@ -61,13 +60,9 @@ def route_fabric(fabric: Any) -> None:
     )
 
 
-def _plugin_of(fabric: Any) -> RankCheckpointIO | None:
+def _plugin_of(fabric: Any) -> Any:
     given = [getattr(fabric.strategy, "_checkpoint_io", None), *fabric._callbacks]
-    return next((candidate for candidate in given if isinstance(candidate, RankCheckpointIO)), None)
-
-
-def _is_sharded(strategy: Any) -> bool:
-    return any(cls.__name__ in _SHARDED for cls in type(strategy).__mro__)
+    return next((candidate for candidate in given if getattr(candidate, "saves_together", False)), None)
 
 
 def _model_of(state: Mapping[str, Any]) -> nn.Module:
@@ -82,9 +77,9 @@ def _model_of(state: Mapping[str, Any]) -> nn.Module:
 
 def _state_of(strategy: Any, state: Mapping[str, Any], value: Any) -> Any:
     if isinstance(value, nn.Module):
-        return get_model_state_dict(value) if _is_sharded(strategy) else strategy.get_module_state_dict(value)
+        return get_model_state_dict(value) if is_sharded(strategy) else strategy.get_module_state_dict(value)
     if isinstance(value, Optimizer):
-        if _is_sharded(strategy):
+        if is_sharded(strategy):
             return get_optimizer_state_dict(_model_of(state), value)
         return strategy.get_optimizer_state(value)
     return value.state_dict() if hasattr(value, "state_dict") else value
@@ -92,7 +87,7 @@ def _state_of(strategy: Any, state: Mapping[str, Any], value: Any) -> Any:
 
 def _save(
     fabric: Any,
-    plugin: RankCheckpointIO,
+    plugin: Any,
     path: Any,
     state: Mapping[str, Any],
     storage_options: Any | None = None,
@@ -135,7 +130,7 @@ def _buffers(value: Any, found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _load(
     fabric: Any,
-    plugin: RankCheckpointIO,
+    plugin: Any,
     own: Callable[..., dict[str, Any]],
     path: Any,
     state: Any | None = None,
@@ -168,7 +163,7 @@ def _load(
     return rest
 
 
-def _is_of_others(plugin: RankCheckpointIO, path: str, error: CheckpointError) -> bool:
+def _is_of_others(plugin: Any, path: str, error: CheckpointError) -> bool:
     """Return whether there is a file, such as ``load_raw`` is for, or what Fabric's own strategies write."""
     if isinstance(error, CheckpointFormatError):
         return True
@@ -187,12 +182,12 @@ def _load_one(
         into = {key: item for key, item in weights.items() if key not in saved}
         opened.load(name, into=into, strict=strict)
         whole = {**weights, **into, **saved}
-        if _is_sharded(strategy):
+        if is_sharded(strategy):
             set_model_state_dict(value, whole)
         else:
             strategy.load_module_state_dict(value, whole, strict=strict)
     elif isinstance(value, Optimizer):
-        if _is_sharded(strategy):
+        if is_sharded(strategy):
             found = opened.load(name, into=_state_of(strategy, state, value))
             set_optimizer_state_dict(_model_of(state), value, found)
         else:

@@ -90,7 +90,7 @@ class PostLocalSgd:
             return {**state, "state": moments}
 
         for function in (lightning_module_state_dict, optimizer_state):
-            replace(strategy, function.__name__, lambda _, function=function: function)  # type: ignore[misc]
+            replace(strategy, function.__name__, function)
         self._is_wrapped = True
 
     def _means(self, state: Mapping[str, Any]) -> dict[str, Any]:

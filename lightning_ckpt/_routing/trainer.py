@@ -6,8 +6,8 @@ collected checkpoint, so methods of the strategy are replaced on the instance wh
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable, Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,78 +19,40 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from ckpt_core import DirectoryCheckpointer, RankGroup
+from ckpt_core import RankGroup
 from ckpt_core.errors import CheckpointError
 from ckpt_core.interchange import check_dcp, is_stock_distributed
 from ckpt_core.ranks import raise_together
 from ckpt_core.state.kinds import frozen_parameters
 from lightning_ckpt._boundaries import watch_boundaries
-from lightning_ckpt._plugin_base import ReliableCheckpointIO
-from lightning_ckpt._private.replacing import Live, replace
+from lightning_ckpt._private.replacing import Live, replace, wrap
 from lightning_ckpt._routing.post_local_sgd import refuse_unequal_ranks
 
 _ROUTED = "_ckpt_routed_plugin"
 
 
-class RankCheckpointIO(ReliableCheckpointIO):
-    """A plugin whose saves are made by all ranks together."""
-
-    @property
-    @abstractmethod
-    def checkpointer(self) -> DirectoryCheckpointer:
-        """What saves."""
-
-    @abstractmethod
-    def connect(
-        self,
-        ranks: RankGroup,
-        buffers: Callable[[], Collection[str]] = tuple,
-        frozen: Callable[[], Collection[str]] = tuple,
-    ) -> None:
-        """Say who saves together; called on all ranks together."""
-
-    @abstractmethod
-    def save_together(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
-        """Save what the Trainer collected; called on all ranks together."""
-
-    @abstractmethod
-    def load_into(
-        self,
-        path: Any,
-        model: Mapping[str, Any],
-        optimizers: Sequence[Mapping[str, Any]],
-        *,
-        strict: bool = True,
-        weights_only: bool | None = None,
-    ) -> tuple[dict[str, Any], list[Any]]:
-        """Load into distributed tensors; return everything but weights and optimizers, and the optimizers' states."""
-
-
 class _Route(Live):
-    def __init__(self, plugin: RankCheckpointIO) -> None:
+    def __init__(self, plugin: Any) -> None:
         self.plugin = plugin
 
 
-def is_routed(strategy: Any, plugin: RankCheckpointIO | None = None) -> bool:
-    """Return whether the strategy saves through a :class:`RankCheckpointIO`, or through a certain one."""
+def is_routed(strategy: Any, plugin: Any = None) -> bool:
+    """Return whether the strategy saves on all ranks through a plugin of ours, or through a certain one."""
     route = vars(strategy).get(_ROUTED)
     return route is not None and plugin in (None, route.plugin)
 
 
-def route_methods(strategy: Any, plugin: RankCheckpointIO, **methods: Callable[..., Any]) -> None:
+def route_methods(strategy: Any, plugin: Any, **methods: Callable[..., Any]) -> None:
     """Let a strategy have other methods, which lead to the plugin, and tear it down at last."""
 
-    def around(original: Callable[[], None]) -> Callable[[], None]:
-        def teardown() -> None:
-            original()
-            # Sharded strategies leave it out. The rest stays as it is, for saves after the fit.
-            plugin.teardown()
+    def teardown(original: Callable[[], None]) -> None:
+        original()
+        # Sharded strategies leave it out. The rest stays as it is, for saves after the fit.
+        plugin.teardown()
 
-        return teardown
-
-    replace(strategy, "teardown", around)
+    wrap(strategy, "teardown", teardown)
     for name, method in methods.items():
-        replace(strategy, name, lambda _, method=method: method)  # type: ignore[misc]
+        replace(strategy, name, method)
     vars(strategy)[_ROUTED] = _Route(plugin)
 
 
@@ -134,7 +96,7 @@ def refuse_strategy(strategy: Any) -> None:
 
 
 def route(trainer: Any) -> None:
-    """Let the Trainer save and load through its plugin on all ranks, if that is a :class:`RankCheckpointIO`.
+    """Let a Trainer save and load through its :class:`~lightning_ckpt.ShardedCheckpointIO` on all ranks, if it has one.
 
     Called on all ranks together, once its processes are connected and before anything is loaded.
 
@@ -145,14 +107,14 @@ def route(trainer: Any) -> None:
         CheckpointError: The strategy has a way of saving that cannot be replaced.
     """
     strategy, plugin = trainer.strategy, trainer.strategy.checkpoint_io
-    if not isinstance(plugin, RankCheckpointIO):
+    if not getattr(plugin, "saves_together", False):
         return
     if not is_routed(strategy, plugin):
         _replace_methods(trainer, strategy, plugin)
     watch_boundaries(trainer)  # of what the plugin saves with from now on
 
 
-def _replace_methods(trainer: Any, strategy: Any, plugin: RankCheckpointIO) -> None:
+def _replace_methods(trainer: Any, strategy: Any, plugin: Any) -> None:
     refuse_strategy(strategy)
     refuse_unequal_ranks(trainer)
     ranks = RankGroup.connect(trainer.global_rank, trainer.world_size, strategy.broadcast)
@@ -161,16 +123,16 @@ def _replace_methods(trainer: Any, strategy: Any, plugin: RankCheckpointIO) -> N
         lambda: {name for name, _ in trainer.lightning_module.named_buffers()},
         lambda: frozen_parameters(trainer.lightning_module),
     )
-    bases = {cls.__name__ for cls in type(strategy).__mro__}
-    is_sharded = bool({"FSDPStrategy", "ModelParallelStrategy"} & bases)
-    route_methods(
-        strategy,
-        plugin,
-        save_checkpoint=_saving(trainer, plugin),
-        load_checkpoint=_loading_into(trainer, plugin, strategy.load_checkpoint)
-        if is_sharded
-        else _loading(trainer, plugin),
-    )
+    load = functools.partial(_load, trainer, plugin)
+    if is_sharded(strategy):
+        load = functools.partial(_load_into, trainer, plugin, strategy.load_checkpoint)
+    save = functools.partial(_save, trainer, plugin)
+    route_methods(strategy, plugin, save_checkpoint=save, load_checkpoint=load)
+
+
+def is_sharded(strategy: Any) -> bool:
+    """Return whether the ranks of a strategy, of a Trainer or Fabric, hold shards of the model."""
+    return any(cls.__name__ in ("FSDPStrategy", "ModelParallelStrategy") for cls in type(strategy).__mro__)
 
 
 def keeps_whole_gradients(strategy: Any) -> bool:
@@ -178,45 +140,37 @@ def keeps_whole_gradients(strategy: Any) -> bool:
     return any(cls.__name__ == "FSDPStrategy" for cls in type(strategy).__mro__)
 
 
-def _saving(trainer: Any, plugin: RankCheckpointIO) -> Callable[..., None]:
-    def save_checkpoint(checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        path = trainer.strategy.broadcast(str(filepath))
-        raise_on_all_ranks(
-            lambda: plugin.save_together(checkpoint, path, storage_options=storage_options),
-            world_size=trainer.world_size,
-        )
-
-    return save_checkpoint
+def _save(
+    trainer: Any, plugin: Any, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None
+) -> None:
+    path = trainer.strategy.broadcast(str(filepath))
+    raise_on_all_ranks(
+        lambda: plugin.save_together(checkpoint, path, storage_options=storage_options), world_size=trainer.world_size
+    )
 
 
-def _loading(trainer: Any, plugin: RankCheckpointIO) -> Callable[..., dict[str, Any]]:
-    def load_checkpoint(checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return plugin.load_checkpoint(trainer.strategy.broadcast(str(checkpoint_path)), weights_only=weights_only)
-
-    return load_checkpoint
+def _load(trainer: Any, plugin: Any, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
+    return plugin.load_checkpoint(trainer.strategy.broadcast(str(checkpoint_path)), weights_only=weights_only)
 
 
-def _loading_into(
-    trainer: Any, plugin: RankCheckpointIO, own: Callable[..., dict[str, Any]]
-) -> Callable[..., dict[str, Any]]:
-    def load_checkpoint(checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        strategy = trainer.strategy
-        path = strategy.broadcast(str(checkpoint_path))
-        if _is_of_strategy(trainer, path):
-            return own(path) if weights_only is None else own(path, weights_only=weights_only)
-        strict = trainer.lightning_module.strict_loading
-        options = StateDictOptions(strict=strict)
-        model = get_model_state_dict(strategy.model, options=options)
-        optimizers = strategy.optimizers if trainer.state.fn == "fit" else []
-        # The states that optimizers have before their first step: torch makes them for this.
-        states = [get_optimizer_state_dict(strategy.model, optimizer, options=options) for optimizer in optimizers]
-        rest, states = plugin.load_into(path, model, states, strict=strict, weights_only=weights_only)
-        set_model_state_dict(strategy.model, model, options=options)
-        for optimizer, state in zip(optimizers, states, strict=True):
-            set_optimizer_state_dict(strategy.model, optimizer, state, options=options)
-        return rest
-
-    return load_checkpoint
+def _load_into(
+    trainer: Any, plugin: Any, own: Callable[..., Any], checkpoint_path: Any, weights_only: bool | None = None
+) -> Any:
+    strategy = trainer.strategy
+    path = strategy.broadcast(str(checkpoint_path))
+    if _is_of_strategy(trainer, path):
+        return own(path) if weights_only is None else own(path, weights_only=weights_only)
+    strict = trainer.lightning_module.strict_loading
+    options = StateDictOptions(strict=strict)
+    model = get_model_state_dict(strategy.model, options=options)
+    optimizers = strategy.optimizers if trainer.state.fn == "fit" else []
+    # The states that optimizers have before their first step: torch makes them for this.
+    states = [get_optimizer_state_dict(strategy.model, optimizer, options=options) for optimizer in optimizers]
+    rest, states = plugin.load_into(path, model, states, strict=strict, weights_only=weights_only)
+    set_model_state_dict(strategy.model, model, options=options)
+    for optimizer, state in zip(optimizers, states, strict=True):
+        set_optimizer_state_dict(strategy.model, optimizer, state, options=options)
+    return rest
 
 
 def _is_of_strategy(trainer: Any, path: str) -> bool:

@@ -109,9 +109,9 @@ def test_everything_in_a_fit_can_be_copied(tmp_path: Path, plugin: str) -> None:
 
 def test_a_copy_has_the_method_that_was_there_before(capsys: Any) -> None:
     callback, seen = Callback(), list[Any]()
-    undo = replace(callback, "on_train_start", lambda _: seen.append)
+    undo = replace(callback, "on_train_start", seen.append)
     vars(callback)["on_fit_start"] = print
-    replace(callback, "on_fit_start", lambda _: seen.append)
+    replace(callback, "on_fit_start", seen.append)
     for duplicate in COPIES.values():
         found = duplicate(duplicate(callback))
         assert found.on_train_start("trainer", "module") is None
