@@ -38,12 +38,7 @@ own_packages = {"ckpt_core"}
 
 
 class _Expected:
-    """A path whose save is under way.
-
-    Args:
-        path: The path.
-        ended: Set when the save has ended.
-    """
+    """A path whose save is under way."""
 
     def __init__(self, path: str, ended: threading.Event) -> None:
         directory, name = os.path.split(os.path.abspath(path))
@@ -85,15 +80,7 @@ _thread = threading.local()
 
 
 def expect(path: str, ended: threading.Event) -> Callable[[], None]:
-    """Let whoever touches a local path from now on wait for an event, which sets when its save ends, well or not.
-
-    Args:
-        path: The path, or that of a directory.
-        ended: The event.
-
-    Returns:
-        To be called when the event is set.
-    """
+    """Let whoever touches a local path from now on wait until ``ended`` is set; returned is what to call then."""
     _install()
     _real.clear()
     item = _Expected(path, ended)

@@ -168,12 +168,7 @@ def disagreement(newest: CheckpointInfo, other: CheckpointInfo) -> str | None:
 
 
 def warn_of_passed_over(problems: Mapping[str, CheckpointError], taken: str | None) -> None:
-    """Log a warning for each checkpoint that a look-up has passed over.
-
-    Args:
-        problems: What is wrong with each of them, by path, the newest first.
-        taken: The checkpoint that was found instead; None if there is none.
-    """
+    """Log a warning for each checkpoint that a look-up has passed over, the newest first, and what it took instead."""
     instead = "" if taken is None else f"; took {taken} instead"
     for path, error in problems.items():
         logger.warning("passed over the checkpoint %s: %s%s", path, error.message, instead)

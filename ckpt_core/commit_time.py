@@ -70,15 +70,10 @@ def note_commit(committed: float | None) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Stamp:
-    """What a checkpoint says of its own age.
+    """What a checkpoint says of its own age."""
 
-    Attributes:
-        committed: When it was committed: Unix time in seconds; None if it does not say.
-        step: Of which step of the training it is; None if it does not say.
-    """
-
-    committed: float | None = None
-    step: int | None = None
+    committed: float | None = None  # when it was committed: Unix time in seconds; None if it does not say
+    step: int | None = None  # of which step of the training it is; None if it does not say
 
     def fields(self) -> dict[str, Any]:
         """Return what goes into a manifest, right behind its version."""
@@ -108,9 +103,7 @@ NO_STAMP = Stamp()
 def step_in(state: Any, *, depth: int = 0) -> int | None:
     """Return the step that a state or its metadata name: a whole number under ``global_step`` or ``step``.
 
-    Args:
-        state: Anything.
-        depth: In how many levels of mappings below to look as well.
+    ``depth`` says in how many levels of mappings below to look as well.
     """
     if not isinstance(state, Mapping):
         return None

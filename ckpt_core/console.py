@@ -16,11 +16,7 @@ _SELDOM = 60.0  # seconds between two lines at most
 
 @contextlib.contextmanager
 def beside_bars(logger: logging.Logger | None = None) -> Iterator[None]:
-    """Take progress bars off the terminal while the body prints a line, and draw them again.
-
-    Args:
-        logger: The one by which it prints, if it does.
-    """
+    """Take progress bars off the terminal while the body prints a line, maybe by ``logger``, and draw them again."""
     tqdm = sys.modules.get("tqdm")
     with contextlib.ExitStack() as stack:
         if tqdm is not None:
@@ -63,13 +59,7 @@ class Progress:
 
 
 def counted_aloud(total: int, what: str, say: Callable[[str], None]) -> Iterator[int]:
-    """Yield the numbers below ``total``, and say how far that is where it takes long.
-
-    Args:
-        total: How many.
-        what: What is done for each of them.
-        say: Prints a line.
-    """
+    """Yield the numbers below ``total``, and say how far that is where it takes long."""
 
     def tell(done: int, seconds: float) -> None:
         say(f"{what}: {done:,} of {total:,}, about {seconds * (total - done) / done:,.0f} s left")

@@ -17,17 +17,13 @@ TOLERATED_UNEVENNESS = 1.125
 class Box(NamedTuple):
     """A rectangular part of a tensor.
 
-    Args:
-        offset: Index of its first element, one number for each dimension.
-        shape: Its extent, in elements.
-
     Examples:
         >>> Box((2, 0), (4, 8)).intersection(Box((0, 0), (3, 3)))
         Box(offset=(2, 0), shape=(1, 3))
     """
 
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: tuple[int, ...]  # index of its first element, one number for each dimension
+    shape: tuple[int, ...]  # its extent, in elements
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Box:
@@ -63,15 +59,7 @@ class Box(NamedTuple):
 
 
 def byte_runs(shape: Sequence[int], box: Box, itemsize: int) -> Iterator[tuple[int, int]]:
-    """Yield where the bytes of ``box`` are in a contiguous (row-major) tensor.
-
-    Args:
-        shape: Shape of the tensor.
-        box: The part that is asked for; inside ``shape``.
-        itemsize: Bytes of an element.
-
-    Yields:
-        ``(begin, nbytes)`` of each contiguous run, ascending and as long as can be.
+    """Yield where the bytes of ``box`` are in a contiguous tensor of a shape: ``(begin, nbytes)``, as long as can be.
 
     Examples:
         >>> list(byte_runs((4, 6), Box((1, 2), (2, 3)), itemsize=1))
@@ -111,10 +99,6 @@ def split_box(box: Box, parts: int) -> list[Box]:
     The cut is along one dimension: the first one that gives parts of nearly equal size, since cuts along rows keep
     bytes together, or else the one that gives the most equal parts. There are fewer where no dimension is long enough.
 
-    Args:
-        box: What to cut.
-        parts: The number of parts wanted, at least 1.
-
     Examples:
         >>> [part.offset for part in split_box(Box.whole((6, 4)), 3)]
         [(0, 0), (2, 0), (4, 0)]
@@ -129,15 +113,11 @@ def split_box(box: Box, parts: int) -> list[Box]:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How one dimension of a mesh cuts a tensor.
+    """How one dimension of a mesh cuts a tensor."""
 
-    Args:
-        dimension: The dimension of the tensor that is cut.
-        split_factor: With more than 1, that dimension is first cut into so many sections, and each rank gets its part
-            of every section. So a mesh dimension further right can have cut first: FSDP on top of tensor parallelism.
-    """
-
-    dimension: int
+    dimension: int  # the dimension of the tensor that is cut
+    # With more than 1, that dimension is first cut into so many sections, and each rank gets its part of every section.
+    # So a mesh dimension further right can have cut first: FSDP on top of tensor parallelism.
     split_factor: int = 1
 
 
@@ -149,16 +129,10 @@ def sharded_boxes(
 ) -> list[tuple[Box, Box]]:
     """Return which elements of a tensor are on the rank at ``coordinate`` of a mesh.
 
-    Args:
-        shape: Shape of the whole tensor.
-        mesh_shape: Shape of the mesh.
-        coordinate: Where in the mesh the rank is.
-        shardings: For each dimension of the mesh, how it cuts the tensor, or None where it replicates it. The cuts are
-            those of ``torch.chunk``: equal parts, a smaller one, then empty ones.
-
-    Returns:
-        Pairs of boxes with elements: in the whole tensor, and in the tensor that the rank holds. Strided cuts can give
-        several pairs; in the order of the elements.
+    ``shardings`` say for each dimension of the mesh how it cuts the tensor, or None where it replicates it. The cuts
+    are those of ``torch.chunk``: equal parts, a smaller one, then empty ones. Returns pairs of boxes with elements: in
+    the whole tensor, and in the tensor that the rank holds. Strided cuts can give several pairs; in the order of the
+    elements.
     """
     # What the rank holds of each dimension: in order, disjoint.
     held: list[list[Interval]] = [[(0, size)] if size else [] for size in shape]

@@ -34,11 +34,7 @@ _LONGEST_STEP = 1000  # forward and backward passes
 
 
 class Contender:
-    """One way of saving, which has a row of the table.
-
-    Args:
-        name: Of the row.
-    """
+    """One way of saving, which has a row of the table."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -131,13 +127,7 @@ CONTENDERS: tuple[Callable[[], Contender], ...] = (
 
 
 class _Training:
-    """A model of linear layers and AdamW, which have about as many bytes as they are told to.
-
-    Args:
-        device: Where it trains.
-        nbytes: Of parameters and moments.
-        batch: Rows of a batch.
-    """
+    """A model of linear layers and AdamW, which have about as many bytes as they are told to."""
 
     def __init__(self, device: torch.device, nbytes: int, batch: int) -> None:
         width = max(8, round((nbytes / (3 * 4 * _LAYERS)) ** 0.5))
@@ -246,17 +236,7 @@ def _load(training: _Training, device: torch.device, path: str) -> tuple[float, 
 def measure(
     options: argparse.Namespace, device: torch.device, name: str, contenders: Iterable[Callable[[], Contender]]
 ) -> bool:
-    """Print the table.
-
-    Args:
-        options: Of the command line; ``path`` is an empty directory.
-        device: Where to train.
-        name: Of the device.
-        contenders: What makes each row.
-
-    Returns:
-        Whether a checkpoint that was saved beside the training has the bits of its moment.
-    """
+    """Print the table; return whether a checkpoint that was saved beside the training has the bits of its moment."""
     training = _Training(device, int(options.gigabytes * 1e9), options.batch)
     training.run(2)
     one, _ = training.run(1)
@@ -290,15 +270,7 @@ def measure(
 
 
 def main(arguments: Sequence[str] | None = None, contenders: Iterable[Callable[[], Contender]] = CONTENDERS) -> int:
-    """Measure, and print the table.
-
-    Args:
-        arguments: Of the command line.
-        contenders: What makes each row of the table.
-
-    Returns:
-        The exit status: 0, or 1 where there is no accelerator or a checkpoint has other bits than the state had.
-    """
+    """Measure, and print the table; return 1 where there is no accelerator or a checkpoint has other bits, else 0."""
     parser = argparse.ArgumentParser(
         prog="python -m ckpt_core.gpu_check", description="Measure what saves cost a training on this accelerator."
     )

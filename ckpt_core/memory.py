@@ -21,19 +21,10 @@ _WORTH_PINNING = 64 * 2**20  # bytes: to pin the buffers takes longer than to co
 
 
 class StagingBuffer:
-    """Page-aligned host memory of a fixed size, all of its pages present.
+    """Page-aligned host memory of a fixed size, all of its pages present, as a ``uint8`` tensor and a ``memoryview``.
 
-    Args:
-        nbytes: Size in bytes; rounded up to whole pages.
-        pinned: Whether to lock the pages where an accelerator is in use. On the thread that trains: on another one,
-            CUDA would take memory on the first device, whichever the process uses.
-
-    Raises:
-        OutOfMemoryError: The system refuses so much.
-
-    Attributes:
-        tensor: The memory as a one-dimensional ``uint8`` tensor.
-        memory: The memory as a writable ``memoryview``.
+    ``pinned`` locks the pages where an accelerator is in use. On the thread that trains: on another one, CUDA would
+    take memory on the first device, whichever the process uses.
     """
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
@@ -77,9 +68,8 @@ class StagingBuffer:
 class ScratchBuffers:
     """A few small buffers that several threads take and give back, kept until :meth:`close`.
 
-    Args:
-        most_pinned: How many there may be, pinned, for copies to devices: one is lent again when its copies are done,
-            so that others are filled meanwhile. 0: none is pinned, and there are as many as are lent at a time.
+    ``most_pinned`` says how many there may be, pinned, for copies to devices: one is lent again when its copies are
+    done, so that others are filled meanwhile. With 0 none is pinned, and there are as many as are lent at a time.
     """
 
     def __init__(self, most_pinned: int = 0) -> None:
@@ -89,11 +79,7 @@ class ScratchBuffers:
         self._changed = threading.Condition()
 
     def take(self, nbytes: int) -> StagingBuffer:
-        """Return a buffer of at least ``nbytes``; where there is no memory for one more, wait for one to come back.
-
-        Raises:
-            OutOfMemoryError: There is no memory for a single one.
-        """
+        """Return a buffer of at least ``nbytes``; where there is no memory for one more, wait for one to come back."""
         while True:
             with self._changed:
                 found = self._find()
@@ -160,11 +146,7 @@ def copy_late(target: torch.Tensor, found: torch.Tensor, buffer: StagingBuffer) 
 
 
 def storage_of(tensor: torch.Tensor, *, key: str) -> torch.UntypedStorage:
-    """Return the memory of a dense tensor.
-
-    Raises:
-        SerializationError: It has none, or less than its elements need; the error names ``key``.
-    """
+    """Return the memory of a dense tensor; refuse one that has none, or less than its elements need."""
     try:
         storage = tensor.untyped_storage()
     except NotImplementedError as error:

@@ -39,14 +39,8 @@ def run_parallel(
 ) -> None:
     """Call ``work`` on every job from several threads and raise the first error, after all threads have stopped.
 
-    The calling thread takes part, so that this also works while the interpreter shuts down, when no thread can be
-    started.
-
-    Args:
-        work: Called once for each job, on any of the threads.
-        jobs: What to do, in the order in which it should be begun.
-        threads: How many threads, the calling one included.
-        meanwhile: What the calling thread does before it takes part.
+    Jobs are begun in their order. The calling thread is one of ``threads``, so that this also works while the
+    interpreter shuts down, when no thread can be started; before it takes part, it does ``meanwhile``.
     """
     errors: list[BaseException] = []
     lock = threading.Lock()

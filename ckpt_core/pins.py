@@ -31,25 +31,12 @@ def is_pin(path: str) -> bool:
 
 
 def is_pinned(path: str, storage: Storage) -> bool:
-    """Return whether a checkpoint is pinned.
-
-    Args:
-        path: The checkpoint; path or URL.
-        storage: Where it is.
-
-    Raises:
-        StorageError: The storage does not say.
-    """
+    """Return whether a checkpoint is pinned, if the storage says."""
     return storage.exists(pin_path(path))
 
 
 def note_of_pin(path: str, storage: Storage) -> str | None:
-    """Return why a checkpoint is pinned, ``""`` if nobody has said; None if it is not.
-
-    Args:
-        path: The checkpoint; path or URL.
-        storage: Where it is.
-    """
+    """Return why a checkpoint is pinned, ``""`` if nobody has said; None if it is not."""
     try:
         with storage.open(pin_path(path)) as reader:
             note = json.loads(reader.read_whole())["note"]
@@ -61,28 +48,11 @@ def note_of_pin(path: str, storage: Storage) -> str | None:
 
 
 def pin(path: str, storage: Storage, note: str = "") -> None:
-    """Pin a checkpoint.
-
-    Args:
-        path: The checkpoint; path or URL.
-        storage: Where it is.
-        note: Why, in a few words.
-
-    Raises:
-        StorageError: The storage refused.
-    """
+    """Pin a checkpoint; ``note`` says why, in a few words."""
     data = json.dumps({"version": 1, "note": note, "time": time.time()}).encode()
     storage.write_whole(pin_path(path), data)
 
 
 def unpin(path: str, storage: Storage) -> None:
-    """Let retention delete a checkpoint again; does nothing if it is not pinned.
-
-    Args:
-        path: The checkpoint; path or URL.
-        storage: Where it is.
-
-    Raises:
-        StorageError: The storage refused.
-    """
+    """Let retention delete a checkpoint again; does nothing if it is not pinned."""
     storage.remove(pin_path(path))

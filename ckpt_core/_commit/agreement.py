@@ -30,17 +30,6 @@ class Agreement:
 
     Every rank counts its meetings, so all ranks must come to the same ones in the same order, as with collectives.
     Unlike those, they have a time limit, and the error says who did not come.
-
-    Args:
-        rank: This process's rank.
-        world_size: Number of ranks.
-        store: Shared by all ranks; None for a single process.
-        timeout: Seconds to wait for another rank.
-
-    Attributes:
-        progress: What the ranks know of each other.
-        place: How many collectives this rank had begun when it came to the last meeting; None if that is not known.
-        left_out: The ranks that rank 0 knew would not come to the last meeting.
     """
 
     def __init__(self, rank: int, world_size: int, store: Store | None, timeout: float) -> None:
@@ -48,25 +37,20 @@ class Agreement:
         self.world_size = world_size
         self._timeout = timeout
         self._client = None if store is None else TimedStore(PrefixStore("meetings", store), answer_within=timeout)
-        self.progress = Progress(rank, world_size, store, timeout)
+        self.progress = Progress(rank, world_size, store, timeout)  # what the ranks know of each other
         self._meetings = 0
         # On rank 0: meetings that others still have to hear of, and where this rank was then.
         self._unread: collections.deque[tuple[int, int | None]] = collections.deque()
         self._absent: dict[int | None, set[int]] = {}  # by place, the ranks that will not hear of it
+        # How many collectives this rank had begun when it came to the last meeting; None if that is not known.
         self.place: int | None = None
-        self.left_out: set[int] = set()
+        self.left_out: set[int] = set()  # the ranks that rank 0 knew would not come to the last meeting
 
     def from_rank_zero(self, what: str, value: Any, *, may_be_absent: bool = False) -> Any:
-        """Return what rank 0 gives, when all ranks have come.
+        """Return what rank 0 gives, when all ranks have come to do ``what``, such as ``"save_state"``.
 
-        Args:
-            what: What is being done, for the error: ``"save_state"``.
-            value: Plain data; only that of rank 0 counts.
-            may_be_absent: Continue without ranks that have certainly passed this meeting; they are in
-                :attr:`left_out`.
-
-        Raises:
-            RankFailedError: A rank did not come, or came to do something else.
+        A rank that does not come, or comes to do something else, is a ``RankFailedError``. With ``may_be_absent``, it
+        goes on without ranks that have certainly passed this meeting; they are in :attr:`left_out`.
         """
         _, value = self._meet(what, value, may_be_absent=may_be_absent)
         return value
@@ -74,13 +58,7 @@ class Agreement:
     def announce(self, what: str, value: Any, failure: Exception | None = None) -> Any:
         """Return what rank 0 gives, which does not wait for the others: they hear it when they come.
 
-        Args:
-            what: What is being done, for the error.
-            value: Plain data; only that of rank 0 counts.
-            failure: Why rank 0 has none; raised there by the caller, and here on the other ranks.
-
-        Raises:
-            RankFailedError: Rank 0 did not come, came to do something else, or has failed.
+        ``failure`` says why rank 0 has nothing to give; the caller raises it there, and this on the other ranks.
         """
         brought = None if failure is None or self.rank else encode_error(failure)
         found, value = self._meet(what, value, brought, waits=False)
@@ -91,20 +69,14 @@ class Agreement:
     def absent_from(self, meeting: int, place: int | None) -> set[int]:
         """Return, on rank 0, the ranks that will certainly not come to a meeting; any thread may ask.
 
-        Args:
-            meeting: Its number: :attr:`meeting` when it was the last one.
-            place: :attr:`place` at that time.
+        ``meeting`` and ``place`` are what the attributes of that name were when it was the last one.
         """
         absent = self.progress.gone_on(meeting, place)
         self._absent[place] = self._absent.get(place, set()) | absent
         return absent
 
     def all_succeeded(self, what: str, action: Callable[[], None]) -> None:
-        """Run ``action`` on every rank; if it fails on one, raise on all of them.
-
-        Raises:
-            CheckpointError: That of this rank, or a :class:`RankFailedError` that quotes another's.
-        """
+        """Run ``action`` on every rank; if it fails on one, raise on all, on the others an error that quotes it."""
 
         def exchange(mine: Any) -> list[Any]:
             others, _ = self._meet(what, None, mine)
@@ -113,11 +85,7 @@ class Agreement:
         raise_together(action, exchange)
 
     def asked_of_rank_zero(self, what: str, ask: Callable[[], Any]) -> Any:
-        """Return what ``ask`` returns on rank 0, where alone it is called; it may take long, and fail for all.
-
-        Raises:
-            CheckpointError: That of rank 0, or on the others a :class:`RankFailedError` that quotes it.
-        """
+        """Return what ``ask`` returns on rank 0, where alone it is called; it may take long, and fail for all."""
         answers = [None]
 
         def answer() -> None:
@@ -201,11 +169,7 @@ class Agreement:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether rank 0 is at a meeting to which this rank has yet to come; any thread may ask.
-
-        Raises:
-            RankFailedError: Rank 0 is gone.
-        """
+        """Whether rank 0 is at a meeting to which this rank has yet to come; any thread may ask."""
         client, here, meeting = self._client, self.progress.place, self._meetings + 1
         while self.rank and client is not None and (said := Announcement(client, str(meeting))).is_made:
             (_, _, place, is_optional, _), _ = said.read()

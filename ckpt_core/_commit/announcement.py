@@ -17,12 +17,7 @@ _LINGER = 10.0  # seconds that rank 0, which may be about to exit, stays until a
 
 
 class Announcement:
-    """An outcome; made on all ranks, with the same key.
-
-    Args:
-        store: Shared by the ranks.
-        key: What no other announcement has.
-    """
+    """An outcome; made on all ranks, with the same key, which no other announcement has."""
 
     def __init__(self, store: TimedStore, key: str) -> None:
         self._store, self._key = store, key

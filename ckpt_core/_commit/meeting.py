@@ -27,29 +27,20 @@ _LOOK = ""  # wakes the thread, and asks for nothing
 
 
 class Call(NamedTuple):
-    """What to do now.
+    """What to do now."""
 
-    Attributes:
-        requests: What was asked for, on any rank.
-        together: Whether all ranks do it now; if not, the others did not answer.
-    """
-
-    requests: frozenset[str]
-    together: bool
+    requests: frozenset[str]  # what was asked for, on any rank
+    together: bool  # whether all ranks do it now; if not, the others did not answer
 
 
 _NOTHING = Call(frozenset(), True)
 
 
 class Meeting:
-    """The ranks of a training loop; made on all of them.
+    """The ranks of a training loop; made on all of them, with a store that rank 0 serves, or None for a single process.
 
-    Args:
-        store: Shared by all ranks, and served by rank 0; None for a single process.
-        rank: This process's rank.
-        world_size: Number of ranks.
-        look_every: Seconds between two looks at what other ranks were asked for.
-        answer_within: Seconds after which a rank that does not say where it is counts as lost.
+    ``look_every`` is in seconds, between two looks at what other ranks were asked for; after ``answer_within``, a rank
+    that does not say where it is counts as lost.
 
     Examples:
         >>> from ckpt_core._commit import Meeting
@@ -89,8 +80,7 @@ class Meeting:
     def at(self, position: Position) -> Call:
         """Return what all ranks are to do now; called by the training thread at each boundary.
 
-        Args:
-            position: Of the boundary; it grows, and is the same on all ranks for the same boundary.
+        ``position`` is that of the boundary; it grows, and is the same on all ranks for the same boundary.
         """
         if self._store is None:
             return Call(frozenset(self._taken()), True)

@@ -22,15 +22,9 @@ from ckpt_core.errors import CheckpointError, RankFailedError
 def raise_together(action: Callable[[], None], exchange: Callable[[Any], Sequence[Any]] | None) -> None:
     """Run ``action``; if that raises, raise on every rank. Called on all ranks together.
 
-    Args:
-        action: What may fail.
-        exchange: Takes plain data of this rank, or None, and returns that of all ranks whose failures count, the first
-            of which is raised: through the framework's collectives, or an :class:`~ckpt_core.ranks.Agreement`. None for
-            a single process.
-
-    Raises:
-        Exception: That of this rank.
-        CheckpointError: The first of another's, as the same class.
+    ``exchange`` takes plain data of this rank, or None, and returns that of all ranks whose failures count, the first
+    of which is raised, as the same class: through the framework's collectives, or an
+    :class:`~ckpt_core.ranks.Agreement`. It is None for a single process.
     """
     failure: Exception | None = None
     try:
@@ -65,15 +59,9 @@ class BackgroundSaves(Protocol):
 class RunOutcome:
     """Makes every rank raise the failure of a background save at the same step boundary.
 
-    Rank 0 finds a failure at one boundary and announces it for the next one. Between the two, all ranks take part in
-    the gradient exchange of a step, so the announcement reaches each of them before it gets to that boundary. Therefore
-    a boundary is the end of a batch in which the optimizers stepped.
-
-    Args:
-        saves: This rank's saves; those of rank 0 count.
-        store: Shared by all ranks and served by rank 0; None for a single process.
-        rank: This process's rank.
-        world_size: Number of ranks.
+    Rank 0 finds a failure at one boundary, in ``saves``, and announces it for the next one. Between the two, all ranks
+    take part in the gradient exchange of a step, so the announcement reaches each of them before it gets to that
+    boundary. Therefore a boundary is the end of a batch in which the optimizers stepped.
     """
 
     def __init__(self, saves: BackgroundSaves, store: Store | None = None, rank: int = 0, world_size: int = 1) -> None:
@@ -95,12 +83,7 @@ class RunOutcome:
         self._begun += 1
 
     def at_boundary(self) -> None:
-        """Raise if a background save has failed and all ranks know it by now.
-
-        Raises:
-            CheckpointError: The failure, as the same class on every rank.
-            RankFailedError: Rank 0 is gone.
-        """
+        """Raise, as the same class on all ranks, if a background save has failed and all ranks know it by now."""
         self._boundary += 1
         pending = self._saves.is_busy  # before the failure is looked for: it may come in between
         # It stays where the next save finds it: some ranks know of it sooner than others, and all must refuse that

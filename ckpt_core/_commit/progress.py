@@ -44,14 +44,7 @@ def collectives_begun() -> int | None:
 
 
 class Progress:
-    """What this rank answers, and what it asks the others.
-
-    Args:
-        rank: This process's rank.
-        world_size: Number of ranks.
-        store: Shared by all ranks; None for a single process.
-        timeout: Seconds to wait for an answer of the store.
-    """
+    """What this rank answers, and what it asks the others."""
 
     def __init__(self, rank: int, world_size: int, store: Store | None, timeout: float) -> None:
         self._rank = rank
@@ -134,11 +127,7 @@ class Progress:
     # ---- asking ------------------------------------------------------------------------------------------------------
 
     def ask(self) -> int:
-        """Have all ranks publish where they are: soon, and not yet when this returns. Return the question's number.
-
-        Raises:
-            RankFailedError: Rank 0, which serves the store, is gone.
-        """
+        """Have all ranks publish where they are: soon, and not yet when this returns. Return the question's number."""
         if self._client is None:
             return 0
         number = self._client.add("questions", 1)
@@ -146,11 +135,7 @@ class Progress:
         return number
 
     def have_answered(self, question: int) -> bool:
-        """Return whether all ranks, but those whose training is over, have answered a question.
-
-        Raises:
-            RankFailedError: Rank 0, which serves the store, is gone.
-        """
+        """Return whether all ranks, but those whose training is over, have answered a question."""
         client = self._client
         if client is None:
             return True
@@ -163,9 +148,7 @@ class Progress:
     def gone_on(self, meeting: int, place: int | None) -> set[int]:
         """Return the other ranks that will certainly not come to a meeting; asks them for the next time.
 
-        Args:
-            meeting: Its number.
-            place: This rank's :attr:`place` when it came there.
+        ``place`` is this rank's when it came there.
         """
         found: set[int] = set()
         if self._client is not None:

@@ -27,19 +27,12 @@ class SaveSeries:
 
     Each call of save has a number. A rank on which one was not called catches up when it finds the outcome of a save of
     a path that it is not about to save.
-
-    Args:
-        group: The ranks; they make their series in the same order.
-
-    Attributes:
-        concluded: Number of the last save that is over.
-        opened: How many saves this rank has begun; on rank 0, the number of the last one.
     """
 
     def __init__(self, group: RankGroup) -> None:
         self.group = group
-        self.concluded = 0
-        self.opened = 0
+        self.concluded = 0  # number of the last save that is over
+        self.opened = 0  # how many saves this rank has begun; on rank 0, the number of the last one
         self._name = group.next_series()
 
     def open(
@@ -52,11 +45,9 @@ class SaveSeries:
     ) -> JointSave:
         """Return this rank's part in a save that it will join when the ones before are concluded.
 
-        Args:
-            path: Where it goes.
-            timeout: Seconds that a rank whose part is done waits for the others.
-            number: That of the save on rank 0, where the ranks have agreed on it; otherwise they count alike.
-            absent: Asked on rank 0, while it waits: ranks that certainly do not take part.
+        ``timeout`` is in seconds, for which a rank whose part is done waits for the others. ``number`` is that of the
+        save on rank 0, where the ranks have agreed on it; otherwise they count alike. Rank 0 asks ``absent``, while it
+        waits, for ranks that certainly do not take part.
         """
         self.opened += 1
         return JointSave(self, path, timeout=timeout, number=number, absent=absent)
@@ -67,19 +58,7 @@ class SaveSeries:
 
 
 class JointSave:
-    """This rank's part in one save. Saves of one series are joined and concluded one after the other.
-
-    Args:
-        series: The series.
-        path: Where it goes.
-        timeout: Seconds that a rank whose part is done waits for the others.
-        number: That of the save on rank 0; None where the ranks count alike.
-        absent: Asked on rank 0, while it waits: ranks that certainly do not take part.
-
-    Attributes:
-        token: What no other save has; the same on all ranks.
-        undecided: Whether :meth:`conclude` ended without an outcome: another rank may still commit the save.
-    """
+    """This rank's part in one save. Saves of one series are joined and concluded one after the other."""
 
     def __init__(
         self,
@@ -91,7 +70,7 @@ class JointSave:
         absent: Callable[[], Collection[int]] | None = None,
     ) -> None:
         self.group = group = series.group
-        self.undecided = False
+        self.undecided = False  # whether conclude ended without an outcome: another rank may still commit the save
         self._agreed = number
         self._absent = absent
         self._series = series
@@ -111,11 +90,7 @@ class JointSave:
         return self._series.token(self._number)
 
     def join(self) -> None:
-        """Tell the others that this rank takes part.
-
-        Raises:
-            RankFailedError: Rank 0 is gone or does not answer: there is nothing to conclude.
-        """
+        """Tell the others that this rank takes part; if rank 0 does not answer, there is nothing to conclude."""
         self._number = self._series.concluded + 1 if self._agreed is None else self._agreed
         if self._store is None:
             return
@@ -132,11 +107,7 @@ class JointSave:
             raise
 
     def ask_rank_0(self, question: str, answer: Callable[[], bool]) -> bool:
-        """Return what ``answer`` returns on rank 0, on all ranks; called between :meth:`join` and :meth:`conclude`.
-
-        Raises:
-            RankFailedError: Rank 0 is gone or does not answer.
-        """
+        """Return what ``answer`` returns on rank 0, on all ranks; called between :meth:`join` and :meth:`conclude`."""
         if self._store is None:
             return answer()
         said, outcome = Announcement(self._store, self._key(question)), self._outcome(self._store)
@@ -153,14 +124,10 @@ class JointSave:
     def conclude(self, report: str | CheckpointError, commit: Callable[[Sequence[str | None]], int]) -> int:
         """Report what has become of this rank's part, and return the size of the checkpoint once it is committed.
 
-        Args:
-            report: What the committer needs to know of this rank's part, which is durable; or why there is none.
-            commit: Called on rank 0 alone, with the reports of all ranks in their order, if none has failed; None
-                stands for a rank that is absent.
-
-        Raises:
-            CheckpointError: The save has failed, for the same reason on all ranks.
-            RankFailedError: A rank is gone, is stopped, or has not called save.
+        ``report`` is what the committer needs to know of this rank's part, which is durable; or why there is none.
+        ``commit`` is called on rank 0 alone, with the reports of all ranks in their order, if none has failed; None
+        stands for a rank that is absent. A failure is the same on all ranks; a ``RankFailedError`` says that a rank is
+        gone, is stopped, or has not called save.
         """
         try:
             if self._store is None:
@@ -220,11 +187,7 @@ class JointSave:
     def _texts(
         self, store: TimedStore, report: str | CheckpointError, reported: Sequence[int], absent: Collection[int]
     ) -> list[str | None]:
-        """Return the reports of all ranks, in their order, if there is nothing wrong with any.
-
-        Raises:
-            CheckpointError: The failure of one rank, for all.
-        """
+        """Return the reports of all ranks, in their order, if there is nothing wrong with any."""
         failure: CheckpointError | None = _named(report, 0) if isinstance(report, CheckpointError) else None
         texts: list[str | None] = [None] * self.group.world_size
         texts[0] = "" if isinstance(report, CheckpointError) else report
@@ -273,11 +236,7 @@ class JointSave:
         return int(size)
 
     def _wait_for_outcome(self, store: TimedStore) -> None:
-        """Return when there is an outcome; each step on the way to it has its own time.
-
-        Raises:
-            RankFailedError: Rank 0 does not get there.
-        """
+        """Return when there is an outcome; rank 0 has its own time for each step on the way to it."""
         if not store.wait([self._key("collecting")], self._timeout):
             if store.has(self._key("begun/0")):
                 raise self._too_late([0])

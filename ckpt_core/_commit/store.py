@@ -39,11 +39,8 @@ def connect_store(
 ) -> Store:
     """Open a ``TCPStore`` that only checkpointing uses; call it on all ranks together.
 
-    Args:
-        rank: This process's rank; rank 0 serves.
-        world_size: Number of ranks.
-        broadcast: Sends an object from rank 0 to all ranks and returns it.
-        timeout_seconds: How long an operation may take before it fails.
+    Rank 0 serves; ``broadcast`` sends an object from there to all ranks and returns it. An operation may take
+    ``timeout_seconds`` before it fails.
     """
     timeout = datetime.timedelta(seconds=timeout_seconds)
     server, address = None, None
@@ -101,11 +98,7 @@ def seal(store: Store, key: str, value: str) -> str:
 
 
 def unseal(store: Store, key: str, sealed: bytes) -> str:
-    """Return the value that was sealed.
-
-    Raises:
-        RankFailedError: No rank has put it there.
-    """
+    """Return the value that was sealed; refuse what no rank has put there."""
     text = sealed.decode(errors="replace")
     secret = _secret_of(store)
     if secret is None:
@@ -133,12 +126,8 @@ class TimedStore:
     """A store that rank 0 serves, asked with a time limit.
 
     torch's client waits for ever for the answer of a server whose process is stopped, so each request has a thread of
-    its own, which is left behind if there is no answer.
-
-    Args:
-        store: The store.
-        answer_within: Seconds after which rank 0 counts as lost; None asks without a thread, where no answer would stop
-            the training in any case.
+    its own, which is left behind if there is no answer after ``answer_within`` seconds. None asks without a thread,
+    where no answer would stop the training in any case.
     """
 
     def __init__(self, store: Store, *, answer_within: float | None) -> None:

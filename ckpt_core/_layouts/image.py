@@ -43,7 +43,10 @@ class Image(Protocol):
         """Whether the bytes are in a buffer of ours, so that the live tensors may change."""
 
     def window(self, begin: int, scratch: Memory | None) -> memoryview:
-        """Return the page-aligned bytes of the window that starts at ``begin``, waiting for them if need be."""
+        """Return the page-aligned bytes of the window at ``begin``, waiting for them if need be.
+
+        ``scratch`` is memory of at least ``WINDOW`` bytes to assemble it in; a staged image needs none.
+        """
 
     def tail(self) -> bytes:
         """Return the rest of the file, from ``region_size`` on; every window must have been taken before."""

@@ -106,15 +106,10 @@ def bytes_in(bits: torch.Tensor) -> torch.Tensor | None:
 
 
 class TensorInfo(NamedTuple):
-    """What a tensor is, without its values.
+    """What a tensor is, without its values."""
 
-    Attributes:
-        dtype: Type of its elements.
-        shape: Its extent.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    dtype: torch.dtype  # type of its elements
+    shape: tuple[int, ...]  # its extent
 
     @property
     def nbytes(self) -> int:
@@ -147,12 +142,7 @@ _DTYPE_OF_NAME = {
 
 
 def header_text(tensors: Iterable[tuple[str, TensorInfo]], metadata: Mapping[str, str]) -> bytes:
-    """Return the JSON text of a header, without padding.
-
-    Args:
-        tensors: Unique names, types and shapes, in file order.
-        metadata: What the header says about the file.
-    """
+    """Return the JSON text of a header, without padding."""
     entries = [f'"__metadata__":{json.dumps(metadata, separators=(",", ":"))}']
     position = 0
     for name, info in tensors:
@@ -178,27 +168,14 @@ def packed_header(text: bytes, size: int) -> bytes:
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file.
+    """A tensor in a file."""
 
-    Attributes:
-        info: Its type and shape.
-        begin: Offset of its bytes in the file.
-    """
-
-    info: TensorInfo
-    begin: int
+    info: TensorInfo  # its type and shape
+    begin: int  # offset of its bytes in the file
 
 
 def header_length(prefix: bytes, size: int) -> int:
-    """Return the length in bytes of a header's text.
-
-    Args:
-        prefix: At least the first eight bytes of the file.
-        size: Length of the file in bytes.
-
-    Raises:
-        ValueError: No header of such a file has that length.
-    """
+    """Return the length of a header's text; ``ValueError`` if no header of a file of ``size`` bytes has that length."""
     length: int = _LENGTH.unpack_from(prefix)[0] if len(prefix) >= _LENGTH.size else 0
     if not 2 <= length <= min(LARGEST_HEADER, size - _LENGTH.size):
         raise ValueError(f"it cannot be {length} bytes long in a file of {size}")
@@ -206,12 +183,7 @@ def header_length(prefix: bytes, size: int) -> int:
 
 
 def parse_header(text: bytes) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    """Return the metadata of a header, and its entries by the tensors' names; neither is checked further.
-
-    Raises:
-        ValueError: It is not JSON, or not an object, or has a key twice.
-        RecursionError: It is nested too deep.
-    """
+    """Return the metadata of a header, and its entries by the tensors' names; neither is checked further."""
     header = json.loads(text, object_pairs_hook=_unique)
     if type(header) is not dict:
         raise ValueError("it is not an object")
@@ -220,9 +192,6 @@ def parse_header(text: bytes) -> tuple[dict[str, str], dict[str, dict[str, Any]]
 
 def read_header(reader: FileReader) -> dict[str, StoredTensor]:
     """Return the tensors in a safetensors file.
-
-    Args:
-        reader: The open file.
 
     Raises:
         CheckpointCorruptedError: The file is truncated, or its header makes no sense.

@@ -29,28 +29,18 @@ _TOKEN = re.compile(r"-[0-9a-f]{12}-\d+-\d+$")  # of an earlier save or copy in 
 
 @dataclasses.dataclass(frozen=True)
 class Previous:
-    """The checkpoint that is at the path before a save.
+    """The checkpoint that is at the path before a save."""
 
-    Attributes:
-        exists: Whether there is one.
-        files: Its own files.
-        extra: Those that callers added, by name.
-    """
-
-    exists: bool
-    files: Collection[str] = ()
-    extra: Mapping[str, ExtraFile] = dataclasses.field(default_factory=dict)
+    exists: bool  # whether there is one
+    files: Collection[str] = ()  # its own files
+    extra: Mapping[str, ExtraFile] = dataclasses.field(default_factory=dict)  # those that callers added, by name
 
 
 NOTHING = Previous(exists=False)
 
 
 def read_manifest(storage: Storage, path: str) -> tuple[bytes, Manifest]:
-    """Return the manifest of the checkpoint at ``path``: its bytes, and what they say.
-
-    Raises:
-        CheckpointError: There is none, or it is damaged.
-    """
+    """Return the manifest of the checkpoint at ``path``: its bytes, and what they say."""
     with storage.open(f"{path}/{MANIFEST_NAME}") as reader:
         data = reader.read_whole()
     return data, Manifest.decode(data, path=path)
@@ -73,11 +63,7 @@ def names_of_files(storage: Storage, path: str) -> set[str]:
 
 
 def previous_at(storage: Storage, path: str) -> Previous:
-    """Return what is at ``path``.
-
-    Raises:
-        StorageError: An object store does not say.
-    """
+    """Return what is at ``path``, if an object store says."""
     try:
         _, manifest = read_manifest(storage, path)
     except CheckpointNotFoundError:
@@ -145,19 +131,9 @@ def copy_directory(
 ) -> int:
     """Make ``target`` a copy of the checkpoint ``source``, and return its size in bytes; called by all ranks.
 
-    Rank 0 does it; the others learn the outcome.
-
-    Args:
-        storage: Where ``target`` goes.
-        source: The checkpoint to copy.
-        target: The other path.
-        joint: What the ranks have in common.
-        is_alone: Whether no other job may be writing files of the same names in the same place.
-        origin: Where ``source`` is, if it is in another storage.
-        before_commit: Called when all files are there; if it raises, no checkpoint appears.
-
-    Raises:
-        CheckpointError: There is no ``source``, or the storage refused; the same on all ranks.
+    Rank 0 does it; the others learn the outcome. ``origin`` is where ``source`` is, if it is in another storage than
+    ``target``. ``is_alone`` says whether no other job may be writing files of the same names in the same place.
+    ``before_commit`` is called when all files are there; if it raises, no checkpoint appears.
     """
     joint.join()
     created: list[str] = []
@@ -256,19 +232,9 @@ def publish(
 ) -> None:
     """Make what was written the checkpoint at its path, in the place of what was there.
 
-    Args:
-        storage: Where it is.
-        path: The checkpoint.
-        token: That of the save.
-        manifest: Its manifest.
-        sizes: Bytes of the files that the ranks have written, by name.
-        written_to: The directory that they were written to.
-        added: Names of the files that callers have added.
-        keeps_old: Whether files of the checkpoint before stay where they are.
-        is_shared: Whether other processes, maybe of other machines, have written some of them.
-
-    Raises:
-        StorageError: A file is not seen here, or the storage refused.
+    ``sizes`` are those of the files that the ranks have written, to ``written_to``; ``added`` the names of callers'
+    files. With ``keeps_old``, files of the checkpoint before stay where they are; with ``is_shared``, other processes,
+    maybe of other machines, have written some of the files, and all have to be seen here.
     """
     if is_shared:
         _wait_for(storage, written_to, sizes, path)

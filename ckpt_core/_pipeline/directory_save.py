@@ -46,37 +46,17 @@ WriteFiles = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class DirectoryState:
-    """What is to be saved.
+    """What is to be saved."""
 
-    Attributes:
-        parts: The state.
-        metadata: Plain data to keep with the checkpoint; that of rank 0 counts.
-        step: Which step the state is of, if that is known.
-        write_files: Writes files of the caller's own, or has written them.
-        slice_replicated: Whether all ranks write a slice of what is the same on all; otherwise rank 0 writes it.
-    """
-
-    parts: Sequence[Part]
-    metadata: Mapping[str, Any]
-    step: int | None
-    write_files: WriteFiles | AddedFiles | None
-    slice_replicated: bool
+    parts: Sequence[Part]  # the state
+    metadata: Mapping[str, Any]  # plain data to keep with the checkpoint; that of rank 0 counts
+    step: int | None  # which step the state is of, if that is known
+    write_files: WriteFiles | AddedFiles | None  # writes files of the caller's own, or has written them
+    slice_replicated: bool  # whether all ranks write a slice of what is the same on all; otherwise rank 0 writes it
 
 
 class DirectorySave:
-    """This rank's share of one save of a directory.
-
-    Args:
-        state: What is to be saved.
-        storage: Where the checkpoint goes.
-        path: The checkpoint.
-        joint: What the ranks have in common.
-        scratch: Lends memory for windows of live tensors.
-        directories: Those that are saved into.
-        plans: Remembers who writes what.
-        incremental: Knows which files need not be written again.
-        refused: Warns of what a load will refuse.
-    """
+    """This rank's share of one save of a directory."""
 
     def __init__(
         self,
@@ -324,16 +304,8 @@ def plan_parts(
 ) -> list[PartContent]:
     """Return what of each part this rank writes, found without asking the others.
 
-    Args:
-        parts: The state; names and structures are the same on all ranks.
-        rank: This process's rank.
-        world_size: Number of ranks.
-        slice_replicated: Whether all ranks write a slice of what is the same on all; otherwise rank 0 writes it.
-        cache: Remembers the plans.
-        objects: Filled with the types of what the default way of reading will refuse, by key.
-
-    Raises:
-        SerializationError: Pickle refuses an object, or a tensor cannot be written; the error names its key.
+    Names and structures of parts are the same on all ranks. ``objects`` is filled with the types of what the default
+    way of reading will refuse, by key.
     """
     planned = []
     for part in parts:
@@ -369,15 +341,7 @@ def _check_whole(part: Part, tensors: Mapping[str, LocalTensor]) -> None:
 
 
 class AddedFiles:
-    """Files that a caller adds to a checkpoint, in a local directory until they are moved into it.
-
-    Args:
-        storage: Where the checkpoint goes.
-        path: The checkpoint.
-
-    Attributes:
-        directory: Where the caller writes them.
-    """
+    """Files that a caller adds to a checkpoint, in a local ``directory`` until they are moved into it."""
 
     def __init__(self, storage: Storage, path: str) -> None:
         self._storage = storage

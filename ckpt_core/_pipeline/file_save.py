@@ -18,16 +18,7 @@ from ckpt_core.storage import Storage
 
 
 class FileSave:
-    """One save of a state as one file.
-
-    Args:
-        state: What ``torch.save`` would take.
-        storage: Where the file goes.
-        path: Under which name.
-        scratch: Lends memory for windows of live tensors.
-        directories: Those that are saved into.
-        refused: Warns of what a load will refuse.
-    """
+    """One save of a state as one file."""
 
     is_shared = False
 

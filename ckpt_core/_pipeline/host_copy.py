@@ -25,11 +25,7 @@ _MOST_THREADS = 8  # more do not copy faster
 
 
 class HostCopy:
-    """Copies tensors of the host while the caller waits, or does something else.
-
-    Args:
-        pieces: ``(end, target, source)``: tensors of the same size, in pieces of at most ``HOST_PIECE`` bytes.
-    """
+    """Copies tensors of the host while the caller waits, or does something else."""
 
     def __init__(self, pieces: Iterable[_Piece]) -> None:
         self._pieces = list(pieces)
@@ -39,11 +35,7 @@ class HostCopy:
     def hand_over(self, meanwhile: Callable[[], None] | None = None) -> None:
         """Copy; the caller may change the state afterwards.
 
-        Args:
-            meanwhile: What the calling thread does before it copies, too.
-
-        Raises:
-            BaseException: What ``meanwhile`` or the copy has raised.
+        The calling thread does ``meanwhile`` before it copies, too; what that or the copy raises is raised.
         """
         pieces, self._pieces = self._pieces, []
         threads = min(max(2, torch.get_num_threads()), _MOST_THREADS, 1 + len(pieces))
@@ -68,11 +60,7 @@ class HostCopy:
         return self._is_whole
 
     def wait_until(self, offset: int) -> None:
-        """Return when everything is copied, of which ``offset`` is a part.
-
-        Raises:
-            ImageAbandonedError: The copy has failed.
-        """
+        """Return when everything is copied, of which ``offset`` is a part."""
         if not self.wait():
             raise ImageAbandonedError("the state could not be copied")
 

@@ -19,20 +19,12 @@ OnError = Literal["raise", "warn"]
 
 
 class Job:
-    """One step of background work.
+    """One step of background work, about one checkpoint.
 
-    Args:
-        path: The checkpoint that it is about.
-        action: Does it.
-        what: What it is, for messages.
-        is_pending: Whether it makes the checkpoint pending: saves and uploads do, removals do not.
-        raises: Whether its failure may be raised; otherwise it is only logged and counted.
-
-    Attributes:
-        number: How many jobs that make a checkpoint pending were asked for before it, itself included.
-        error: What went wrong; None while it runs, and when all went well.
-        done: Set when it is over.
-        settled: Set when the checkpoint is there, or will not be; listeners may not have been called yet.
+    ``is_pending`` says whether it makes the checkpoint pending: saves and uploads do, removals do not. A failure that
+    ``raises`` not is only logged and counted. ``number`` says how many jobs that make a checkpoint pending were asked
+    for before it, itself included. ``done`` is set when it is over, ``settled`` when the checkpoint is there, or will
+    not be; listeners may not have been called yet.
     """
 
     def __init__(
@@ -76,14 +68,8 @@ def _nothing() -> None:
 class JobQueue:
     """Runs jobs one after the other, in order, on a thread that lives as long as there is work.
 
-    Args:
-        name: Of the thread.
-        on_error: ``"raise"`` keeps the first failure for :meth:`raise_failure`; ``"warn"`` logs and counts it.
-        report: Called on the thread with each job that has failed, when its error is kept and counted, and with the
-            level at which to log it.
-
-    Attributes:
-        failures: How many jobs have failed so far.
+    ``on_error="raise"`` keeps the first failure for :meth:`raise_failure`. ``report`` is called on the thread with each
+    job that has failed, when its error is kept and counted, and with the level at which to log it.
     """
 
     def __init__(self, name: str, *, on_error: OnError, report: Callable[[Job, CheckpointError, int], None]) -> None:
@@ -117,14 +103,9 @@ class JobQueue:
             return [job for job in self._jobs if job is not self._running and job not in self._later]
 
     def submit(self, job: Job, *, place: Literal["next", "last", "later"] = "last") -> bool:
-        """Run a job in the background.
+        """Run a job right after the one that runs, after all others, or only when no other is left.
 
-        Args:
-            job: The job.
-            place: Right after the one that runs, after all others, or only when no other is left.
-
-        Returns:
-            Whether it runs. If no thread can be started, it waits for :meth:`run_queued`.
+        Returns whether it runs: if no thread can be started, it waits for :meth:`run_queued`.
         """
         with self._lock:
             self._begun += job.is_pending
@@ -138,11 +119,7 @@ class JobQueue:
             return self._start()
 
     def cancel(self, path: str | None = None) -> bool:
-        """Drop the saves or uploads of ``path``, or all jobs, but not the one that runs.
-
-        Returns:
-            Whether that is one of them.
-        """
+        """Drop the saves or uploads of ``path``, or all jobs; return whether one of them runs, which stays."""
         with self._lock:
             found = [job for job in self._jobs if path is None or (job.path == path and job.is_pending)]
             for job in found:
@@ -153,15 +130,7 @@ class JobQueue:
             return self._running in found
 
     def wait(self, path: str | None = None, *, timeout: float | None = None) -> bool:
-        """Return when everything asked for so far is over, failed or not.
-
-        Args:
-            path: The checkpoint to wait for; None for all.
-            timeout: Seconds after which to return anyway; None waits for ever.
-
-        Returns:
-            Whether it is over.
-        """
+        """Return when all that was asked for so far (about ``path``) is over, failed or not; False if time is up."""
         deadline = None if timeout is None else time.monotonic() + timeout
         return all(
             job.done.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
@@ -169,11 +138,10 @@ class JobQueue:
         )
 
     def wait_for_turn(self, limit: int) -> None:
-        """Return when fewer than ``limit`` saves are under way.
+        """Return when fewer than ``limit`` saves are under way; raise if one that had to be over by now has failed.
 
-        Raises:
-            CheckpointError: One of those that had to be over by now has failed. Where several processes save the same
-                ones, all of them raise here, although a later save may have ended in some and not in others.
+        Where several processes save the same ones, all of them raise here, although a later save may have ended in some
+        and not in others.
         """
         while len(saves := [job for job in self.jobs() if job.is_pending]) >= limit:
             saves[0].done.wait()
@@ -197,11 +165,7 @@ class JobQueue:
         return None if failed is None else failed[1]
 
     def raise_failure(self) -> None:
-        """Raise the oldest failure that was not taken yet, once.
-
-        Raises:
-            CheckpointError: A job has failed, and ``on_error`` is ``"raise"``.
-        """
+        """Raise the oldest failure that was not taken yet, once."""
         failure = self.take_failure()
         if failure is not None:
             raise failure

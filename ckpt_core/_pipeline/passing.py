@@ -27,15 +27,7 @@ class _Room(NamedTuple):
 
 
 class PassedImage:
-    """An image whose windows are copied ahead of those who write them.
-
-    Args:
-        image: Takes the bytes from live tensors.
-        windows: Copies them.
-
-    Attributes:
-        region_size: As of ``image``.
-    """
+    """An image whose windows are copied ahead of those who write them."""
 
     is_staged = True
 
@@ -72,12 +64,8 @@ class PassedImage:
 class PassingWindows:
     """The windows of one save.
 
-    Args:
-        buffer: What they pass through; not used any more after :meth:`settle`.
-        raise_reason: Called where a window does not come: raises why.
-
-    Attributes:
-        seconds_without_room: How long the copy has waited for windows to be written.
+    ``raise_reason`` is called where a window does not come: raises why. ``seconds_without_room`` says how long the copy
+    has waited for windows to be written.
     """
 
     def __init__(self, buffer: StagingBuffer, raise_reason: Callable[[], None]) -> None:
@@ -122,14 +110,10 @@ class PassingWindows:
     def begin(
         self, files: Sequence[tuple[str, Image]], is_there: Callable[[str, Image], bool]
     ) -> list[tuple[str, PassedImage]] | None:
-        """Begin to copy the windows of files.
+        """Begin to copy the windows of files, in the order in which they are to be written; return these.
 
-        Args:
-            files: Names and images, in the order in which they are to be written.
-            is_there: Called for each of them before it is copied: whether it need not be written.
-
-        Returns:
-            The same files; None if no thread can be started: training waits until they are written.
+        None if no thread can be started: training waits until they are written. ``is_there`` is called for each file
+        before it is copied: whether it need not be written.
         """
         passed = [(name, PassedImage(image, self)) for name, image in files]
         with self._changed:

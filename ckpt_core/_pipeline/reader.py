@@ -33,21 +33,9 @@ def load(
     storage_options: dict[str, Any] | None = None,
     storage: Storage | None = None,
 ) -> tuple[Any, bool, int]:
-    """Load a checkpoint.
+    """Load a checkpoint: the state, whether every byte was compared with its digest, and the file's size.
 
-    Args:
-        path: Local path or URL.
-        map_location: As for ``torch.load``.
-        weights_only: As for ``torch.load``: None means True.
-        storage_options: For fsspec.
-        storage: Where the file is; by default, what the path says.
-
-    Returns:
-        The state; whether every byte was compared with its digest (False for files that other programs wrote); the
-        file's size in bytes.
-
-    Raises:
-        CheckpointError: See the tree in :mod:`ckpt_core.errors`.
+    Files that other programs wrote have no digests.
     """
 
     def read(place: Storage, name: str) -> tuple[Any, bool, int]:
@@ -62,15 +50,7 @@ def load(
 def peek(path: StrPath, *, storage_options: dict[str, Any] | None = None, storage: Storage | None = None) -> Any:
     """Load a checkpoint without its tensors' bytes: their shapes and types are right, their values are undefined.
 
-    Of a checkpoint that is a directory, the metadata are returned.
-
-    Args:
-        path: Local path or URL.
-        storage_options: For fsspec.
-        storage: Where the file is; by default, what the path says.
-
-    Raises:
-        CheckpointError: As :func:`load`; damage inside a tensor is not found.
+    Of a checkpoint that is a directory, the metadata are returned. Damage inside a tensor is not found.
     """
     path = local_path(path)
     return (storage or storage_for(path, storage_options)).nearest(path, _peek)
@@ -89,15 +69,7 @@ def _peek(storage: Storage, path: str) -> Any:
 
 
 def glance(path: str, *, storage: Storage) -> Any:
-    """Return the plain values of a checkpoint, tensors and objects left out; of a directory, its metadata.
-
-    Args:
-        path: The checkpoint.
-        storage: Where it is.
-
-    Raises:
-        CheckpointError: It is damaged, gone, or not readable.
-    """
+    """Return the plain values of a checkpoint, tensors and objects left out; of a directory, its metadata."""
 
     def read(place: Storage, name: str) -> Any:
         if is_directory_checkpoint(place, name):
@@ -110,16 +82,7 @@ def glance(path: str, *, storage: Storage) -> Any:
 
 
 def stamp_of(path: str, *, storage: Storage, is_directory: bool) -> Stamp:
-    """Return what a checkpoint says of its own age; of an older one, which says nothing, the step that it holds.
-
-    Args:
-        path: The checkpoint.
-        storage: Where it is.
-        is_directory: Whether it is a directory.
-
-    Raises:
-        CheckpointError: It is damaged, gone, or not readable.
-    """
+    """Return what a checkpoint says of its own age; of an older one, which says nothing, the step that it holds."""
 
     def read(place: Storage, name: str) -> Stamp:
         if is_directory:
@@ -143,10 +106,7 @@ def stamp_of(path: str, *, storage: Storage, is_directory: bool) -> Stamp:
 def note_commits(storage: Storage, directory: str, ending: str) -> None:
     """Note when the checkpoints in a directory were committed, so that what is saved next to them is newer.
 
-    Args:
-        storage: Where the directory is.
-        directory: Directly in it.
-        ending: Of the names of files that may be checkpoints.
+    ``ending`` is that of the names of files that may be checkpoints.
     """
     try:
         paths = [file.path for file in storage.list(directory) if os.path.splitext(file.path)[1] == ending]

@@ -18,12 +18,7 @@ class RefusedKeys:
         self._has_looked = False
 
     def warn_of(self, path: str, find: Callable[[], Mapping[str, str]]) -> None:
-        """Warn of what is in a checkpoint.
-
-        Args:
-            path: The checkpoint, which is committed.
-            find: Returns what is refused: the name of its type, by key.
-        """
+        """Warn of what is in a committed checkpoint; ``find`` returns what is refused, by key the name of its type."""
         if self._has_looked:
             return
         self._has_looked = True

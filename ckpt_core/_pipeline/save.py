@@ -72,18 +72,8 @@ class Save(Protocol):
 class Pipeline:
     """Runs the saves, copies and removals of one checkpointer.
 
-    Args:
-        strategy: ``"sync"`` for the foreground, ``"async"`` for the background.
-        max_pending: How many staging buffers there may be.
-        on_error: What a failure in the background does.
-        listeners: Called with every event.
-        overlap: Whether copies from accelerators go on until the next step of an optimizer.
-        max_host_bytes: The most memory that all staging buffers may take; None: any amount.
-
-    Attributes:
-        buffers: Lends memory for copies of states.
-        scratch: Lends memory for windows of live tensors.
-        queue: The background work.
+    ``buffers`` lends memory for copies of states, ``scratch`` for windows of live tensors; ``queue`` is the background
+    work.
     """
 
     def __init__(
@@ -146,13 +136,8 @@ class Pipeline:
     def save(self, save: Save, *, started: float, waited: float = 0.0) -> int:
         """Save, and return the size in bytes: of the checkpoint, or in the background of what is going to be written.
 
-        Args:
-            save: What, and how.
-            started: ``time.perf_counter()`` of the moment in which the training thread was stopped.
-            waited: Seconds of the time since then that it has waited for an earlier save.
-
-        Raises:
-            CheckpointError: It has failed, or in the background: the state could not be taken.
+        ``started`` is ``time.perf_counter()`` of the moment in which the training thread was stopped, ``waited`` how
+        many seconds since then it has waited for an earlier save.
         """
         in_foreground = self.in_foreground
         outer, self._saving_thread = self._saving_thread, threading.get_ident()
@@ -281,12 +266,8 @@ class Pipeline:
     ) -> None:
         """Run ``act``, which makes ``target`` a copy of ``source`` and returns its size, after the save of ``source``.
 
-        Args:
-            source: The checkpoint; where its save fails, there is no copy.
-            target: The other path.
-            act: Copies.
-            started: ``time.perf_counter()`` of the moment in which the training thread was stopped.
-            is_shared: Whether other ranks copy too: then ``act`` fails by itself, on all of them.
+        Where that save fails, there is no copy. With ``is_shared``, other ranks copy too, and ``act`` fails by itself,
+        on all.
         """
         if self._strategy == "sync":
             size = act()
@@ -309,10 +290,7 @@ class Pipeline:
     def remove(self, path: str, delete: Callable[[], None], *, is_kept: Callable[[], bool] = lambda: False) -> None:
         """Run ``delete`` after all saves asked for so far, unless the newest of them fails; log its own failure.
 
-        Args:
-            path: What is deleted.
-            delete: Deletes it.
-            is_kept: Asked right before, where ``delete`` would run: whether it stays after all.
+        ``is_kept`` is asked right before, where ``delete`` would run: whether it stays after all.
         """
         if self._strategy == "sync":
             if is_kept():

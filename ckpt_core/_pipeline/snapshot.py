@@ -26,9 +26,7 @@ from ckpt_core.memory import StagingBuffer
 class BufferPool:
     """At most ``limit`` staging buffers, lent one by one and kept for the next save.
 
-    Args:
-        limit: How many may be lent at the same time.
-        most_bytes: What all of them together may take; None: any number. Each gets an equal share, of whole windows.
+    All of them together take ``most_bytes`` at the most (None: any number): each gets an equal share, of whole windows.
     """
 
     def __init__(self, limit: int, most_bytes: int | None = None) -> None:
@@ -62,11 +60,7 @@ class BufferPool:
         return self._lent >= self._limit
 
     def acquire(self, nbytes: int) -> StagingBuffer:
-        """Lend a buffer of ``nbytes`` or a save's share, waiting until one is free.
-
-        Raises:
-            OutOfMemoryError: There is no memory for it.
-        """
+        """Lend a buffer of ``nbytes`` or a save's share, waiting until one is free."""
         if self._share is not None:
             nbytes = min(nbytes, self._share)
         with self._changed:
@@ -132,9 +126,6 @@ class TornSnapshotGuard:
 
     Compares the version counters that autograd keeps; changes through ``tensor.data`` or through a NumPy view do not
     count there and are not seen.
-
-    Args:
-        tensors: The tensors that are being copied.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -142,11 +133,7 @@ class TornSnapshotGuard:
         self._versions = [tensor._version for tensor in self._tensors]
 
     def check(self, *, path: str) -> None:
-        """Raise if a tensor has changed since this guard was made.
-
-        Raises:
-            SnapshotTornError: At least one tensor has.
-        """
+        """Raise a ``SnapshotTornError`` if a tensor has changed since this guard was made."""
         changed = sum(tensor._version != version for tensor, version in zip(self._tensors, self._versions, strict=True))
         if changed:
             raise SnapshotTornError(
@@ -168,11 +155,9 @@ class Layout(Protocol):
         """Bytes of the buffer that all of them need; 0 if they need none."""
 
     def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterable[Piece]:
-        """Yield what is to be copied into ``buffer`` as ``(end, target, source)``, in order.
+        """Yield pieces of at most ``nbytes`` to copy into ``buffer``, in order, as ``(end, target, source)``.
 
-        Args:
-            buffer: At least ``staged_size`` bytes.
-            nbytes: Largest size of a piece; ``end`` is the offset in the buffer at which it ends.
+        ``end`` is the offset in the buffer at which one ends.
         """
 
 
@@ -180,29 +165,17 @@ class Snapshot:
     """The tensors of one save: being copied into a buffer of ours, or live while training waits.
 
     Two threads share it. The training thread takes the state, and seals it or gives up; the other one writes what is
-    there already, and gives the buffer back, whatever has happened. In the foreground both are one thread.
-
-    Args:
-        path: The checkpoint, for messages.
-        buffers: Lends the memory; None for live tensors, in the foreground.
-        overlaps: Whether the copy of what an accelerator has goes on after :meth:`finish`, until the next step of an
-            optimizer (:mod:`ckpt_core._pipeline.staging`).
-
-    Attributes:
-        is_live: Whether the save is in the foreground.
-        buffer: What the tensors are copied into, all of them, if they are.
-        not_copied: Why there is no copy, in the background: there is no memory for it. Training has to wait for the
-            save.
-        may_pass: Whether the tensors may pass through a smaller buffer, because another thread writes.
-        sealed_at: ``time.perf_counter()`` of the moment in which it was complete.
+    there already, and gives the buffer back, whatever has happened. In the foreground (without ``buffers``) both are
+    one thread. With ``overlaps``, the copy of what an accelerator has goes on after :meth:`finish`, until the next step
+    of an optimizer (:mod:`ckpt_core._pipeline.staging`).
     """
 
     def __init__(self, path: str, buffers: BufferPool | None = None, *, overlaps: bool = False) -> None:
-        self.is_live = buffers is None
-        self.buffer: StagingBuffer | None = None
-        self.not_copied: OutOfMemoryError | None = None
-        self.may_pass = True
-        self.sealed_at = 0.0
+        self.is_live = buffers is None  # the save is in the foreground
+        self.buffer: StagingBuffer | None = None  # what the tensors are copied into, all of them, if they are
+        self.not_copied: OutOfMemoryError | None = None  # in the background: training has to wait for the save
+        self.may_pass = True  # through a smaller buffer, because another thread writes
+        self.sealed_at = 0.0  # by time.perf_counter()
         self._path = path
         self._buffers = buffers
         self._overlaps = overlaps
@@ -217,11 +190,7 @@ class Snapshot:
     # ---- the training thread -----------------------------------------------------------------------------------------
 
     def take(self, layout: Layout) -> None:
-        """Begin to copy the tensors; those that are not copied may be read by other threads from now on.
-
-        Raises:
-            CheckpointError: A CUDA graph is being captured: the state is not computed now.
-        """
+        """Begin to copy the tensors; those that are not copied may be read by other threads from now on."""
         if is_capturing(layout.tensors):
             raise CheckpointError(
                 "save was called while a CUDA graph is being captured: the work that computes the state is only "
@@ -271,14 +240,9 @@ class Snapshot:
     def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Return when the caller may change the state, if the copy overlaps only by a step of an optimizer.
 
-        The other thread begins to write when ``meanwhile`` has ended, or with :meth:`seal` if the copy overlaps:
-        sooner, the two would take the GIL from each other, and training wait for it.
-
-        Args:
-            meanwhile: What the calling thread does while the state is being copied.
-
-        Raises:
-            SnapshotTornError: A tensor changed while it was being copied.
+        The calling thread does ``meanwhile`` while the state is being copied. The other thread begins to write when
+        that has ended, or with :meth:`seal` if the copy overlaps: sooner, the two would take the GIL from each other,
+        and training wait for it.
         """
 
         def then_write() -> None:
@@ -304,11 +268,7 @@ class Snapshot:
         self._sealed.set()
 
     def give_up(self, error: BaseException) -> None:
-        """Declare that there is nothing to save; returns when nothing is copied any more.
-
-        Args:
-            error: Why.
-        """
+        """Declare that there is nothing to save, and why; returns when nothing is copied any more."""
         self._failure = given_up(error, self._path)
         try:
             if self._copy is not None:
@@ -340,9 +300,8 @@ class Snapshot:
     ) -> list[tuple[str, PassedImage]] | None:
         """Begin to copy files of live tensors through a buffer that is smaller than they are; None if it is not.
 
-        Args:
-            files: Names and images, in the order in which they are going to be written.
-            is_there: Called before a file is copied: whether it need not be written.
+        ``files`` are in the order in which they are going to be written; ``is_there`` is called before one is copied:
+        whether it need not be written.
         """
         return None if self._passing is None else self._passing.begin(files, is_there)
 
@@ -362,12 +321,7 @@ class Snapshot:
         self._raise_failure()
 
     def wait_sealed(self) -> None:
-        """Return when the whole state was taken; called when all tensors that were not copied have been written.
-
-        Raises:
-            SnapshotTornError: One of them was changed meanwhile.
-            CheckpointError: There is nothing to save.
-        """
+        """Return when the whole state was taken; called when all tensors that were not copied have been written."""
         if not self.is_live:
             self._sealed.wait()
         self._raise_failure()

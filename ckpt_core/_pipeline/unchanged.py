@@ -41,21 +41,13 @@ _WORTH_A_FILE = 256 * 1024  # a file costs a call or two to make durable, and it
 
 @dataclasses.dataclass(frozen=True)
 class _KnownFile:
-    """A safetensors file of the checkpoint before.
-
-    Attributes:
-        name: Its name.
-        size: Its length in bytes.
-        save_id: The save that wrote it.
-        digests: Of its blocks, one after the other; the first is its header's.
-        links: How many checkpoints have taken it over since its bytes were written or read back.
-    """
+    """A safetensors file of the checkpoint before."""
 
     name: str
-    size: int
-    save_id: str
-    digests: bytes
-    links: int
+    size: int  # its length in bytes
+    save_id: str  # the save that wrote it
+    digests: bytes  # of its blocks, one after the other; the first is its header's
+    links: int  # how many checkpoints have taken it over since its bytes were written or read back
 
     def fits(self, layout: FileLayout) -> bool:
         """Return whether it has the header of such a file, but for the save's id."""
@@ -74,12 +66,8 @@ class _Known:
 class UnchangedFiles:
     """What one rank knows of the last committed checkpoint, in order not to write the same files again.
 
-    Args:
-        rank: This process's rank.
-        world_size: Number of ranks.
-        divide_replicated: Whether parts that all ranks hold alike may be divided over files. If not, they stay files
-            that other programs read as they are, and are taken over only if all of the part is frozen.
-        enabled: If not, everything is written each time.
+    With ``divide_replicated``, parts that all ranks hold alike may be divided over files. If not, they stay files that
+    other programs read as they are, and are taken over only if all of the part is frozen.
     """
 
     def __init__(self, *, rank: int, world_size: int, divide_replicated: bool, enabled: bool = True) -> None:
@@ -119,14 +107,7 @@ class UnchangedFiles:
 
 
 class IncrementalSave:
-    """One save that does not write again what is in the checkpoint before.
-
-    Args:
-        memory: What it is a save of.
-        storage: Where it goes.
-        path: The checkpoint.
-        known: The checkpoint before, if one is known.
-    """
+    """One save that does not write again what is in the checkpoint before."""
 
     def __init__(self, memory: UnchangedFiles, storage: Storage, path: str, known: _Known | None) -> None:
         self._memory = memory
@@ -142,17 +123,9 @@ class IncrementalSave:
         return [self._memory.divide(content) for content in contents]
 
     def take_over(self, files: RankFiles, name: str, image: Image, target: str, *, scratch: ScratchBuffers) -> bool:
-        """Make the file ``name`` of this save that of the checkpoint before, if the two are equal.
+        """Make the file ``name`` of this save that of the checkpoint before, if they are equal; return whether it is.
 
-        Args:
-            files: The files of this save; learns of it.
-            name: Which of them.
-            image: Its bytes.
-            target: Where it goes.
-            scratch: Lends memory.
-
-        Returns:
-            Whether it is there now. If not, it has to be written, over what may be there.
+        If not, it has to be written, over what may be there.
         """
         if self._known is None:
             return False

@@ -25,22 +25,11 @@ def write_image(
     before_tail: Callable[[], None] | None = None,
     written: Callable[[int], None] | None = None,
 ) -> int:
-    """Write ``image`` to ``path`` so that it is durable and whole there, or not there at all.
+    """Write ``image`` to ``path`` so that it is durable and whole there, or not there at all; return its size.
 
-    Args:
-        image: What to write.
-        storage: Where.
-        path: Under which name.
-        scratch: Lends up to 7 windows of memory (112 MiB); not used for a staged image.
-        meanwhile: What the calling thread does while others write.
-        written: Called for each window of a staged image that needs its memory no longer.
-        before_tail: Called when all windows are written; returns when the tail is known. If it raises, nothing appears.
-
-    Returns:
-        The file's size in bytes.
-
-    Raises:
-        StorageError: The storage refused; what was at ``path`` before is untouched.
+    ``scratch`` lends up to 7 windows of memory (112 MiB); not used for a staged image. The calling thread does
+    ``meanwhile`` while others write. ``written`` is called for each window of a staged image that needs its memory no
+    longer, ``before_tail`` when all windows are written; returns when the tail is known. If it raises, nothing appears.
     """
     writer = storage.create(path, image.approximate_size)
 

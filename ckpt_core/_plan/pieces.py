@@ -25,15 +25,10 @@ PLAIN_TYPES = frozenset({torch.Tensor, torch.nn.Parameter})
 # A state can have a hundred thousand of these: named tuples are made in a fraction of the time of a data class. Tensors
 # have no equality of one truth value, so neither have the next two.
 class Piece(NamedTuple):
-    """The elements of one box of a tensor.
+    """The elements of one box of a tensor."""
 
-    Args:
-        box: Where they are in the whole tensor.
-        tensor: They themselves, in the shape of the box: a live view without gradient, maybe not contiguous.
-    """
-
-    box: Box
-    tensor: torch.Tensor
+    box: Box  # where they are in the whole tensor
+    tensor: torch.Tensor  # they themselves, in the shape of the box: a live view without gradient, maybe not contiguous
 
     def part(self, box: Box) -> Piece:
         """Return the elements of ``box``, which is inside this piece's and counted like it from the whole tensor."""
@@ -41,35 +36,24 @@ class Piece(NamedTuple):
 
 
 class LocalTensor(NamedTuple):
-    """A tensor as this rank has it.
+    """A tensor as this rank has it."""
 
-    Args:
-        dtype: Type of its elements.
-        shape: Shape of the whole tensor.
-        pieces: What is on this rank; none where other ranks hold all elements. A tensor without elements has one piece,
-            also without elements, on every rank it is on.
-        holders: The ranks, ascending, that hold exactly these pieces, this one included; none if there are no pieces.
-    """
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
+    dtype: torch.dtype  # type of its elements
+    shape: tuple[int, ...]  # shape of the whole tensor
+    # What is on this rank; none where other ranks hold all elements. A tensor without elements has one piece, also
+    # without elements, on every rank it is on.
     pieces: tuple[Piece, ...]
+    # The ranks, ascending, that hold exactly these pieces, this one included; none if there are no pieces.
     holders: tuple[int, ...]
 
 
 def local_tensor(tensor: torch.Tensor, *, key: str, rank: int, world_size: int, replicated: bool) -> LocalTensor:
     """Return what of ``tensor`` is on this rank.
 
-    Args:
-        tensor: A plain tensor (also a parameter, a buffer, any view), a ``DTensor`` on any mesh, or a ``ShardedTensor``
-            of FSDP1. A ``DTensor`` on a part of a mesh is taken to be on that part alone.
-        key: Its name in the state, for errors.
-        rank: The global number of this rank.
-        world_size: Number of ranks.
-        replicated: Whether every rank holds the same plain tensor. Distributed tensors say themselves who holds what.
-
-    Raises:
-        SerializationError: The tensor is of a kind that cannot be written as plain elements.
+    It may be plain (also a parameter, a buffer, any view), a ``DTensor`` on any mesh, or a ``ShardedTensor`` of FSDP1.
+    A ``DTensor`` on a part of a mesh is taken to be on that part alone. ``replicated`` says whether every rank holds
+    the same plain tensor; distributed ones say themselves who holds what. A kind that cannot be written as plain
+    elements is refused.
     """
     if type(tensor) in PLAIN_TYPES:
         _check_plain(tensor, key)
@@ -183,11 +167,7 @@ class _MeshView:
         self._shares: dict[tuple[tuple[int, ...], tuple[Sharding | None, ...]], _Share] = {}
 
     def share(self, shape: tuple[int, ...], shardings: tuple[Sharding | None, ...]) -> _Share:
-        """Return what the rank holds of a tensor of this shape.
-
-        Raises:
-            ValueError: The mesh does not say.
-        """
+        """Return what the rank holds of a tensor of this shape; a ``ValueError`` if the mesh does not say."""
         share = self._shares.get((shape, shardings))
         if share is None:
             share = self._shares[shape, shardings] = self._computed_share(shape, shardings)

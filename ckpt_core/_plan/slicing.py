@@ -36,15 +36,8 @@ Plan = dict[str, list[tuple[int, Box]]]
 def writes_of_rank(tensors: Mapping[str, LocalTensor], rank: int) -> dict[str, tuple[Piece, ...]]:
     """Return the pieces that this rank writes, so that over all ranks every element is written once.
 
-    It needs no communication: all that it depends on is known to every rank that holds the same pieces.
-
-    Args:
-        tensors: What is on this rank, by key.
-        rank: The global number of this rank.
-
-    Returns:
-        The pieces to write, live views as in ``tensors``; only keys with pieces, in the order of ``tensors``. A tensor
-        without elements is written by one rank, as one piece without elements.
+    It needs no communication: all that it depends on is known to every rank that holds the same pieces. They are live
+    views, in the order of ``tensors``; a tensor without elements is written by one rank, as one piece without elements.
     """
     return _pieces(tensors, _plan(_structure(tensors), rank))
 

@@ -62,17 +62,7 @@ def read_stock(
     """Return what stock Accelerate has saved, by part, all of it in memory.
 
     Parts are ``model``, ``optimizer``, ``scheduler``, with a number from the second on, ``scaler``, ``custom_0`` and so
-    on, ``sampler``, ``dl_state_dict``, and ``random_states``, by rank.
-
-    Args:
-        source: Path or URL of the directory.
-        weights_only: As for ``torch.load``.
-        storage_options: Passed to fsspec for URLs.
-        memory: Where tensors go.
-
-    Raises:
-        UnsafeCheckpointError: A file is more than data; it names the file.
-        CheckpointError: A file is damaged or of no kind that is known.
+    on, ``sampler``, ``dl_state_dict``, and ``random_states``, by rank. A file that is more than data is refused.
     """
     path = full_path(source)
     storage = storage_for(path, storage_options)
@@ -131,9 +121,6 @@ def parts_of_stock(state: Mapping[str, Any]) -> tuple[list[Part], dict[str, Any]
     """Return the parts and metadata of a directory that ``accelerate_ckpt`` loads, of what stock has saved.
 
     Of the random states, those of rank 0 are taken: the others derive theirs. There is no data position.
-
-    Args:
-        state: From :func:`read_stock`.
     """
     random_states = state.get("random_states", {})
     custom = [name for name in state if name.startswith("custom_")]
@@ -180,16 +167,8 @@ def _plain(states: Mapping[str, Any]) -> dict[str, Any]:
 def write_stock(state: Mapping[str, Any], target: StrPath) -> None:
     """Write a state as stock Accelerate's ``save_state`` does, for its ``load_state``.
 
-    What is written: models as safetensors, optimizers, schedulers, scaler, registered objects and random states. The
-    data position has no place there.
-
-    Args:
-        state: Of ``accelerate_ckpt``, of a Lightning Trainer, or from :func:`read_stock`: :func:`load_whole`.
-        target: A local directory in which nothing is yet.
-
-    Raises:
-        CheckpointFormatError: The state has no model.
-        StorageError: There is something at the target, or the disk refused.
+    The state is one that :func:`load_whole` returns. What is written: models as safetensors, optimizers, schedulers,
+    scaler, registered objects and random states. The data position has no place there.
     """
     parts = _parts(state)
     if not isinstance(parts.get("model"), Mapping):

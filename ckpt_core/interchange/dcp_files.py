@@ -83,11 +83,7 @@ def export_dcp(source: StrPath, target: StrPath, *, storage_options: dict[str, A
 
 
 class _ExportPlanner(SavePlanner):
-    """Gives DCP's writer the entries of a checkpoint, each when it is asked for.
-
-    Args:
-        checkpoint: The checkpoint.
-    """
+    """Gives DCP's writer the entries of a checkpoint, each when it is asked for."""
 
     def __init__(self, checkpoint: DirectoryCheckpoint) -> None:
         self._checkpoint = checkpoint
@@ -211,14 +207,6 @@ def read_dcp(
     """Return the state of a checkpoint in DCP's own format, all of it in memory; no code from it is run.
 
     Keys of dictionaries are text, as DCP has them.
-
-    Args:
-        source: The DCP checkpoint: a directory or a URL.
-        storage_options: Passed to fsspec for URLs.
-        memory: Where tensors go.
-
-    Raises:
-        CheckpointError: As :func:`import_dcp`.
     """
     origin = full_path(source)
     storage = storage_for(origin, storage_options)

@@ -44,32 +44,20 @@ _DCP = "torch.distributed.checkpoint"
 
 @dataclasses.dataclass(frozen=True)
 class Location:
-    """Where DCP has put an object: a torch file inside of one of its files.
+    """Where DCP has put an object: a torch file inside of one of its files."""
 
-    Attributes:
-        file: Path of the file in the checkpoint's directory.
-        offset: Where the object begins.
-        length: Its size in bytes.
-    """
-
-    file: str
-    offset: int
-    length: int
+    file: str  # path of the file in the checkpoint's directory
+    offset: int  # where the object begins
+    length: int  # its size in bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class DcpEntry:
-    """An entry of a DCP checkpoint.
+    """An entry of a DCP checkpoint."""
 
-    Attributes:
-        path: Its path in the state.
-        info: Type and shape of the tensor; None where it is none.
-        chunks: The parts of the tensor; one, without a meaning, where it is none.
-    """
-
-    path: EntryPath
-    info: TensorInfo | None
-    chunks: tuple[tuple[Box, Location], ...]
+    path: EntryPath  # its path in the state
+    info: TensorInfo | None  # type and shape of the tensor; None where it is none
+    chunks: tuple[tuple[Box, Location], ...]  # the parts of the tensor; one, without a meaning, where it is none
 
 
 class _Record:
@@ -161,10 +149,6 @@ class _Unpickler(pickle.Unpickler):
 def read_dcp_metadata(data: bytes, *, path: str) -> list[DcpEntry]:
     """Return what is in a DCP checkpoint.
 
-    Args:
-        data: The bytes of ``.metadata``.
-        path: The file, for messages.
-
     Raises:
         UnsafeCheckpointError: There is more in it than descriptions of tensors.
         CheckpointFormatError: It makes no sense.
@@ -238,19 +222,7 @@ _LOCAL_HEADER = 30  # bytes, before name and extra field
 
 
 def load_stored(storage: Storage, directory: str, entry: DcpEntry, location: Location, memory: TensorMemory) -> Any:
-    """Return an object of a DCP checkpoint, which is a tensor where the entry is one.
-
-    Args:
-        storage: Where the checkpoint is.
-        directory: The checkpoint.
-        entry: What it is of.
-        location: Where it is.
-        memory: Where tensors go.
-
-    Raises:
-        UnsafeCheckpointError: It is not plain data.
-        CheckpointCorruptedError: It cannot be read.
-    """
+    """Return an object of a DCP checkpoint, which is a tensor where the entry is one; refuse what is not plain data."""
     return _read_stored(
         storage,
         directory,

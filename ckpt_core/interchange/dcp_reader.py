@@ -187,15 +187,9 @@ def structure_of(checkpoint: DirectoryCheckpoint, part: str, rank: int = 0) -> A
 def entries_by_name(
     checkpoint: DirectoryCheckpoint, states: Iterable[tuple[str, int, EntryPath]]
 ) -> dict[str, tuple[str, int, Entry]]:
-    """Return the entries of states by their names in DCP, with part and rank.
+    """Return the entries of states (part, rank, path of the part's state) by their names in DCP, with part and rank.
 
-    Args:
-        checkpoint: The checkpoint.
-        states: Part, rank, and path of the part's state. What a rank has not saved is left out: DCP says so if it is
-            wanted.
-
-    Raises:
-        StateMismatchError: Two entries have the same name.
+    What a rank has not saved is left out: DCP says so if it is wanted. Two entries of one name are refused.
     """
     found: dict[str, tuple[str, int, Entry]] = {}
     for part, rank, prefix in states:
@@ -225,12 +219,8 @@ def load_values(
 ) -> list[Any]:
     """Fill tensors of a part, all together, and return entries that are not tensors, with the tensors that they hold.
 
-    Args:
-        checkpoint: The checkpoint.
-        part: The part.
-        rank: Whose, if it is per-rank.
-        tensors: What to fill, by the keys below the part.
-        values: The entries, from the part's structure.
+    ``tensors`` are by the keys below the part, ``values`` from the part's structure; ``rank`` says whose, if it is
+    per-rank.
     """
     views: dict[int, LocalTensor] = {}
     into: dict[tuple[Hashable, ...], torch.Tensor] = {}
@@ -252,12 +242,8 @@ def load_values(
 class TensorBatches:
     """Tensors of a part, loaded one after the other; small ones that follow each other together.
 
-    Args:
-        checkpoint: The checkpoint.
-        part: The part.
-        rank: Whose, if it is per-rank.
-        wanted: Keys below the part, and a tensor of that type and shape, in the order in which they are going to be
-            loaded.
+    ``wanted`` are keys below the part, and a tensor of that type and shape, in the order in which they are going to be
+    loaded.
     """
 
     def __init__(

@@ -38,20 +38,14 @@ _last_saves: dict[str, int] = {}  # by session: the number of the last save that
 
 @dataclasses.dataclass(frozen=True)
 class _SaveNumber:
-    """Which save it is, and who takes part; the coordinator tells the ranks in their plans.
+    """Which save it is, and who takes part; the coordinator tells the ranks in their plans."""
 
-    Attributes:
-        session: The coordinator's process.
-        number: Of the save. A rank whose plan has not changed is given none: DCP takes the plan from a save before, and
-            the rank counts on from there.
-        rank: This rank.
-        world_size: Number of ranks.
-    """
-
-    session: str
+    session: str  # the coordinator's process
+    # Of the save. A rank whose plan has not changed is given none: DCP takes the plan from a save before, and the rank
+    # counts on from there.
     number: int
-    rank: int
-    world_size: int
+    rank: int  # this rank
+    world_size: int  # number of ranks
 
     def token(self) -> str:
         number = max(self.number, _last_saves.get(self.session, 0) + 1)
@@ -265,16 +259,7 @@ def _value(planner: SavePlanner, item: WriteItem) -> Any:
 
 
 def value_chunks(value: Any, path: EntryPath, *, key: str) -> tuple[Value, list[Chunk]]:
-    """Take apart an entry that is not a tensor.
-
-    Args:
-        value: Plain data, maybe with tensors in it.
-        path: The entry's path below its part.
-        key: Its name, for errors.
-
-    Raises:
-        SerializationError: It is not plain data.
-    """
+    """Take apart an entry that is not a tensor, but plain data, maybe with tensors in it."""
     skeleton, tensors = encode_plain(value, key=key)
     chunks = []
     for number, (name, tensor) in enumerate(tensors):

@@ -28,19 +28,12 @@ _REST = "meta.pt"  # what Lightning writes beside DCP's files
 
 @dataclasses.dataclass(frozen=True)
 class Foreign:
-    """A checkpoint of another program.
+    """A checkpoint of another program."""
 
-    Attributes:
-        what: Which, in words: ``"a Hugging Face model in 2 files"``.
-        state: What it holds, tensors without values.
-        checked: What :attr:`check` compares, in words.
-        check: Reads it to its end.
-    """
-
-    what: str
-    state: dict[str, Any]
-    checked: str
-    check: Callable[[], None]
+    what: str  # which, in words: "a Hugging Face model in 2 files"
+    state: dict[str, Any]  # what it holds, tensors without values
+    checked: str  # what check compares, in words
+    check: Callable[[], None]  # reads it to its end
 
 
 def recognize(source: StrPath, *, storage_options: dict[str, Any] | None = None) -> Foreign | None:

@@ -179,12 +179,7 @@ def _write_model(tensors: Mapping[str, _Tensor], directory: str, max_shard_size:
 
 
 def write_model_file(tensors: Mapping[str, torch.Tensor], path: str) -> None:
-    """Write tensors into a local safetensors file.
-
-    Raises:
-        SerializationError: A tensor has a type for which safetensors has no name.
-        StorageError: The disk refused.
-    """
+    """Write tensors into a local safetensors file."""
     found = {}
     for name, tensor in tensors.items():
         info = TensorInfo(tensor.dtype, tuple(tensor.shape))
@@ -245,14 +240,7 @@ def read_model(
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a model that is safetensors files, all of them in memory.
 
-    Args:
-        source: The model's directory or URL, or one ``.safetensors`` file.
-        storage_options: Passed to fsspec for URLs.
-        name: Of the model's file, if it is not in several.
-        memory: Where tensors go.
-
-    Raises:
-        CheckpointError: As :func:`import_model`.
+    ``name`` is that of the model's file, if it is not in several. Errors as for :func:`import_model`.
     """
     origin = full_path(source)
     storage = storage_for(origin, storage_options)

@@ -26,17 +26,11 @@ EntryPath = tuple[str | int, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """An entry of a state.
+    """An entry of a state."""
 
-    Attributes:
-        path: Its path in DCP's words: dictionary keys as text, positions in lists as numbers.
-        where: The keys themselves, below the part.
-        value: What is there.
-    """
-
-    path: EntryPath
-    where: tuple[Hashable, ...]
-    value: Any
+    path: EntryPath  # its path in DCP's words: dictionary keys as text, positions in lists as numbers
+    where: tuple[Hashable, ...]  # the keys themselves, below the part
+    value: Any  # what is there
 
 
 def entry_name(path: EntryPath) -> str:
@@ -45,12 +39,7 @@ def entry_name(path: EntryPath) -> str:
 
 
 def split_path(path: EntryPath, part: str | None = None) -> tuple[str, EntryPath]:
-    """Return the part that an entry belongs to, and its path there.
-
-    Args:
-        path: Its path in the whole state.
-        part: The part that the whole state is; None: its first key says.
-    """
+    """Return the part that an entry belongs to (its first key says, if it is not given), and its path there."""
     if part is not None:
         return part, path
     if len(path) > 1 and isinstance(path[0], str) and path[0] != ROOT and _is_part_name(path[0]):
@@ -67,12 +56,7 @@ def _is_part_name(text: str) -> bool:
 
 
 def entries_of(state: Any, prefix: EntryPath) -> Iterator[Entry]:
-    """Yield the entries that DCP makes of a state.
-
-    Args:
-        state: Nested dictionaries and lists.
-        prefix: Path of the state itself.
-    """
+    """Yield the entries that DCP makes of a state of nested dictionaries and lists, whose own path is ``prefix``."""
     return _entries(state, prefix, ())
 
 
@@ -94,11 +78,7 @@ def _is_branch(value: Any) -> bool:
 
 
 def subtree(values: Mapping[Any, Any]) -> Any:
-    """Return nested dictionaries that hold values at paths; the value itself where its path is empty.
-
-    Raises:
-        ValueError: Two paths cannot be in one dictionary.
-    """
+    """Return nested dictionaries that hold values at paths (the value itself at an empty one), where that can be."""
     root: dict[Hashable, Any] = {}
     for path, value in values.items():
         if not path:
@@ -115,11 +95,7 @@ def subtree(values: Mapping[Any, Any]) -> Any:
 
 
 def nested(values: Mapping[EntryPath, Any]) -> Any:
-    """Return the state that has values, none of them a dictionary, at paths in DCP's words.
-
-    Raises:
-        ValueError: There is no such state.
-    """
+    """Return the state that has values, none of them a dictionary, at paths in DCP's words; or a ``ValueError``."""
     return _with_lists(subtree(values))
 
 

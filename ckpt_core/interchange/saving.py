@@ -53,66 +53,40 @@ _REFERENCE = re.compile(r"\$[0-9]+")
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor that a rank writes.
+    """A box of a tensor that a rank writes."""
 
-    Attributes:
-        path: The entry's path below its part.
-        number: Which tensor of the entry, if that is a value that holds some.
-        info: Type and shape of the whole tensor.
-        box: What of it.
-        load: Returns the elements, in the box's shape.
-    """
-
-    path: EntryPath
-    number: int
-    info: TensorInfo
-    box: Box
-    load: Callable[[], torch.Tensor]
+    path: EntryPath  # the entry's path below its part
+    number: int  # which tensor of the entry, if that is a value that holds some
+    info: TensorInfo  # type and shape of the whole tensor
+    box: Box  # what of it
+    load: Callable[[], torch.Tensor]  # returns the elements, in the box's shape
 
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """An entry that is not a tensor.
+    """An entry that is not a tensor."""
 
-    Attributes:
-        skeleton: From :func:`~ckpt_core._layouts.sharded.plain.encode_plain`.
-        tensors: What it refers to.
-    """
-
-    skeleton: Json
-    tensors: tuple[TensorInfo, ...]
+    skeleton: Json  # from encode_plain
+    tensors: tuple[TensorInfo, ...]  # what it refers to
 
 
 @dataclasses.dataclass(frozen=True)
 class RankShards:
-    """What a rank has written; plain data.
+    """What a rank has written; plain data."""
 
-    Attributes:
-        rank: Its number.
-        save_id: In which save.
-        tensors: The tensors that it holds pieces of, by part.
-        values: The entries that are not tensors, by part.
-        files: For the manifest; chunks refer to ``tensors``.
-        digests: The file of digests.
-        sizes: Bytes of each file.
-    """
-
-    rank: int
-    save_id: str
-    tensors: dict[str, dict[TensorId, TensorInfo]]
-    values: dict[str, dict[EntryPath, Value]]
-    files: list[list[Any]]
-    digests: list[Any] | None
-    sizes: dict[str, int]
+    rank: int  # its number
+    save_id: str  # in which save
+    tensors: dict[str, dict[TensorId, TensorInfo]]  # the tensors that it holds pieces of, by part
+    values: dict[str, dict[EntryPath, Value]]  # the entries that are not tensors, by part
+    files: list[list[Any]]  # for the manifest; chunks refer to tensors
+    digests: list[Any] | None  # the file of digests
+    sizes: dict[str, int]  # bytes of each file
 
 
 class UnconnectedSave:
     """One process's part in the making of a checkpoint.
 
-    Args:
-        storage: Where it goes.
-        path: The checkpoint.
-        token: 1 to 64 letters, digits and dashes: the same for all who write it, and never used again.
+    ``token`` is the same for all who write it, and never used again: 1 to 64 letters, digits and dashes.
     """
 
     def __init__(self, storage: Storage, path: str, token: str) -> None:
@@ -134,18 +108,10 @@ class UnconnectedSave:
         world_size: int = 1,
         one_by_one: bool = False,
     ) -> RankShards:
-        """Write a rank's files.
+        """Write a rank's files: chunks, by part, and the entries that are not tensors.
 
-        Args:
-            chunks: What it writes of each part.
-            values: The entries of each part that are not tensors.
-            rank: Its number.
-            world_size: Number of ranks.
-            one_by_one: Whether at most one tensor is loaded at any time. If not, several threads load them, and each is
-                expected to be there already.
-
-        Raises:
-            StorageError: The storage refused.
+        With ``one_by_one``, at most one tensor is loaded at any time. If not, several threads load them, and each is
+        expected to be there already.
         """
         scratch = ScratchBuffers()
         try:
@@ -215,16 +181,8 @@ class UnconnectedSave:
     ) -> int:
         """Make it the checkpoint at its path, in the place of what was there; return its size in bytes.
 
-        Args:
-            ranks: What all have written, in their order.
-            kind: Kind of all parts.
-            metadata: Plain data to keep with it.
-            order: Part and path of entries, as they come in the state.
-
-        Raises:
-            SerializationError: The ranks have not written one state, or ``metadata`` are not plain data.
-            CheckpointCorruptedError: Elements are missing, or there twice.
-            StorageError: A file is not seen here, or the storage refused.
+        ``ranks`` is what all have written, in their order; ``order`` has part and path of entries, as they come in the
+        state. Ranks that have not written one state are refused, and so are elements that are missing or there twice.
         """
         manifest = _join_ranks(ranks, kind=kind, metadata=metadata, order=order, path=self.path)
         sizes = {name: size for rank in ranks for name, size in rank.sizes.items()}

@@ -62,10 +62,8 @@ class TensorMemory:
 class DiskMemory:
     """Memory for a state that may be larger than the machine's: the system moves it to a local disk when it must.
 
-    It is a file without a name, whose pages are those of the tensors. Without room on the disk it is ordinary memory.
-
-    Args:
-        target: What is being made of the state: the file is beside it, if that is local.
+    It is a file without a name, beside what is being made of the state, whose pages are those of the tensors. Without
+    room on the disk it is ordinary memory.
     """
 
     def __init__(self, target: str) -> None:
@@ -112,11 +110,7 @@ def given(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 class LazyTensors(Sequence[torch.Tensor]):
-    """Tensors that are loaded when they are asked for, by one thread; one of them is kept.
-
-    Args:
-        loads: Return them.
-    """
+    """Tensors that are loaded when they are asked for, by one thread; one of them is kept."""
 
     def __init__(self, loads: Sequence[Callable[[], torch.Tensor]]) -> None:
         self._loads = loads
@@ -162,14 +156,7 @@ def write_in_order(image: Image, storage: Storage, path: str) -> int:
 
 @contextlib.contextmanager
 def new_directory(target: StrPath) -> Iterator[str]:
-    """Give a directory to fill, which becomes ``target`` at the end; if the body raises, nothing is left.
-
-    Args:
-        target: Where nothing is yet, or an empty directory.
-
-    Raises:
-        StorageError: There is something, it is a URL, or the disk refused.
-    """
+    """Give a directory to fill, which becomes ``target``, where nothing is yet; if the body raises, nothing is left."""
     if is_remote(target):
         raise StorageError(
             "other programs' formats are written to local directories only",

@@ -12,13 +12,9 @@ __all__ = ["Carried"]
 
 
 class Carried:
-    """The generators and the plain values of some objects.
+    """The generators and, with ``plain``, the plain values of some objects by name; one without a name has no prefix.
 
     Generators are looked for when this is made and by :meth:`look`, because looking takes longer than reading them.
-
-    Args:
-        plain: Whether to capture plain values as well.
-        owners: The objects by name; paths of the one without a name have no prefix.
     """
 
     def __init__(self, owners: Mapping[str, object], *, plain: bool = True) -> None:

@@ -45,10 +45,6 @@ def derive_rng(state: RngState, rank: int) -> RngState:
 
     They are seeded with the SHA-256 digest of the given generators and the rank's number: the same checkpoint always
     gives a rank the same numbers, and no two ranks the same.
-
-    Args:
-        state: The generators of rank 0.
-        rank: The new rank's number.
     """
     digest = hashlib.sha256(f"rank {rank}".encode())
     digest.update(repr(state.python).encode())
@@ -70,12 +66,6 @@ def average_gradients(ranks: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, 
 
     The next synchronised backward pass averages over the new ranks, as it would have over the old ones, so the mean
     keeps the weight of what was accumulated. A rank without a gradient for a parameter counts as zero.
-
-    Args:
-        ranks: The gradients that each old rank had accumulated.
-
-    Raises:
-        StateMismatchError: The ranks' gradients for a parameter have different shapes.
     """
     average: dict[str, torch.Tensor] = {}
     for name in dict.fromkeys(name for gradients in ranks for name in gradients):
@@ -102,14 +92,9 @@ def carry_order(sampler: Any, moment: SamplerMoment) -> SamplerMoment:
     """Let a sampler make the order that a sampler of the same kind made with another source of random numbers.
 
     With one rank a shuffling sampler usually draws from the global generators; with several, Accelerate gives it a
-    generator of its own. Without this the two would make different permutations from the same state.
-
-    Args:
-        sampler: The batch sampler that is to make the order; a generator is added to its sampler where it needs one.
-        moment: The other sampler's moment just before it drew the order.
-
-    Returns:
-        The moment from which this sampler draws that order.
+    generator of its own. Without this the two would make different permutations from the same state. ``moment`` is the
+    other sampler's just before it drew the order; returned is that from which this one draws it. Where this one needs a
+    generator, it gets one.
     """
     path, leaf = _innermost(sampler)
     if not hasattr(leaf, "generator"):
@@ -131,10 +116,8 @@ def carry_order(sampler: Any, moment: SamplerMoment) -> SamplerMoment:
 class RemainingBatches(BatchSampler):
     """The batches of indices that are left of an epoch.
 
-    Args:
-        inner: The batch sampler of the whole epoch. One of torch's own is taken up at the sample, so that its batches
-            may have another size than those that were consumed.
-        consumed: Number of samples consumed (for another kind of batch sampler: of batches).
+    A batch sampler of torch's own is taken up at the sample, so that its batches may have another size than those that
+    were consumed; ``consumed`` counts samples then, and batches of other kinds.
     """
 
     def __init__(self, inner: Any, consumed: int) -> None:
@@ -166,26 +149,18 @@ class EpochShare:
     """What is left of an epoch, as batches of indices for one of the ranks that share it: iterating makes them.
 
     The ranks take the samples in turn, as those of a ``DistributedSampler`` do.
-
-    Attributes:
-        order: Says in which order the epoch's samples are, as plain data and tensors: ``{"kind": "sequential"}``, the
-            seed and epoch of a ``DistributedSampler``, or the moment at which a ``RandomSampler`` drew it.
-        length: Number of samples in it.
-        consumed: Number of samples that were consumed before.
-        batch_size: Samples in a batch of one rank.
-        drop_last: Whether an incomplete batch at the end is left out.
-        replicas: Number of ranks that share the rest.
-        rank: This one of them.
-        even: Whether samples that do not make a whole row of ranks are left out, rather than made up by repeating some.
     """
 
+    # Says in which order the epoch's samples are, as plain data and tensors: {"kind": "sequential"}, the seed and epoch
+    # of a DistributedSampler, or the moment at which a RandomSampler drew it.
     order: Mapping[str, Any]
-    length: int
-    consumed: int
-    batch_size: int
-    drop_last: bool
-    replicas: int
-    rank: int
+    length: int  # number of samples in it
+    consumed: int  # number of samples that were consumed before
+    batch_size: int  # samples in a batch of one rank
+    drop_last: bool  # whether an incomplete batch at the end is left out
+    replicas: int  # number of ranks that share the rest
+    rank: int  # this one of them
+    # Whether samples that do not make a whole row of ranks are left out, rather than made up by repeating some.
     even: bool
 
     @property
@@ -210,12 +185,7 @@ class EpochShare:
 
 
 def describe_order(sampler: Any, current: SamplerPass | None) -> dict[str, Any] | None:
-    """Return the ``order`` of an :class:`EpochShare` for the pass that a sampler is in; None if nothing was drawn yet.
-
-    Args:
-        sampler: A ``DistributedSampler``, ``SequentialSampler`` or ``RandomSampler``.
-        current: Its pass, with the moment at which a ``RandomSampler`` drew its order.
-    """
+    """Return the ``order`` of an :class:`EpochShare` for the pass that a sampler is in; None before the first draw."""
     if isinstance(sampler, DistributedSampler):
         return {"kind": "distributed", "shuffle": sampler.shuffle, "seed": sampler.seed, "epoch": sampler.epoch}
     if isinstance(sampler, SequentialSampler):
@@ -243,11 +213,8 @@ def _in_order(order: Mapping[str, Any], length: int) -> Iterable[int]:
 class RemainingSamples(IterableDataset[Any]):
     """The samples that are left of an epoch of an iterable data set.
 
-    What was consumed is read again and dropped, once: the pass after it is a whole one.
-
-    Args:
-        inner: The data set.
-        consumed: Number of samples consumed, for each data loading worker (one number without workers).
+    What was consumed (by each data loading worker; one number without any) is read again and dropped, once: the pass
+    after it is a whole one.
     """
 
     def __init__(self, inner: Any, consumed: Sequence[int]) -> None:

@@ -31,11 +31,7 @@ def _like(parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
 
 
 def capture_gradients(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> dict[str, torch.Tensor]:
-    """Copy the gradients that are there to host memory; of a distributed one, this rank's shard.
-
-    Args:
-        parameters: Names and parameters, as ``model.named_parameters()`` gives them.
-    """
+    """Copy the gradients that are there to host memory; of a distributed one, this rank's shard."""
     return {
         name: _local(parameter.grad).detach().to("cpu", copy=True)
         for name, parameter in parameters
@@ -46,11 +42,7 @@ def capture_gradients(parameters: Iterable[tuple[str, torch.nn.Parameter]]) -> d
 def restore_gradients(
     parameters: Iterable[tuple[str, torch.nn.Parameter]], gradients: Mapping[str, torch.Tensor]
 ) -> None:
-    """Put captured gradients back, and clear those of the other parameters.
-
-    Raises:
-        StateMismatchError: A gradient belongs to no parameter, or has another shape.
-    """
+    """Put captured gradients back, and clear those of the other parameters."""
     left = dict(gradients)
     for name, parameter in parameters:
         gradient = left.pop(name, None)
@@ -72,17 +64,11 @@ def restore_gradients(
 
 
 def rebuild_ddp_buckets(model: Any) -> bool:
-    """Give DDP its final gradient buckets now instead of after the first step.
+    """Give DDP its final gradient buckets now instead of after the first step; return whether it has them.
 
     DDP reduces the first step of a process in other buckets than all later ones. With three or more ranks the sums are
     then added in another order, so the first step after a resume differs in the last bits from the same step of a run
     that was not interrupted. There is no public way to ask for the final buckets.
-
-    Args:
-        model: The wrapped model, before its first step.
-
-    Returns:
-        Whether the buckets were rebuilt; they are not where DDP never rebuilds, or not in this way.
     """
     if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
         return False

@@ -57,29 +57,13 @@ def frozen_parameters(model: torch.nn.Module) -> frozenset[str]:
 
 
 def join_ranks(replicated: Mapping[str, Any], per_rank: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
-    """Put the parts of all ranks into one state.
-
-    Args:
-        replicated: What is the same on every rank.
-        per_rank: What each rank holds, in rank order; ``None`` for a rank that could not report.
-
-    Returns:
-        A dictionary with one entry for each kind.
-    """
+    """Put the parts of all ranks into one state; None stands for a rank that could not report."""
     ranks = [None if state is None else dict(state) for state in per_rank]
     return {Kind.REPLICATED.value: dict(replicated), Kind.PER_RANK.value: ranks}
 
 
 def state_of_rank(joined: Mapping[str, Any], rank: int) -> dict[str, Any]:
-    """Return what one rank held when the state was joined.
-
-    Args:
-        joined: The result of :func:`join_ranks`.
-        rank: The rank, from 0.
-
-    Raises:
-        StateMismatchError: The state of that rank was not saved.
-    """
+    """Return what one rank held when the state was joined by :func:`join_ranks`."""
     ranks = joined[Kind.PER_RANK.value]
     state = ranks[rank] if rank < len(ranks) else None
     if state is None:

@@ -51,30 +51,20 @@ _COMPARED = {
 
 @dataclasses.dataclass(frozen=True)
 class LoaderMark:
-    """A loader between two fetches.
+    """A loader between two fetches."""
 
-    Attributes:
-        started: The fetch, counted from the start of the epoch, at which its current pass began.
-        sampler_pass: Its current pass over the sampler.
-        state: Its own state, if it has one.
-        generators: What its data set and ``collate_fn`` carry, if they are in this process.
-    """
-
-    started: int
-    sampler_pass: SamplerPass | None
-    state: Mapping[str, Any] | None
+    started: int  # the fetch, counted from the start of the epoch, at which its current pass began
+    sampler_pass: SamplerPass | None  # its current pass over the sampler
+    state: Mapping[str, Any] | None  # its own state, if it has one
+    # What its data set and collate_fn carry, if they are in this process.
     generators: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class FetchHistory(Generic[Moment]):
     """The moments before the last fetches of a pass: what a loop has fetched ahead, it fetches again after a resume.
 
-    Args:
-        length: How many are remembered.
-
-    Attributes:
-        draws_while_reading: Whether reading has drawn from the generators of this process, as far as the first two
-            fetches of a pass have shown: reading again then draws at another moment than the first time.
+    ``draws_while_reading`` says whether reading has drawn from the generators of this process, as far as the first two
+    fetches of a pass have shown: reading again then draws at another moment than the first time.
     """
 
     def __init__(self, length: int) -> None:
@@ -111,11 +101,9 @@ def has_no_dataset_state(state: Any) -> bool:
 
 
 class LoaderTracker:
-    """Follows one loader.
+    """Follows one loader: a ``DataLoader`` (also a stateful one) or any iterable.
 
-    Args:
-        loader: A ``DataLoader`` (also a stateful one) or any iterable.
-        replay: Always go back by reading again.
+    With ``replay``, it always goes back by reading again.
     """
 
     def __init__(self, loader: Any, replay: bool = False) -> None:
@@ -252,9 +240,8 @@ class LoaderTracker:
     def capture(self, mark: LoaderMark, fetches: int) -> dict[str, Any]:
         """Capture the state from which the loader continues in the middle of a pass.
 
-        Args:
-            mark: What :meth:`mark` said before the first fetch that does not count.
-            fetches: Number of fetches of this epoch that count.
+        ``mark`` is what :meth:`mark` said before the first fetch that does not count, ``fetches`` how many of this
+        epoch do.
         """
         position = fetches - mark.started
         state = {**self._common(), "position": position, "method": self.method, "started": mark.started}
@@ -387,11 +374,7 @@ class LoaderTracker:
         return int(state["position"]) if self._reads_again(state) else 0
 
     def prepare(self, state: Mapping[str, Any]) -> int:
-        """Get ready for the loader's iterator to be made in the middle of a pass.
-
-        Returns:
-            How many batches to take from the new iterator and drop.
-        """
+        """Get ready for the loader's iterator to be made in the middle of a pass; return how many batches to drop."""
         self.passes = int(state["passes"])
         self.started = int(state["started"])
         position = int(state["position"])

@@ -63,18 +63,12 @@ def _tensor_to_bytes(tensor: torch.Tensor) -> bytes:
 
 @dataclasses.dataclass(frozen=True)
 class RngState:
-    """The global random generators of this process at one moment.
+    """The global random generators of this process at one moment."""
 
-    Attributes:
-        python: ``random.getstate()``.
-        numpy: ``numpy.random.get_state()``.
-        torch_cpu: State of torch's default CPU generator.
-        devices: Those of accelerators in use, by the type of the device.
-    """
-
-    python: tuple[Any, ...]
-    numpy: tuple[Any, ...]
-    torch_cpu: torch.Tensor
+    python: tuple[Any, ...]  # random.getstate()
+    numpy: tuple[Any, ...]  # numpy.random.get_state()
+    torch_cpu: torch.Tensor  # state of torch's default CPU generator
+    # Those of accelerators in use, by the type of the device.
     devices: Mapping[str, DeviceGenerators] = dataclasses.field(default_factory=dict)
 
     @classmethod
@@ -169,14 +163,7 @@ def unpack_rng(packed: bytes) -> RngState:
 
 
 def find_generators(owner: object) -> Iterator[tuple[str, Any]]:
-    """Find the random generators that an object carries, wherever :func:`~ckpt_core.state.reach.reach` comes.
-
-    Args:
-        owner: A sampler, data set, loader, function or any other object.
-
-    Yields:
-        The path of attribute names, and the generator.
-    """
+    """Find the generators that an object carries, by path, wherever :func:`~ckpt_core.state.reach.reach` comes."""
     for found in reach(owner, plain=False):
         yield found.path, found.value
 
@@ -235,11 +222,7 @@ def capture_generators(owner: object) -> dict[str, Any]:
 
 
 def restore_generators(owner: object, states: Mapping[str, Any]) -> list[str]:
-    """Set the generators of an object to captured states.
-
-    Returns:
-        The paths for which the object has no generator any more.
-    """
+    """Set the generators of an object to captured states; return the paths of those that it has no more."""
     missing = set(states)
     for path, generator in find_generators(owner):
         if path in states:

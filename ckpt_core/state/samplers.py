@@ -24,18 +24,12 @@ _SEEDS = ("seed", "epoch")
 
 @dataclasses.dataclass(frozen=True)
 class SamplerMoment:
-    """Everything a sampler's next numbers can depend on, at one moment.
+    """Everything a sampler's next numbers can depend on, at one moment."""
 
-    Attributes:
-        rng: The global generators.
-        generators: The sampler's own generators, captured.
-        counters: Its seed, its epoch, and other integers it has changed since it was made.
-        values: Other plain values that it has changed, such as a list that it shuffles in place.
-    """
-
-    rng: RngState
-    generators: Mapping[str, Any]
-    counters: Mapping[str, int]
+    rng: RngState  # the global generators
+    generators: Mapping[str, Any]  # the sampler's own generators, captured
+    counters: Mapping[str, int]  # its seed, its epoch, and other integers it has changed since it was made
+    # Other plain values that it has changed, such as a list that it shuffles in place.
     values: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def encode(self) -> dict[str, Any]:
@@ -53,18 +47,13 @@ class SamplerMoment:
 
 @dataclasses.dataclass
 class SamplerPass:
-    """One pass over the data.
+    """One pass over the data."""
 
-    Attributes:
-        begun: The moment its iterator was made.
-        first: The moment the first batch of indices was drawn, which is when most samplers draw their permutation;
-            ``None`` before that.
-        drawn: Number of batches of indices drawn; with workers it is ahead of the batches that were consumed.
-    """
-
-    begun: SamplerMoment
+    begun: SamplerMoment  # the moment its iterator was made
+    # The moment the first batch of indices was drawn, which is when most samplers draw their permutation; None before
+    # that.
     first: SamplerMoment | None = None
-    drawn: int = 0
+    drawn: int = 0  # number of batches of indices drawn; with workers it is ahead of the batches that were consumed
     draws_throughout: bool = False
 
 
@@ -79,11 +68,7 @@ def _parts(sampler: object) -> Iterator[tuple[str, object]]:
 
 
 def describe_sampler(sampler: object) -> str:
-    """Name a sampler and the samplers inside it, and whether they shuffle.
-
-    Args:
-        sampler: The sampler.
-    """
+    """Name a sampler and the samplers inside it, and whether they shuffle."""
     names = []
     for _, part in _parts(sampler):
         shuffle = getattr(part, "shuffle", None)
@@ -94,10 +79,8 @@ def describe_sampler(sampler: object) -> str:
 def capture_counters(sampler: object, initial: Mapping[str, int] | None = None) -> dict[str, int]:
     """Capture the integers of a sampler and of the samplers inside it.
 
-    Args:
-        sampler: The sampler.
-        initial: An earlier capture; then only seeds, epochs and what differs from it are returned, so that what the
-            user configured for this run (``num_replicas``, ``batch_size``) is left to the user.
+    Of an ``initial`` capture, only seeds, epochs and what differs from it are returned, so that what the user
+    configured for this run (``num_replicas``, ``batch_size``) is left to the user.
     """
     counters: dict[str, int] = {}
     for path, part in _parts(sampler):
@@ -130,18 +113,6 @@ class RecordingSampler(Forwarding):
 
     It yields what the sampler yields, and remembers what is needed to make the same pass again and to skip what was
     consumed: no permutation is stored, however large the data set. Everything else is forwarded to the sampler.
-
-    Args:
-        inner: The loader's sampler.
-        loader: The loader, whose own generator the sampler may share.
-
-    Attributes:
-        current: The pass of the last iterator.
-        live: The last iterator.
-        undo_seed: Set for a pass whose workers, in the run that is repeated, were there already, so that no seed was
-            drawn for them.
-        plain: The plain values that it carries.
-        moving: Which of them change as it is drawn from.
     """
 
     _own = frozenset({"inner", "loader", "current", "live", "undo_seed", "plain", "moving", "_initial", "_pending"})
@@ -149,12 +120,15 @@ class RecordingSampler(Forwarding):
     def __init__(self, inner: Iterable[Any], loader: object) -> None:
         self.inner = inner
         self.loader = loader
-        self.current: SamplerPass | None = None
-        self.live: _RecordingIterator | None = None
+        self.current: SamplerPass | None = None  # the pass of the last iterator
+        self.live: _RecordingIterator | None = None  # the last iterator
+        # Set for a pass whose workers, in the run that is repeated, were there already, so that no seed was drawn for
+        # them.
         self.undo_seed = False
         self._initial = capture_counters(inner)
+        # The plain values that it carries.
         self.plain = PlainState(inner, skip=(loader, getattr(loader, "dataset", None)))
-        self.moving: set[str] = set()
+        self.moving: set[str] = set()  # which of them change as it is drawn from
         self._pending: tuple[SamplerPass, int] | None = None
         stay_stateful(self)
 

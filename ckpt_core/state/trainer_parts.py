@@ -42,14 +42,9 @@ def parts_of(
     """Split a checkpoint of the Trainer into parts.
 
     Weights and optimizers are parts of their own, so that each can be read alone; their tensors may be distributed. The
-    rest is that of rank 0: only there has it everything, and ranks may differ in it. So are the buffers: each rank has
-    updated its own with its own batches, and DDP continues with those of rank 0.
-
-    Args:
-        checkpoint: What the Trainer gives its strategy; the callbacks and hooks of the user have changed it already.
-        rank: This process's rank.
-        buffers: Names of the model's buffers.
-        frozen: Names of its parameters that training does not change.
+    rest is that of rank 0: only there has it everything, and ranks may differ in it. So are the ``buffers``: each rank
+    has updated its own with its own batches, and DDP continues with those of rank 0. ``frozen`` parameters are those
+    that training does not change.
     """
     model = checkpoint.get("state_dict", {})
     whole = {name: value for name, value in model.items() if name in buffers or not isinstance(value, torch.Tensor)}
@@ -89,25 +84,13 @@ def metrics_of(checkpoint: Mapping[str, Any]) -> dict[str, float]:
 
 
 def rest_of(opened: Any) -> tuple[dict[str, Any], dict[str, Any], list[str] | None]:
-    """Return everything of a checkpoint but weights and optimizers.
-
-    Args:
-        opened: The open checkpoint.
-
-    Returns:
-        The rest, as the Trainer expects it; the model's buffers; the order of the model's state, if there is one.
-    """
+    """Return all of a checkpoint but weights and optimizers: that, the buffers, the order of the model's state."""
     rest = opened.load(_REST, rank=0)
     return rest["checkpoint"], rest["buffers"], rest["order"]
 
 
 def gradients_of(opened: Any, ranks: Iterable[int]) -> dict[int, Any]:
-    """Return the gradients of an open accumulation window that some of the ranks had, by rank.
-
-    Args:
-        opened: The open checkpoint.
-        ranks: Which ranks of those that saved.
-    """
+    """Return the gradients of an open accumulation window that some of the ranks had, by rank."""
     return {rank: opened.load(_GRADIENTS, rank=rank) for rank in ranks}
 
 
@@ -121,12 +104,9 @@ def whole(
 ) -> dict[str, Any]:
     """Return a checkpoint as the Trainer collected it, all of its tensors whole.
 
-    Args:
-        opened: The open checkpoint.
-        ranks: Those whose gradients of an open accumulation window are wanted.
-        map_location: Device of the tensors; the CPU, if not given, or where it maps the devices that tensors were on:
-            a directory does not say.
-        empty: Makes the large tensors instead, without values.
+    ``ranks`` are those whose gradients of an open accumulation window are wanted. ``map_location`` is the device of the
+    tensors; it is the CPU where it maps the devices that tensors were on, which a directory does not say. ``empty``
+    makes the large tensors instead, without values.
     """
     device = map_location if isinstance(map_location, (str, torch.device)) else empty
     checkpoint, buffers, order = rest_of(opened)

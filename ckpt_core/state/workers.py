@@ -31,10 +31,8 @@ _LENGTH = struct.Struct("<Q")
 class WorkerRngLog:
     """A ring of the last generator states of each worker, in shared memory.
 
-    Args:
-        num_workers: Number of workers of the loader.
-        depth: Number of batches back that can be asked for; more than a worker can be ahead of the consumer.
-        room: Bytes for the generators that data set and ``collate_fn`` carry.
+    ``depth`` is how many batches back can be asked for, more than a worker can be ahead of the consumer; ``room`` is in
+    bytes, for the generators that data set and ``collate_fn`` carry.
     """
 
     def __init__(self, num_workers: int, depth: int, room: int = 0) -> None:
@@ -61,15 +59,9 @@ class WorkerRngLog:
         self._counts[worker] = count + 1
 
     def state_after(self, worker: int, batches: int, timeout: float = 60.0) -> torch.Tensor | None:
-        """Return the worker's generators as they were after its first ``batches`` batches.
+        """Return the worker's generators as they were after its first ``batches`` batches; None after 0.
 
-        Args:
-            worker: The worker's number.
-            batches: How many batches; with 0 there is no record and the answer is ``None``.
-            timeout: Seconds to wait for a worker that is still busy with one of them.
-
-        Raises:
-            CheckpointError: The worker did not get there, or the record was overwritten.
+        It waits ``timeout`` seconds for a worker that is still busy with one of them.
         """
         if batches <= 0:
             return None
@@ -104,11 +96,8 @@ def unpack_carried(packed: bytes) -> dict[str, Any]:
 class RecordingCollate:
     """A ``collate_fn`` that also records the worker's generators, and sets them once after a resume.
 
-    Args:
-        collate_fn: The loader's own one.
-        log: Where to record.
-        resume: For each worker the packed generators to continue from, or ``None``.
-        throwaway: Number of workers (the first ones) that make one batch that is dropped before they continue.
+    ``resume`` has for each worker the packed generators to continue from, or None. The first ``throwaway`` workers make
+    one batch that is dropped before they continue.
     """
 
     def __init__(
@@ -154,12 +143,7 @@ class RecordingCollate:
 
 
 class WorkerInit:
-    """A ``worker_init_fn`` that calls the loader's own one and then lets a resumed worker continue.
-
-    Args:
-        worker_init_fn: The loader's own one, if it has one.
-        collate: The recorder of the same loader.
-    """
+    """A ``worker_init_fn`` that calls the loader's own one and then lets a resumed worker continue."""
 
     def __init__(self, worker_init_fn: Callable[[int], None] | None, collate: RecordingCollate) -> None:
         self.worker_init_fn = worker_init_fn

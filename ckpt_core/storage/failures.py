@@ -28,11 +28,7 @@ _HIDDEN = "***"
 
 
 class Secrets:
-    """The credentials in ``storage_options``, to be blotted out of texts.
-
-    Args:
-        storage_options: As given by the user; strings under names that sound like credentials, at any depth.
-    """
+    """The credentials in ``storage_options``, to be blotted out of texts: strings under names that sound like some."""
 
     def __init__(self, storage_options: Mapping[str, Any]) -> None:
         found = {text for text in _secret_texts(storage_options, secret=False) if len(text) >= _SHORTEST}
@@ -77,13 +73,7 @@ def _secret_texts(value: Any, *, secret: bool) -> Iterator[str]:
 
 
 def describer(secrets: Secrets, action: str, path: str) -> Describe:
-    """Return what makes the error for the user out of the one of a client.
-
-    Args:
-        secrets: Shown nowhere.
-        action: What was being done: ``"read"``, ``"write"``, ``"commit"``, ...
-        path: To which URL.
-    """
+    """Return what makes the error for the user out of the one of a client, by what it did (``"read"``) to which URL."""
     shown = secrets.hide(path)
 
     def describe(error: Exception) -> CheckpointError:

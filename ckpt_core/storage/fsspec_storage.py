@@ -152,13 +152,6 @@ class FsspecStorage(Storage):
 
     Uploads to S3 and Azure go in parts of 16 MiB, several at a time; to GCS in one resumable upload; to any other store
     in one call. Requests that fail for the moment are repeated.
-
-    Args:
-        url: Any URL in the store; says which filesystem it is.
-        storage_options: Passed to fsspec: endpoint, credentials and so on. They show in no error, log or ``repr``.
-
-    Raises:
-        StorageError: The package for the URL is not installed, or the options do not fit.
     """
 
     #: An unfinished upload is an orphan when nothing was added to it for so long.

@@ -30,12 +30,7 @@ _MOST_PARTS = 10_000
 class S3Writer(FileWriter):
     """Uploads parts, one after the other, by the requests of s3fs; each is repeated alone and its answer looked at.
 
-    Args:
-        filesystem: An ``s3fs.S3FileSystem``.
-        path: URL of the object.
-        expected_size: How many bytes will be written, or a few less; decides how large parts must be.
-        retries: Carries out the requests.
-        describe: ``describe(action, path)`` makes errors for the user.
+    ``expected_size`` decides how large parts must be: how many bytes will be written, or a few less.
     """
 
     def __init__(
@@ -140,11 +135,6 @@ class StreamWriter(FileWriter):
     """One file of fsspec's that bytes are added to in order (GCS, Azure); the object exists when ``commit`` closes it.
 
     The clients repeat failed requests by themselves.
-
-    Args:
-        filesystem: A ``gcsfs.GCSFileSystem`` or an ``adlfs.AzureBlobFileSystem``.
-        path: URL of the object.
-        describe: Makes errors for the user.
     """
 
     def __init__(self, filesystem: Any, path: str, describe: Describe) -> None:
@@ -181,14 +171,7 @@ class StreamWriter(FileWriter):
 
 
 class WholeObjectWriter(FileWriter):
-    """Collects the object in memory and stores it by one call, for stores that would show an unfinished file.
-
-    Args:
-        filesystem: Any fsspec filesystem.
-        path: URL of the object.
-        retries: Carries out the requests.
-        describe: Makes errors for the user.
-    """
+    """Collects the object in memory and stores it by one call, for stores that would show an unfinished file."""
 
     def __init__(self, filesystem: Any, path: str, retries: Retries, describe: Describe) -> None:
         self._filesystem = filesystem

@@ -35,11 +35,7 @@ _CGROUPS = (  # limit, use, and in the statistics what the kernel gives back whe
 
 
 class MemoryStorage(LocalStorage):
-    """Files below one directory of a tmpfs.
-
-    Args:
-        directory: Where files are kept aside; the checkpoints are in directories below it.
-    """
+    """Files below one directory of a tmpfs, in which files are kept aside, too."""
 
     def __init__(self, directory: str) -> None:
         super().__init__()
@@ -50,11 +46,7 @@ class MemoryStorage(LocalStorage):
         return MemoryStorage, (self._directory,)
 
     def create(self, path: str, expected_size: int) -> FileWriter:
-        """Begin a file.
-
-        Raises:
-            StorageError: It does not fit, into the filesystem or into what memory the machine or container has left.
-        """
+        """Begin a file, if it fits into the filesystem and what memory the machine or container has left."""
         spare, pages = self._take_spare(expected_size)
         try:
             _refuse_if_full(self._directory, expected_size - pages)

@@ -81,12 +81,7 @@ class Claims:
         weakref.finalize(self, _leave, self._held, wait=False)
 
     def hold(self, directory: str, make: Callable[[str], Claim | None]) -> None:
-        """Claim ``directory``, or renew the claim, and warn if another job has it.
-
-        Args:
-            directory: Path or URL.
-            make: Its storage's :meth:`~ckpt_core.storage.Storage.claim`.
-        """
+        """Claim ``directory`` by its storage's ``claim``, or renew the claim, and warn if another job has it."""
         directory = _identity(directory)
         with _lock:
             claim = _claims.get(directory) or make(directory)
@@ -171,12 +166,7 @@ class _Other:
 
 
 class Lease(Claim):
-    """This process's lease on a directory, which a thread writes again and again.
-
-    Args:
-        store: Where.
-        directory: URL.
-    """
+    """This process's lease on a directory, which a thread writes again and again."""
 
     def __init__(self, store: LeaseStore, directory: str) -> None:
         super().__init__(directory)

@@ -334,8 +334,7 @@ class LocalStorage(Storage):
 def _claim(descriptor: int) -> bool:
     """Lock an unfinished file until this process closes it or dies: it tells the orphan of a dead process from work.
 
-    Returns:
-        False if another process took the file for an orphan before it was locked, and has deleted it.
+    False if another process took it for an orphan before it was locked, and has deleted it.
     """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -358,10 +357,6 @@ class DirectoryLock(Claim):
     """An exclusive ``flock`` on the directory's own descriptor: no file shows it, a killed process leaves none behind.
 
     Where the filesystem cannot lock a directory there is no claim, and nobody is warned.
-
-    Args:
-        directory: Path.
-        make: Makes the directory if there is none.
     """
 
     def __init__(self, directory: str, make: Callable[[str], None]) -> None:

@@ -37,15 +37,7 @@ def address(data: memoryview) -> int:
 
 
 class LocalFileReader(FileReader):
-    """A file that is open for reading.
-
-    Args:
-        path: The file.
-
-    Raises:
-        CheckpointNotFoundError: There is none.
-        StorageError: It is no regular file, or cannot be read.
-    """
+    """A regular file that is open for reading."""
 
     def __init__(self, path: str) -> None:
         self.path = path

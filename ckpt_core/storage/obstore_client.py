@@ -84,22 +84,7 @@ class NotSuitableError(Exception):
 
 
 class ObstoreClient:
-    """One bucket.
-
-    Attributes:
-        has_read: Whether the server has ever answered a ranged read as obstore demands.
-        has_written: Whether it has taken an object from obstore.
-
-    Args:
-        protocol: ``"s3"``, ``"az"`` or ``"gs"``.
-        filesystem: fsspec's, connected with the user's settings.
-        path: Any URL in the bucket.
-        options: Those of :data:`OBSTORE_OPTIONS`.
-
-    Raises:
-        NotSuitableError: obstore is not installed, does not follow these settings, or this process is a fork of one
-            that has used it.
-    """
+    """One bucket, with the user's settings that fsspec's client has; a :class:`NotSuitableError` says why not."""
 
     def __init__(self, protocol: str, filesystem: Any, path: str, options: Mapping[str, Any]) -> None:
         refuse_fork()
@@ -124,7 +109,8 @@ class ObstoreClient:
             return store(bucket, client_options=client, retry_config=retries, **arguments)
 
         self._reading, self._writing = connect(_READING), connect(_WRITING)
-        self.has_read = self.has_written = False
+        self.has_read = False  # whether the server has ever answered a ranged read as obstore demands
+        self.has_written = False  # whether it has taken an object from obstore
 
     def knows(self, path: str) -> bool:
         """Return whether obstore calls the object by this name; it takes out empty parts and dots."""
@@ -148,16 +134,10 @@ class ObstoreClient:
         self.has_read = True
 
     def put(self, path: str, data: memoryview | bytes, *, once: bool = False) -> None:
-        """Make an object by one request.
+        """Make an object by one request; with ``once``, give up soon.
 
-        Args:
-            path: URL.
-            data: Its bytes.
-            once: Whether to give up soon.
-
-        Raises:
-            IncompleteAnswerError: It is worth another attempt; obstore repeats by itself what the store refuses for the
-                moment.
+        An :class:`IncompleteAnswerError` is worth another attempt; obstore repeats by itself what the store refuses for
+        the moment.
         """
         refuse_fork()
         store = self._reading if once else self._writing
@@ -165,15 +145,9 @@ class ObstoreClient:
             self._obstore.put(store, self._key(path), data, use_multipart=False)
 
     def begin(self, path: str, first: memoryview, mark: str) -> Any:
-        """Begin an object of several parts; return obstore's writer.
+        """Begin an object of several parts; return obstore's writer, which reads from ``first`` until it releases it.
 
-        Args:
-            path: URL.
-            first: The first part; obstore reads from it until it has released it.
-            mark: Kept with the object, for :meth:`size_made_by`.
-
-        Raises:
-            IncompleteAnswerError: As for :meth:`put`.
+        ``mark`` is kept with the object, for :meth:`size_made_by`. Errors as for :meth:`put`.
         """
         refuse_fork()
         file = self._obstore.open_writer(
@@ -213,12 +187,8 @@ def _incomplete_answers() -> Iterator[None]:
 class ObstoreWriter(FileWriter):
     """Uploads parts from a few buffers of its own; takes them in order.
 
-    Args:
-        client: Of the bucket.
-        path: URL of the object.
-        expected_size: How many bytes will be written, or a few less; decides how large parts must be.
-        retries: Carries out the requests that obstore does not repeat.
-        describe: Makes errors for the user.
+    ``expected_size`` decides how large parts must be: how many bytes will be written, or a few less. ``retries``
+    carries out the requests that obstore does not repeat.
     """
 
     def __init__(

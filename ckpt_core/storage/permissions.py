@@ -40,10 +40,7 @@ def _identity(status: os.stat_result) -> tuple[int, int, int]:
 def adopt(target: int | str, replaced: os.stat_result | None, *, most: int = _MODE) -> None:
     """Give a file or directory of ours the mode of what it replaces, and its owner and group if we may.
 
-    Args:
-        target: Descriptor or path.
-        replaced: What it replaces; if that is nothing, nothing is changed.
-        most: What the mode may allow at most.
+    The mode allows ``most`` at most; where nothing is replaced, nothing is changed.
     """
     if replaced is None or not differ(os.stat(target), replaced):
         return

@@ -128,15 +128,7 @@ class Retries:
         self._has_answered = False
 
     def call(self, request: Callable[[], Result], describe: Describe) -> Result:
-        """Return what ``request`` returns.
-
-        Args:
-            request: Asks the store; may be called several times.
-            describe: Makes the error for the user out of the one that ``request`` raised.
-
-        Raises:
-            CheckpointError: From ``describe``: the failure is no transient one, or did not go away.
-        """
+        """Return what ``request`` returns, maybe after several calls; ``describe`` makes the error for the user."""
         try:
             for attempt in self._attempts():
                 with attempt:

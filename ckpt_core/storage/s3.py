@@ -49,15 +49,8 @@ def abandoned_uploads(
 ) -> Iterator[dict[str, str]]:
     """Yield the uploads into ``directory``, or a directory directly in it, to which nobody has added for so long.
 
-    Args:
-        filesystem: An ``s3fs.S3FileSystem``.
-        directory: URL.
-        silent_seconds: By the clock of the store.
-        empty: Whether those count of which no part has arrived. They cost nothing, and some servers do not tell when
-            they began.
-
-    Yields:
-        Arguments of ``abort_multipart_upload``.
+    Time is that of the store's clock. With ``empty``, those count of which no part has arrived: they cost nothing, and
+    some servers do not tell when they began. Each is given as arguments of ``abort_multipart_upload``.
     """
     bucket, key, _ = filesystem.split_path(directory)
     prefix = f"{key.rstrip('/')}/" if key else ""

@@ -29,21 +29,14 @@ _VERSION = 1
 
 @dataclasses.dataclass(frozen=True)
 class Identity:
-    """What tells one local copy from any other that was or will be at its path.
+    """What tells one local copy from any other that was or will be at its path."""
 
-    Attributes:
-        committed: Unix time of its commit in seconds, as it says of itself; the file system's date of one that does not
-            say.
-        inode: Of the file, or of a directory's manifest: each save makes a new one.
-        size: Of that file in bytes.
-        modified_ns: Time of its last change.
-        save: Which save a directory is of; copies of it have the same. None for a file, empty if that is damaged.
-    """
-
+    # Unix time of its commit in seconds, as it says of itself; the file system's date of one that does not say.
     committed: float = dataclasses.field(compare=False)
-    inode: int
-    size: int
-    modified_ns: int
+    inode: int  # of the file, or of a directory's manifest: each save makes a new one
+    size: int  # of that file in bytes
+    modified_ns: int  # time of its last change
+    # Which save a directory is of; copies of it have the same. None for a file, empty if that is damaged.
     save: str | None = None
 
     def is_copy_of(self, other: Identity) -> bool:
@@ -83,15 +76,7 @@ def _save_of(path: str, *_identity_of_manifest: int) -> str:
 
 
 def read_ledger(storage: Storage, directory: str) -> dict[str, Identity]:
-    """Return what is known of the uploads in a directory, by the checkpoint's name.
-
-    Args:
-        storage: Where the uploads are.
-        directory: Of the uploads.
-
-    Raises:
-        StorageError: The storage refused.
-    """
+    """Return what is known of the uploads in a directory, by the checkpoint's name."""
     path = f"{directory}/{LEDGER_NAME}"
     try:
         with storage.open(path) as reader:
@@ -111,11 +96,7 @@ def read_ledger(storage: Storage, directory: str) -> dict[str, Identity]:
 
 
 def write_ledger(storage: Storage, directory: str, uploads: Mapping[str, Identity]) -> None:
-    """Replace what is known of the uploads in a directory.
-
-    Raises:
-        StorageError: The storage refused.
-    """
+    """Replace what is known of the uploads in a directory."""
     fields = {name: dataclasses.astuple(identity) for name, identity in uploads.items()}
     data = json.dumps({"version": _VERSION, "uploads": fields}, separators=(",", ":")).encode()
     storage.write_whole(f"{directory}/{LEDGER_NAME}", data)

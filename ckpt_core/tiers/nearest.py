@@ -36,13 +36,7 @@ _DAMAGED: set[tuple[str, Identity]] = set()
 
 
 class TieredStorage(Storage):
-    """Two tiers as one storage. Paths of either are taken; what is listed has paths of the tier that was asked for.
-
-    Args:
-        tiers: The two.
-        local: Keeps the local one.
-        storage_options: For fsspec, if the other one is a URL.
-    """
+    """Two tiers as one storage. Paths of either are taken; what is listed has paths of the tier that was asked for."""
 
     def __init__(
         self, tiers: Tiers, *, local: Storage | None = None, storage_options: dict[str, Any] | None = None
@@ -57,15 +51,7 @@ class TieredStorage(Storage):
         return self.tiers.storage(self._storage_options)
 
     def nearest(self, path: str, read: Callable[[Storage, str], Result]) -> Result:
-        """Return what ``read`` returns for the local copy of a checkpoint or, if that is missing or damaged, the other.
-
-        Args:
-            path: The checkpoint, in either tier.
-            read: Called with a storage and the checkpoint's path in it.
-
-        Raises:
-            CheckpointError: What ``read`` raises for the last copy.
-        """
+        """Return what ``read`` returns for the local copy of a checkpoint, or the other if that is not whole."""
         local = self.tiers.local_path(path)
         identity = self.local_identity(path)
         if identity is not None:
@@ -86,13 +72,7 @@ class TieredStorage(Storage):
         return None if identity is None or (local, identity) in _DAMAGED else identity
 
     def can_replace(self, path: str, identity: Identity, error: CheckpointError) -> bool:
-        """Return whether the upload may take the place of a damaged local copy, and warn that it does.
-
-        Args:
-            path: The checkpoint, in either tier.
-            identity: Of the local copy.
-            error: What is wrong with that.
-        """
+        """Return whether the upload may take the place of a damaged local copy, and warn that it does."""
         remote, local = self.tiers.remote_path(path), self.tiers.local_path(path)
         if isinstance(error, StorageError) and error.errno == errno.EISDIR:
             return False  # not damaged: of the other layout

@@ -33,11 +33,7 @@ class _ReplacedError(CheckpointError):
 
 
 class Sender:
-    """Makes checkpoints of the remote tier what they are in the local one.
-
-    Args:
-        storage: The tiers.
-    """
+    """Makes checkpoints of the remote tier what they are in the local one."""
 
     def __init__(self, storage: TieredStorage) -> None:
         self._storage = storage
@@ -121,10 +117,8 @@ class Sender:
     def leftovers(self, directory: str, ending: str, before: float) -> list[str]:
         """Return the local checkpoints that are not in the remote tier as they are, the newest first.
 
-        Args:
-            directory: Local.
-            ending: Of the names that count, unless they are directories.
-            before: Unix time in seconds; what was changed later is somebody else's business.
+        Names count that have the ``ending``, unless they are directories; what was changed after ``before`` (Unix time)
+        is somebody else's business.
         """
         remote = self._tiers.remote_path(directory)
         self._storage.remote.remove_orphans(remote)
@@ -139,9 +133,7 @@ class Sender:
     def evict(self, directory: str, keep: int) -> None:
         """Delete the local copies of all uploaded checkpoints of a directory but the newest ``keep``.
 
-        Args:
-            directory: Local.
-            keep: How many stay; hard links of one file count once.
+        Hard links of one file count once.
         """
         known = self._ledger(self._tiers.remote_path(directory))
         uploaded = [

@@ -32,15 +32,7 @@ class Uploader:
     A listener: each commit that it hears of is uploaded. Uploads run in the order of the commits. One that fails is
     tried again before the next; a checkpoint that is removed before its turn is not uploaded. What the remote tier is
     to remove goes when all uploads asked for before have succeeded, so that it always has the newest checkpoint that it
-    ever had.
-
-    Args:
-        storage: The tiers.
-        on_error: ``"raise"`` keeps a failure for the queue's ``take_failure``; ``"warn"`` only logs and counts it.
-        listeners: Called with uploads and their failures.
-
-    Attributes:
-        queue: The uploads and removals that are under way, and their failures.
+    ever had. ``queue`` has what is under way, and the failures.
     """
 
     def __init__(
@@ -80,8 +72,7 @@ class Uploader:
     def resume(self, path: str) -> None:
         """Upload, once for each directory, what earlier processes have committed next to ``path`` and not uploaded.
 
-        Args:
-            path: A checkpoint; what has the same ending, or is a directory too, counts.
+        What has the same ending, or is a directory too, counts.
         """
         directory, ending = os.path.dirname(self._tiers.local_path(path)), os.path.splitext(path)[1]
         with self._lock:
@@ -92,12 +83,7 @@ class Uploader:
         self._submit(Job(directory, look, "search for leftovers", is_pending=False, raises=False))
 
     def remove(self, path: str, delete: Delete) -> None:
-        """Delete both copies of a checkpoint: the local one now, or when its upload is over if that has begun.
-
-        Args:
-            path: The checkpoint.
-            delete: Deletes the local copy.
-        """
+        """Delete both copies of a checkpoint: the local one now, or when its upload is over if that has begun."""
         local = self._tiers.local_path(path)
         with self._lock:
             self._unsent.pop(local, None)

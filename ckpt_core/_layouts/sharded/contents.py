@@ -32,17 +32,7 @@ _MOST_CELLS = 2**22  # of the grid in which overlaps are looked for
 
 
 class TensorTable:
-    """The tensors that chunks are of, as arrays.
-
-    Args:
-        infos: The tensors.
-
-    Attributes:
-        infos: The same.
-        dimensions: Number of dimensions of each.
-        numels: Number of elements of each.
-        itemsizes: Bytes of an element of each.
-    """
+    """The tensors that chunks are of, as arrays: dimensions, elements, and bytes of an element of each."""
 
     def __init__(self, infos: Sequence[TensorInfo]) -> None:
         self.infos = infos
@@ -63,22 +53,10 @@ class TensorTable:
 class Shard:
     """A safetensors file of the checkpoint, with everything known about its bytes.
 
-    Args:
-        file: What the manifest says.
-        rank: Who wrote it.
-        first_digest: Number of the digest of its first block in the rank's file of digests.
-        table: The tensors that its chunks are of.
-
-    Attributes:
-        tensors: Number of the tensor that each chunk is of, in file order.
-        offsets: Offsets of all chunks in their tensors, one chunk's after the other's.
-        shapes: Their shapes, in the same way.
-        numels: Number of elements of each chunk.
-        begins: Offset of each chunk in the file.
-        key_of: Returns the name of a tensor by its number, for messages.
-
-    Raises:
-        ValueError: The manifest's chunks are not inside their tensors, or do not fill the file.
+    ``tensors`` has the number of the tensor that each chunk is of, in file order; ``offsets`` and ``shapes`` have those
+    of all chunks, one chunk's after the other's; ``begins`` the offset of each chunk in the file. ``first_digest`` is
+    the number of the digest of its first block in the rank's file of digests. Chunks that are not inside their tensors,
+    or do not fill the file, are a ``ValueError``.
     """
 
     def __init__(self, file: ShardFile, *, rank: int, first_digest: int, table: TensorTable) -> None:
@@ -118,11 +96,7 @@ class Shard:
         return begins
 
     def check_blocks(self) -> None:
-        """Refuse a number of blocks in the manifest that is not the file's.
-
-        Raises:
-            ValueError: It is not.
-        """
+        """Refuse, with a ``ValueError``, a number of blocks in the manifest that is not the file's."""
         if len(self.blocks) != self.file.blocks + 1:
             raise ValueError(f"{self.file.name!r} cannot have {self.file.blocks} blocks")
 
@@ -150,26 +124,15 @@ def _numbers(values: Any) -> IntArray:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Placed:
-    """A chunk of a tensor.
+    """A chunk of a tensor."""
 
-    Attributes:
-        shard: The file that holds it.
-        box: Its place in the whole tensor.
-        begin: Its offset in the file.
-    """
-
-    shard: Shard
-    box: Box
-    begin: int
+    shard: Shard  # the file that holds it
+    box: Box  # its place in the whole tensor
+    begin: int  # its offset in the file
 
 
 class ChunkTable:
-    """The chunks of a table of tensors.
-
-    Args:
-        shards: The files that they are in.
-        table: The tensors.
-    """
+    """The chunks of a table of tensors."""
 
     def __init__(self, shards: Sequence[Shard], table: TensorTable) -> None:
         self.shards = shards
@@ -211,11 +174,7 @@ class ChunkTable:
         return [chunk for chunk in placed if chunk.box.intersection(box) is not None]
 
     def check_cover(self, tensor: int) -> None:
-        """Refuse chunks that are not every element of a tensor exactly once.
-
-        Raises:
-            ValueError: They are not.
-        """
+        """Refuse, with a ``ValueError``, chunks that are not every element of a tensor exactly once."""
         if self.is_whole(tensor):
             return
         begins, ends = self._corners(tensor, self._rows(tensor))
@@ -278,23 +237,14 @@ def _overlaps_another(begins: IntArray, ends: IntArray, row: int) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class PartContents:
-    """A part of the state as it is in the files.
-
-    Attributes:
-        name: Its name.
-        record: Its structure and its tensors.
-        references: Where in the structure tensors stand, in the order in which they are decoded.
-        keys: A name for each tensor.
-        table: Where the elements of tensors are.
-        first: Number of the part's first tensor in ``table``.
-    """
+    """A part of the state as it is in the files."""
 
     name: str
-    record: PartRecord
-    references: list[Reference]
-    keys: list[str]
-    table: ChunkTable
-    first: int
+    record: PartRecord  # its structure and its tensors
+    references: list[Reference]  # where in the structure tensors stand, in the order in which they are decoded
+    keys: list[str]  # a name for each tensor
+    table: ChunkTable  # where the elements of tensors are
+    first: int  # number of the part's first tensor in table
 
     def __post_init__(self) -> None:
         for shard in self.shards:
@@ -319,12 +269,7 @@ class PartContents:
 
 
 class Contents:
-    """The parts of a checkpoint.
-
-    Args:
-        manifest: What was read.
-        path: The checkpoint, for messages.
-    """
+    """The parts of a checkpoint."""
 
     def __init__(self, manifest: Manifest, path: str) -> None:
         self.kinds = manifest.kinds
@@ -334,11 +279,7 @@ class Contents:
 
     @contextlib.contextmanager
     def sense(self, key: str | None = None) -> Iterator[None]:
-        """Turn a ``ValueError`` about the manifest into an error that names the checkpoint.
-
-        Raises:
-            CheckpointCorruptedError: The body raised one.
-        """
+        """Turn a ``ValueError`` about the manifest into a ``CheckpointCorruptedError`` that names the checkpoint."""
         try:
             yield
         except ValueError as error:
@@ -356,17 +297,7 @@ class Contents:
         return [rank for rank, record in enumerate(self._manifest.ranks) if name in record.parts]
 
     def part(self, name: str, rank: int) -> PartContents:
-        """Return a part.
-
-        Args:
-            name: Its name.
-            rank: Whose, if it is per-rank.
-
-        Raises:
-            CheckpointNotFoundError: There is no such part.
-            StateMismatchError: The rank has not saved it.
-            CheckpointCorruptedError: The manifest makes no sense.
-        """
+        """Return a part; ``rank`` says whose, if it is per-rank."""
         if name not in self.kinds:
             raise CheckpointNotFoundError(
                 f"the checkpoint has no part {name!r}; it has {', '.join(sorted(self.kinds)) or 'none'}",
@@ -409,11 +340,7 @@ class Contents:
         return found
 
     def check(self) -> list[Shard]:
-        """Check everything that the manifest says; return all files.
-
-        Raises:
-            CheckpointCorruptedError: Something makes no sense.
-        """
+        """Check everything that the manifest says; return all files."""
         shards: dict[str, Shard] = {}
         for name in self.kinds:
             for rank in self.holders(name):
@@ -425,20 +352,12 @@ class Contents:
         return list(shards.values())
 
     def check_tensor(self, part: PartContents, index: int) -> None:
-        """Check that every element of a tensor is in the files once.
-
-        Raises:
-            CheckpointCorruptedError: One is not.
-        """
+        """Check that every element of a tensor is in the files once."""
         with self.sense(f"{part.name}.{part.keys[index]}"):
             part.table.check_cover(part.first + index)
 
     def check_blocks(self, shards: Iterable[Shard]) -> None:
-        """Check that there is one digest for each block of files.
-
-        Raises:
-            CheckpointCorruptedError: There is not.
-        """
+        """Check that there is one digest for each block of files."""
         with self.sense():
             for shard in shards:
                 shard.check_blocks()

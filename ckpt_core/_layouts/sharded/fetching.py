@@ -30,12 +30,8 @@ _PAGE = 4096
 class Read:
     """Bytes of a file that a part of a target is made of.
 
-    Attributes:
-        runs: ``(begin, end)`` of what is needed, ascending offsets in the file.
-        target: What is filled. One run fills the memory of a contiguous tensor, from byte ``skip`` on; or, with
-            ``strides``, all of ``target``, which may lie anyhow.
-        skip: Where in the memory of a contiguous target the first byte goes.
-        strides: Of the elements in the file.
+    One run fills the memory of a contiguous target, from byte ``skip`` on; or, with ``strides`` (of the elements in the
+    file), all of ``target``, which may lie anyhow.
     """
 
     runs: tuple[tuple[int, int], ...]
@@ -79,13 +75,7 @@ class Read:
 
 
 def reads_of(placed: Placed, box: Box, target: torch.Tensor) -> Iterator[Read]:
-    """Yield the reads that fill the part of a target that a chunk has.
-
-    Args:
-        placed: The chunk.
-        box: The target's place in the whole tensor.
-        target: Of the shape of ``box``.
-    """
+    """Yield the reads that fill the part of a target that a chunk has; ``box`` is the target's place in the whole."""
     view, itemsize, shape = target.detach(), target.dtype.itemsize, placed.box.shape
     if placed.box == box:
         if is_memory(view):
@@ -156,21 +146,13 @@ def _runs(shape: tuple[int, ...], box: Box, itemsize: int, step: int) -> list[tu
 
 @dataclasses.dataclass(slots=True)
 class Job:
-    """Blocks of one file that are read by one thread.
+    """Blocks of one file that are read by one thread."""
 
-    Attributes:
-        shard: The file.
-        spans: ``(first, last)`` numbers of the blocks, ascending, ``last`` not included.
-        reads: What is filled from them.
-        in_place: The memory that they are read into; None: scratch memory.
-        past_cache: Whether whole pages are read, which need not go through the page cache.
-    """
-
-    shard: Shard
-    spans: list[tuple[int, int]]
-    reads: list[Read]
-    in_place: torch.Tensor | None = None
-    past_cache: bool = False
+    shard: Shard  # the file
+    spans: list[tuple[int, int]]  # (first, last) numbers of the blocks, ascending, last not included
+    reads: list[Read]  # what is filled from them
+    in_place: torch.Tensor | None = None  # the memory that they are read into; None: scratch memory
+    past_cache: bool = False  # whether whole pages are read, which need not go through the page cache
 
     @property
     def origin(self) -> int:
@@ -186,10 +168,7 @@ class Job:
 def jobs_of(shard: Shard, reads: Iterable[Read], *, past_cache: bool) -> list[Job]:
     """Return what to do for the reads of one file, by ascending offset.
 
-    Args:
-        shard: The file.
-        reads: What is needed of it.
-        past_cache: Whether to read whole pages; if not, long runs are read straight into their targets.
+    With ``past_cache``, whole pages are read; if not, long runs are read straight into their targets.
     """
     jobs: list[Job] = []
     small: list[Read] = []
@@ -260,11 +239,7 @@ def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
 def run_job(job: Job, files: Files, scratch: ScratchBuffers, scratch_size: int) -> None:
     """Read the blocks, compare them, and fill what is made of them.
 
-    Args:
-        job: What to do.
-        files: Where the bytes come from, and their digests.
-        scratch: Lends memory.
-        scratch_size: Bytes to ask it for: the most that a job of this load needs.
+    ``scratch_size`` is the most that a job of this load needs of scratch memory.
     """
     if job.in_place is not None:
         _read_blocks(job, files, job.in_place.numpy().data, job.shard.blocks[job.spans[0][0]])

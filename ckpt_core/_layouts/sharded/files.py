@@ -32,12 +32,7 @@ _SAVE_IN_HEADER = re.compile(rb'"save":"([^"]*)"')
 
 
 def describe_file(name: str, reader: FileReader) -> ExtraFile:
-    """Return the record of a file that the caller added into the checkpoint.
-
-    Args:
-        name: Its path relative to the checkpoint's directory.
-        reader: The open file.
-    """
+    """Return the record of a file that the caller added into the checkpoint."""
     return ExtraFile(name, reader.size, digest_of_parts(file_pieces(reader)))
 
 
@@ -51,16 +46,7 @@ def file_pieces(reader: FileReader) -> Iterator[memoryview]:
 
 
 class Files:
-    """The files of a checkpoint, opened when they are needed.
-
-    Args:
-        directory: The checkpoint.
-        storage: Where it is.
-
-    Attributes:
-        sizes: Bytes of each file that the manifest names.
-        bytes_read: Bytes read so far.
-    """
+    """The files of a checkpoint, opened when they are needed. ``sizes``: bytes of each that the manifest names."""
 
     def __init__(self, directory: str, storage: Storage) -> None:
         self.sizes: dict[str, int] = {}
@@ -88,11 +74,7 @@ class Files:
         return f"{self._directory}/{name}"
 
     def open(self, name: str) -> FileReader:
-        """Open a file.
-
-        Raises:
-            CheckpointNotFoundError: There is none.
-        """
+        """Open a file, if there is one."""
         return CountingReader(self._storage.open_inside(self._directory, name), self._count)
 
     def _count(self, nbytes: int) -> None:
@@ -113,12 +95,7 @@ class Files:
         return reader
 
     def read_whole(self, file: ExtraFile) -> bytes:
-        """Return the bytes of a small file, verified.
-
-        Raises:
-            CheckpointCorruptedError: They differ from those that were saved, or there is no such file.
-            CheckpointError: There are too many for the memory.
-        """
+        """Return the bytes of a file, verified, if they are not too many for the memory."""
         if file.size > _LARGEST_WHOLE:
             raise CheckpointError(
                 f"a file of {file.size} bytes is not read into memory",
@@ -141,11 +118,7 @@ class Files:
             raise _corrupted("the bytes of a file differ from those that were saved", self.path_of(file.name))
 
     def prepare(self, shards: Sequence[Shard]) -> None:
-        """Make sure that files are there, whole, and of this save: sizes, headers and their files of digests.
-
-        Raises:
-            CheckpointCorruptedError: One is not.
-        """
+        """Make sure that files are there, whole, and of this save: sizes, headers and their files of digests."""
         if not shards:
             return
         threads = self.threads(shards)
@@ -200,11 +173,7 @@ class Files:
         return reader
 
     def compare(self, shard: Shard, block: int, memory: memoryview) -> None:
-        """Compare the bytes of a block with its digest.
-
-        Raises:
-            CheckpointCorruptedError: They differ; it names the file and the tensor.
-        """
+        """Compare the bytes of a block with its digest; the error names the file and the tensor."""
         begin = (shard.first_digest + block) * DIGEST_BYTES
         if digest(memory) == self._digests[shard.rank][begin : begin + DIGEST_BYTES].hex():
             return
@@ -237,23 +206,10 @@ _LENGTH_BYTES = 8
 def remove_leftovers(
     storage: Storage, directory: str, *, silent_seconds: float = SILENT_SECONDS, dry_run: bool = False
 ) -> list[str]:
-    """Delete the files of directory checkpoints that were never committed and are not written any more.
+    """Delete the files of directory checkpoints that were never committed and are not written any more; return where.
 
     Only files that this package has written, by what is in them, in directories without a manifest to which nothing was
-    added for ``silent_seconds``. Everything else stays.
-
-    Args:
-        storage: An object store.
-        directory: The directory that holds the checkpoints.
-        silent_seconds: Since the last change of any file directly in a checkpoint's directory, by the store's dates and
-            our clock.
-        dry_run: Whether to delete nothing.
-
-    Returns:
-        The paths of the directories.
-
-    Raises:
-        StorageError: The store refused.
+    added for ``silent_seconds``, by the store's dates and our clock. Everything else stays.
     """
     removed = []
     for path in storage.subdirectories(directory):

@@ -61,102 +61,61 @@ _REMEDY = "resume from another checkpoint; this one cannot be repaired"
 
 @dataclasses.dataclass(frozen=True)
 class ExtraFile:
-    """A file of the checkpoint that the caller added: kept as it is, its digest with it.
+    """A file of the checkpoint that the caller added: kept as it is, its digest with it."""
 
-    Attributes:
-        name: Relative to the checkpoint's directory, with ``/`` between folders.
-        size: Length in bytes.
-        digest: Of all of its bytes.
-    """
-
-    name: str
-    size: int
-    digest: str
+    name: str  # relative to the checkpoint's directory, with / between folders
+    size: int  # length in bytes
+    digest: str  # of all of its bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class PartRecord:
-    """A part of the state, without its tensors' values.
+    """A part of the state, without its tensors' values."""
 
-    Attributes:
-        skeleton: Its structure, for :func:`~ckpt_core._layouts.sharded.plain.decode_plain`.
-        tensors: What the skeleton's references refer to.
-    """
-
-    skeleton: Json
-    tensors: tuple[TensorInfo, ...]
+    skeleton: Json  # its structure, for decode_plain
+    tensors: tuple[TensorInfo, ...]  # what the skeleton's references refer to
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardFile:
-    """A safetensors file.
+    """A safetensors file."""
 
-    Attributes:
-        name: Its name in the checkpoint's directory.
-        part: The part it is of; None for the file with all per-rank parts of a rank.
-        header_size: Where its first tensor begins.
-        size: Length in bytes.
-        blocks: Number of its blocks, each of which has a digest.
-        chunks: Of its tensors in file order, not checked yet: their numbers, their offsets, their shapes; each a flat
-            list. None: all tensors, whole.
-        save_id: Which earlier save wrote it; None: that of the manifest.
-    """
-
-    name: str
-    part: str | None
-    header_size: int
-    size: int
-    blocks: int
+    name: str  # its name in the checkpoint's directory
+    part: str | None  # the part it is of; None for the file with all per-rank parts of a rank
+    header_size: int  # where its first tensor begins
+    size: int  # length in bytes
+    blocks: int  # number of its blocks, each of which has a digest
+    # Of its tensors in file order, not checked yet: their numbers, their offsets, their shapes; each a flat list. None:
+    # all tensors, whole.
     chunks: list[Any] | None
-    save_id: str | None = None
+    save_id: str | None = None  # which earlier save wrote it; None: that of the manifest
 
 
 @dataclasses.dataclass(frozen=True)
 class RankRecord:
-    """What one rank wrote.
+    """What one rank wrote."""
 
-    Attributes:
-        files: Its safetensors files.
-        digests: The file with the digests of their blocks; None if there are none.
-        parts: Its per-rank parts.
-        extra_files: Others' files.
-    """
-
-    files: tuple[ShardFile, ...]
-    digests: ExtraFile | None
-    parts: Mapping[str, PartRecord]
-    extra_files: tuple[ExtraFile, ...]
+    files: tuple[ShardFile, ...]  # its safetensors files
+    digests: ExtraFile | None  # the file with the digests of their blocks; None if there are none
+    parts: Mapping[str, PartRecord]  # its per-rank parts
+    extra_files: tuple[ExtraFile, ...]  # others' files
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """A manifest that was checked.
+    """A manifest that was checked."""
 
-    Attributes:
-        save_id: Which save wrote it.
-        algorithm: Name of the digest algorithm.
-        metadata: What the caller added.
-        kinds: Kind of each part.
-        parts: The replicated and sharded parts.
-        ranks: What each rank wrote.
-        stamp: What it says of its own age.
-    """
-
-    save_id: str
-    algorithm: str
-    metadata: dict[str, Any]
-    kinds: Mapping[str, Kind]
-    parts: Mapping[str, PartRecord]
-    ranks: tuple[RankRecord, ...]
-    stamp: Stamp = NO_STAMP
+    save_id: str  # which save wrote it
+    algorithm: str  # name of the digest algorithm
+    metadata: dict[str, Any]  # what the caller added
+    kinds: Mapping[str, Kind]  # kind of each part
+    parts: Mapping[str, PartRecord]  # the replicated and sharded parts
+    ranks: tuple[RankRecord, ...]  # what each rank wrote
+    stamp: Stamp = NO_STAMP  # what it says of its own age
 
     @classmethod
     def decode(cls, data: bytes, *, path: str) -> Manifest:
         """Read a manifest.
-
-        Args:
-            data: The file's bytes.
-            path: The file, for messages.
 
         Raises:
             CheckpointFormatError: It is another program's, or of a newer version.
@@ -194,13 +153,7 @@ def encode_manifest(
 ) -> bytes:
     """Return the bytes of a manifest.
 
-    Args:
-        save_id: Which save it is of.
-        metadata: Encoded plain data.
-        kinds: Kind of each part.
-        parts: JSON text of the replicated and sharded parts.
-        ranks: JSON text of each rank's record, on one line.
-        stamp: What it says of its own age.
+    ``parts`` is the JSON text of the replicated and sharded parts, ``ranks`` that of each rank's record, on one line.
     """
     head = json.dumps(
         {
@@ -220,16 +173,7 @@ def encode_manifest(
 
 
 def read_stamp(data: bytes, *, path: str) -> Stamp:
-    """Return what a manifest says of its own age, after its digest was compared, without parsing it.
-
-    Args:
-        data: The file's bytes.
-        path: The file, for messages.
-
-    Raises:
-        CheckpointFormatError: It is another program's, or of a newer version.
-        CheckpointCorruptedError: A byte differs from what was saved.
-    """
+    """Return what a manifest says of its own age, after its digest was compared, without parsing it."""
     _check_bytes(data, path)
     return Stamp.read(data)
 
@@ -438,11 +382,7 @@ def with_suffix(name: str, suffix: str) -> str:
 
 
 def check_part_name(name: str) -> None:
-    """Refuse what cannot be the name of a part.
-
-    Raises:
-        ValueError: ``name`` is not made of 1 to 100 letters, digits and underscores, or it is reserved.
-    """
+    """Refuse, with a ``ValueError``, what cannot be the name of a part."""
     if _PART.fullmatch(name) is None or name in _RESERVED:
         raise ValueError(
             f"{name!r} cannot be the name of a part: 1 to 100 letters, digits and underscores, but not "
@@ -451,31 +391,19 @@ def check_part_name(name: str) -> None:
 
 
 def check_save_id(save_id: str) -> None:
-    """Refuse what cannot be the id of a save.
-
-    Raises:
-        ValueError: It is not made of 1 to 64 letters, digits and dashes.
-    """
+    """Refuse, with a ``ValueError``, what cannot be the id of a save."""
     if _SAVE_ID.fullmatch(save_id) is None:
         raise ValueError(f"{save_id[:80]!r} cannot be the id of a save: 1 to 64 letters, digits and dashes")
 
 
 def check_shard_name(name: str) -> None:
-    """Refuse what cannot be the name of a file of ours: above all, a path.
-
-    Raises:
-        ValueError: It is not a plain file name.
-    """
+    """Refuse, with a ``ValueError``, what cannot be the name of a file of ours: above all, a path."""
     if _SHARD.fullmatch(name) is None:
         raise ValueError(f"{name[:80]!r} is not the name of a file of tensors")
 
 
 def check_extra_name(name: str) -> None:
-    """Refuse a path that is absolute or leads out of the checkpoint's directory.
-
-    Raises:
-        ValueError: It is such a path.
-    """
+    """Refuse, with a ``ValueError``, a path that is absolute or leads out of the checkpoint's directory."""
     components = name.split("/")
     plain = all(
         component not in {"", ".", ".."} and len(component.encode("utf-8", "surrogatepass")) <= _LONGEST_COMPONENT

@@ -32,34 +32,21 @@ LocalView = Callable[[str, torch.Tensor], LocalPieces]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reference:
-    """A place in the structure of a part where a tensor stands.
+    """A place in the structure of a part where a tensor stands."""
 
-    Attributes:
-        where: The keys that lead there.
-        key: The same as text.
-        index: The tensor's number.
-        is_array: Whether it is the memory of a NumPy array.
-    """
-
-    where: KeyPath
-    key: str
-    index: int
-    is_array: bool
+    where: KeyPath  # the keys that lead there
+    key: str  # the same as text
+    index: int  # the tensor's number
+    is_array: bool  # whether it is the memory of a NumPy array
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Match:
-    """A tensor of the checkpoint and what it goes into.
+    """A tensor of the checkpoint and what it goes into."""
 
-    Attributes:
-        key: Its name.
-        index: Its number in the checkpoint's part.
-        target: What it goes into; None where a new one is to be made.
-    """
-
-    key: str
-    index: int
-    target: torch.Tensor | None
+    key: str  # its name
+    index: int  # its number in the checkpoint's part
+    target: torch.Tensor | None  # what it goes into; None where a new one is to be made
 
 
 def tensor_paths(tree: Any, kind: type) -> Iterator[tuple[KeyPath, Any]]:
@@ -89,16 +76,7 @@ def match(
 ) -> list[Match]:
     """Return what each reference of a checkpoint's part goes into.
 
-    Args:
-        saved: The references, in order.
-        infos: The part's tensors.
-        into: The state that is restored.
-        strict: Whether tensors that only one side has are an error.
-        part: The part's name, for messages.
-        path: The checkpoint, for messages.
-
-    Raises:
-        StateMismatchError: The two do not fit; it names the first keys.
+    With ``strict``, tensors that only one side has are a ``StateMismatchError``, which names the first keys.
     """
     targets = dict(tensor_paths(into, torch.Tensor))
     empty = [key_of(where) for where, target in targets.items() if _has_no_memory(target)]
@@ -144,16 +122,7 @@ def _refuse_different_keys(wanted: set[KeyPath], targets: Mapping[KeyPath, Any],
 
 
 def check_fits(fits: Sequence[tuple[str, TensorInfo, LocalPieces]], *, part: str, path: str) -> None:
-    """Refuse tensors of another shape or type than the checkpoint's.
-
-    Args:
-        fits: Name, the checkpoint's tensor, and the target.
-        part: The part's name, for messages.
-        path: The checkpoint, for messages.
-
-    Raises:
-        StateMismatchError: Some are; it names the first ones.
-    """
+    """Refuse tensors of another shape or type than the checkpoint's: ``(name, the checkpoint's, the target)``."""
     wrong = [
         (key, f"{key} is {_text(info)} in the checkpoint and {_text(local)} in the state")
         for key, info, local in fits

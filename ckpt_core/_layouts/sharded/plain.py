@@ -250,9 +250,7 @@ def _number(value: float) -> Json:
 class Unresolved:
     """Stands for a tensor in a structure whose tensors are not there yet.
 
-    Attributes:
-        index: Which tensor.
-        nbytes: Size of the NumPy array whose memory it is; None if it is a tensor.
+    ``nbytes`` is the size of the NumPy array whose memory it is; None if it is a tensor.
     """
 
     __slots__ = ("index", "nbytes")
@@ -263,11 +261,7 @@ class Unresolved:
 
 
 class Opaque:
-    """Stands for an object that is not plain data, and that was not rebuilt.
-
-    Args:
-        kind: The name of its type.
-    """
+    """Stands for an object that is not plain data, and that was not rebuilt."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -302,11 +296,7 @@ def decode_plain(
 
 
 def decode_structure(skeleton: Json) -> tuple[Any, list[Unresolved]]:
-    """Return the state with an :class:`Unresolved` for each reference to a tensor, and all of them in their order.
-
-    Raises:
-        ValueError: ``skeleton`` is not valid.
-    """
+    """Return the state with an :class:`Unresolved` for each reference to a tensor, and all of them in their order."""
     references: list[Unresolved] = []
 
     def resolve(index: int) -> Unresolved:

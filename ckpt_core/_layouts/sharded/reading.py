@@ -40,17 +40,12 @@ _LARGEST_MANIFEST = 2**30  # bytes
 
 @dataclasses.dataclass(frozen=True)
 class PartInfo:
-    """What is in a part.
-
-    Attributes:
-        name: Its name.
-        kind: Who held it.
-        tensors: Its tensors by key; of the first rank that has any, where the part is per-rank. Tied ones are under
-            each of their keys.
-    """
+    """What is in a part."""
 
     name: str
-    kind: Kind
+    kind: Kind  # who held it
+    # Its tensors by key; of the first rank that has any, where the part is per-rank. Tied ones are under each of their
+    # keys.
     tensors: Mapping[str, TensorInfo]
 
 
@@ -85,14 +80,8 @@ def _made(info: TensorInfo, where: Placement) -> torch.Tensor:
 class DirectoryCheckpoint:
     """A committed directory checkpoint, open for reading.
 
-    Opening it reads the manifest only. Use it as a context manager, or :meth:`close` it.
-
-    Args:
-        path: The checkpoint's directory or URL.
-        storage: Where it is.
-        weights_only: As for ``torch.load``, of objects in it that are not plain data; None means True.
-
-    Attributes and errors are those of :class:`ckpt_core.directory.DirectoryCheckpoint`.
+    Opening it reads the manifest only. Use it as a context manager, or :meth:`close` it. Arguments, attributes and
+    errors are those of :class:`ckpt_core.directory.DirectoryCheckpoint`.
     """
 
     def __init__(self, path: str, storage: Storage, *, weights_only: bool | None = None) -> None:
@@ -170,14 +159,6 @@ class DirectoryCheckpoint:
         """Return a part of the state without its tensors' bytes: they are on the ``meta`` device.
 
         Nothing is read: the manifest says all of it. The values of NumPy arrays are undefined.
-
-        Args:
-            part: Its name.
-            rank: Whose part, if it is per-rank.
-
-        Raises:
-            CheckpointNotFoundError: The checkpoint has no such part.
-            StateMismatchError: That rank did not save the part.
         """
         contents = self._contents.part(part, rank)
         references = iter(contents.references)

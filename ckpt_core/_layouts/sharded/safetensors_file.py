@@ -57,12 +57,7 @@ def block_size(nbytes: int) -> int:
 
 
 def block_begins(header_size: int, sizes: Iterable[int]) -> IntArray:
-    """Return where the blocks of a file begin, and the file's size as the last number.
-
-    Args:
-        header_size: Where the first tensor begins.
-        sizes: Bytes of each tensor, in file order.
-    """
+    """Return where the blocks of a file begin, and the file's size as the last number."""
     begins = [0]
     position = header_size
     room = 0  # bytes that still fit into the block that small tensors share
@@ -96,21 +91,13 @@ def file_order(tensors: Sequence[TensorInfo]) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class FileLayout:
-    """Where everything is in a file.
+    """Where everything is in a file."""
 
-    Attributes:
-        begins: Offset of each tensor, in file order.
-        sizes: Bytes of each tensor.
-        blocks: Where the blocks begin, and the file's size.
-        header_size: Bytes before the first tensor.
-        size: Bytes of the file.
-    """
-
-    begins: tuple[int, ...]
-    sizes: tuple[int, ...]
-    blocks: IntArray
-    header_size: int
-    size: int
+    begins: tuple[int, ...]  # offset of each tensor, in file order
+    sizes: tuple[int, ...]  # bytes of each tensor
+    blocks: IntArray  # where the blocks begin, and the file's size
+    header_size: int  # bytes before the first tensor
+    size: int  # bytes of the file
     _header: bytes
 
     def header(self, save_id: str) -> bytes:
@@ -121,15 +108,7 @@ class FileLayout:
 
 @functools.lru_cache(maxsize=32)
 def file_layout(tensors: tuple[tuple[str, TensorInfo], ...], metadata: tuple[tuple[str, str], ...]) -> FileLayout:
-    """Lay out a file.
-
-    Args:
-        tensors: Unique names, types and shapes, in file order.
-        metadata: What the header says about the file, besides the save's id.
-
-    Raises:
-        SerializationError: The names and shapes need a longer header than safetensors reads.
-    """
+    """Lay out a file: unique names, types and shapes, in file order, and what its header says besides the save's id."""
     # "pt" is what transformers looks for.
     text = header_text(tensors, {"format": "pt", **dict(metadata), "save": _PLACEHOLDER})
     sizes = tuple([info.nbytes for _, info in tensors])
@@ -147,17 +126,9 @@ def file_layout(tensors: tuple[tuple[str, TensorInfo], ...], metadata: tuple[tup
 class SafetensorsImage:
     """The bytes of a safetensors file, either staged in a buffer of ours or still in the live tensors.
 
-    Args:
-        layout: Where everything goes.
-        header: The first bytes of the file.
-        sources: The live tensors, in file order.
-        staged: The buffer that holds, or is being filled with, the tensors; and with the header.
-        base: Where in the buffer the file begins; a multiple of 4096.
-        wait_staged: Returns when the buffer is filled up to an offset.
-
-    Attributes:
-        region_size: Bytes that :meth:`window` gives; a multiple of 4096. :meth:`tail` gives the few that follow.
-        digests: Of each block of the file; empty until its bytes were taken.
+    ``staged`` holds the header and the tensors from ``base`` (a multiple of 4096) on, or is being filled with them:
+    ``wait_staged`` returns when it is up to an offset. ``digests`` has that of each block of the file; empty until its
+    bytes were taken.
     """
 
     def __init__(
@@ -190,12 +161,7 @@ class SafetensorsImage:
         return self._layout.size
 
     def window(self, begin: int, scratch: Memory | None) -> memoryview:
-        """Return the page-aligned bytes of the window at ``begin``, and keep the digests of the blocks that end in it.
-
-        Args:
-            begin: A multiple of ``WINDOW`` below ``region_size``.
-            scratch: Memory of at least ``WINDOW`` bytes to assemble the window in; not needed when staged.
-        """
+        """Return the page-aligned bytes of the window at ``begin``, and keep digests of the blocks that end in it."""
         return self._bytes(begin, min(begin + WINDOW, self.region_size), scratch)
 
     def tail(self) -> bytes:
@@ -273,11 +239,8 @@ def byte_pieces(
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield which parts of ``target`` to copy from which parts of a tensor, so that its bytes come in row-major order.
 
-    Args:
-        source: Any strided tensor.
-        begin: First byte of the tensor's elements, at the beginning of one.
-        end: Behind the last byte.
-        target: ``uint8``, ``end - begin`` long, aligned for the tensor's elements.
+    ``begin`` is the first byte of an element; ``target`` is ``uint8``, ``end - begin`` long, and aligned for the
+    elements.
     """
     bits = bits_of(source)
     memory = bytes_in(bits)
@@ -316,14 +279,7 @@ def _rows_of(tensor: torch.Tensor, index: int, begin: int, end: int, row: int) -
 
 
 class DigestsImage:
-    """The file with the digests of the blocks of a rank's files, which must have been written before.
-
-    Args:
-        images: Those files, in order.
-
-    Attributes:
-        region_size: Nothing is given by windows.
-    """
+    """The file with the digests of the blocks of a rank's files, which must have been written before."""
 
     is_staged = True
     region_size = 0

@@ -78,27 +78,18 @@ class WholeTensor(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class PartContent:
-    """A part of the state, ready to be written.
+    """A part of the state, ready to be written."""
 
-    Attributes:
-        name: Letters, digits and underscores; beginning of the file's name.
-        kind: Who holds it.
-        skeleton: Its structure, from :func:`~ckpt_core._layouts.sharded.plain.encode_plain`.
-        tensors: All of its tensors, in the order of ``encode_plain``, the same on all ranks (but for a per-rank part).
-        pieces: What this rank writes of each; tensors of which it writes nothing may be missing.
-        spread: Whether several ranks write it. If not, rank 0 writes it whole.
-        frozen: Tensors that stay as they are from save to save.
-        apart: Whether those go into a file of their own.
-    """
-
-    name: str
-    kind: Kind
-    skeleton: Json
+    name: str  # letters, digits and underscores; beginning of the file's name
+    kind: Kind  # who holds it
+    skeleton: Json  # its structure, from encode_plain
+    # All of its tensors, in the order of encode_plain, the same on all ranks (but for a per-rank part).
     tensors: Mapping[str, WholeTensor]
+    # What this rank writes of each; tensors of which it writes nothing may be missing.
     pieces: Mapping[str, Sequence[TensorPiece]]
-    spread: bool = False
-    frozen: Collection[str] = ()
-    apart: bool = False
+    spread: bool = False  # whether several ranks write it. If not, rank 0 writes it whole
+    frozen: Collection[str] = ()  # tensors that stay as they are from save to save
+    apart: bool = False  # whether those go into a file of their own
 
 
 class _Chunk(NamedTuple):
@@ -124,42 +115,23 @@ class _File:
 
 @dataclasses.dataclass(frozen=True)
 class WrittenFile:
-    """A safetensors file that a rank writes.
-
-    Attributes:
-        name: Its name.
-        part: The part it is of; None for the one with all per-rank parts.
-        save_id: Which save it is of: that of the rank's files, or the earlier one that wrote it.
-        layout: Where everything is in it.
-        keys: The tensor that each chunk is of, in file order.
-        digests: Of its blocks, one after the other; of those that were not taken yet, nothing.
-    """
+    """A safetensors file that a rank writes."""
 
     name: str
-    part: str | None
-    save_id: str
-    layout: FileLayout
-    keys: tuple[str, ...]
-    digests: bytes
+    part: str | None  # the part it is of; None for the one with all per-rank parts
+    save_id: str  # which save it is of: that of the rank's files, or the earlier one that wrote it
+    layout: FileLayout  # where everything is in it
+    keys: tuple[str, ...]  # the tensor that each chunk is of, in file order
+    digests: bytes  # of its blocks, one after the other; of those that were not taken yet, nothing
 
 
 class RankFiles:
-    """The files that one rank writes in one save.
+    """The files that one rank writes in one save; ``parts`` are the same ones on all ranks.
 
-    Args:
-        parts: The parts of the state, the same ones on all ranks.
-        rank: The rank, from 0.
-        world_size: Number of ranks.
-        save_id: 1 to 64 letters, digits and dashes: unique to the save, the same on all ranks. It is in every file.
-            Where it is not known yet, :meth:`identify` sets it.
-        suffix: Comes before the extension of the files' names, where an older checkpoint has the plain names.
-
-    Attributes:
-        names: The files' names, in the order in which they are written.
-        staged_size: Bytes of the buffer that all of them need.
-
-    Raises:
-        SerializationError: A part cannot be written as it is.
+    ``save_id``, unique to the save and the same on all ranks, is in every file; where it is not known yet,
+    :meth:`identify` sets it. ``suffix`` comes before the extension of the files' names, where an older checkpoint has
+    the plain names. ``names`` are in the order in which the files are written; ``staged_size`` is what all of them need
+    of a buffer, in bytes.
     """
 
     def __init__(
@@ -246,12 +218,7 @@ class RankFiles:
         return _File(name, part, layout, layout.header(self._save_id), ordered, _is_all(chunks, count))
 
     def identify(self, save_id: str, suffix: str) -> None:
-        """Give the files the id of their save and the suffix of their names, which were not known at first.
-
-        Args:
-            save_id: As for the class.
-            suffix: As for the class; that of the class was empty.
-        """
+        """Give the files the id of their save and the suffix of their names, which were not known at first."""
         check_save_id(save_id)
         self._save_id = save_id
         self._files = [
@@ -264,12 +231,7 @@ class RankFiles:
             check_shard_name(name)
 
     def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Copy small tensors into ``buffer``, and yield what else to copy as ``(end, target, source)``, in order.
-
-        Args:
-            buffer: At least ``staged_size`` bytes.
-            nbytes: Largest size of a piece; ``end`` is the offset in the buffer at which it ends.
-        """
+        """Copy small tensors into ``buffer``, and yield what else to copy as ``(end, target, source)``, in order."""
         for base, file in zip(self._bases, self._files, strict=True):
             for chunk, begin, size in zip(file.chunks, file.layout.begins, file.layout.sizes, strict=True):
                 tensor = self._sources[chunk.source]
@@ -287,12 +249,7 @@ class RankFiles:
     ) -> list[tuple[str, Image]]:
         """Return names and images of the files whose tensors are in ``buffer``, or on their way there.
 
-        Args:
-            buffer: Receives the headers at once.
-            wait_staged: Returns when the buffer is filled up to an offset; None where it is filled.
-
-        Returns:
-            The files in the order in which they are to be written, one after the other.
+        They are to be written in this order. ``wait_staged`` returns when the buffer is filled up to an offset.
         """
         for base, file in zip(self._bases, self._files, strict=True):
             buffer.memory[base : base + file.layout.header_size] = file.header
@@ -302,11 +259,7 @@ class RankFiles:
         )
 
     def live_files(self) -> list[tuple[str, Image]]:
-        """Return names and images of the files, which read the live tensors when they are written.
-
-        Returns:
-            The files in the order in which they are to be written, one after the other.
-        """
+        """Return names and images of the files, which read the live tensors when they are written, in order."""
         return self._with_digests(
             SafetensorsImage(file.layout, file.header, [self._sources[chunk.source] for chunk in file.chunks])
             for file in self._files
@@ -331,13 +284,7 @@ class RankFiles:
             )
 
     def take_over(self, name: str, *, save_id: str, header_digest: bytes) -> None:
-        """Declare that a file is the one that an earlier save wrote, to which all of its digests but the first apply.
-
-        Args:
-            name: The file.
-            save_id: The earlier save.
-            header_digest: Digest of the header that has that id.
-        """
+        """Declare that a file is the one of an earlier save, to which all of its digests but the first apply."""
         index = [file.name for file in self._files].index(name)
         self._files[index] = dataclasses.replace(self._files[index], save_id=save_id)
         self._images[index].digests[0] = header_digest
@@ -348,11 +295,7 @@ class RankFiles:
         return self._world_size > 1 and any(part.spread for part in self._parts)
 
     def report(self, extra_files: Sequence[ExtraFile] = ()) -> str:
-        """Return what this rank has written, when it has: what :func:`build_manifest` takes.
-
-        Args:
-            extra_files: Others' files in the checkpoint that this rank is responsible for.
-        """
+        """Return what this rank has written, when it has: what :func:`build_manifest` takes."""
         for file in extra_files:
             check_extra_name(file.name)
         digests = DigestsImage(self._images).tail()
@@ -461,16 +404,8 @@ def build_manifest(
 ) -> bytes:
     """Return the manifest's bytes: the checkpoint is committed when they are in place under ``MANIFEST_NAME``.
 
-    Args:
-        reports: What :meth:`RankFiles.report` returned on each rank, in rank order; None for a rank that has written
-            nothing.
-        metadata: Plain data to keep with the checkpoint.
-        path: The checkpoint, for messages.
-        stamp: What it says of its own age.
-
-    Raises:
-        SerializationError: ``metadata`` are not plain data, or the ranks do not hold parts of one state.
-        CheckpointError: A report is missing or of another save.
+    ``reports`` are what :meth:`RankFiles.report` returned, in rank order; None for a rank that has written nothing.
+    Reports that are not of one state and save are refused.
     """
     encoded, tensors = encode_plain(dict(metadata), key="metadata")
     if tensors:

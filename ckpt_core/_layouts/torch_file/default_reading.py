@@ -25,12 +25,9 @@ _OLD_NAMES = {"builtins.xrange": "builtins.range", "builtins.long": "builtins.in
 
 
 def refused_by_default(segments: Segments, size: int, pickled: bytes) -> dict[str, str]:
-    """Return what ``torch.load(weights_only=True)`` would refuse: what it is, by key; nothing if it reads the file.
+    """Return what ``torch.load(weights_only=True)`` would refuse, by key; nothing if it reads the file.
 
-    Args:
-        segments: All of the file but its tensors.
-        size: The file's length in bytes.
-        pickled: Its pickle.
+    ``segments`` are all of the file but its tensors.
     """
     try:
         with skip_data():

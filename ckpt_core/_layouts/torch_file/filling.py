@@ -36,11 +36,7 @@ class Piece(NamedTuple):
 def read_pieces(reader: FileReader, hash_of: HashOf, pieces: Iterable[Piece]) -> dict[str, bytes]:
     """Read and verify pieces, and put each where it belongs.
 
-    Returns:
-        The bytes that stand before pieces, by the names of the records, not verified.
-
-    Raises:
-        CheckpointCorruptedError: Bytes are missing or differ; the error names the record.
+    Returns the bytes that stand before pieces, by the names of the records, not verified.
     """
     gaps: dict[str, bytes] = {}
     pieces = list(pieces)

@@ -70,17 +70,8 @@ def _region(sizes: tuple[int, ...]) -> _Region:
 class FileImage:
     """The bytes of a torch file, either staged in a buffer of ours or still in the live tensors.
 
-    It can be written while it is being made: :meth:`window` waits for its bytes, and :meth:`tail` comes after
-    :meth:`add_pickle`.
-
-    Args:
-        region: The layout of the tensors.
-        sources: The live tensors; none where they are staged.
-        staged: The buffer that holds them, or is being filled.
-        wait_staged: Returns when the buffer is filled up to an offset.
-
-    Attributes:
-        region_size: Length in bytes of the first part of the file, which :meth:`window` gives; a multiple of 4096.
+    It can be written while it is being made: :meth:`window` waits for its bytes (``wait_staged`` returns when the
+    buffer is filled up to an offset), and :meth:`tail` comes after :meth:`add_pickle`.
     """
 
     def __init__(
@@ -104,11 +95,8 @@ class FileImage:
     def add_pickle(self, pickled: bytes, references: list[int], late: list[bytes], step: int | None = None) -> None:
         """Add everything but the tensors.
 
-        Args:
-            pickled: The pickle.
-            references: Indices of the storages, in the order in which the pickle first refers to them.
-            late: Bytes of the storages that are not in the region.
-            step: Of which step of the training the state is, if it says so.
+        ``references`` are the storages in the order in which the pickle first refers to them; ``late`` the bytes of
+        those that are not in the region.
         """
         self._pickled, self._references, self._late, self._step = pickled, references, late, step
 
@@ -123,12 +111,7 @@ class FileImage:
         return self.region_size + len(self._pickled) + sum(map(len, self._late))
 
     def window(self, begin: int, scratch: Memory | None) -> memoryview:
-        """Return the page-aligned bytes of the window that starts at ``begin``, and keep their digests.
-
-        Args:
-            begin: A multiple of ``WINDOW`` below ``region_size``.
-            scratch: Memory of at least ``WINDOW`` bytes to assemble the window in; not needed when staged.
-        """
+        """Return the page-aligned bytes of the window that starts at ``begin``, and keep their digests."""
         end = min(begin + WINDOW, self.region_size)
         if self._wait_staged is not None:
             self._wait_staged(end)
@@ -239,13 +222,7 @@ def _put(scratch: Memory, begin: int, end: int, position: int, data: bytes) -> N
 class StateLayout:
     """Where the tensors of a state go, known before anything is pickled or copied.
 
-    Args:
-        state: What ``torch.save`` would take.
-
-    Attributes:
-        tensors: The plain dense tensors of ``state``.
-        sources: Their storages' bytes, each storage once.
-        region_size: Length in bytes of the part of the file that they fill.
+    ``tensors`` are its plain dense ones, ``sources`` their storages' bytes, each storage once.
     """
 
     def __init__(self, state: Any) -> None:
@@ -256,12 +233,7 @@ class StateLayout:
         self.region_size = self._region.size
 
     def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-        """Yield what is to be copied into ``buffer`` as ``(end, target, source)``, in file order.
-
-        Args:
-            buffer: At least ``region_size`` bytes.
-            nbytes: Largest size of a piece; ``end`` is the file offset at which it ends.
-        """
+        """Yield what is to be copied into ``buffer`` as ``(end, target, source)``, in file order."""
         for record, source in zip(self._region.records, self.sources, strict=True):
             for begin in range(0, record.size, nbytes):
                 end = min(begin + nbytes, record.size)
@@ -280,24 +252,11 @@ class StateLayout:
         return FileImage(self._region, self.sources)
 
     def staged_image(self, buffer: StagingBuffer, wait_staged: Callable[[int], None]) -> FileImage:
-        """Return the image that takes the tensors' bytes from ``buffer``.
-
-        Args:
-            buffer: Is being filled.
-            wait_staged: Returns when it is filled up to an offset.
-        """
+        """Return the image that takes the tensors' bytes from ``buffer``, when it is filled so far."""
         return FileImage(self._region, staged=buffer, wait_staged=wait_staged)
 
     def pickle_into(self, image: FileImage, state: Any) -> None:
-        """Add everything but the tensors to ``image``.
-
-        Args:
-            image: An image of this layout.
-            state: The state that this is the layout of.
-
-        Raises:
-            SerializationError: An object cannot be pickled; the error names its key.
-        """
+        """Add everything but the tensors of ``state`` to ``image``."""
         known = len(self.sources)
         pickled, references = pickle_state(state, self._table)
         # Tensors inside objects that only pickle can open: met when the layout of the others is already fixed.

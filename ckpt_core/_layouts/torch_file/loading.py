@@ -115,9 +115,6 @@ def peek_torch_file(reader: FileReader) -> Any:
     """Load everything but the tensors' bytes: their shapes and types are right, their values are undefined.
 
     Costs next to nothing, but for a file that torch before 1.6 wrote: that is loaded whole.
-
-    Raises:
-        CheckpointError: As :func:`load_torch_file`; damage inside a tensor or right before one is not found.
     """
     opened = open_torch_file(reader)
     if opened is None:
@@ -131,13 +128,7 @@ def verify_torch_file(reader: FileReader) -> bool:
     """Compare every byte of the file with its digest; of a file that another program wrote, with what it has instead.
 
     Of an archive of ``torch.save`` that is the CRC-32 of each record, of an older file that it can be read to its end.
-
-    Returns:
-        True if the file holds digests and all of them match; False if it holds none (another program wrote it).
-
-    Raises:
-        CheckpointCorruptedError: The file is empty, truncated, or a byte differs; the error names the record.
-        CheckpointFormatError: The file is not a torch file, or of a newer format.
+    Returns whether there are digests.
     """
     opened = open_torch_file(reader)
     if opened is None:
@@ -211,11 +202,7 @@ class _Glance(pickle.Unpickler):
 
 
 def glance_at_torch_file(reader: FileReader) -> Any:
-    """Return the plain values of an archive that says nothing of its age; tensors and objects are left out.
-
-    Raises:
-        CheckpointError: The archive or its pickle makes no sense.
-    """
+    """Return the plain values of an archive that says nothing of its age; tensors and objects are left out."""
     pickled = read_pickle(reader)
     try:
         return _Glance(io.BytesIO(pickled)).load()

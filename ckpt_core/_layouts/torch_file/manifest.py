@@ -31,15 +31,10 @@ _MOST_OTHERS = 1000  # records that the pickle does not refer to as a tensor's; 
 
 @dataclasses.dataclass(frozen=True)
 class Footer:
-    """The zip comment.
+    """The zip comment."""
 
-    Attributes:
-        tail_offset: Where the manifest's record begins, in bytes from the beginning of the file.
-        tail_digest: Digest of the bytes from there to the comment.
-    """
-
-    tail_offset: int
-    tail_digest: str
+    tail_offset: int  # where the manifest's record begins, in bytes from the beginning of the file
+    tail_digest: str  # digest of the bytes from there to the comment
 
     def encode(self) -> bytes:
         """Return the comment's bytes."""
@@ -47,11 +42,7 @@ class Footer:
 
     @classmethod
     def decode(cls, data: bytes, *, path: str) -> Footer | None:
-        """Read the comment; None if the file has no such comment.
-
-        Raises:
-            CheckpointFormatError: The footer is of a newer format.
-        """
+        """Read the comment; None if the file has no such comment."""
         match = _FOOTER.fullmatch(data)
         if match is None:
             return None
@@ -68,38 +59,23 @@ class Footer:
 
 @dataclasses.dataclass(frozen=True)
 class RecordDigests:
-    """One record of the archive and the digests of its pieces.
+    """One record of the archive and the digests of its pieces."""
 
-    Attributes:
-        name: Name in the archive.
-        offset: Where its data begins in the file, in bytes.
-        size: Its length in bytes.
-        digests: One for each piece (see :func:`pieces`).
-    """
-
-    name: str
-    offset: int
-    size: int
-    digests: tuple[str, ...]
+    name: str  # name in the archive
+    offset: int  # where its data begins in the file, in bytes
+    size: int  # its length in bytes
+    digests: tuple[str, ...]  # one for each piece (see pieces)
 
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What the file holds.
+    """What the file holds."""
 
-    Attributes:
-        records: All records but the manifest itself, in file order.
-        storages: Record names in the order in which the pickle first refers to them.
-        structure: Digest of all bytes before the manifest's record that belong to no record's data.
-        algorithm: Name of the digest algorithm.
-        stamp: What it says of its own age.
-    """
-
-    records: tuple[RecordDigests, ...]
-    storages: tuple[str, ...]
-    structure: str
-    algorithm: str = digest.ALGORITHM
-    stamp: Stamp = NO_STAMP
+    records: tuple[RecordDigests, ...]  # all records but the manifest itself, in file order
+    storages: tuple[str, ...]  # record names in the order in which the pickle first refers to them
+    structure: str  # digest of all bytes before the manifest's record that belong to no record's data
+    algorithm: str = digest.ALGORITHM  # name of the digest algorithm
+    stamp: Stamp = NO_STAMP  # what it says of its own age
 
     def encode(self) -> bytes:
         """Return the manifest as JSON."""
@@ -117,16 +93,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes, *, path: str, end: int) -> Manifest:
-        """Read a manifest whose digest was checked, and check that it makes sense.
-
-        Args:
-            data: The JSON.
-            path: The file, for messages.
-            end: Where the manifest's own record begins: no record may reach beyond.
-
-        Raises:
-            CheckpointCorruptedError: Fields are missing, or records overlap or lie outside the file.
-        """
+        """Read a manifest whose digest was checked, and check that it makes sense; no record reaches beyond ``end``."""
         try:
             document = json.loads(data)
             return dataclasses.replace(cls._checked(document, end), stamp=Stamp.read(data))

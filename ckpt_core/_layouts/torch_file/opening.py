@@ -46,17 +46,12 @@ _PICKLE_START = b"\x80"  # of torch's files before the zip format
 
 
 class OpenedFile(NamedTuple):
-    """A file of which everything was read but the tensors, and what stands right before them.
+    """A file of which everything was read but the tensors, and what stands right before them."""
 
-    Attributes:
-        manifest: Verified.
-        segments: What was read, verified but for the gaps.
-        gaps: What was read of the bytes that belong to no record, by the name of the record behind them; before the
-            manifest's own record, by that name.
-    """
-
-    manifest: Manifest
-    segments: Segments
+    manifest: Manifest  # verified
+    segments: Segments  # what was read, verified but for the gaps
+    # What was read of the bytes that belong to no record, by the name of the record behind them; before the manifest's
+    # own record, by that name.
     gaps: dict[str, bytes]
 
     def bytes_of(self, name: str) -> bytes:
@@ -67,10 +62,7 @@ class OpenedFile(NamedTuple):
     def read_tensors(self, reader: FileReader, memories: Mapping[str, torch.Tensor]) -> None:
         """Read and verify the rest of the file.
 
-        Args:
-            reader: The file.
-            memories: The memory, as bytes, that a tensor's record goes into; those that are not there are only
-                verified.
+        A tensor's record goes into its memory in ``memories``; those that are not there are only verified.
         """
         found: list[Piece] = []
         tensors = set(self.manifest.storages)
@@ -110,12 +102,7 @@ def _gap_begins(manifest: Manifest) -> list[int]:
 
 
 def open_torch_file(reader: FileReader) -> OpenedFile | None:
-    """Read and verify all but the tensors and what stands right before them; None if there are no digests of ours.
-
-    Raises:
-        CheckpointCorruptedError: The file is empty, truncated, or a byte differs.
-        CheckpointFormatError: The file is not a torch file, or of a newer format.
-    """
+    """Read and verify all but the tensors and what stands right before them; None if there are no digests of ours."""
     path, size = reader.path, reader.size
     end = _End(reader)
     found = _read_tail(reader, end)
@@ -160,12 +147,7 @@ def open_torch_file(reader: FileReader) -> OpenedFile | None:
 
 
 def read_stamp(reader: FileReader) -> Stamp | None:
-    """Return what a file says of its own age, and read no more than its end; None if the file holds no digests of ours.
-
-    Raises:
-        CheckpointCorruptedError: The file is empty, truncated, or its end is damaged.
-        CheckpointFormatError: The file is not a torch file, or of a newer format.
-    """
+    """Return what a file says of its own age, reading no more than its end; None if it holds no digests of ours."""
     found = _read_tail(reader, _End(reader))
     return None if found is None else Stamp.read(found[2])
 
@@ -243,12 +225,7 @@ def is_archive(reader: FileReader) -> bool:
 
 
 def check_archive_records(reader: FileReader) -> None:
-    """Compare each record of an archive of ``torch.save`` with its CRC-32, where that was not left out.
-
-    Raises:
-        CheckpointCorruptedError: One differs; the error names the record.
-        CheckpointFormatError: The archive's directory makes no sense.
-    """
+    """Compare each record of an archive of ``torch.save`` with its CRC-32, where that was not left out."""
     records = _check_archive(ReaderIO(reader), reader.size, reader.path)
 
     def check(record: zipfile.ZipInfo) -> None:
@@ -264,11 +241,7 @@ def check_archive_records(reader: FileReader) -> None:
 
 
 def read_pickle(reader: FileReader) -> bytes:
-    """Return the pickle in an archive of ``torch.save``, not verified.
-
-    Raises:
-        CheckpointFormatError: The archive's directory makes no sense.
-    """
+    """Return the pickle in an archive of ``torch.save``, not verified."""
     records = _check_archive(ReaderIO(reader), reader.size, reader.path)
     record = next(record for record in records if record.filename.endswith("/data.pkl"))
     header = _read(reader, record.header_offset, min(record.header_offset + _LOCAL_HEADER_SIZE, reader.size))

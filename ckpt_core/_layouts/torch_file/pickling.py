@@ -55,18 +55,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def pickle_state(state: Any, table: StorageTable) -> tuple[bytes, list[int]]:
-    """Pickle ``state`` with its storages taken out.
-
-    Args:
-        state: The object to save.
-        table: Receives every storage that the pickle refers to.
-
-    Returns:
-        The pickle, and the indices into ``table`` in the order in which the pickle first refers to them.
-
-    Raises:
-        SerializationError: Something in ``state`` cannot be pickled; the error names its key.
-    """
+    """Pickle ``state`` with its storages taken out; also return these, in the order in which the pickle has them."""
     stream = io.BytesIO()
     pickler = _StoragePickler(stream, table)
     try:

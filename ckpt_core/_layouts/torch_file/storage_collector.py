@@ -14,12 +14,7 @@ MapLocation = Any
 
 
 class StorageCollector:
-    """A ``map_location`` that does what the caller's would, and keeps the storages in the order of the pickle.
-
-    Args:
-        map_location: The caller's.
-        sizes: Of the storages, in bytes.
-    """
+    """A ``map_location`` that does what the caller's would, and keeps the storages in the order of the pickle."""
 
     def __init__(self, map_location: MapLocation, sizes: Sequence[int]) -> None:
         self.storages: list[torch.UntypedStorage] = []

@@ -27,21 +27,13 @@ _PADDING_EXTRA = 0x4246  # "FB", as torch pads its records
 
 @dataclasses.dataclass(frozen=True)
 class ZipRecord:
-    """One stored file of the archive.
+    """One stored file of the archive."""
 
-    Attributes:
-        name: Its name in the archive.
-        header_offset: Where its local header begins, in bytes from the beginning of the file.
-        offset: Where its data begins.
-        size: Length of its data in bytes.
-        crc: CRC-32 of the data, or 0 where it was not computed (torch does not check it).
-    """
-
-    name: str
-    header_offset: int
-    offset: int
-    size: int
-    crc: int = 0
+    name: str  # its name in the archive
+    header_offset: int  # where its local header begins, in bytes from the beginning of the file
+    offset: int  # where its data begins
+    size: int  # length of its data in bytes
+    crc: int = 0  # CRC-32 of the data, or 0 where it was not computed (torch does not check it)
 
 
 def local_header(name: str, header_offset: int, size: int, *, alignment: int, crc: int = 0) -> tuple[ZipRecord, bytes]:
