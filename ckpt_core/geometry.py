@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Box", "Sharding", "byte_runs", "cut_dimension", "sharded_boxes", "split_box"]
+__all__ = ["Box", "Sharding", "byte_runs", "cut_dimension", "sharded_boxes"]
 
 # Cuts along an earlier dimension leave longer runs of bytes, which is worth a largest part of so many times the mean.
 TOLERATED_UNEVENNESS = 1.125
@@ -85,30 +85,16 @@ def byte_runs(shape: Sequence[int], box: Box, itemsize: int) -> Iterator[tuple[i
 
 
 def cut_dimension(box: Box, parts: int) -> int:
-    """Return the dimension along which :func:`split_box` cuts a box that has dimensions and elements."""
+    """Return the dimension along which to cut a box, that has dimensions and elements, into about equal parts.
+
+    That is the first one that gives parts of nearly equal size, since cuts along rows keep bytes together, or else the
+    one that gives the most equal parts.
+    """
     unevenness = [-(-size // parts) * parts / size for size in box.shape]
     for dimension, value in enumerate(unevenness):
         if value <= TOLERATED_UNEVENNESS:
             return dimension
     return unevenness.index(min(unevenness))
-
-
-def split_box(box: Box, parts: int) -> list[Box]:
-    """Cut a box into at most ``parts`` boxes of about equal size that cover it exactly.
-
-    The cut is along one dimension: the first one that gives parts of nearly equal size, since cuts along rows keep
-    bytes together, or else the one that gives the most equal parts. There are fewer where no dimension is long enough.
-
-    Examples:
-        >>> [part.offset for part in split_box(Box.whole((6, 4)), 3)]
-        [(0, 0), (2, 0), (4, 0)]
-    """
-    if parts == 1 or box.numel <= 1:
-        return [box]
-    dimension = cut_dimension(box, parts)
-    size = box.shape[dimension]
-    parts = min(parts, size)
-    return [box.along(dimension, size * part // parts, size * (part + 1) // parts) for part in range(parts)]
 
 
 @dataclass(frozen=True, slots=True)

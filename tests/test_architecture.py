@@ -29,10 +29,10 @@ LAYERS = (
     {"_pipeline"},
     {"ranks"},
     {"_commit"},
-    {"_plan"},
     {"recorder"},
     {"state"},
     {"_layouts", "pins"},
+    {"_plan"},
     {"storage"},
     {
         "_collectives",

@@ -46,6 +46,12 @@ class LocalTensor(NamedTuple):
     # The ranks, ascending, that hold exactly these pieces, this one included; none if there are no pieces.
     holders: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, tensor: torch.Tensor, holders: tuple[int, ...] = ()) -> LocalTensor:
+        """Return a tensor of which all elements are on this rank."""
+        shape = tuple(tensor.shape)
+        return cls(tensor.dtype, shape, (Piece(Box.whole(shape), tensor.detach()),), holders)
+
 
 def local_tensor(tensor: torch.Tensor, *, key: str, rank: int, world_size: int, replicated: bool) -> LocalTensor:
     """Return what of ``tensor`` is on this rank.
@@ -57,9 +63,7 @@ def local_tensor(tensor: torch.Tensor, *, key: str, rank: int, world_size: int, 
     """
     if type(tensor) in PLAIN_TYPES:
         _check_plain(tensor, key)
-        shape = tuple(tensor.shape)
-        piece = Piece(Box.whole(shape), tensor.detach())
-        return LocalTensor(tensor.dtype, shape, (piece,), all_ranks(world_size) if replicated else (rank,))
+        return LocalTensor.whole(tensor, all_ranks(world_size) if replicated else (rank,))
     # Only a process that has distributed tensors pays for importing what they need.
     from torch.distributed.tensor import DTensor
 
@@ -128,14 +132,9 @@ def _part_of_dtensor(tensor: DTensor, key: str, rank: int) -> LocalTensor:
             remedy="pass shape= and stride= to DTensor.from_local() where the parts are not equal",
         )
     if 0 in shape and share.holders:
-        return _without_elements(tensor.dtype, shape, share.holders)
+        return LocalTensor.whole(torch.empty(shape, dtype=tensor.dtype), share.holders)
     pieces = tuple(Piece(box, _part(local, inside)) for box, inside in share.boxes)
     return LocalTensor(tensor.dtype, shape, pieces, share.holders)
-
-
-def _without_elements(dtype: torch.dtype, shape: tuple[int, ...], holders: tuple[int, ...]) -> LocalTensor:
-    """Return a distributed tensor of which there is nothing to cut: its empty whole is wherever the tensor is."""
-    return LocalTensor(dtype, shape, (Piece(Box.whole(shape), torch.empty(shape, dtype=dtype)),), holders)
 
 
 def _part(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -222,7 +221,7 @@ def _part_of_sharded_tensor(tensor: torch.Tensor, key: str, rank: int, world_siz
     metadata = tensor.metadata()
     dtype, shape = metadata.tensor_properties.dtype, tuple(metadata.size)
     if 0 in shape:
-        return _without_elements(dtype, shape, all_ranks(world_size))
+        return LocalTensor.whole(torch.empty(shape, dtype=dtype), all_ranks(world_size))
     pieces = []
     for shard in tensor.local_shards():
         if type(shard.tensor) not in PLAIN_TYPES:

@@ -33,17 +33,8 @@ Structure = tuple[Group, ...]
 Plan = dict[str, list[tuple[int, Box]]]
 
 
-def writes_of_rank(tensors: Mapping[str, LocalTensor], rank: int) -> dict[str, tuple[Piece, ...]]:
-    """Return the pieces that this rank writes, so that over all ranks every element is written once.
-
-    It needs no communication: all that it depends on is known to every rank that holds the same pieces. They are live
-    views, in the order of ``tensors``; a tensor without elements is written by one rank, as one piece without elements.
-    """
-    return _pieces(tensors, _plan(_structure(tensors), rank))
-
-
 class WritePlanCache:
-    """Remembers plans, for states that keep their structure from save to save.
+    """Plans, and remembers plans for states that keep their structure from save to save.
 
     A plan is used again only for the same keys, types, shapes, pieces, holders and rank, which is all that it depends
     on: another placement, mesh or number of ranks shows in the pieces or the holders. Tensors are not kept.
@@ -59,7 +50,12 @@ class WritePlanCache:
         self._plans: dict[tuple[Structure, int], Plan] = {}
 
     def writes_of_rank(self, tensors: Mapping[str, LocalTensor], rank: int) -> dict[str, tuple[Piece, ...]]:
-        """Return what :func:`writes_of_rank` returns, without planning again what was planned before."""
+        """Return the pieces that this rank writes, so that over all ranks every element is written once.
+
+        It needs no communication: all that it depends on is known to every rank that holds the same pieces. They are
+        live views, in the order of ``tensors``; a tensor without elements is written by one rank, as one piece without
+        elements.
+        """
         structure = _structure(tensors)
         plan = self._plans.pop((structure, rank), None)
         if plan is None:

@@ -229,9 +229,9 @@ def load_values(
         views[id(into[where])] = wanted
     for entry in values:
         for inside, tensor in tensor_paths(entry.value, torch.Tensor):
-            where, shape = (*entry.where, *inside), tuple(tensor.shape)
-            into[where] = torch.empty(shape, dtype=tensor.dtype)
-            views[id(into[where])] = LocalTensor(tensor.dtype, shape, (Piece(Box.whole(shape), into[where]),), ())
+            where = (*entry.where, *inside)
+            into[where] = torch.empty(tensor.shape, dtype=tensor.dtype)
+            views[id(into[where])] = LocalTensor.whole(into[where])
     if not into:
         return [entry.value for entry in values]
     with checkpoint:
@@ -277,12 +277,8 @@ class TensorBatches:
         infos = [TensorInfo(like.dtype, tuple(like.shape)) for _, like in batch]
         made = self._memory.tensors(infos)
         self._loaded = {where: tensor for (where, _), tensor in zip(batch, made, strict=True)}
-        targets = {
-            where: LocalTensor(info.dtype, info.shape, (Piece(Box.whole(info.shape), self._loaded[where]),), ())
-            for (where, _), info in zip(batch, infos, strict=True)
-        }
         try:
-            self._load(targets, [])
+            self._load({where: LocalTensor.whole(tensor) for where, tensor in self._loaded.items()}, [])
         except BaseException:
             self._loaded.clear()
             raise

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from ckpt_core._layouts.safetensors import TensorInfo, dtype_name
 from ckpt_core._layouts.sharded.plain import identity_of
-from ckpt_core._layouts.sharded.writing import TensorPiece, WholeTensor
+from ckpt_core._plan import LocalTensor
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.tree import join_key
 
@@ -19,15 +19,7 @@ _SHOWN = 5  # keys in a message
 KeyPath = tuple[Hashable, ...]
 
 
-class LocalPieces(WholeTensor, Protocol):
-    """A tensor as this rank has it."""
-
-    @property
-    def pieces(self) -> Sequence[TensorPiece]:
-        """The elements that are on this rank."""
-
-
-LocalView = Callable[[str, torch.Tensor], LocalPieces]
+LocalView = Callable[[str, torch.Tensor], LocalTensor]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,7 +113,7 @@ def _refuse_different_keys(wanted: set[KeyPath], targets: Mapping[KeyPath, Any],
     )
 
 
-def check_fits(fits: Sequence[tuple[str, TensorInfo, LocalPieces]], *, part: str, path: str) -> None:
+def check_fits(fits: Sequence[tuple[str, TensorInfo, LocalTensor]], *, part: str, path: str) -> None:
     """Refuse tensors of another shape or type than the checkpoint's: ``(name, the checkpoint's, the target)``."""
     wrong = [
         (key, f"{key} is {_text(info)} in the checkpoint and {_text(local)} in the state")
@@ -138,7 +130,7 @@ def check_fits(fits: Sequence[tuple[str, TensorInfo, LocalPieces]], *, part: str
         )
 
 
-def _text(tensor: TensorInfo | LocalPieces) -> str:
+def _text(tensor: TensorInfo | LocalTensor) -> str:
     return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import errno
 import functools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,7 +17,6 @@ from ckpt_core._layouts.sharded.fetching import Job, Read, all_of, jobs_of, read
 from ckpt_core._layouts.sharded.files import Files
 from ckpt_core._layouts.sharded.manifest import MANIFEST_NAME, Kind, Manifest
 from ckpt_core._layouts.sharded.matching import (
-    LocalPieces,
     LocalView,
     Match,
     check_fits,
@@ -25,6 +24,7 @@ from ckpt_core._layouts.sharded.matching import (
     unique_targets,
 )
 from ckpt_core._layouts.sharded.plain import decode_plain
+from ckpt_core._plan import LocalTensor
 from ckpt_core.errors import CheckpointFormatError, CheckpointNotFoundError, StorageError, UnsafeCheckpointError
 from ckpt_core.geometry import Box
 from ckpt_core.memory import buffers_for
@@ -49,28 +49,16 @@ class PartInfo:
     tensors: Mapping[str, TensorInfo]
 
 
-class _Piece(NamedTuple):
-    box: Box
-    tensor: torch.Tensor
-
-
-class _Whole(NamedTuple):
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    pieces: tuple[_Piece, ...]
-
-
 def _is_one_of_many() -> bool:
     """Whether other processes, maybe of the same machine, are about to load the same."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _whole(key: str, tensor: torch.Tensor) -> LocalPieces:
+def _whole(key: str, tensor: torch.Tensor) -> LocalTensor:
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise TypeError(f"{key} is a {type(tensor).__name__}: say with local= which of its elements are on this rank")
-    shape = tuple(tensor.shape)
-    return _Whole(tensor.dtype, shape, (_Piece(Box.whole(shape), tensor.detach()),))
+    return LocalTensor.whole(tensor)
 
 
 def _made(info: TensorInfo, where: Placement) -> torch.Tensor:

@@ -7,7 +7,7 @@ import functools
 import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,6 +42,7 @@ from ckpt_core._layouts.sharded.safetensors_file import (
     file_layout,
     file_order,
 )
+from ckpt_core._plan import LocalTensor, Piece
 from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.digest import digest
 from ckpt_core.errors import CheckpointError, SerializationError
@@ -52,30 +53,6 @@ _SMALL = 16 * 2**10  # bytes: handing them to another thread takes longer than c
 _REMEDY = "save the same state on all ranks: the same keys, shapes and types, in the same order"
 
 
-class TensorPiece(Protocol):
-    """The elements of one box of a tensor."""
-
-    @property
-    def box(self) -> Box:
-        """Where they are in the whole tensor."""
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """They themselves, in the shape of the box: live, maybe not contiguous."""
-
-
-class WholeTensor(Protocol):
-    """What a tensor is, over all ranks."""
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of its elements."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Extent of the whole tensor."""
-
-
 @dataclasses.dataclass(frozen=True)
 class PartContent:
     """A part of the state, ready to be written."""
@@ -84,9 +61,9 @@ class PartContent:
     kind: Kind  # who holds it
     skeleton: Json  # its structure, from encode_plain
     # All of its tensors, in the order of encode_plain, the same on all ranks (but for a per-rank part).
-    tensors: Mapping[str, WholeTensor]
+    tensors: Mapping[str, LocalTensor | TensorInfo]
     # What this rank writes of each; tensors of which it writes nothing may be missing.
-    pieces: Mapping[str, Sequence[TensorPiece]]
+    pieces: Mapping[str, Sequence[Piece]]
     spread: bool = False  # whether several ranks write it. If not, rank 0 writes it whole
     frozen: Collection[str] = ()  # tensors that stay as they are from save to save
     apart: bool = False  # whether those go into a file of their own

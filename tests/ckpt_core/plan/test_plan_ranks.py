@@ -28,7 +28,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictCon
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from ckpt_core._plan import LocalTensor, local_tensor, slicing, writes_of_rank
+from ckpt_core._plan import LocalTensor, WritePlanCache, local_tensor, slicing
 from ckpt_core.errors import SerializationError
 from ckpt_core.tree import tensors as tensors_of
 from tests.conftest import ScriptRunner
@@ -82,7 +82,7 @@ def check(state: dict[str, torch.Tensor], wholes: dict[str, torch.Tensor]) -> No
     """What all ranks write of `state` is `wholes`, every element once."""
     mine = {
         key: [(piece.box, piece.tensor.clone()) for piece in pieces]
-        for key, pieces in writes_of_rank(planned(state), dist.get_rank()).items()
+        for key, pieces in WritePlanCache().writes_of_rank(planned(state), dist.get_rank()).items()
     }
     written: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(written, mine)

@@ -18,11 +18,16 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from ckpt_core._plan import Box, LocalTensor, Piece, WritePlanCache, local_tensor, slicing, writes_of_rank
+from ckpt_core._plan import LocalTensor, Piece, WritePlanCache, local_tensor, slicing
 from ckpt_core._plan._torch_private import sharding_of
 from ckpt_core._plan.pieces import _MeshView
+from ckpt_core.geometry import Box
 
 World = list[dict[str, LocalTensor]]
+
+
+def writes_of_rank(tensors: dict[str, LocalTensor], rank: int) -> dict[str, tuple[Piece, ...]]:
+    return WritePlanCache().writes_of_rank(tensors, rank)  # planned anew
 
 
 @contextmanager

@@ -14,8 +14,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor import placement_types as torch_placements
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from ckpt_core._plan import Box, LocalTensor, local_tensor
+from ckpt_core._plan import LocalTensor, local_tensor
 from ckpt_core.errors import CheckpointError, SerializationError
+from ckpt_core.geometry import Box
 from tests.conftest import ScriptRunner
 from tests.support.states import DTYPES, tensor_of
 
@@ -81,9 +82,9 @@ class TestPlain:
         script = """
             import sys, torch
             before = set(sys.modules)
-            from ckpt_core._plan import local_tensor, writes_of_rank
+            from ckpt_core._plan import WritePlanCache, local_tensor
             tensors = {"x": local_tensor(torch.ones(3), key="x", rank=0, world_size=1, replicated=True)}
-            assert writes_of_rank(tensors, 0)["x"][0].tensor.sum() == 3
+            assert WritePlanCache().writes_of_rank(tensors, 0)["x"][0].tensor.sum() == 3
             print([name for name in set(sys.modules) - before if "distributed" in name])
         """
         assert run_script(script).stdout == "[]\n"
