@@ -34,10 +34,7 @@ _TERMINATE = "SIGTERM"
 def watch_boundaries(trainer: Any) -> None:
     """Let a Trainer act on signals and tell its loggers of checkpoints between two batches, until it is torn down.
 
-    Called on all ranks together, in ``setup``. Does nothing a second time.
-
-    Args:
-        trainer: Of either package, with one of our plugins or callbacks.
+    Called on all ranks together, in ``setup``, where a plugin or callback of ours is used. Does nothing a second time.
     """
     if vars(trainer).get(_ATTRIBUTE) is not None:
         return

@@ -30,11 +30,7 @@ class _Untold:
 
 
 class Observers:
-    """The loggers of one Trainer that look at checkpoints; does nothing unless the Trainer saves in the background.
-
-    Args:
-        trainer: A Trainer of either package whose plugin is connected.
-    """
+    """The loggers of one Trainer that look at checkpoints; does nothing unless its plugin saves in the background."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer

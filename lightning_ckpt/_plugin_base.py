@@ -39,9 +39,6 @@ class SaveOutcomes:
 class ReliableCheckpointIO(CheckpointIOBase):
     """A plugin of ours.
 
-    Args:
-        options: How it saves.
-
     Attributes:
         outcomes: Hears of all its saves.
         summary: Adds up what they cost.
@@ -80,11 +77,7 @@ class ReliableCheckpointIO(CheckpointIOBase):
         self.checkpointer.wait_when_touched(path)
 
     def refuse(self, storage_options: Any | None) -> None:
-        """Refuse storage options of a single save.
-
-        Raises:
-            TypeError: There are some.
-        """
+        """Refuse storage options of a single save."""
         if storage_options is not None:
             name = type(self).__name__
             raise TypeError(  # begins as that of Lightning's own plugin, for those who search for it
@@ -99,15 +92,7 @@ def load_other_layout(
 ) -> dict[str, Any]:
     """Return a checkpoint that a plugin's own layout is not: a file, a directory, or one of Lightning's strategies.
 
-    Args:
-        plugin: Asks, with ``storage_options`` and ``tiers``.
-        path: The checkpoint.
-        failure: Why it is not of the plugin's own layout; raised where it is of no other.
-        map_location: As for the plugin.
-        weights_only: As for the plugin.
-
-    Raises:
-        CheckpointError: It is damaged, or of no layout that is known.
+    Where it is of none of these, ``failure`` is raised: why it is not of the plugin's own layout.
     """
     from ckpt_core.interchange import load_whole
 

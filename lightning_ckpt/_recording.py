@@ -32,13 +32,7 @@ _FETCHES_REMEMBERED = 4
 
 
 class Recording(Live):
-    """Records the fit of one Trainer, on one rank.
-
-    Args:
-        trainer: A Trainer of either package whose model is set up.
-        directory: Of the checkpoints.
-
-    """
+    """Records the fit of one Trainer whose model is set up, on one rank."""
 
     def __init__(self, trainer: Any, directory: Any) -> None:
         self._trainer, self._directory = trainer, str(directory)
@@ -54,32 +48,20 @@ class Recording(Live):
         self._recorder.told()
 
     def resume(self, saved: Mapping[str, Any] | None, *, known_inexact: bool) -> None:
-        """Compare what is done from now on with what the interrupted run did.
+        """Compare what is done from now on with what the interrupted run did; None where that makes no sense.
 
-        Args:
-            saved: What :meth:`capture` returned; None where the two cannot be compared.
-            known_inexact: Whether the user was told already that this resume is not exact.
+        With ``known_inexact``, the user was told already that this resume is not exact.
         """
         self._recorder.resume(saved, known_inexact=known_inexact)
 
     def fetched(self, index: int, rng: RngState, batch: Any) -> None:
-        """Note a batch as it came from the loaders.
-
-        Args:
-            index: Its number in the epoch.
-            rng: The random generators before it was fetched.
-            batch: In host memory.
-        """
+        """Note a batch of the epoch as it came from the loaders, and the random generators before it was fetched."""
         if self._is_inside:
             return
         self._fetched.append((index, digest_generators(rng), digest_batch(batch)))
 
     def read_again(self, index: int, batch: Any) -> bool | None:
-        """Compare a batch of the epoch that was read again on the way to where the checkpoint is.
-
-        Returns:
-            Whether it is the same, None if that is not known.
-        """
+        """Return whether a batch that was read again to get to the checkpoint's place is the same; None if unknown."""
         return self._recorder.read_again(self._trainer.current_epoch, index, digest_batch(batch))
 
     def batch_ended(self, outputs: Any, batch_idx: int) -> None:

@@ -82,10 +82,6 @@ class Rehearsal(Live, CheckpointBase):
     """Saves where the plan says, and takes notes after each batch.
 
     It is a ``Checkpoint`` so that, like those that save for the user, it is called after callbacks like EarlyStopping.
-
-    Args:
-        plan: What this process is told.
-        logger: What the Trainer logs to.
     """
 
     def __init__(self, plan: Plan, logger: _Logger) -> None:

@@ -9,11 +9,7 @@ from lightning_ckpt._plugin_base import ReliableCheckpointIO
 
 
 def reserve_memory(trainer: Any) -> None:
-    """Let the plugin of a Trainer allocate memory for its asynchronous saves in the background.
-
-    Args:
-        trainer: Between two batches, when its optimizers have their state.
-    """
+    """Let the plugin of a Trainer allocate memory for its asynchronous saves, when its optimizers have their state."""
     strategy, plugin = trainer.strategy, trainer.strategy.checkpoint_io
     callbacks = trainer.checkpoint_callbacks
     if not isinstance(plugin, ReliableCheckpointIO) or plugin.options.strategy == "sync" or not callbacks:

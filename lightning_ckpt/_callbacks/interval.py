@@ -12,12 +12,7 @@ from lightning_ckpt._report import announce, summary_of
 
 
 class AutoInterval(Live):
-    """Follows the steps of one fit.
-
-    Args:
-        interval: How the time between two saves is chosen.
-        trainer: Its processes are connected.
-    """
+    """Follows the steps of one fit, whose processes are connected."""
 
     def __init__(self, interval: SaveInterval, trainer: Any) -> None:
         self.schedule = SaveSchedule(interval, trainer.world_size)

@@ -74,14 +74,9 @@ class JustInTime:
     # ---- when something has failed -----------------------------------------------------------------------------------
 
     def rescue(self, error: BaseException, path_of: Callable[[int], str]) -> str | None:
-        """Save if an exception comes of the loss of another rank, and this is the rank to do it.
+        """Save if an exception comes of the loss of another rank, and this is the one to do it; return where, or None.
 
-        Args:
-            error: What ends the training here.
-            path_of: Returns where to save, for a number of optimizer steps.
-
-        Returns:
-            Where it has saved; None if it has not.
+        ``path_of`` returns where to save, for a number of optimizer steps.
         """
         with ignoring_signals():
             if not self._survivors.is_loss(error):

@@ -43,11 +43,8 @@ def newest_requeued(
 ) -> CheckpointInfo | None:
     """Return the newest checkpoint of a requeue that verifies and belongs to this run, or None.
 
-    Args:
-        catalog: Of ``root``.
-        root: ``default_root_dir`` of the Trainer.
-        directory: Where the callback keeps its checkpoints.
-        order: As for :meth:`ckpt_core.Catalog.newest_verified`.
+    ``root`` is the Trainer's ``default_root_dir``, ``directory`` that of the callback's checkpoints, and ``order`` as
+    for :meth:`ckpt_core.Catalog.newest_verified`.
     """
     for info in order([info for info in catalog.checkpoints() if _NAME.match(info.name)]):
         try:
@@ -60,14 +57,7 @@ def newest_requeued(
 
 
 def older_requeued(catalog: Catalog, root: str, directory: str, resumed: str) -> list[str]:
-    """Return the checkpoints of earlier requeues of a run that has been resumed from that of the last one.
-
-    Args:
-        catalog: Of ``root``.
-        root: ``default_root_dir`` of the Trainer.
-        directory: Where the callback keeps its checkpoints.
-        resumed: What the run was resumed from; unless that is a checkpoint of a requeue, there are none.
-    """
+    """Return the checkpoints of earlier requeues of a run that was ``resumed`` from that of the last one; else none."""
     if _NAME.match(os.path.basename(resumed)) is None or not _is_same(os.path.dirname(resumed), root):
         return []
     number = _number_of(resumed)
@@ -102,8 +92,7 @@ def _is_of_run(state: Any, root: str, directory: str) -> bool:
 def left_in_another_version(directory: str) -> str | None:
     """Return where an earlier start of a script without ``dirpath`` has left its checkpoints, None if nowhere.
 
-    Args:
-        directory: Where this start will leave them: ``.../version_3/checkpoints``.
+    ``directory`` is where this start will leave them: ``.../version_3/checkpoints``.
     """
     logs, _, version = os.path.dirname(directory).rpartition(os.sep)
     if is_remote(directory) or not version.startswith("version_"):
@@ -114,11 +103,7 @@ def left_in_another_version(directory: str) -> str | None:
 
 
 def stock_hint(*, is_shown: bool) -> None:
-    """Let Lightning's warning of ``ckpt_path="last"`` through, or not: it asks for ``save_last``, set or not.
-
-    Args:
-        is_shown: What is wanted from now on.
-    """
+    """Let Lightning's warning of ``ckpt_path="last"`` through, or not: it asks for ``save_last``, set or not."""
     others = [each for each in warnings.filters if getattr(each[1], "pattern", None) != _STOCK_HINT]
     warnings.filters[:] = others  # type: ignore[index]
     if not is_shown:
@@ -151,13 +136,7 @@ class _FoundCheckpoint:
 
 
 def tell_of_checkpoint(trainer: Any, path: str, modified: float) -> None:
-    """Let the Trainer know a checkpoint on a store without looking for it.
-
-    Args:
-        trainer: Of either package.
-        path: URL of a checkpoint that exists.
-        modified: Unix time of its commit in seconds.
-    """
+    """Let the Trainer know a checkpoint on a store, and when it was committed (Unix time), without looking for it."""
     connector = sys.modules[type(trainer._checkpoint_connector).__module__]
     original = connector.get_filesystem
     known: dict[str, _FoundCheckpoint] | None = getattr(original, "found_checkpoints", None)

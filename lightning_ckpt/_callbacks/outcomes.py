@@ -14,23 +14,16 @@ from lightning_ckpt.sharded import ShardedCheckpointIO
 
 
 def raise_as_rank_0(trainer: Any, action: Callable[[], None]) -> None:
-    """Run ``action``; if that raises a :class:`CheckpointError` on rank 0, raise it on every rank.
+    """Run ``action``; if that raises a :class:`CheckpointError` on rank 0, raise it on every rank, as the same class.
 
     Called on all ranks together. Without it the other ranks would wait for one that has left.
-
-    Raises:
-        CheckpointError: The failure, as the same class on every rank.
     """
     several = trainer.world_size > 1
     raise_together(action, (lambda mine: [trainer.strategy.broadcast(mine)]) if several else None)
 
 
 class OutcomeWatch(Live):
-    """Watches the saves of a Trainer that has one of our plugins; does nothing with any other plugin.
-
-    Args:
-        trainer: The Trainer, its processes launched and connected.
-    """
+    """Watches the saves of a Trainer that has one of our plugins, its processes connected; else does nothing."""
 
     def __init__(self, trainer: Any) -> None:
         plugin = trainer.strategy.checkpoint_io
@@ -61,22 +54,14 @@ class OutcomeWatch(Live):
             raise
 
     def after_batch(self, trainer: Any) -> None:
-        """Raise the failure of a background save, if all ranks know of it by now.
-
-        Raises:
-            CheckpointError: The failure, as the same class on every rank.
-        """
+        """Raise the failure of a background save, as the same class on every rank, if all ranks know of it by now."""
         if self._outcome is None or (trainer.world_size > 1 and trainer.global_step == self._last_step):
             return
         self._last_step = trainer.global_step
         self._outcome.at_boundary()
 
     def after_training(self, trainer: Any) -> None:
-        """Wait for the background and raise a failure that no rank has raised yet; called on all ranks together.
-
-        Raises:
-            CheckpointError: The failure, as the same class on every rank.
-        """
+        """Wait for the background and raise, on all ranks together, a failure that no rank has raised yet."""
         if self._checkpointer is not None:
             self._checkpointer.drain()
             raise_as_rank_0(trainer, self._checkpointer.raise_failure)

@@ -23,11 +23,7 @@ from lightning_ckpt._routing.trainer import raise_on_all_ranks
 class AutoResume:
     """What one callback finds, and how often the run was resumed from it.
 
-    Args:
-        limit: After how many attempts in a row a checkpoint is stepped over; None: never.
-
-    Raises:
-        ValueError: It is not at least 1.
+    After ``limit`` attempts in a row a checkpoint is stepped over; None: never.
     """
 
     def __init__(self, limit: int | None) -> None:
@@ -39,12 +35,7 @@ class AutoResume:
         self._chosen: CheckpointInfo | None = None
 
     def look(self, directory: str, **options: Any) -> ResumeAttempts:
-        """Return what is known of attempts to resume from the checkpoints of a directory; the callback looks now.
-
-        Args:
-            directory: Where they are.
-            **options: Of :class:`~ckpt_core.resume.ResumeAttempts`.
-        """
+        """Return what is known of attempts to resume from the checkpoints of a directory; the callback looks now."""
         self._asked, self._attempts = True, ResumeAttempts(directory, self._limit, **options)
         return self._attempts
 
@@ -53,11 +44,7 @@ class AutoResume:
         self._chosen = info
 
     def begin(self, trainer: Any) -> None:
-        """Compare the choice with that of the other ranks and count the attempt; all ranks together.
-
-        Raises:
-            RankFailedError: The ranks have found different checkpoints; on all of them.
-        """
+        """Compare the choice with that of the other ranks and count the attempt; all ranks raise together."""
         if not self._asked:
             return
         mine = None if self._chosen is None else self._chosen.path

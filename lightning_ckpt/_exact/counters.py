@@ -28,11 +28,7 @@ class Counters:
 
     A callback that restores a checkpoint in mid-fit, or runs the loops itself, leaves counters behind from which one
     cannot tell what is being done: Lightning puts back those of the moment of the save, and counts on. These continue
-    from where they were.
-
-    Args:
-        internals: Access to the Trainer.
-        run_inside: Called with what runs the loops, where they run already.
+    from where they were. ``run_inside`` is called with what runs the loops, where they run already.
     """
 
     def __init__(self, internals: Internals, run_inside: Callable[[Callable[[], Any]], Any]) -> None:
@@ -90,10 +86,7 @@ class Counters:
     def settle(self, progress: dict[str, Any], phase: str, *, redo: bool) -> None:
         """Make counters that were put in place of others fit a phase, in place; the loops go by two of them.
 
-        Args:
-            progress: All counters of the loops.
-            phase: What remains to be done.
-            redo: Whether the present batch does not count.
+        With ``redo``, the present batch does not count.
         """
         if not any(off for kind in self._off.values() for off in kind.values()):
             return
@@ -106,11 +99,7 @@ class Counters:
 
 
 class Accumulation:
-    """Over how many batches one Trainer accumulates gradients: the user's setting wins, except in an open window.
-
-    Args:
-        trainer: A Trainer of either package.
-    """
+    """Over how many batches one Trainer accumulates gradients: the user's setting wins, except in an open window."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -132,12 +121,7 @@ class Accumulation:
     def resume(self, saved: Mapping[str, Any], *, in_epoch: bool) -> str | None:
         """Continue with what was saved as long as it has to be, then with what the user asks for now.
 
-        Args:
-            saved: The counters of the checkpoint.
-            in_epoch: Whether an epoch continues, and not the next one begins.
-
-        Returns:
-            What has changed, in words.
+        ``in_epoch`` says that an epoch continues, and not the next one begins. Returns what has changed, in words.
         """
         before, now = int(saved["accumulate_grad_batches"]), self._wanted(saved)
         self._trainer.accumulate_grad_batches = before if in_epoch else now

@@ -14,19 +14,11 @@ from lightning_ckpt._exact.loaders import TrainingData
 
 
 def state_for_rank(state: Mapping[str, Any], rank: int, *, gradients: bool) -> dict[str, Any]:
-    """Return what a rank continues with.
+    """Return what a rank continues with of the exact state of all ranks; refuse that of no rank.
 
     It has the random generators of the rank of its number, or, if there was none, generators that follow from those of
-    the first and from its number. What was accumulated in an open window is left out where the window is begun again;
-    where the user steps, nobody knows when it began, and every rank gets the mean.
-
-    Args:
-        state: The exact state of all ranks.
-        rank: This one.
-        gradients: Whether to continue with an open window.
-
-    Raises:
-        StateMismatchError: No rank had reported when it was saved.
+    the first and from its number. Without ``gradients``, what was accumulated in an open window is left out, which is
+    begun again; where the user steps, nobody knows when it began, and every rank gets the mean.
     """
     ranks = [saved for saved in state[Kind.PER_RANK.value] if saved is not None]
     if not ranks:
@@ -39,13 +31,7 @@ def state_for_rank(state: Mapping[str, Any], rank: int, *, gradients: bool) -> d
 
 
 def elastic_causes(data: TrainingData, shared: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
-    """Say what differs from a run that was not interrupted.
-
-    Args:
-        data: The training loaders.
-        shared: What was the same on all ranks.
-        mine: What this rank continues with.
-    """
+    """Say what differs from a run that was not interrupted: all ranks ``shared``, and this continues with ``mine``."""
     problem = data.elastic_problem(mine["data"])
     if problem is None:
         rest = "every sample that was left of the epoch is used once"
@@ -60,14 +46,8 @@ def continue_elastic(
 ) -> dict[str, Any]:
     """Let the loaders continue with what is left of the epoch, and count its batches as these ranks do.
 
-    Args:
-        data: The training loaders.
-        shared: What was the same on all ranks.
-        state: What the loaders were captured as on one of them.
-        begin_window_again: Whether the samples of an open accumulation window are trained on again.
-
-    Returns:
-        ``shared``, with what remains to be done and the counters of the loops for these ranks.
+    ``state`` is what the loaders were captured as on one of the ranks that saved. Returns ``shared``, with what remains
+    to be done and the counters of the loops for these ranks.
     """
     phase, progress = shared["phase"], copy.deepcopy(shared["progress"])
     again = 0

@@ -27,15 +27,7 @@ class EpochLengths:
         self._is_watched = True
 
     def ended(self, batches: int, epoch: int) -> str | None:
-        """Count a whole epoch.
-
-        Args:
-            batches: How many it had.
-            epoch: Its number.
-
-        Returns:
-            Why the resume was not exact, in words, or ``None``; once.
-        """
+        """Count a whole epoch, by its number; return why the resume was not exact, in words, or ``None``; once."""
         number, least, most = self._number, self._least, self._most
         self._least = min(least, batches) if number else batches
         self._most = max(most, batches)

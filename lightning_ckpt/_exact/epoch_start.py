@@ -27,11 +27,7 @@ _HOOK = "on_train_epoch_start"
 class EpochStart:
     """Runs the hooks ``on_train_epoch_start`` of one fit.
 
-    Args:
-        internals: Access to the Trainer.
-
-    Attributes:
-        begun: With what the hooks of the last epoch were run: counters, generators, values for callbacks.
+    ``begun`` is with what those of the last epoch were run: counters, generators, values for callbacks.
     """
 
     def __init__(self, internals: Internals) -> None:
@@ -57,11 +53,9 @@ class EpochStart:
     ) -> None:
         """Begin the epoch that the checkpoint is in the middle of, and leave model and optimizers as they are.
 
-        Args:
-            begun: What :meth:`capture` returned, if the checkpoint has it.
-            now: The counters of the checkpoint.
-            schedulers: The states of the checkpoint's learning rate schedulers, in case the hooks make other ones.
-            begin: Runs the hooks.
+        ``begun`` is what :meth:`capture` returned, if the checkpoint has it, ``now`` are its counters, and
+        ``schedulers`` the states of its learning rate schedulers, in case the hooks make other ones. ``begin`` runs the
+        hooks.
         """
         begun = begun or {"progress": _at_start(now)}
         reloads = {name: now[name] for name in ("train_reload_epoch", "val_reload_epoch")}

@@ -12,11 +12,7 @@ _POST_LOCAL_SGD = "post-localSGD/"
 
 
 def keep_apart(mine: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Divide a rank's exact state into what is as large as the weights, which each rank writes itself, and the rest.
-
-    Args:
-        mine: The exact state of this rank.
-    """
+    """Divide a rank's exact state into what is as large as the weights, which each rank writes itself, and the rest."""
     large = dict(mine["gradients"])
     if mine["post_local_sgd"]:
         large[_POST_LOCAL_SGD] = mine["post_local_sgd"]
@@ -24,12 +20,7 @@ def keep_apart(mine: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def put_back(state: Mapping[str, Any], apart: Mapping[int, Any]) -> dict[str, Any]:
-    """Undo :func:`keep_apart` in the exact state of all ranks.
-
-    Args:
-        state: The exact state of all ranks.
-        apart: What some ranks wrote themselves, by rank.
-    """
+    """Undo :func:`keep_apart` in the exact state of all ranks, with what some ranks wrote themselves, by rank."""
     ranks = list(state[Kind.PER_RANK.value])
     for rank, saved in apart.items():
         if rank < len(ranks) and ranks[rank] is not None:

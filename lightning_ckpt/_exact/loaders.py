@@ -44,11 +44,7 @@ DRAWS_WHILE_READ = (
 
 
 class _DivisibleSampler(RecordingSampler):
-    """Stands in front of a batch sampler, and for one pass yields this rank's batches of a division instead.
-
-    Attributes:
-        division: How the present pass is divided, if another number of ranks began the epoch.
-    """
+    """Stands in front of a batch sampler; with a ``division``, yields this rank's batches of it for one pass."""
 
     def __init__(self, inner: Any, loader: object) -> None:
         self.division: EpochShare | None = None
@@ -70,10 +66,8 @@ class _DivisibleSampler(RecordingSampler):
 class TrainingLoader(LoaderTracker):
     """Follows one training loader, and can continue with what another number of ranks left of an epoch.
 
-    Args:
-        loader: A ``DataLoader`` (also a stateful one) or any iterable.
-        replay: Always go back by reading again.
-        world_size: Number of ranks that train.
+    The loader is a ``DataLoader`` (also a stateful one) or any iterable; with ``replay``, it always goes back by
+    reading again.
     """
 
     def __init__(self, loader: Any, replay: bool, world_size: int) -> None:
@@ -167,9 +161,7 @@ class TrainingLoader(LoaderTracker):
     def rest(self, state: Mapping[str, Any], again: int) -> EpochShare | None:
         """Return what another number of ranks left of an epoch, divided over these; ``None`` if that is all of it.
 
-        Args:
-            state: What :meth:`capture` returned on one of them.
-            again: Number of their last batches that do not count.
+        ``state`` is what one of them captured, and their last ``again`` batches do not count.
         """
         description = state["division"]
         if description["order"] is None:
@@ -219,10 +211,8 @@ class _Rest:
 class TrainingData:
     """The training loaders of one Trainer.
 
-    Args:
-        internals: Access to the Trainer.
-        replay: Always go back by reading again.
-        before_fetch: Called before each batch is fetched, with the random generators of that moment.
+    ``before_fetch`` is called before each batch is fetched, with the random generators of that moment. With ``replay``,
+    loaders always go back by reading again.
 
     Attributes:
         begun: Number of batches of the epoch that were done when the present iterators were made.
@@ -327,12 +317,7 @@ class TrainingData:
         return None if fetch is None else fetch.rng
 
     def capture(self, batches: int, ahead: int) -> dict[str, Any]:
-        """Capture where the loaders are in the middle of an epoch.
-
-        Args:
-            batches: Number of batches of this epoch that count as done.
-            ahead: Number of batches that Lightning fetches ahead.
-        """
+        """Capture where the loaders are when ``batches`` of an epoch are done and Lightning is ``ahead`` of them."""
         fetch = self._history.before(batches)
         moment = fetch or self._moment()
         last = self._history.before(batches - 1) if self._history.draws_while_reading else None
@@ -358,11 +343,7 @@ class TrainingData:
     # ---- restore -----------------------------------------------------------------------------------------------------
 
     def check(self, state: Mapping[str, Any]) -> list[str]:
-        """Return why the saved state does not fit the loaders exactly, in words.
-
-        Raises:
-            StateMismatchError: The state is of other loaders.
-        """
+        """Return why the saved state does not fit the loaders exactly, in words; refuse that of other loaders."""
         loaders = state["loaders"]
         if not loaders:
             # saved before the loaders were made
@@ -446,15 +427,10 @@ class TrainingData:
         return self._trackers[0].elastic_problem(loaders[0])
 
     def continue_epoch(self, state: Mapping[str, Any], again: int, world_size: int) -> int:
-        """Let the next iterators continue with what other ranks left of the epoch.
+        """Let the next iterators continue with what ``world_size`` other ranks left of the epoch.
 
-        Args:
-            state: What :meth:`capture` returned on one of them.
-            again: Number of their last batches that do not count.
-            world_size: How many they were.
-
-        Returns:
-            Number of batches of the epoch that count as done here.
+        ``state`` is what one of them captured, and their last ``again`` batches do not count. Returns how many batches
+        of the epoch count as done here.
         """
         done: float
         if state["between"]:

@@ -51,13 +51,7 @@ def _state(metric: Metric, plain: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class FollowedMetric:
-    """A torchmetric of the model.
-
-    Attributes:
-        name: Where it is.
-        metric: The metric.
-        begun: Its plain attributes when it was found first.
-    """
+    """A torchmetric of the model: where it is, and its plain attributes when it was found first."""
 
     name: str
     metric: Metric
@@ -96,12 +90,7 @@ class MetricsMoment:
 
     @classmethod
     def take(cls, internals: Internals, metrics: Iterable[FollowedMetric]) -> MetricsMoment:
-        """Read all logged values.
-
-        Args:
-            internals: Access to the Trainer.
-            metrics: The torchmetrics of the model.
-        """
+        """Read all logged values, and the torchmetrics of the model."""
         results = {
             key: {
                 "value": result.value if result.is_tensor else None,

@@ -10,12 +10,9 @@ _Flags = dict[str, dict[str, bool]]
 
 
 class Modes:
-    """The ``training`` flags and ``requires_grad`` of a model, as far as they differ from those that it began with.
+    """The ``training`` flags and ``requires_grad`` of a model, as far as training has changed them.
 
     What its user freezes in another way before a resume stays so, unless the run had changed it.
-
-    Args:
-        module: The model as the script made it.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

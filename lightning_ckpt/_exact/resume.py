@@ -18,9 +18,6 @@ class Resume:
     A callback may save and restore a checkpoint in between, for itself or to search for a learning rate. What is saved
     then has to hold what the run resumes from: the Trainer's own counters and optimizers are not yet there. What is
     restored then must leave it to be resumed from.
-
-    Args:
-        internals: Access to the Trainer.
     """
 
     def __init__(self, internals: Internals) -> None:

@@ -32,11 +32,7 @@ Digests = dict[str, dict[str, str]]
 
 
 class UsersObjects(Live):
-    """Module, datamodule and callbacks of one Trainer, as far as their classes are the user's.
-
-    Args:
-        trainer: A Trainer of either package, with its module.
-    """
+    """Module, datamodule and callbacks of one Trainer, as far as their classes are the user's."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -85,11 +81,8 @@ class UsersObjects(Live):
     def capture(self, *, in_epoch: bool = True) -> Digests:
         """Return the digests of what has changed since the objects were set up, without lists that only tell.
 
-        What training has changed and no state holds is named, once.
-
-        Args:
-            in_epoch: Whether a resume continues an epoch, and does not begin the next one, whose hooks set anew what
-                they have set.
+        What training has changed and no state holds is named, once. With ``in_epoch``, a resume continues an epoch, and
+        does not begin the next one, whose hooks set anew what they have set.
         """
         changed = {name: plain.changed() for name, plain in self._plain.items()}
         for name, owner in self._owners.items():
@@ -127,9 +120,7 @@ class UsersObjects(Live):
     def differences(self, saved: Mapping[str, Mapping[str, str]], before: Digests | None = None) -> str | None:
         """Return what of module and datamodule is not as it was saved, in words, or ``None``.
 
-        Args:
-            saved: What :meth:`capture` returned.
-            before: Digests from before hooks that began the next epoch: what they have changed is theirs.
+        ``before`` are digests from before hooks that began the next epoch: what they have changed is theirs.
         """
         found = []
         for name in _MODULE:

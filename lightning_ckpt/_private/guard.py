@@ -114,11 +114,7 @@ def missing_boundaries(trainer: Any) -> list[str]:
 
 
 def check(trainer: Any) -> None:
-    """Make sure that this release of Lightning is built as we know it.
-
-    Raises:
-        CheckpointError: It is not, so exact resume is not possible with it.
-    """
+    """Make sure that this release of Lightning is built as we know it: with any other, exact resume is not possible."""
     missing = missing_internals(trainer)
     if missing:
         package = importlib.import_module(type(trainer).__module__.partition(".")[0])
@@ -129,14 +125,7 @@ def check(trainer: Any) -> None:
 
 
 def check_callback(callback: Any) -> None:
-    """Make sure that ``ModelCheckpoint`` is built as we know it: some of what it does in private, ours does otherwise.
-
-    Args:
-        callback: A ``ModelCheckpoint`` that derives from it.
-
-    Raises:
-        CheckpointError: It is not.
-    """
+    """Make sure that ``ModelCheckpoint`` is built as we know it: some of what it does in private, we do."""
     missing = [name for name in _MODEL_CHECKPOINT if not hasattr(callback, name)]
     if missing:
         raise CheckpointError(

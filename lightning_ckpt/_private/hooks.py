@@ -21,13 +21,8 @@ _Call = Callable[[Any], None]
 def before_setup(call: _Call) -> None:
     """Let every Trainer call ``call(trainer)`` when its processes are connected, before ``setup`` hooks and any load.
 
-    A callback has such a hook, a ``CheckpointIO`` has none. Does nothing a second time.
-
-    Args:
-        call: A function, and always the same.
-
-    Raises:
-        CheckpointError: This release of Lightning is not built as we know it.
+    A callback has such a hook, a ``CheckpointIO`` has none. ``call`` is always the same function: a second time does
+    nothing, as for all that follow here. A release of Lightning that is built in another way is a ``CheckpointError``.
     """
     for package in _trainers():
         module = importlib.import_module(f"{package}.trainer.call")
@@ -37,14 +32,8 @@ def before_setup(call: _Call) -> None:
 def for_directories(load: Callable[..., dict[str, Any]]) -> None:
     """Let every ``load_from_checkpoint`` call ``load`` for a path that Lightning cannot open because it is no file.
 
-    Lightning opens the path itself, without asking a plugin. Where ``load`` finds no checkpoint either, Lightning's
-    own error is raised. Does nothing a second time.
-
-    Args:
-        load: A function, and always the same. Takes the path, ``map_location`` and ``weights_only``.
-
-    Raises:
-        CheckpointError: This release of Lightning is not built as we know it.
+    Lightning opens the path itself, without asking a plugin. Where ``load``, which takes the path, ``map_location`` and
+    ``weights_only``, finds no checkpoint either, Lightning's own error is raised.
     """
     for package in _trainers():
         module: Any = importlib.import_module(f"{package}.core.saving")
@@ -71,16 +60,7 @@ def for_directories(load: Callable[..., dict[str, Any]]) -> None:
 
 
 def before_look_ups(call: Callable[[Any], None]) -> None:
-    """Let every Trainer call ``call(trainer)`` before it finds out what its ``ckpt_path`` is.
-
-    No hook is called before that. Does nothing a second time.
-
-    Args:
-        call: A function, and always the same.
-
-    Raises:
-        CheckpointError: This release of Lightning is not built as we know it.
-    """
+    """Let every Trainer call ``call(trainer)`` before it finds out what its ``ckpt_path`` is: no hook does."""
     for package in _trainers():
         module = importlib.import_module(f"{package}.trainer.connectors.checkpoint_connector")
         connector = getattr(module, "_CheckpointConnector", None)
@@ -90,13 +70,10 @@ def before_look_ups(call: Callable[[Any], None]) -> None:
 def without_a_path(find: Callable[[Any], list[str | None]]) -> None:
     """Let every Trainer ask ``find(trainer)`` what a ``fit`` without ``ckpt_path`` resumes from.
 
-    There is a public ``trainer.ckpt_path`` to set, but Lightning then warns about every path that a user gives. Nobody
-    is asked by a Trainer that has trained already, whose state is further than any checkpoint, by ``fast_dev_run``, and
-    by the trial fits of Lightning's tuners. Does nothing a second time.
-
-    Args:
-        find: A function, and always the same. Returns an empty list if it has nothing to say, else one with the path,
-            None for a fresh start.
+    It returns an empty list if it has nothing to say, else one with the path, None for a fresh start. There is a public
+    ``trainer.ckpt_path`` to set, but Lightning then warns about every path that a user gives. Nobody is asked by a
+    Trainer that has trained already, whose state is further than any checkpoint, by ``fast_dev_run``, and by the trial
+    fits of Lightning's tuners.
     """
     for package in _trainers():
         connector = importlib.import_module(f"{package}.trainer.connectors.checkpoint_connector")._CheckpointConnector
@@ -122,12 +99,8 @@ def without_a_path(find: Callable[[Any], list[str | None]]) -> None:
 def in_place_of_paths(choose: Callable[[Any], str | None], root: str) -> None:
     """Let every Trainer ask ``choose(trainer)`` what its first ``fit`` resumes from, whatever its ``ckpt_path`` is.
 
-    What Lightning and its loggers write by themselves goes to another root directory, for which there is no setter.
+    What Lightning and its loggers write by themselves goes to the directory ``root``, for which there is no setter.
     Whoever was asked before is not asked, so call it again when others may be.
-
-    Args:
-        choose: A function, and always the same.
-        root: The ``default_root_dir``.
     """
     for package in _trainers():
         connector = importlib.import_module(f"{package}.trainer.connectors.checkpoint_connector")._CheckpointConnector
@@ -153,13 +126,7 @@ def _is_a_first_start(trainer: Any) -> bool:
 
 
 def before_saves_of_fabric(call: _Call) -> None:
-    """Let every Fabric call ``call(fabric)`` before it saves or loads, which all ranks do together.
-
-    Does nothing a second time.
-
-    Args:
-        call: A function, and always the same.
-    """
+    """Let every Fabric call ``call(fabric)`` before it saves or loads, which all ranks do together."""
     for base in CheckpointIOBase.__bases__:
         package = base.__module__.partition(".plugins")[0]
         for name in ("save", "load", "load_raw"):

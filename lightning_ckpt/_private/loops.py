@@ -44,11 +44,7 @@ def model_averaging(strategy: Any) -> tuple[Any, Any]:
 
 
 class Internals:
-    """What exact resume needs of one Trainer.
-
-    Args:
-        trainer: A Trainer of either package.
-    """
+    """What exact resume needs of one Trainer."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
@@ -144,14 +140,10 @@ class Internals:
         replace_once(self.checkpoints, "_restore_modules_and_callbacks", restore)
 
     def finish_resume(self, wanted: Callable[[], bool], finished: Callable[[], None]) -> None:
-        """Let the fit restore the training state of the checkpoint that it resumes from.
+        """Let the fit restore the training state of the checkpoint that it resumes from, if that is wanted by then.
 
         Between modules and training state Lightning calls ``on_fit_start``. A checkpoint that is restored there takes
         the place of the other, of which counters and optimizers would never be restored.
-
-        Args:
-            wanted: Whether the checkpoint is still to be restored.
-            finished: Called after that.
         """
         connector = self.checkpoints
         loaded, path, original = connector._loaded_checkpoint, connector._ckpt_path, connector.restore_training_state
@@ -248,12 +240,7 @@ class Internals:
     # ---- resuming in the middle -------------------------------------------------------------------------------------
 
     def continue_epoch(self, enter: Callable[[], None], batches: int) -> None:
-        """Let the next run of the epoch loop continue after ``batches`` batches instead of beginning.
-
-        Args:
-            enter: Called when the loop is entered; makes the iterators.
-            batches: Number of batches of this epoch that are done.
-        """
+        """Let the next run of the epoch loop continue after so many batches; ``enter`` makes the iterators for it."""
 
         def on_run_start(fetcher: Any) -> None:
             enter()
@@ -268,9 +255,8 @@ class Internals:
     def finish_batch(self, finish: Callable[[], None], validate: bool | None) -> None:
         """Let the first round of the epoch loop be the rest of a round whose batch is done.
 
-        Args:
-            finish: Called in place of training on a batch.
-            validate: Whether validation follows; ``None`` lets Lightning decide, as after any batch.
+        ``finish`` is called in place of training on a batch. Whether validation follows is for ``validate`` to say;
+        None lets Lightning decide, as after any batch.
         """
 
         def advance(fetcher: Any) -> None:

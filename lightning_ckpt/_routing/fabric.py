@@ -38,13 +38,8 @@ _REST = "fabric"
 def route_fabric(fabric: Any) -> None:
     """Let Fabric save and load through its :class:`~lightning_ckpt.ShardedCheckpointIO` on all ranks, if it has one.
 
-    Called on all ranks together, before a save or a load. Does nothing a second time.
-
-    Args:
-        fabric: The Fabric; its plugin is one of ``plugins``, or of ``callbacks`` where the strategy refuses plugins.
-
-    Raises:
-        CheckpointError: The strategy has a way of saving that cannot be replaced.
+    It is among Fabric's ``plugins``, or among ``callbacks`` where the strategy refuses plugins. Called on all ranks
+    together, before a save or a load. Does nothing a second time.
     """
     strategy = fabric.strategy
     plugin = _plugin_of(fabric)

@@ -15,11 +15,7 @@ _INTERRUPTED_TIMEOUT = datetime.timedelta(seconds=30)
 
 
 class Gathering:
-    """The ranks of one Trainer, connected beside the training; made on all ranks together.
-
-    Args:
-        trainer: A Trainer of either package.
-    """
+    """The ranks of one Trainer, connected beside the training; made on all ranks together."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -42,11 +38,7 @@ class Gathering:
         return not self._is_alone
 
     def gather(self, mine: Any) -> list[Any] | None:
-        """Return on rank 0 what all ranks gave; if some are missing, what rank 0 gave.
-
-        Args:
-            mine: What this rank gives.
-        """
+        """Return on rank 0 what all ranks gave; if some are missing, what rank 0 gave."""
         if self._group is None:
             return [mine]
         if not self.all_are_here():
@@ -56,11 +48,7 @@ class Gathering:
         return ranks
 
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the mean over all ranks.
-
-        Args:
-            tensor: Floating-point, of one shape on all ranks; stays as it is.
-        """
+        """Return the mean over all ranks of a floating-point tensor, of one shape on all; that stays as it is."""
         total = tensor.detach().clone()
         if self._group is not None:
             dist.all_reduce(total, group=self._group if total.device.type == "cpu" else None)

@@ -23,14 +23,7 @@ _WRAPPED = ("lightning_module_state_dict", "optimizer_state")
 
 
 def refuse_unequal_ranks(trainer: Any) -> None:
-    """Refuse that ranks write one model together whose weights will differ, where nobody makes one of them.
-
-    Args:
-        trainer: A Trainer that saves on all ranks.
-
-    Raises:
-        CheckpointError: It trains with post-localSGD and has no callback that captures the exact state.
-    """
+    """Refuse that ranks write one model together whose weights will differ, where no callback makes one of them."""
     _, hook = model_averaging(trainer.strategy)
     if isinstance(hook, PostLocalSGDState) and not any(
         getattr(callback, "exact", False) for callback in trainer.callbacks
@@ -42,12 +35,7 @@ def refuse_unequal_ranks(trainer: Any) -> None:
 
 
 class PostLocalSgd:
-    """What post-localSGD adds to the exact state of one Trainer; nothing, where it is not used.
-
-    Args:
-        trainer: A Trainer of either package.
-        gathering: Its ranks.
-    """
+    """What post-localSGD adds to the exact state of one Trainer; nothing, where it is not used."""
 
     def __init__(self, trainer: Any, gathering: Gathering) -> None:
         self._trainer = trainer
@@ -130,11 +118,7 @@ class PostLocalSgd:
         }
 
     def capture(self, *, on_host: bool) -> dict[str, Any]:
-        """What this rank has of its own; empty while all have the same.
-
-        Args:
-            on_host: Whether tensors are needed in host memory.
-        """
+        """What this rank has of its own, in host memory if that is needed; empty while all have the same."""
         if not self.ranks_differ:
             return {}
         own = {
@@ -145,16 +129,10 @@ class PostLocalSgd:
         return host
 
     def restore(self, counters: Mapping[str, Any], own: Mapping[str, Any], *, resharded: bool) -> list[str]:
-        """Undo :meth:`counters` and :meth:`capture`, after Lightning has loaded what it saves.
+        """Undo :meth:`counters` and :meth:`capture`, when Lightning has loaded what it saves; return why it is inexact.
 
-        Args:
-            counters: Those of the checkpoint; empty if it was saved without post-localSGD.
-            own: What this rank had of its own.
-            resharded: Whether another number of ranks saved it; all ranks continue with what Lightning has loaded,
-                then.
-
-        Returns:
-            Why that is not exact.
+        ``counters`` is empty if it was saved without post-localSGD. If another number of ranks saved it
+        (``resharded``), all ranks continue with what Lightning has loaded.
         """
         if not counters:
             return []

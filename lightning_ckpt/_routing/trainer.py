@@ -60,9 +60,6 @@ def raise_on_all_ranks(action: Callable[[], None], *, world_size: int) -> None:
     """Run ``action``; if it raises a :class:`CheckpointError` on any rank, raise the first of them on every rank.
 
     Called on all ranks together. Without it the other ranks would wait for one that has left.
-
-    Raises:
-        CheckpointError: The failure, as the same class on every rank.
     """
 
     def gather(mine: Any) -> list[Any]:
@@ -74,11 +71,7 @@ def raise_on_all_ranks(action: Callable[[], None], *, world_size: int) -> None:
 
 
 def refuse_strategy(strategy: Any) -> None:
-    """Refuse a strategy whose saves cannot be replaced.
-
-    Raises:
-        CheckpointError: It is one.
-    """
+    """Refuse a strategy whose saves cannot be replaced."""
     bases = {cls.__name__ for cls in type(strategy).__mro__}
     if "DeepSpeedStrategy" in bases or "XLAStrategy" in bases or "XLAFSDPStrategy" in bases:
         raise CheckpointError(
@@ -99,12 +92,6 @@ def route(trainer: Any) -> None:
     """Let a Trainer save and load through its :class:`~lightning_ckpt.ShardedCheckpointIO` on all ranks, if it has one.
 
     Called on all ranks together, once its processes are connected and before anything is loaded.
-
-    Args:
-        trainer: The Trainer.
-
-    Raises:
-        CheckpointError: The strategy has a way of saving that cannot be replaced.
     """
     strategy, plugin = trainer.strategy, trainer.strategy.checkpoint_io
     if not getattr(plugin, "saves_together", False):
@@ -176,8 +163,7 @@ def _load_into(
 def _is_of_strategy(trainer: Any, path: str) -> bool:
     """Return whether Lightning's own strategy has saved a directory, which it loads best; decided by rank 0.
 
-    Raises:
-        CheckpointError: Loading it would run code from it, or it is damaged; on all ranks.
+    Where loading it would run code from it, or it is damaged, that is raised on all ranks.
     """
     options = trainer.strategy.checkpoint_io.storage_options
     found: list[bool] = []
