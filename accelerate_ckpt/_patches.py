@@ -19,13 +19,7 @@ class Patches:
         return bool(self._before)
 
     def wrap(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
-        """Replace a method by one that calls ``around(original, *arguments)``.
-
-        Args:
-            owner: A class or a module.
-            name: The method or function.
-            around: Gets the original first, then what the method is called with.
-        """
+        """Replace a method of a class, or a function of a module, by ``around(original, *arguments)``."""
         original = getattr(owner, name)
 
         @functools.wraps(original)

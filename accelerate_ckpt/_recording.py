@@ -43,12 +43,9 @@ class Fetched:
         self._drop_unused()
 
     def fetch(self, number: int, rng: RngState | None, batch: Any) -> None:
-        """Note a batch, while it is in host memory.
+        """Note a batch, while it is in host memory, by the number of the fetch in this iteration.
 
-        Args:
-            number: Of the fetch in this iteration.
-            rng: The random generators before it; None where workers fetch.
-            batch: What the loader inside the prepared one returned.
+        ``rng`` are the random generators before it; None where workers fetch.
         """
         self._ahead[number] = None if rng is None else digest_generators(rng), digest_batch(batch)
 
@@ -78,13 +75,8 @@ class Fetched:
 class Recording:
     """Records the training of one Accelerator, on one rank.
 
-    Args:
-        accelerator: Returns the Accelerator.
-        notify: Called with the event.
-        announce: Prints a line on rank 0.
-
-    Attributes:
-        given: Loaders that have handed out batches that no backward pass has followed yet.
+    ``accelerator`` returns it, and ``announce`` prints a line on rank 0. Loaders that have handed out batches that no
+    backward pass has followed yet are in ``given``.
     """
 
     def __init__(
@@ -121,12 +113,7 @@ class Recording:
         self._loss, self._is_used = loss, True
 
     def stepped(self, optimizer: Any, step: int) -> None:
-        """Record the step of an optimizer.
-
-        Args:
-            optimizer: A prepared one.
-            step: Steps of the run.
-        """
+        """Record the step of a prepared optimizer, at ``step`` of the run."""
         self._is_used = True
         self.settle()
         used, self._used, loss, self._loss = self._used, [], self._loss, None
@@ -161,11 +148,8 @@ class Recording:
     def lies_in(self, path: str, rank: int, saved: Mapping[str, Any] | None = None) -> None:
         """Note where a checkpoint is: records lie beside the directory of the first one.
 
-        Args:
-            path: Local path or URL of the checkpoint.
-            rank: This one.
-            saved: What it holds of the recorder, if it is resumed from: the run that saved it may have recorded
-                elsewhere.
+        ``saved`` is what it holds of the recorder, if it is resumed from: the run that saved it may have recorded
+        elsewhere.
         """
         if self._file or "://" in path:
             return
@@ -181,11 +165,9 @@ class Recording:
         return {**self._recorder.capture(), "number": self._number, "file": self._file}
 
     def resume(self, saved: Mapping[str, Any] | None, *, window_open: bool) -> None:
-        """Compare what is done from now on with what the interrupted run did after a checkpoint.
+        """Compare what is done from now on with what the interrupted run did; None where that makes no sense.
 
-        Args:
-            saved: What :meth:`capture` returned; None where the two cannot be compared.
-            window_open: Whether the checkpoint is inside a window of gradient accumulation.
+        ``window_open`` says that the checkpoint is inside a window of gradient accumulation.
         """
         # a run that goes back to an earlier state of its own does something else on purpose
         self._recorder.resume(None if self._has_recorded else saved)

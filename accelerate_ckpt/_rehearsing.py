@@ -35,12 +35,7 @@ _MOST_SAVES = 4
 
 
 class Rehearsal:
-    """Rehearses the training of one Accelerator.
-
-    Args:
-        session: Of the Accelerator.
-        plan: What this process is told.
-    """
+    """Rehearses the training of the Accelerator of a session, as the plan says."""
 
     _begun = False
 
@@ -132,11 +127,7 @@ class Rehearsal:
         return target
 
     def source(self, input_dir: Any) -> Any:
-        """Return what ``load_state`` loads.
-
-        Raises:
-            LookupError: Nothing: this run begins at the beginning.
-        """
+        """Return what ``load_state`` loads; ``LookupError`` if nothing: this run begins at the beginning."""
         if self._plan.resume is not None and not self._has_loaded:
             self._has_loaded = True
             self._notes.resumed()

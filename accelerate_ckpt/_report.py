@@ -47,15 +47,9 @@ def forget_reports() -> None:
 
 
 class RunReport:
-    """Adds up what the checkpoints of one Accelerator cost, and says it.
+    """Adds up what the checkpoints of one Accelerator cost, and says it, on rank 0.
 
-    Args:
-        options: How it saves.
-        log_metrics: Whether its trackers get the figures.
-        rank: Of this process; the first one says it.
-
-    Attributes:
-        summary: A listener, which adds up.
+    ``summary`` is the listener that adds up.
     """
 
     def __init__(self, options: CheckpointerOptions, *, log_metrics: bool, rank: int) -> None:
@@ -82,26 +76,14 @@ class RunReport:
         self._has_started = False
 
     def stepped(self, notify: Callable[[Event], None], point: ResumePoint | None, directory: str) -> None:
-        """Note a step of an optimizer.
-
-        Args:
-            notify: Tells the listeners.
-            point: Where training was resumed; None if it was not.
-            directory: Of the run.
-        """
+        """Note a step of an optimizer in a run of a directory that was resumed at ``point``; None if it was not."""
         if not self._has_started:
             self._has_started = True
             path, step = (directory, 0) if point is None else (point.path, point.step or 0)
             notify(TrainingStarted(path=path, resumed=point is not None, step=step))
 
     def ended(self, notify: Callable[[Event], None], step: int, directory: str) -> None:
-        """Note that training is over.
-
-        Args:
-            notify: Tells the listeners.
-            step: Steps that the run has taken.
-            directory: Of the run.
-        """
+        """Note that the training of a directory's run is over, after so many steps."""
         if self._has_started:
             self._has_started = False
             notify(TrainingEnded(path=directory, step=step))

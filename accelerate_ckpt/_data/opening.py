@@ -19,11 +19,7 @@ log = logging.getLogger(__name__)
 
 
 class Uses:
-    """Counts the signs that a script trains.
-
-    Attributes:
-        count: Number of signs so far.
-    """
+    """Counts the signs that a script trains."""
 
     def __init__(self) -> None:
         self.count = 0

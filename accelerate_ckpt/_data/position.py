@@ -59,13 +59,7 @@ class Run(Protocol):
 
 
 class LoaderPosition:
-    """Follows one prepared loader.
-
-    Args:
-        loader: A loader that Accelerate prepared.
-        world_size: Number of ranks of the run.
-        run: The run that the loader is of.
-    """
+    """Follows one loader that Accelerate has prepared, for a run of so many ranks."""
 
     def __init__(self, loader: Any, world_size: int, run: Run) -> None:
         self.loader = loader
@@ -338,12 +332,7 @@ class LoaderPosition:
         return self._division.difference(state) if obstacle is None else f"{obstacle}, so the epoch begins again"
 
     def restore(self, state: Mapping[str, Any], rng: RngState) -> None:
-        """Let the next iteration of the loader continue from a captured position.
-
-        Args:
-            state: What :meth:`capture` returned.
-            rng: The global generators when it was captured.
-        """
+        """Let the next iteration of the loader continue from a captured position, with the generators of then."""
         self._iteration_number += 1
         self._phase, self._resume, self._left, self._leave_out = BETWEEN, None, None, 0
         self._steps, self._offered = int(state.get("finished", 0)), None
@@ -556,10 +545,7 @@ class _Fetches:
 class _SkippedLoader:
     """What ``skip_first_batches`` returns. The loader itself leaves its first batches out, so its progress is not lost.
 
-    Args:
-        loader: The prepared loader.
-        batches: How many batches to leave out of each iteration.
-        leave_out: Lets the next iteration of the loader begin so many batches later; False if nothing is left in it.
+    ``leave_out`` lets the next iteration of the loader begin so many batches later; False if nothing is left in it.
     """
 
     def __init__(self, loader: Any, batches: int, leave_out: Callable[[int], bool]) -> None:

@@ -154,11 +154,7 @@ def _itself(value: Any) -> Any:
 
 
 class InnerTracker(LoaderTracker):
-    """Follows the loader inside a prepared loader.
-
-    Args:
-        loader: The inner loader.
-    """
+    """Follows the loader inside a prepared loader."""
 
     sampler: ShardSampler
 
@@ -195,8 +191,7 @@ class InnerTracker(LoaderTracker):
     def leave_out(self, batches: int) -> int:
         """Leave out the first batches of the pass that has just begun, of which there is no record.
 
-        Returns:
-            How many batches to take from the new iterator and drop.
+        Returns how many batches to take from the new iterator and drop.
         """
         if self.method != "skip":
             return batches
@@ -258,13 +253,7 @@ Consumed = int | list[int]
 
 
 class Division:
-    """How one prepared loader divides its data.
-
-    Args:
-        internals: Access to the loader.
-        tracker: Follows the loader inside it.
-        world_size: Number of ranks of the run.
-    """
+    """How one prepared loader divides its data."""
 
     def __init__(self, internals: Internals, tracker: InnerTracker, world_size: int) -> None:
         self._internals = internals
@@ -302,12 +291,7 @@ class Division:
         return [0] * max(1, self._tracker.workers) if self._tracker.iterable else 0
 
     def consumed(self, before: Consumed, steps: int) -> Consumed:
-        """What all ranks together have consumed of the epoch.
-
-        Args:
-            before: What had been consumed when the current pass began.
-            steps: Number of steps of this pass.
-        """
+        """What all ranks together have consumed of the epoch: ``before`` the present pass, and in its ``steps``."""
         batches = steps * self._internals.source_batches
         size = (self._batch_size or 1) if self._counts_samples else 1
         if isinstance(before, int):

@@ -56,11 +56,7 @@ def missing_internals() -> list[str]:
 
 
 def check() -> None:
-    """Make sure that this release of Accelerate is built as we know it.
-
-    Raises:
-        CheckpointError: It is not, so exact resume is not possible with it.
-    """
+    """Make sure that this release of Accelerate is built as we know it: else exact resume is not possible."""
     missing = missing_internals()
     if missing:
         raise CheckpointError(
@@ -156,11 +152,7 @@ def _patch_skip_first_batches() -> None:
 
 
 class Internals:
-    """What exact resume needs of one prepared loader.
-
-    Args:
-        loader: A ``DataLoaderShard`` or ``DataLoaderDispatcher``.
-    """
+    """What exact resume needs of one prepared loader: a ``DataLoaderShard`` or ``DataLoaderDispatcher``."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader

@@ -32,11 +32,7 @@ _FUNCTION = "load_custom_state"
 def registered_states(states: Sequence[Any] | None) -> Iterator[None]:
     """Let Accelerate's ``load_state`` give these states to the registered objects, instead of reading them.
 
-    Args:
-        states: One for each object; None leaves Accelerate as it is.
-
-    Raises:
-        CheckpointError: This release of Accelerate loads them in another way.
+    None leaves Accelerate as it is. A release of it that loads them in another way is refused.
     """
     if not states:
         yield

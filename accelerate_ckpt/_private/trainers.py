@@ -15,11 +15,7 @@ from transformers import Trainer
 
 
 def trainer_being_made(callback: Any) -> Any:
-    """Return the Trainer whose ``__init__`` calls this callback now; None if there is none.
-
-    Args:
-        callback: Among its callbacks.
-    """
+    """Return the Trainer whose ``__init__`` calls this callback, one of its own, now; None if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")

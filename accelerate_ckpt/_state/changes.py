@@ -22,8 +22,7 @@ _NAMED = 5
 class Changes:
     """Watches the modules of a script whose classes are no library's.
 
-    Args:
-        say: Called once for each attribute that a resume will not have, with words for the user.
+    ``say`` is called once for each attribute that a resume will not have, with words for the user.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
@@ -35,9 +34,7 @@ class Changes:
     def begin(self, models: Sequence[torch.nn.Module], held: Iterable[object]) -> None:
         """What changes from now on is changed by training; does nothing a second time.
 
-        Args:
-            models: Of the script.
-            held: Objects that have a state of their own in each checkpoint.
+        Objects that are held have a state of their own in each checkpoint.
         """
         if self._has_begun:
             return

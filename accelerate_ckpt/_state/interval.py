@@ -16,10 +16,6 @@ PREFIX = "auto_"
 class AutoInterval:
     """Follows the steps of one Accelerator.
 
-    Args:
-        interval: How the time between two saves is chosen.
-        world_size: Number of ranks.
-
     Attributes:
         asks_itself: Whether somebody else knows better than the loaders where a step ends, and asks :meth:`due`.
         schedule: Says when.
@@ -30,12 +26,7 @@ class AutoInterval:
         self.asks_itself = True
 
     def resumed(self, step: int, state: Mapping[str, Any] | None) -> None:
-        """Continue after a checkpoint was loaded.
-
-        Args:
-            step: Where the run is.
-            state: Of the schedule, as the checkpoint has it.
-        """
+        """Continue at a step after a checkpoint was loaded, with the state of the schedule that it has."""
         self.schedule.begin(step)
         self.schedule.load_state_dict(state or {})
 

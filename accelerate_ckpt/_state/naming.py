@@ -47,11 +47,7 @@ def automatic_root(accelerator: Any) -> str:
 
 
 def target_of(accelerator: Any, output_dir: StrPath | None) -> str:
-    """Return where a save goes: as given, or the next automatic name.
-
-    Raises:
-        TypeError: No directory is given, and there are no automatic names.
-    """
+    """Return where a save goes: as given, or the next automatic name; one of both there must be."""
     if accelerator.project_configuration.automatic_checkpoint_naming:
         return os.path.join(automatic_root(accelerator), _NAME.format(accelerator.save_iteration))
     if output_dir is None:
@@ -97,12 +93,9 @@ def by_number(paths: Iterable[str]) -> dict[int, str]:
 
 
 def unwanted(committed: dict[int, str], pending: list[str], keep: int) -> list[str]:
-    """Return what to delete, the oldest first, so that the ``keep`` highest numbers stay.
+    """Return which committed checkpoints to delete, the oldest first, so that the ``keep`` highest numbers stay.
 
-    Args:
-        committed: Checkpoints by number.
-        pending: Paths whose save is under way; they count, and are not deleted.
-        keep: How many stay.
+    Those whose save is ``pending`` count, and are not deleted.
     """
     under_way = {number for path in pending if (number := number_of(path)) is not None}
     kept = set(sorted(under_way | set(committed), reverse=True)[:keep])
@@ -132,17 +125,9 @@ class Retention:
     """What is known of the checkpoints of one Accelerator, and which of them its policy gives up.
 
     Checkpoints whose names in one directory differ in nothing but numbers (``step_100``, ``step_200``) are a series, in
-    which the policy chooses; what has another name is left alone. What a policy needs to know is in each checkpoint's
-    metadata, so that a run that is resumed knows of those of the runs before.
-
-    Args:
-        policy: A policy, or the mapping that names its class.
-        checkpointer: What saves.
-        storage_options: For checkpoints at URLs.
-        prefix: What the names begin with that the policy is for.
-
-    Raises:
-        OptionError: The mapping names no policy.
+    which the policy chooses; what has another name, or one that does not begin with ``prefix``, is left alone. What a
+    policy needs to know is in each checkpoint's metadata, so that a run that is resumed knows of those of the runs
+    before. The policy may be the mapping that names its class; if that is none, it is refused with an ``OptionError``.
     """
 
     def __init__(
@@ -162,26 +147,16 @@ class Retention:
         return os.path.basename(target.rstrip("/")).startswith(self._prefix)
 
     def record(self, target: str, step: int, metrics: Mapping[str, float], time: float) -> None:
-        """Note a checkpoint whose save has begun.
-
-        Args:
-            target: The checkpoint.
-            step: Optimizer steps taken.
-            metrics: What the script has logged until now.
-            time: Unix time of the save in seconds.
-        """
+        """Note a checkpoint whose save has begun: steps taken, what was logged, Unix time in seconds."""
         self._history.record(self._checkpointer.known_as(target), step, metrics, time)
 
     def surplus(
         self, target: str, pending: Collection[str], protected: Collection[str], ignored: Collection[str] = ()
     ) -> list[str]:
-        """Return the checkpoints of a series to delete, the oldest first.
+        """Return the checkpoints to delete, the oldest first, of the series of which ``target`` is the newest.
 
-        Args:
-            target: The newest of the series.
-            pending: Paths whose save is under way; they count, and stay.
-            protected: Paths that stay too.
-            ignored: Paths that stay and do not count, because they are damaged.
+        Paths that are pending (their save is under way) count and stay, protected ones stay, and ignored ones stay and
+        do not count, because they are damaged.
         """
         newest = self._checkpointer.known_as(target)
         directory, name = os.path.split(newest)

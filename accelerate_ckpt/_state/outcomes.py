@@ -37,13 +37,7 @@ class AgreedSave:
 
 
 class OutcomeWatch:
-    """Watches the background saves of one Accelerator.
-
-    Args:
-        checkpointer: What saves.
-        agreement: Of this run's ranks.
-        store: Shared by all ranks; None for a single process.
-    """
+    """Watches the background saves of one Accelerator; the store is shared by all ranks, None for a single process."""
 
     def __init__(self, checkpointer: DirectoryCheckpointer, agreement: Agreement, store: Store | None) -> None:
         self._checkpointer = checkpointer
@@ -70,11 +64,7 @@ class OutcomeWatch:
         self._stepped.add(id(optimizer))
 
     def at_boundary(self) -> None:
-        """Raise a failure that all ranks know of by now; called on all ranks after they exchanged something.
-
-        Raises:
-            CheckpointError: The failure, as the same class on every rank.
-        """
+        """Raise a failure that all ranks know of by now, as the same class on all; after they exchanged something."""
         try:
             self._outcome.at_boundary()
         except CheckpointError:
@@ -89,18 +79,9 @@ class OutcomeWatch:
         """Raise, on all ranks, what rank 0 knows to have failed; return the path and the step at which rank 0 saves.
 
         Rank 0's path counts: scripts that put the time or a temporary directory into it have another one on every rank.
-
-        Args:
-            path: Where this rank wants to save.
-            refuse: Asked on rank 0 for a reason not to save there.
-            step: At which step this rank is; only that of rank 0 counts.
-            waits: Whether rank 0 waits for all to come. If not, a rank that does not is found when the save is
-                committed.
-            may_be_absent: Whether rank 0 waits no longer for ranks that have certainly gone on without this save.
-
-        Raises:
-            CheckpointError: As said, or a rank does not save.
-            ValueError: There is a reason not to.
+        So does its step, and what it is told when it asks ``refuse`` for a reason not to save there. With ``waits``, it
+        waits for all to come, but with ``may_be_absent`` not for ranks that have certainly gone on without this save;
+        if it does not wait, a rank that does not come is found when the save is committed.
         """
         failure, reason = None, None
         if self._agreement.rank == 0:
@@ -125,11 +106,7 @@ class OutcomeWatch:
         return AgreedSave(str(agreed), step_of_rank_0, number, frozenset(agreement.left_out), absent)
 
     def after_training(self) -> None:
-        """Wait for the background, and raise what no rank has raised yet; called on all ranks together.
-
-        Raises:
-            CheckpointError: The failure, as the same class on every rank.
-        """
+        """Wait for the background, and raise, on all ranks together, what no rank has raised yet."""
         self._checkpointer.drain()
         failure = self._outcome.unraised
         if failure is not None:

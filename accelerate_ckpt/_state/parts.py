@@ -85,11 +85,7 @@ def restore_buffers(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -
 
 
 def check_optimizer(optimizer: Any, state: Mapping[str, Any], *, path: str, key: str) -> None:
-    """Refuse the state of an optimizer over other parameters, before anything is changed.
-
-    Raises:
-        StateMismatchError: The groups or their numbers of parameters differ.
-    """
+    """Refuse the state of an optimizer over other parameters, before anything is changed."""
     here = [len(group["params"]) for group in optimizer.param_groups]
     saved = [len(group["params"]) for group in state["param_groups"]]
     if here != saved:
@@ -105,18 +101,10 @@ def check_optimizer(optimizer: Any, state: Mapping[str, Any], *, path: str, key:
 def check_weights(
     model: torch.nn.Module, saved: Mapping[str, tuple[int, ...] | None], *, strict: bool, path: str
 ) -> None:
-    """Refuse the weights of another model, before anything is changed.
+    """Refuse the weights of another model, by their shapes (None for what is no tensor), before anything is changed.
 
-    A model with modules that load in their own way is left to them: they may take other names and shapes.
-
-    Args:
-        model: Of this run.
-        saved: Shapes by name; None for what is no tensor.
-        strict: Refuse missing and unexpected names too.
-        path: Where the weights are.
-
-    Raises:
-        StateMismatchError: Names or shapes differ.
+    With ``strict``, missing and unexpected names are refused, too. A model with modules that load in their own way is
+    left to them: they may take other names and shapes.
     """
     if any(_loads_in_its_own_way(module) for module in model.modules()):
         return
@@ -161,18 +149,10 @@ def load_model(
     strict: bool = True,
     **arguments: Any,
 ) -> None:
-    """Read a model's weights straight into its tensors.
+    """Read a model's weights from a part straight into its tensors: those of ``rank``, where each rank has its own.
 
-    Args:
-        model: Its ``state_dict`` says which tensors; its ``load_state_dict`` is called too.
-        checkpoint: Where from.
-        part: Name of the part.
-        rank: Whose weights, where each rank has its own.
-        strict: Refuse missing and unexpected names.
-        **arguments: For ``load_state_dict``.
-
-    Raises:
-        StateMismatchError: The checkpoint is of another model. Nothing was changed.
+    Its ``state_dict`` says which tensors; its ``load_state_dict`` is called too, with ``arguments``. Where the
+    checkpoint is of another model, nothing is changed. With ``strict``, missing and unexpected names are refused.
     """
     loaded = checkpoint.load(part, into=model.state_dict(), rank=rank, strict=strict)
     # What the model does not have comes without values.
@@ -212,8 +192,7 @@ def sharded_parts(accelerator: Any) -> list[Part]:
 def read_sharded(accelerator: Any, checkpoint: DirectoryCheckpoint) -> list[Any]:
     """Read this rank's pieces of models and optimizers; any number of ranks may have saved. See :func:`apply_sharded`.
 
-    Raises:
-        StateMismatchError: The checkpoint is of another model. Nothing was changed.
+    Where the checkpoint is of another model, nothing is changed.
     """
     # The targets first: making them takes all ranks, and reading may fail on one.
     targets = sharded_parts(accelerator)

@@ -23,14 +23,10 @@ log = logging.getLogger(__name__)
 
 
 class PreemptionWatch:
-    """Watches for one Accelerator; made on all ranks together, on their main threads.
+    """Watches for what tells one Accelerator's run to end; made on all ranks together, on their main threads.
 
-    Args:
-        value: What tells the run to end, as the option says it.
-        ranks: Of the run; their store is that of this Accelerator.
-
-    Raises:
-        OptionError: The option says what makes no sense.
+    ``value`` says what that is, as the option does; what makes no sense is an ``OptionError``. The store of ``ranks``
+    is that of this Accelerator.
 
     Attributes:
         asks_itself: Whether somebody else knows better than the loaders where a step ends, and asks :meth:`due`.
@@ -47,11 +43,7 @@ class PreemptionWatch:
         self.asks_itself = True
 
     def after_batch(self, session: Any) -> None:
-        """Save and end the program, if that is due.
-
-        Raises:
-            SystemExit: It was due.
-        """
+        """Save and end the program (``SystemExit``), if that is due."""
         due = self.due() if self.asks_itself else None
         if due is None:
             return

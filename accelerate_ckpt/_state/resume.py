@@ -28,12 +28,7 @@ def directory_of_run(session: Any) -> str:
 
 
 class AutoResume:
-    """Counts, on rank 0, how often the run was resumed from the checkpoints of one directory.
-
-    Args:
-        session: Of the Accelerator.
-        root: The directory.
-    """
+    """Counts, on rank 0, how often the run was resumed from the checkpoints of one directory."""
 
     def __init__(self, session: Any, root: str) -> None:
         config = session.config

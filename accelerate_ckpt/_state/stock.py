@@ -46,11 +46,7 @@ _EARLIER = "it was cut off while it was saved, or copied in part: load an earlie
 
 
 def check_custom_objects(found: int, registered: int, directory: str) -> None:
-    """Refuse another number of registered objects, in Accelerate's words.
-
-    Raises:
-        StateMismatchError: The numbers differ.
-    """
+    """Refuse another number of registered objects, in Accelerate's words."""
     if found != registered:
         raise StateMismatchError(
             f"Number of custom checkpoints in folder {directory} does not match the number of registered objects:"
@@ -64,11 +60,7 @@ def check_custom_objects(found: int, registered: int, directory: str) -> None:
 
 
 def refuse_damaged_ours(directory: str) -> None:
-    """Refuse a checkpoint of ours that has lost its manifest, which must not be taken for one of stock.
-
-    Raises:
-        CheckpointCorruptedError: It is one.
-    """
+    """Refuse a checkpoint of ours that has lost its manifest, which must not be taken for one of stock."""
     ours = next(filter(_OURS.fullmatch, sorted(os.listdir(directory))), None)
     if ours is not None:
         raise CheckpointCorruptedError(
@@ -82,17 +74,9 @@ def refuse_damaged_ours(directory: str) -> None:
 class StockCheckpoint:
     """A checkpoint of stock Accelerate, in which every file that a load would use was read, and nothing was run.
 
-    Args:
-        accelerator: With everything prepared that is to be loaded.
-        directory: The checkpoint.
-        rank: This process's rank.
-        allow_pickle: Whether reading may run code from the checkpoint.
-        strict: Whether the models must have the names that the checkpoint has.
-
-    Raises:
-        CheckpointCorruptedError: A file is missing or damaged.
-        UnsafeCheckpointError: Reading a file would run code from it.
-        StateMismatchError: It is of another model or run.
+    Refused is one of which a file is missing or damaged, of which reading a file would run code and ``allow_pickle``
+    does not say that it may, or that is of another model or run. With ``strict``, models must have the names that it
+    has.
     """
 
     def __init__(
@@ -131,14 +115,9 @@ class StockCheckpoint:
         )
 
     def load(self, original: Callable[..., None], load_kwargs: Mapping[str, Any] | None) -> None:
-        """Load it.
+        """Load it, by Accelerate's own ``load_state``, with ``load_kwargs`` for reading optimizers and schedulers.
 
-        Args:
-            original: Accelerate's own ``load_state`` with its arguments, but for ``load_kwargs``.
-            load_kwargs: For reading optimizers and schedulers.
-
-        Raises:
-            CheckpointCorruptedError: It does not fit, which could not be seen before.
+        Where it does not fit, which could not be seen before, it is called corrupted.
         """
         arguments = dict(load_kwargs or {})
         if self._allow_pickle:
@@ -200,9 +179,7 @@ class StockCheckpoint:
     def _read(self, name: str, *, keep: bool = False) -> Any:
         """Return what is in a file; None if reading it may run code, which is then left to Accelerate.
 
-        Args:
-            name: Of the file.
-            keep: Copy tensors into memory. If not, they are mapped, and must not outlive the file.
+        Tensors are mapped, and must not outlive the file, unless they are to be kept.
         """
         path = self._path(name)
         try:
