@@ -99,7 +99,7 @@ def load_state(
     found: list[_Loading] = []
 
     def read() -> None:
-        if session.checkpointer.exists(path):
+        if session.reader_of(path).exists(path):
             found.append(_Ours(session, path, load_kwargs, dict(model_arguments)))
         else:
             found.append(_Stock(session, path, original, load_kwargs, model_arguments))
@@ -297,7 +297,7 @@ def _problem(check: Callable[[str], None], path: str) -> CheckpointError | None:
 
 
 def _check_usable(session: Session, path: str) -> None:
-    if not session.checkpointer.exists(path):
+    if not session.reader_of(path).exists(path):
         StockCheckpoint(session.accelerator, path, session.rank, allow_pickle=session.config.allow_pickle)
         return
     with contextlib.closing(session.reader_of(path).load(path)) as checkpoint:

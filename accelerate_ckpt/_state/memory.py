@@ -13,8 +13,6 @@ from ckpt_core.errors import CheckpointError, RankFailedError
 from ckpt_core.ranks import Agreement, RankGroup
 from ckpt_core.tiers import MemoryTier
 
-_NAME = "snapshot-{}"  # no name of a checkpoint, whose number may stand for something else than a step
-
 
 class MemorySnapshots:
     """Where the snapshots of one Accelerator are, and when one is due; made on all ranks together.
@@ -34,22 +32,24 @@ class MemorySnapshots:
         self, tier: MemoryTier, agreement: Agreement, ranks: RankGroup, strategy: str, **settings: Any
     ) -> None:
         self._tier = tier
-        self.checkpointer = DirectoryCheckpointer(ranks=ranks, **{**settings, **tier.settings(strategy)})
+        self._name = "snapshot-{}"  # no name of a checkpoint, whose number may stand for something else than a step
         self._saves = True
         try:
             token = agreement.asked_of_rank_zero("memory", tier.begin)
-            agreement.all_succeeded("memory", lambda: self._look(token))
+            try:
+                agreement.all_succeeded("memory", lambda: self._look(token))
+            except RankFailedError:
+                self._name = f"snapshot-{{}}-{ranks.session}"  # a machine may come back with an older one of that step
+                tier.join_machines(agreement, ranks)
         except CheckpointError as error:
             self.stop(error if ranks.rank == 0 else None)
-        if ranks.rank == 0:
+        self.checkpointer = DirectoryCheckpointer(ranks=ranks, **{**settings, **tier.settings(strategy)})
+        if ranks.rank == 0 or tier.machines > 1:
             atexit.register(self._at_exit)
 
     def _look(self, token: str) -> None:
         if not self._tier.is_seen(token):
-            raise RankFailedError(
-                "the ranks do not share one memory, because they are on several machines, or in containers with a "
-                "/dev/shm of their own"
-            )
+            raise RankFailedError("the ranks do not share one memory")
 
     def stop(self, reason: object) -> None:
         """Take no more snapshots; called on all ranks together.
@@ -68,7 +68,7 @@ class MemorySnapshots:
     def found(self) -> list[CheckpointInfo]:
         """Return the snapshots that are there, for look-ups; they do not say their step, which is no number of ours."""
         directory = self._tier.found() if self._saves else None  # what not all ranks see cannot be loaded
-        found = [] if directory is None else Catalog(directory, suffix="").checkpoints()
+        found = [] if directory is None else Catalog(directory, suffix="", storage=self._tier.storage).checkpoints()
         return [dataclasses.replace(info, step=None) for info in found]
 
     def resumed(self, step: int) -> None:
@@ -89,8 +89,10 @@ class MemorySnapshots:
             self.stop(reason if session.rank == 0 else None)
             return None
         if session.rank == 0:
-            path = self._tier.next_path(step, _NAME, is_busy=self.checkpointer.is_busy)
+            path = self._tier.next_path(step, self._name, is_busy=self.checkpointer.is_busy)
         found: str | None = session.agreement.announce("memory", path)
+        if found is not None and self._tier.machines > 1:
+            self._tier.make_room(found)
         return found
 
     def took(self, seconds: float) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ckpt_core._commit.store import connect_store
+from ckpt_core._commit.store import connect_store, derived_key
 
 
 class RankGroup:
@@ -58,6 +58,11 @@ class RankGroup:
             return cls.alone()
         store = connect_store(rank, world_size, broadcast, timeout_seconds=timeout_seconds)
         return cls(rank, world_size, store, broadcast(uuid.uuid4().hex[:12]))
+
+    def key(self, purpose: str) -> bytes:
+        """Return a key for a purpose that all ranks know, and nobody else; there are several ranks."""
+        assert self.store is not None
+        return derived_key(self.store, purpose)
 
     def next_series(self) -> str:
         """Return the name of a new series of saves; the ranks must ask for them in the same order."""

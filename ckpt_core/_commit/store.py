@@ -112,6 +112,18 @@ def unseal(store: Store, key: str, sealed: bytes) -> str:
     return value
 
 
+def derived_key(store: Store, purpose: str) -> bytes:
+    """Return a key that all ranks of this store know, and nobody else.
+
+    Raises:
+        RankFailedError: The store has no secret: :func:`connect_store` has not opened it.
+    """
+    secret = _secret_of(store)
+    if secret is None:
+        raise RankFailedError("the ranks have no secret of their own", remedy="connect them with RankGroup.connect")
+    return hashlib.blake2b(purpose.encode(), key=secret, digest_size=32).digest()
+
+
 def _mark(secret: bytes, key: str, value: str) -> str:
     return hashlib.blake2b(f"{key}\0{value}".encode(errors="replace"), key=secret, digest_size=16).hexdigest()
 

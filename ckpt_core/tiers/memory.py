@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
+import glob
 import hashlib
 import json
 import logging
@@ -17,18 +18,25 @@ import os
 import shutil
 import stat
 import uuid
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
 
-from ckpt_core.errors import CheckpointError, StorageError
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+from ckpt_core._commit import Agreement, RankGroup
+from ckpt_core.errors import CheckpointError, RankFailedError, StorageError
 from ckpt_core.events import Event, SaveCommitted, SaveFailed, size_in_words
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import is_remote, local_path
 from ckpt_core.storage.in_memory import MemoryStorage
+from ckpt_core.tiers.machines import Machine, MachinesStorage, MemoryServer
 
 __all__ = ["MEMORY_ROOT", "MemoryTier", "RunInMemory", "runs_in_memory"]
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 #: Where Linux has a filesystem in memory.
 MEMORY_ROOT = "/dev/shm"
@@ -51,6 +59,7 @@ class MemoryTier:
     Attributes:
         directory: Where the snapshots are.
         storage: Keeps them.
+        machines: How many machines have them in their memories.
         snapshots: How many this process has seen committed.
         stall_seconds: How long training has stood still for them, as :meth:`took` was told.
 
@@ -78,12 +87,14 @@ class MemoryTier:
         name = os.path.basename(self._run)[:_LONGEST_NAME] or "run"
         self._place = f"{self._home}/{name}-{hashlib.sha256(self._run.encode()).hexdigest()[:16]}"
         self.directory = f"{self._place}/snapshots"
-        self.storage = MemoryStorage(self._place)
+        self.storage: MemoryStorage = MemoryStorage(self._place)
+        self.machines = 1
         self.snapshots = 0
         self.stall_seconds = 0.0
         self._every = every
         self._last = 0
         self._record: int | None = None  # a descriptor, whose lock says that the run is alive
+        self._server: MemoryServer | None = None
         self._kept: list[str] = []  # the oldest first
         self._has_failed = False
 
@@ -118,6 +129,9 @@ class MemoryTier:
         Raises:
             StorageError: There is no such memory, or another user has the directory.
         """
+        return self._in_own_directory(self._take)
+
+    def _in_own_directory(self, action: Callable[[], Result]) -> Result:
         if not os.path.isdir(self._root):
             raise StorageError(
                 "there is no filesystem in memory here for snapshots",
@@ -129,7 +143,7 @@ class MemoryTier:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(directory, 0o700)
             self._refuse_others()
-            return self._take()
+            return action()
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
@@ -150,9 +164,12 @@ class MemoryTier:
         data = json.dumps({"version": 1, "run": self._run, "token": token}).encode()
         os.pwrite(self._record, data, 0)
         os.ftruncate(self._record, len(data))
+        self._look()
+        return token
+
+    def _look(self) -> None:
         entries = [*self.storage.list(self.directory), *self.storage.list_directories(self.directory)]
         self._kept = [entry.path for entry in sorted(entries, key=lambda entry: entry.modified)]
-        return token
 
     def is_seen(self, token: str) -> bool:
         """Return whether this rank sees the memory of rank 0, which on another machine or in another container is not.
@@ -161,6 +178,54 @@ class MemoryTier:
             token: What :meth:`begin` has returned there.
         """
         return _read(self._place).get("token") == token
+
+    def join_machines(self, agreement: Agreement, ranks: RankGroup) -> None:
+        """Make one of the memories of several machines; called on all ranks together when :meth:`begin` was.
+
+        The lowest rank of each machine serves its memory to the others.
+
+        Args:
+            agreement: Of the ranks.
+            ranks: Who saves together.
+
+        Raises:
+            CheckpointError: That cannot be; the same on all ranks.
+        """
+        store = ranks.store
+        assert isinstance(store, TCPStore)  # there are several ranks
+        mark = f"{self._place}/rank-{ranks.session}-"
+        addresses = PrefixStore(f"memory-{ranks.session}", store)
+        place = agreement.from_rank_zero("memory", self._place)
+        served: list[int] = []
+
+        def be_seen() -> None:
+            if self._place != place:
+                raise RankFailedError(
+                    f"rank {ranks.rank} would keep snapshots in {self._place}, and rank 0 in {place}",
+                    remedy="let memory_dir and the directory of the checkpoints have the same path on all machines",
+                )
+            self._in_own_directory(lambda: Path(f"{mark}{ranks.rank}").touch())
+
+        def serve() -> None:
+            served.append(min(int(name.rpartition("-")[2]) for name in glob.glob(f"{glob.escape(mark)}*")))
+            address = ""
+            if served[0] == ranks.rank:
+                if ranks.rank:
+                    self.begin()
+                self._server = MemoryServer(self._place, ranks.key("memory"), store.host, is_here=ranks.rank == 0)
+                address = json.dumps(self._server.machine)
+            addresses.set(str(ranks.rank), address)
+
+        agreement.all_succeeded("memory", be_seen)
+        agreement.all_succeeded("memory", serve)
+        texts = [] if ranks.rank else [addresses.get(str(rank)).decode() for rank in range(ranks.world_size)]
+        found = [[rank, *json.loads(text)] for rank, text in enumerate(texts) if text]
+        found = agreement.from_rank_zero("memory", found)
+        os.unlink(f"{mark}{ranks.rank}")
+        self._look()
+        self.machines, mine = len(found), [rank for rank, _, _ in found].index(served[0])
+        machines = [Machine(host, port) for _, host, port in found]
+        self.storage = MachinesStorage(self._place, machines, mine, ranks.key("memory"))
 
     def begin_at(self, step: int) -> None:
         """Count from a step, at which training begins or continues."""
@@ -195,18 +260,26 @@ class MemoryTier:
         if self._has_failed or is_busy:
             return None
         path = f"{self.directory}/{name.format(step)}"
+        self.make_room(path)
+        return path
+
+    def make_room(self, path: str) -> None:
+        """Delete from this machine's memory what the snapshot that is due takes the place of.
+
+        Args:
+            path: What rank 0 has named.
+        """
         with contextlib.suppress(CheckpointError):
             for old in [kept for kept in self._kept if kept != path][:-1]:  # the newest stays until its successor is
                 self._kept.remove(old)
                 self.storage.set_aside(old)
-        return path
 
     def took(self, seconds: float) -> None:
         """Note for how long training stood still."""
         self.stall_seconds += seconds
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_record": None}  # a copy has begun nothing
+        return {**self.__dict__, "_record": None, "_server": None}  # a copy has begun nothing
 
     def __call__(self, event: Event) -> None:
         if isinstance(event, SaveCommitted):
@@ -238,6 +311,8 @@ class MemoryTier:
             self.storage.drop_spares()
             os.close(self._record)
             self._record = None
+            if self._server is not None:
+                self._server.close()
 
     def end(self) -> None:
         """Delete the snapshots: the run has ended as it should. Does nothing where :meth:`begin` was not called."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -38,7 +40,7 @@ TRAINING = """
             step += accelerator.sync_gradients
             if accelerator.sync_gradients and step == save_at:
                 accelerator.save_state(f"{folder}/checkpoints/step_{step}")
-            if step == kill and rank == accelerator.num_processes - 1:
+            if step == kill and rank in killed:
                 os.kill(os.getpid(), signal.SIGKILL)
             if step == 12:
                 break
@@ -56,6 +58,7 @@ def memory() -> Iterator[Path]:
 
 def run(ranks: Ranks, folder: Path, memory: Path, world_size: int = 1, **names: Any) -> list[RankResult]:
     defaults: dict[str, Any] = {"project": {}, "options": {}, "kill": -1, "save_at": -1, "hook": False}
+    defaults["killed"] = [world_size - 1]
     folder.mkdir(exist_ok=True)
     return ranks.run(TRAINING, world_size, **{**defaults, "folder": str(folder), "memory": str(memory), **names})
 
@@ -100,3 +103,67 @@ def test_the_disk_is_taken_where_it_is_newer_and_hooks_take_no_snapshots(
     (result,) = run(ranks, tmp_path / "run", memory)
     assert result.told["resumed"] == ["step_6", 6]
     assert list(memory.iterdir()) == []
+
+
+def on_machines(ranks: Ranks, folder: Path, memory: Path, *sizes: int, **names: Any) -> list[RankResult]:
+    """Run so many ranks on each of several machines: to each, the same path is another directory in memory."""
+    machines = [machine for machine, size in enumerate(sizes) for _ in range(size)]
+    for machine in machines:
+        (memory / str(machine) / "memory").mkdir(parents=True, exist_ok=True)
+    defaults: dict[str, Any] = {"project": {}, "options": {}, "kill": -1, "save_at": -1, "hook": False}
+    defaults |= {"killed": list(range(len(machines))), "memory": "/proc/self/cwd/memory", "folder": str(folder)}
+    names = {**defaults, "directories": [str(memory / str(machine)) for machine in machines], **names}
+    return ranks.run("import os\nos.chdir(directories[rank])\n" + textwrap.dedent(TRAINING), len(machines), **names)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/cwd"), reason="machines are simulated with Linux's /proc")
+@pytest.mark.parametrize(
+    ("sizes", "lost", "strategy"),
+    [
+        ((1, 1), 0, "sharded"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [((1, 1), 1, "sharded"), ((1, 1), 1, "async"), ((2, 2), 0, "sharded"), ((1, 2, 1), 1, "sync")]
+        ),
+    ],
+)
+def test_what_a_lost_machine_had_in_memory_comes_from_another_one(
+    tmp_path: Path, memory: Path, ranks: Ranks, sizes: tuple[int, ...], lost: int, strategy: str
+) -> None:
+    options = {"strategy": strategy}
+    killed = on_machines(ranks, tmp_path / "killed", memory, *sizes, options=options, kill=4)
+    assert all(result.told == {} for result in killed)  # they did not come to their ends
+    shutil.rmtree(memory / str(lost))
+    results = on_machines(ranks, tmp_path / "killed", memory, *sizes, options=options)
+    whole = on_machines(ranks, tmp_path / "whole", memory, *sizes, options=options)
+    for result, without in zip(results, whole, strict=True):
+        name, step = result.told["resumed"]
+        assert name.startswith(f"snapshot-{step}-")
+        assert 2 <= step <= 4
+        assert without.told["resumed"] is None
+        assert result.told["weights"] == without.told["weights"]
+    assert list(memory.glob("*/memory/*")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.isdir("/proc/self/cwd"), reason="machines are simulated with Linux's /proc")
+def test_a_machine_that_is_not_replaced_is_not_needed(tmp_path: Path, memory: Path, ranks: Ranks) -> None:
+    options = {"strategy": "sharded"}
+    on_machines(ranks, tmp_path / "run", memory, 1, 1, options=options, kill=4)
+    shutil.rmtree(memory / "0")
+    (memory / "1").rename(memory / "0")
+    (result,) = on_machines(ranks, tmp_path / "run", memory, 1, options=options)
+    name, step = result.told["resumed"]
+    assert name.startswith(f"snapshot-{step}-")
+    assert 2 <= step <= 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.isdir("/proc/self/cwd"), reason="machines are simulated with Linux's /proc")
+def test_where_two_neighbours_are_lost_the_disk_is_taken(tmp_path: Path, memory: Path, ranks: Ranks) -> None:
+    options = {"strategy": "sharded"}
+    on_machines(ranks, tmp_path / "run", memory, 1, 1, 1, options=options, kill=6, save_at=2)
+    for lost in ("0", "1"):
+        shutil.rmtree(memory / lost)
+    results = on_machines(ranks, tmp_path / "run", memory, 1, 1, 1, options=options)
+    assert [result.told["resumed"] for result in results] == [["step_2", 2]] * 3

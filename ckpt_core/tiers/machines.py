@@ -1,0 +1,309 @@
+"""Snapshots in the memory of several machines: each keeps what its ranks write, and the next one a copy of it.
+
+Ranks write into the memory of their own machine, as ever. Before rank 0 commits, each machine fetches the files of the
+one before it, and then each gets the manifest: so a snapshot is whole as long as no two neighbours are lost. To read,
+the memories are one storage: a file that is not here is asked of the others. What it holds is compared with the
+snapshot's digests, wherever it came from.
+
+One process of each machine serves its memory, on threads, to who knows the secret of the run's store. Nothing is
+encrypted, as between ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import ipaddress
+import json
+import os
+import socket
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from typing import Any, NamedTuple
+
+from ckpt_core._commit import decode_error, encode_error
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, StorageError
+from ckpt_core.parallel import run_parallel
+from ckpt_core.storage import FileInfo, FileReader
+from ckpt_core.storage.in_memory import MemoryStorage
+
+__all__ = ["Machine", "MachinesStorage", "MemoryServer", "address_towards"]
+
+_ANSWER_SECONDS = 30
+_COPY_SECONDS = 600  # as long as ranks wait for each other's part of a save
+_CONNECT_SECONDS = 10.0
+_THREADS = 64
+_PIECE_BYTES = 16 * 2**20
+_LONGEST_REQUEST = 64 * 2**20  # a manifest is part of one
+
+
+class Machine(NamedTuple):
+    """Where the memory of a machine is served.
+
+    Attributes:
+        host: Name or address.
+        port: Of TCP.
+    """
+
+    host: str
+    port: int
+
+
+def address_towards(host: str) -> str:
+    """Return this machine's address on the network in which it reaches ``host``."""
+    family, _, _, _, address = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+class MemoryServer:
+    """Serves the memory of this machine to the others until the process ends.
+
+    Args:
+        directory: What is served, and nothing beside it.
+        key: What those who may ask know.
+        host: A name or address that all reach.
+        is_here: Whether that is this machine; else it listens at the address at which ``host`` sees it.
+
+    Attributes:
+        machine: Where the others find it.
+
+    Raises:
+        StorageError: The network does not allow it.
+    """
+
+    def __init__(self, directory: str, key: bytes, host: str, *, is_here: bool) -> None:
+        self._directory, self._key = directory, key
+        self._storage = MemoryStorage(directory)
+        try:
+            host = host if is_here else address_towards(host)
+            try:
+                at, family = host, socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+            except ValueError:  # a name: what it means here is not what it means on other machines
+                at, family = "", socket.AF_INET
+            self._socket = socket.create_server((at, 0), family=family)
+        except OSError as error:
+            raise StorageError(
+                f"the memory of this machine cannot be served to the others: {error}",
+                path=directory,
+                remedy=f"see whether {host} is known here, or train without memory_every_n_steps",
+                errno=error.errno,
+            ) from error
+        self.machine = Machine(host, self._socket.getsockname()[1])
+        threading.Thread(target=self._accept, name="ckpt-memory", daemon=True).start()
+
+    def close(self) -> None:
+        """Serve nobody any more."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # which wakes the thread that accepts
+        self._socket.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                accepted, _ = self._socket.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(accepted,), name="ckpt-memory", daemon=True).start()
+
+    def _serve(self, accepted: socket.socket) -> None:
+        try:
+            with _connection(accepted, _ANSWER_SECONDS) as caller:
+                deliver_challenge(caller, self._key)
+                answer_challenge(caller, self._key)
+                request = json.loads(caller.recv_bytes(_LONGEST_REQUEST))
+                try:
+                    answer = self._do(**request)
+                except (CheckpointError, OSError) as error:
+                    caller.send_bytes(json.dumps({"error": encode_error(error)}).encode())
+                    return
+                if isinstance(answer, bytes):
+                    caller.send_bytes(b"{}")
+                    caller.send_bytes(answer)
+                else:
+                    caller.send_bytes(json.dumps({"value": answer}).encode())
+        except Exception:  # noqa: BLE001 - a stranger, or one who is gone: what matters, the caller says
+            return
+
+    def _do(self, do: str, path: str, **about: Any) -> Any:
+        if os.path.normpath(path) != path or not path.startswith(f"{self._directory}/"):
+            raise StorageError("what was asked for is not a snapshot in memory", path=path)
+        action: Callable[..., Any] = getattr(self, f"_do_{do}")
+        return action(path, **about)
+
+    def _do_size(self, path: str) -> int | None:
+        return os.path.getsize(path) if os.path.isfile(path) else None
+
+    def _do_read(self, path: str, offset: int, size: int) -> bytes:
+        with open(path, "rb", buffering=0) as file:
+            return os.pread(file.fileno(), size, offset)
+
+    def _do_exists(self, path: str) -> bool:
+        return self._storage.exists(path)
+
+    def _do_list(self, path: str) -> Any:
+        return [dataclasses.asdict(info) for info in self._storage.list(path)]
+
+    def _do_subdirectories(self, path: str) -> Any:
+        return self._storage.subdirectories(path)
+
+    def _do_files(self, path: str) -> list[tuple[str, int]]:
+        found = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+        return [(os.path.relpath(file, path), os.path.getsize(file)) for file in found]
+
+    def _do_copy(self, path: str, token: str, files: list[tuple[str, int]], host: str, port: int) -> None:
+        """Fetch files of a snapshot in the making from another machine."""
+        source = _Client(Machine(host, port), self._key)
+        # which the ranks of this machine keep from being taken for an orphan
+        staging = self._storage.begin_directory(path, token)
+        try:
+            for name, size in files:
+                target = f"{staging}/{name}"
+                with _RemoteReader(source, target, size) as reader, self._storage.create(target, size) as writer:
+                    memory = memoryview(bytearray(min(_PIECE_BYTES, size)))
+                    for offset in range(0, size, _PIECE_BYTES):
+                        piece = memory[: size - offset]
+                        reader.read_into(offset, piece)
+                        writer.write_at(offset, piece)
+                    writer.commit(size)
+        finally:
+            self._storage.leave_directory(path, token)
+
+    def _do_publish(self, path: str, token: str, manifest: str) -> None:
+        self._storage.publish_directory(path, token, manifest.encode())
+
+
+class _Client:
+    """Asks one machine; each question has a connection of its own, so that none is left in the middle of an answer."""
+
+    def __init__(self, machine: Machine, key: bytes) -> None:
+        self.machine = machine
+        self._key = key
+
+    def ask(self, do: str, path: str, seconds: int = _ANSWER_SECONDS, **about: Any) -> Any:
+        """Return the answer.
+
+        Raises:
+            CheckpointError: What the other machine has raised; a StorageError if it does not answer.
+        """
+        return self._asked(do, path, seconds, about)[0]
+
+    def read(self, path: str, offset: int, size: int) -> bytes:
+        """Return bytes of a file."""
+        return self._asked("read", path, _ANSWER_SECONDS, {"offset": offset, "size": size}, has_bytes=True)[1]
+
+    def _asked(
+        self, do: str, path: str, seconds: int, about: dict[str, Any], *, has_bytes: bool = False
+    ) -> tuple[Any, bytes]:
+        try:
+            with _connection(socket.create_connection(self.machine, _CONNECT_SECONDS), seconds) as peer:
+                answer_challenge(peer, self._key)
+                deliver_challenge(peer, self._key)
+                peer.send_bytes(json.dumps({"do": do, "path": path, **about}).encode())
+                answer = json.loads(peer.recv_bytes())
+                if "error" in answer:
+                    raise decode_error(answer["error"])
+                return answer.get("value"), peer.recv_bytes() if has_bytes else b""
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise StorageError(
+                f"the machine at {self.machine.host}:{self.machine.port} does not answer for its memory: {error}",
+                path=path,
+                remedy="see whether it runs, and whether a firewall lets ranks connect to each other",
+            ) from error
+
+
+def _connection(connected: socket.socket, seconds: int) -> Connection:
+    connected.settimeout(None)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        connected.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", seconds, 0))
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return Connection(connected.detach())
+
+
+class _RemoteReader(FileReader):
+    request_bytes = 2**18
+
+    def __init__(self, client: _Client, path: str, size: int) -> None:
+        self.path, self.size, self._client = path, size, client
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        for begin in range(0, len(target), _PIECE_BYTES):
+            piece = target[begin : begin + _PIECE_BYTES]
+            data = self._client.read(self.path, offset + begin, len(piece))
+            if len(data) != len(piece):
+                raise CheckpointCorruptedError("a file of the snapshot ends too early", path=self.path)
+            piece[:] = data
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class MachinesStorage(MemoryStorage):
+    """The memories of all machines of a run. What is written and deleted is so in that of this one.
+
+    Args:
+        directory: Of the snapshots and what belongs to them, the same path on all machines.
+        machines: All of them, in the same order everywhere.
+        mine: Which of them this one is.
+        key: What those who may ask know.
+    """
+
+    def __init__(self, directory: str, machines: Sequence[Machine], mine: int, key: bytes) -> None:
+        super().__init__(directory)
+        self._clients = [_Client(machine, key) for machine in machines]
+        self._mine = mine
+
+    @property
+    def _others(self) -> list[_Client]:
+        return [client for index, client in enumerate(self._clients) if index != self._mine]
+
+    def open(self, path: str) -> FileReader:
+        if not os.path.lexists(path):
+            for client in self._others:
+                size = client.ask("size", path)
+                if size is not None:
+                    return _RemoteReader(client, path, size)
+        return super().open(path)
+
+    def exists(self, path: str) -> bool:
+        return super().exists(path) or any(client.ask("exists", path) for client in self._others)
+
+    def list(self, directory: str) -> Sequence[FileInfo]:
+        found = {info.path: info for info in super().list(directory)}
+        for client in self._others:
+            for info in client.ask("list", directory):
+                found.setdefault(info["path"], FileInfo(**info))
+        return list(found.values())
+
+    def subdirectories(self, directory: str) -> Sequence[str]:
+        theirs = [path for client in self._others for path in client.ask("subdirectories", directory)]
+        return list(dict.fromkeys([*super().subdirectories(directory), *theirs]))
+
+    def publish_directory(self, path: str, token: str, manifest: bytes, *, gone: Sequence[str] = ()) -> None:
+        staging = self.begin_directory(path, token)
+        try:
+            count, threads = len(self._clients), min(len(self._clients), _THREADS)
+            files: dict[int, Any] = {}
+
+            def look(index: int) -> None:
+                files[index] = self._clients[index].ask("files", staging)
+
+            def copy(index: int) -> None:
+                host, port = self._clients[index].machine
+                partner = self._clients[(index + 1) % count]
+                partner.ask("copy", path, _COPY_SECONDS, token=token, files=files[index], host=host, port=port)
+
+            def publish(client: _Client) -> None:
+                client.ask("publish", path, _COPY_SECONDS, token=token, manifest=manifest.decode())
+
+            run_parallel(look, range(count), threads=threads)  # before any has those of another
+            run_parallel(copy, range(count), threads=threads)
+            run_parallel(publish, self._others, threads=threads)
+            super().publish_directory(path, token, manifest, gone=gone)
+        finally:
+            self.leave_directory(path, token)
