@@ -33,11 +33,7 @@ class Frame:
 
 
 def encode_frame(frame: Frame) -> bytearray:
-    """The frame as bytes: length of a JSON text, 8 bytes little-endian; the text; copies of the tensors.
-
-    Raises:
-        TypeError: The content is not JSON data.
-    """
+    """The frame as bytes: length of a JSON text, 8 bytes little-endian; the text; copies of the tensors."""
     dense: dict[str, torch.Tensor] = {}
     sparse: dict[str, list[int]] = {}
     for name, tensor in frame.tensors.items():
@@ -65,11 +61,7 @@ def encode_frame(frame: Frame) -> bytearray:
 
 
 def decode_frame(data: bytearray) -> Frame:
-    """The way back from :func:`encode_frame`; the tensors are views of ``data``.
-
-    Raises:
-        ValueError: The bytes are not those of a frame.
-    """
+    """The way back from :func:`encode_frame`; the tensors are views of ``data``. Else a ``ValueError``."""
     try:
         (length,) = struct.unpack_from("<Q", data)
         if not 2 <= length <= min(_LONGEST_TEXT, len(data) - 8):

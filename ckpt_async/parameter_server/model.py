@@ -53,14 +53,7 @@ def mean_of(buffers: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
 
 @dataclass(frozen=True)
 class Block:
-    """Rows of a parameter.
-
-    Attributes:
-        name: The parameter's name, with ``[begin:end]`` if it is not all of it.
-        parameter: The parameter's name.
-        box: Where in the parameter it is.
-        nbytes: Its size.
-    """
+    """Rows of a parameter: ``name`` is the parameter's, with ``[begin:end]`` if it is not all of it."""
 
     name: str
     parameter: str
@@ -68,11 +61,7 @@ class Block:
     nbytes: int
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The block's part of a tensor like the parameter; a view if that is dense.
-
-        Args:
-            tensor: The parameter or its gradient, dense or sparse in its rows.
-        """
+        """The block's part of a tensor like the parameter, dense or sparse in its rows; a view if that is dense."""
         if not self.box.shape or self.box.shape == tuple(tensor.shape):
             return tensor
         begin, rows = self.box.offset[0], self.box.shape[0]

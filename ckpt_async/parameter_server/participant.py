@@ -87,11 +87,7 @@ class Training:
 
 
 class Watch:
-    """Asks others now and then whether they are there; the transport reports those that do not answer as lost.
-
-    Args:
-        transport: Carries the questions.
-    """
+    """Asks others now and then whether they are there; the transport reports those that do not answer as lost."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
@@ -111,16 +107,9 @@ class Watch:
 
 
 class Participant(abc.ABC):
-    """A process that takes part in the training: a server or a worker.
+    """A process that takes part in the training, as ``"shard"`` or ``"worker"``, under the name of its transport.
 
-    Args:
-        transport: Carries its messages; its name is the participant's.
-        coordinator: Address of the coordinator.
-        role: ``"shard"`` or ``"worker"``.
-        storage_options: For fsspec, if the checkpoints are in an object store.
-
-    Raises:
-        CheckpointError: The coordinator does not want it, or cannot be reached.
+    A coordinator that does not want it, or cannot be reached, is a ``CheckpointError``.
     """
 
     def __init__(

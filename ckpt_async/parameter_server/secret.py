@@ -25,12 +25,7 @@ _HOW_TO_SHARE = (
 
 
 class Secret:
-    """A shared secret.
-
-    Args:
-        value: Random bytes.
-        origin: Where it comes from, for messages.
-    """
+    """A shared secret of random bytes; ``origin`` says where it comes from, for messages."""
 
     def __init__(self, value: bytes, origin: str) -> None:
         if len(value) < _SHORTEST:
@@ -41,28 +36,19 @@ class Secret:
         self._value = value
 
     def proof(self, role: bytes, listener: bytes, caller: bytes) -> bytes:
-        """What proves that a side knows the secret: a digest of 32 bytes.
+        """What proves that a side knows the secret: a digest of 32 bytes, of the random numbers of both sides.
 
-        Args:
-            role: Which side; each has its own, so that none can be answered with its own words.
-            listener: The random number of the side that listens.
-            caller: That of the side that connects.
+        Each role has its own, so that none can be answered with its own words.
         """
         return hmac.digest(self._value, role + listener + caller, "sha256")
 
 
 def find_secret(given: StrPath | None, *, address: str, is_loopback: bool) -> Secret:
-    """The secret to use.
+    """The secret to use: the one that is given, or as a path the file it is in.
 
-    Args:
-        given: The secret, or as a path the file it is in. None: what ``CKPT_SECRET`` or the file ``CKPT_SECRET_FILE``
-            says; without them, at the loopback interface, a file that all processes of the user share and that is made
-            here.
-        address: Where the process listens, for messages.
-        is_loopback: Whether only processes of this machine can connect.
-
-    Raises:
-        CheckpointError: There is none, or it is too short, or its file cannot be used.
+    Else what ``CKPT_SECRET`` or the file ``CKPT_SECRET_FILE`` says; without them, at the loopback interface, a file
+    that all processes of the user share and that is made here. ``address`` says where the process listens, for
+    messages.
     """
     if isinstance(given, str):
         return Secret(given.strip().encode(), "in secret=")

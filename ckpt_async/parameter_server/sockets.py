@@ -49,11 +49,7 @@ class NotAcceptedError(CheckpointError):
 
 
 def split_address(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port`` or ``[host]:port``.
-
-    Raises:
-        ValueError: It is not of that form.
-    """
+    """Host and port of ``host:port`` or ``[host]:port``."""
     host, _, port = address.rpartition(":")
     if not port.isdigit() or int(port) > 65535 or (":" in host and not host.startswith("[")):
         raise ValueError(f"{address!r} is no address: it must be host:port, or [host]:port for IPv6")
@@ -82,8 +78,7 @@ def shut(connection: socket.socket) -> None:
 class Connection:
     """Sends and receives frames, each as its length, 8 bytes little-endian, and its bytes; no bytes are a sign of life.
 
-    Args:
-        connection: A socket whose other side knows the secret.
+    The other side of the socket knows the secret.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -115,11 +110,7 @@ class Connection:
             pass  # its buffer is full, or it is gone, which the thread that reads notices
 
     def receive(self) -> bytearray | None:
-        """The next frame's bytes; None at the end of the stream.
-
-        Raises:
-            ValueError: The frame is longer than any.
-        """
+        """The next frame's bytes; None at the end of the stream."""
         while (head := self.receive_exactly(_LENGTH.size)) is not None:
             (length,) = _LENGTH.unpack(head)
             if length > _LONGEST_FRAME:
@@ -165,20 +156,10 @@ class Listener:
 
     The secret itself is never sent. The listener sends a random number, the caller another one and a digest of both
     with the secret; then the listener sends a different digest of both. All strangers together cost one thread, a few
-    kilobytes and at most 64 descriptors, and are dropped after 5 seconds.
+    kilobytes and at most 64 descriptors, and are dropped after 5 seconds; ``rejected`` counts the connections that were
+    dropped because they did not show that they know it.
 
-    Args:
-        listen: ``host:port``; port 0 takes a free one.
-        advertise: Host, or ``host:port``, by which others reach it. None: that of ``listen``.
-        secret: See :func:`~ckpt_async.parameter_server.secret.find_secret`.
-
-    Attributes:
-        address: Where others reach it.
-        secret: The one in use.
-        rejected: How many connections were dropped because they did not show that they know it.
-
-    Raises:
-        ValueError: An address is not one, or nobody could reach it.
+    Others reach it at ``address``: ``advertise`` (a host, or ``host:port``), or else where it listens.
     """
 
     def __init__(self, listen: str, advertise: str | None, secret: StrPath | None) -> None:
@@ -203,12 +184,10 @@ class Listener:
         self.rejected = 0
 
     def run(self, is_over: threading.Event, welcome: Callable[[socket.socket], None], tick: Callable[[], None]) -> None:
-        """Take connections, and let go of everything in the end.
+        """Take connections until it is over, and let go of everything then.
 
-        Args:
-            is_over: Ends it.
-            welcome: Given each connection whose other side knows the secret; must not wait.
-            tick: Called several times each second; must not wait.
+        ``welcome`` is given each connection whose other side knows the secret, and ``tick`` is called several times
+        each second; neither may wait.
         """
         while not is_over.is_set():
             try:
@@ -305,15 +284,8 @@ class Listener:
 def dial(address: str, secret: Secret, timeout: float, is_over: threading.Event) -> socket.socket:
     """Connect to a participant, which may not listen yet, and show each other that both know the secret.
 
-    Args:
-        address: Where it listens.
-        secret: Shared with it.
-        timeout: Seconds to keep trying.
-        is_over: Ends the trying.
-
-    Raises:
-        OSError: Nobody has answered there.
-        NotAcceptedError: Something has that does not know the secret.
+    It keeps trying for ``timeout`` seconds, unless it is over. Nobody there is an ``OSError``, something that does not
+    know the secret a :class:`NotAcceptedError`.
     """
     deadline = time.monotonic() + timeout
     while True:

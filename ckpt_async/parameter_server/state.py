@@ -98,11 +98,7 @@ class ServerState(_BlockState):
         self.step(payload)
 
     def check_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Refuse what cannot be applied, before anything is changed.
-
-        Raises:
-            StateMismatchError: A block is not here, or a gradient has another shape.
-        """
+        """Refuse gradients of blocks that are not here, or of another shape, before anything is changed."""
         for name, gradient in gradients.items():
             parameter = self.parameters.get(name)
             if parameter is None or parameter.shape != gradient.shape or parameter.dtype != gradient.dtype:
