@@ -25,8 +25,7 @@ def before_setup(call: _Call) -> None:
     nothing, as for all that follow here. A release of Lightning that is built in another way is a ``CheckpointError``.
     """
     for package in _trainers():
-        module = importlib.import_module(f"{package}.trainer.call")
-        _call_first(module, "_call_setup_hook", call, package)
+        _call_first(importlib.import_module(f"{package}.trainer.call"), "_call_setup_hook", call, package)
 
 
 def for_directories(load: Callable[..., dict[str, Any]]) -> None:
@@ -35,36 +34,30 @@ def for_directories(load: Callable[..., dict[str, Any]]) -> None:
     Lightning opens the path itself, without asking a plugin. Where ``load``, which takes the path, ``map_location`` and
     ``weights_only``, finds no checkpoint either, Lightning's own error is raised.
     """
-    for package in _trainers():
-        module: Any = importlib.import_module(f"{package}.core.saving")
-        original = getattr(module, "pl_load", None)
-        if original is None:
-            raise _unknown_release(package, "pl_load")
-        if getattr(original, "for_directories", None) is load:
-            continue
 
-        @functools.wraps(original)
-        def open_or_load(path: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+    def open_or_load(original: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(path, *args, **kwargs)
+        except (FileNotFoundError, IsADirectoryError) as error:
+            if not isinstance(path, (str, os.PathLike)):
+                raise
             try:
-                return _original(path, *args, **kwargs)
-            except (FileNotFoundError, IsADirectoryError) as error:
-                if not isinstance(path, (str, os.PathLike)):
-                    raise
-                try:
-                    return load(path, *args, **kwargs)
-                except (CheckpointNotFoundError, StorageError):
-                    raise error from None
+                return load(path, *args, **kwargs)
+            except (CheckpointNotFoundError, StorageError):
+                raise error from None
 
-        open_or_load.for_directories = load  # type: ignore[attr-defined]
-        module.pl_load = open_or_load
-
-
-def before_look_ups(call: Callable[[Any], None]) -> None:
-    """Let every Trainer call ``call(trainer)`` before it finds out what its ``ckpt_path`` is: no hook does."""
     for package in _trainers():
-        module = importlib.import_module(f"{package}.trainer.connectors.checkpoint_connector")
-        connector = getattr(module, "_CheckpointConnector", None)
-        _call_first(connector, "_select_ckpt_path", lambda self: call(self.trainer), package, same=call)
+        _wrap_once(importlib.import_module(f"{package}.core.saving"), "pl_load", open_or_load, package, load)
+
+
+def before_look_ups(call: _Call) -> None:
+    """Let every Trainer call ``call(trainer)`` before it finds out what its ``ckpt_path`` is: no hook does."""
+
+    def select(original: Callable[..., Any], connector: Any, *args: Any, **kwargs: Any) -> Any:
+        call(connector.trainer)
+        return original(connector, *args, **kwargs)
+
+    _around_look_ups(select, call)
 
 
 def without_a_path(find: Callable[[Any], list[str | None]]) -> None:
@@ -75,25 +68,15 @@ def without_a_path(find: Callable[[Any], list[str | None]]) -> None:
     Trainer that has trained already, whose state is further than any checkpoint, by ``fast_dev_run``, and by the trial
     fits of Lightning's tuners.
     """
-    for package in _trainers():
-        connector = importlib.import_module(f"{package}.trainer.connectors.checkpoint_connector")._CheckpointConnector
-        original = connector._select_ckpt_path
-        if getattr(original, "asks_without_a_path", None) is find:
-            continue
 
-        def select(
-            self: Any, state_fn: Any, ckpt_path: Any = None, *args: Any, _original: Any = original, **kw: Any
-        ) -> Any:
-            trainer = self.trainer
-            if ckpt_path is None and state_fn == "fit" and not self._user_managed and _is_a_first_start(trainer):
-                found = find(trainer)
-                if found:
-                    return found[0]
-            return _original(self, state_fn, ckpt_path, *args, **kw)
+    def select(
+        original: Callable[..., Any], connector: Any, state_fn: Any, ckpt_path: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        is_asked = ckpt_path is None and state_fn == "fit" and not connector._user_managed
+        found = find(connector.trainer) if is_asked and _is_a_first_start(connector.trainer) else []
+        return found[0] if found else original(connector, state_fn, ckpt_path, *args, **kwargs)
 
-        wrapped: Any = functools.wraps(original)(select)
-        wrapped.asks_without_a_path = find
-        connector._select_ckpt_path = wrapped
+    _around_look_ups(select, find)
 
 
 def in_place_of_paths(choose: Callable[[Any], str | None], root: str) -> None:
@@ -102,21 +85,14 @@ def in_place_of_paths(choose: Callable[[Any], str | None], root: str) -> None:
     What Lightning and its loggers write by themselves goes to the directory ``root``, for which there is no setter.
     Whoever was asked before is not asked, so call it again when others may be.
     """
-    for package in _trainers():
-        connector = importlib.import_module(f"{package}.trainer.connectors.checkpoint_connector")._CheckpointConnector
-        original = connector._select_ckpt_path
-        if getattr(original, "chooses", None) is original:
-            continue
 
-        def select(self: Any, state_fn: Any, *args: Any, _original: Any = original, **kw: Any) -> Any:
-            if state_fn == "fit" and _is_a_first_start(self.trainer):
-                self.trainer._default_root_dir = root
-                return choose(self.trainer)
-            return _original(self, state_fn, *args, **kw)
+    def select(original: Callable[..., Any], connector: Any, state_fn: Any, *args: Any, **kwargs: Any) -> Any:
+        if state_fn == "fit" and _is_a_first_start(connector.trainer):
+            connector.trainer._default_root_dir = root
+            return choose(connector.trainer)
+        return original(connector, state_fn, *args, **kwargs)
 
-        wrapped: Any = functools.wraps(original)(select)
-        wrapped.chooses = wrapped
-        connector._select_ckpt_path = wrapped
+    _around_look_ups(select, choose, comes_first=True)
 
 
 def _is_a_first_start(trainer: Any) -> bool:
@@ -137,28 +113,38 @@ def _trainers() -> list[str]:
     return [base.__module__.partition(".callbacks")[0] for base in ModelCheckpointBase.__bases__]
 
 
-def _unknown_release(package: str, name: str) -> CheckpointError:
-    return CheckpointError(
-        f"lightning_ckpt does not work with this release of {package}: it has no {name}",
-        remedy="use Lightning 2.5 to 2.7",
-    )
+def _around_look_ups(around: Callable[..., Any], key: object, *, comes_first: bool = False) -> None:
+    for package in _trainers():
+        module = importlib.import_module(f"{package}.trainer.connectors.checkpoint_connector")
+        connector = getattr(module, "_CheckpointConnector", None)
+        _wrap_once(connector, "_select_ckpt_path", around, package, key, comes_first=comes_first)
 
 
-def _call_first(owner: Any, name: str, call: _Call, package: str, *, same: _Call | None = None) -> None:
-    original, same = getattr(owner, name, None), same or call
-    if original is None:
-        raise _unknown_release(package, name)
-    known: dict[_Call, _Call] | None = getattr(original, "called_first", None)
-    if known is not None:
-        known.setdefault(same, call)
-        return
-    calls = {same: call}
-
-    @functools.wraps(original)
-    def call_first(first: Any, *args: Any, **kwargs: Any) -> Any:
-        for each in calls.values():
-            each(first)
+def _call_first(owner: Any, name: str, call: _Call, package: str) -> None:
+    def call_first(original: Callable[..., Any], first: Any, *args: Any, **kwargs: Any) -> Any:
+        call(first)
         return original(first, *args, **kwargs)
 
-    call_first.called_first = calls  # type: ignore[attr-defined]
-    setattr(owner, name, call_first)
+    _wrap_once(owner, name, call_first, package, call)
+
+
+def _wrap_once(
+    owner: Any, name: str, around: Callable[..., Any], package: str, key: object, *, comes_first: bool = False
+) -> None:
+    """Let a function of Lightning be ``around(original, *arguments)``, once for each key; the last comes first."""
+    original = getattr(owner, name, None)
+    if original is None:
+        raise CheckpointError(
+            f"lightning_ckpt does not work with this release of {package}: it has no {name}",
+            remedy="use Lightning 2.5 to 2.7",
+        )
+    known = getattr(original, "ckpt_wrappers", {})
+    if key in known and not (comes_first and known[key] is not original):
+        return
+
+    @functools.wraps(original)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    wrapper.ckpt_wrappers = {**known, key: wrapper}  # type: ignore[attr-defined]
+    setattr(owner, name, wrapper)

@@ -164,4 +164,4 @@ def test_what_is_called_first_is_called_once_however_many_plugins_are_made() -> 
     for call in (one, two, one, two):
         hooks._call_first(Owner, "act", call, "package")
     assert Owner().act() == "done"
-    assert called == ["one", "two"]
+    assert called == ["two", "one"]
