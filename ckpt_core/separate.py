@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ckpt_core._layouts.sharded import PartContent, RankFiles, build_manifest, encode_plain
+from ckpt_core._layouts.sharded.plain import encode_plain
+from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, build_manifest
 from ckpt_core._pipeline.directory_save import plan_parts
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core._plan import LocalTensor, Piece, WritePlanCache

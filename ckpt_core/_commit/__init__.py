@@ -5,26 +5,3 @@ from the reports of all ranks to the outcome. ``outcome``: a failure that one ra
 step. ``agreement``: what rank 0 says, heard on all ranks, with an error where one does not come; ``progress`` knows
 who will not. ``meeting``: what one rank is asked for, done by all at the same step. ``store``: what they talk through.
 """
-
-from ckpt_core._commit.agreement import Agreement
-from ckpt_core._commit.errors_as_data import decode_error, encode_error
-from ckpt_core._commit.meeting import Call, Meeting, Position
-from ckpt_core._commit.outcome import RunOutcome, raise_together
-from ckpt_core._commit.rank_group import RankGroup
-from ckpt_core._commit.reports import JointSave, SaveSeries
-from ckpt_core._commit.store import connect_store
-
-__all__ = [
-    "Agreement",
-    "Call",
-    "JointSave",
-    "Meeting",
-    "Position",
-    "RankGroup",
-    "RunOutcome",
-    "SaveSeries",
-    "connect_store",
-    "decode_error",
-    "encode_error",
-    "raise_together",
-]

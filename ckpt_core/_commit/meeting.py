@@ -43,7 +43,7 @@ class Meeting:
     that does not say where it is counts as lost.
 
     Examples:
-        >>> from ckpt_core._commit import Meeting
+        >>> from ckpt_core._commit.meeting import Meeting
         >>> meeting = Meeting(None)
         >>> meeting.ask("save")
         >>> sorted(meeting.at((1, 0)).requests)

@@ -22,7 +22,7 @@ class RankGroup:
         session: Text that is the same on all ranks and different for every run; letters, digits and dashes.
 
     Examples:
-        >>> from ckpt_core._commit import RankGroup
+        >>> from ckpt_core._commit.rank_group import RankGroup
         >>> group = RankGroup.alone()
         >>> group.rank, group.world_size
         (0, 1)

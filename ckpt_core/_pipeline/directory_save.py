@@ -12,7 +12,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt_core._commit import JointSave
+from ckpt_core._commit.reports import JointSave
 from ckpt_core._layouts.image import Image
 from ckpt_core._layouts.sharded.files import describe_file
 from ckpt_core._layouts.sharded.manifest import ExtraFile

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ckpt_core._layouts.torch_file import FileImage, StateLayout
+from ckpt_core._layouts.torch_file.image import FileImage, StateLayout
 from ckpt_core._pipeline.refused_keys import RefusedKeys
 from ckpt_core._pipeline.save import SavedDirectories
 from ckpt_core._pipeline.snapshot import Snapshot

@@ -8,14 +8,13 @@ from typing import Any
 
 from ckpt_core._layouts.sharded.manifest import read_stamp as read_stamp_of_manifest
 from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
-from ckpt_core._layouts.torch_file import (
+from ckpt_core._layouts.torch_file.loading import (
     glance_at_torch_file,
-    is_archive,
     load_torch_file,
     peek_torch_file,
-    read_stamp,
     verify_torch_file,
 )
+from ckpt_core._layouts.torch_file.opening import is_archive, read_stamp
 from ckpt_core.commit_time import Stamp, step_in
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, StorageError
 from ckpt_core.parallel import IO_THREADS, run_parallel

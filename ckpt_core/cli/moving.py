@@ -328,7 +328,8 @@ def _transfer(
         CheckpointCorruptedError: The source is damaged; the target is as it was before, or gone if it was replaced.
         CheckpointFormatError: It is no checkpoint.
     """
-    from ckpt_core._commit import RankGroup, SaveSeries
+    from ckpt_core._commit.rank_group import RankGroup
+    from ckpt_core._commit.reports import SaveSeries
     from ckpt_core._pipeline import reader
     from ckpt_core._pipeline.directories import copy_directory
     from ckpt_core.checkpointer import full_path

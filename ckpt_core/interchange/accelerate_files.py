@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ckpt_core._devices import DeviceGenerators
-from ckpt_core._layouts.torch_file import load_torch_file
+from ckpt_core._layouts.torch_file.loading import load_torch_file
 from ckpt_core.checkpointer import Checkpointer, full_path
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
 from ckpt_core.interchange.dcp_files import read_dcp
@@ -26,8 +26,6 @@ from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.state.rng import RngState
 from ckpt_core.storage import Storage, storage_for
 from ckpt_core.tree import tensors
-
-__all__ = ["is_file_of_stock", "is_stock_accelerate", "parts_of_stock", "read_stock", "write_stock"]
 
 _FORMAT = "accelerate_ckpt"  # as which accelerate_ckpt knows its own
 _OWN = "own"

@@ -48,8 +48,6 @@ from ckpt_core.interchange.streaming import DiskMemory, TensorMemory, new_direct
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, storage_for
 
-__all__ = ["check_dcp", "entries_of_dcp", "export_dcp", "import_dcp", "read_dcp", "verify_dcp"]
-
 _REMEDY = "copy the checkpoint again, or import another one"
 
 

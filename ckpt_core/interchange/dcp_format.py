@@ -22,7 +22,7 @@ import torch
 from torch.serialization import skip_data
 
 from ckpt_core._layouts.safetensors import DTYPES, TensorInfo
-from ckpt_core._layouts.torch_file import peek_torch_file, verify_torch_file
+from ckpt_core._layouts.torch_file.loading import peek_torch_file, verify_torch_file
 from ckpt_core._layouts.torch_file.storage_collector import MapLocation, StorageCollector
 from ckpt_core.errors import (
     CheckpointCorruptedError,
@@ -35,8 +35,6 @@ from ckpt_core.interchange.naming import EntryPath, entry_name
 from ckpt_core.interchange.streaming import TensorMemory
 from ckpt_core.storage import FileReader, Storage
 from ckpt_core.storage.base import ReaderIO
-
-__all__ = ["METADATA_NAME", "DcpEntry", "Location", "load_stored", "read_dcp_metadata", "verify_stored"]
 
 METADATA_NAME = ".metadata"
 _DCP = "torch.distributed.checkpoint"

@@ -34,8 +34,6 @@ from ckpt_core.interchange.streaming import TensorMemory
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, storage_for
 
-__all__ = ["CkptStorageReader", "TensorBatches", "entries_by_name", "load_values", "structure_of"]
-
 _BATCH = 16 * 2**20  # bytes of tensors that are loaded together
 
 

@@ -31,8 +31,6 @@ from ckpt_core.interchange.streaming import given
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, storage_for
 
-__all__ = ["CkptStorageWriter", "value_chunks"]
-
 _last_saves: dict[str, int] = {}  # by session: the number of the last save that this process took part in
 
 

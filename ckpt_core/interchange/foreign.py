@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ckpt_core._layouts.torch_file import peek_torch_file, verify_torch_file
+from ckpt_core._layouts.torch_file.loading import peek_torch_file, verify_torch_file
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import UnsafeCheckpointError
 from ckpt_core.interchange.accelerate_files import is_file_of_stock, is_stock_accelerate
@@ -19,8 +19,6 @@ from ckpt_core.interchange.model_files import holds_model, infos_of_model
 from ckpt_core.interchange.naming import entry_name
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, storage_for
-
-__all__ = ["Foreign", "recognize"]
 
 _HEADER = "names, types and sizes agree with the files; safetensors has no digests of the values"
 _REST = "meta.pt"  # what Lightning writes beside DCP's files

@@ -22,7 +22,7 @@ from ckpt_core._layouts.safetensors import StoredTensor, TensorInfo, can_store, 
 from ckpt_core._layouts.sharded.matching import key_of, tensor_paths
 from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
 from ckpt_core._layouts.sharded.safetensors_file import SafetensorsImage, file_layout, file_order
-from ckpt_core._layouts.torch_file import translated_errors
+from ckpt_core._layouts.torch_file.loading import translated_errors
 from ckpt_core._pipeline import reader
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import (
@@ -38,16 +38,6 @@ from ckpt_core.interchange.saving import Chunk, save_alone
 from ckpt_core.interchange.streaming import DiskMemory, LazyTensors, TensorMemory, given, new_directory, write_in_order
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import LocalStorage, Storage, is_remote, storage_for
-
-__all__ = [
-    "DEFAULT_SHARD_SIZE",
-    "export_model",
-    "holds_model",
-    "import_model",
-    "infos_of_model",
-    "read_model",
-    "write_model_file",
-]
 
 DEFAULT_SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it
 _NAME = "model.safetensors"

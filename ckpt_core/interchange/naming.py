@@ -16,8 +16,6 @@ import torch
 
 from ckpt_core._layouts.sharded.manifest import check_part_name
 
-__all__ = ["ROOT", "Entry", "EntryPath", "entries_of", "entry_name", "nested", "split_path", "subtree"]
-
 ROOT = "root"  # the part whose entries' names do not begin with the part's name
 _MOST_GAPS = 1000  # in a list: what DCP leaves out of it is nothing but empty dictionaries
 

@@ -21,8 +21,6 @@ from ckpt_core.paths import StrPath
 from ckpt_core.state.trainer_parts import is_of_trainer, optimizer_part, rest_of
 from ckpt_core.tree import tensors
 
-__all__ = ["LoadReport", "Rename", "load_into"]
-
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
 _MODEL_KEYS = ("state_dict", "model", "module", "model_state_dict")  # where programs put a model into one file
 _PREFIXES = ("model.", "module.", "_orig_mod.", "state_dict.", "base_model.model.")

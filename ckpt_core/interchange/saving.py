@@ -44,8 +44,6 @@ from ckpt_core.interchange.streaming import LazyTensors, write_in_order
 from ckpt_core.memory import ScratchBuffers
 from ckpt_core.storage import Storage, storage_for
 
-__all__ = ["Chunk", "RankShards", "UnconnectedSave", "Value", "save_alone"]
-
 Image = SafetensorsImage | DigestsImage
 TensorId = tuple[EntryPath, int]  # of an entry, or of the tensors inside of a value
 _REFERENCE = re.compile(r"\$[0-9]+")

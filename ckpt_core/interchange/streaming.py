@@ -20,8 +20,6 @@ from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, is_remote, local_path
 from ckpt_core.storage.local_directory import sync_file
 
-__all__ = ["DiskMemory", "LazyTensors", "TensorMemory", "given", "new_directory", "write_in_order"]
-
 _ALIGNMENT = 64  # bytes
 _BLOCK = 4096  # bytes
 _LARGE = 2**20  # bytes: a tensor that is not kept in ordinary memory

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ckpt_core._layouts.torch_file import load_torch_file
+from ckpt_core._layouts.torch_file.loading import load_torch_file
 from ckpt_core.checkpointer import Checkpointer, full_path
 from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer
 from ckpt_core.errors import CheckpointFormatError
@@ -22,8 +22,6 @@ from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.state.trainer_parts import is_of_trainer, metadata_of, parts_of, whole
 from ckpt_core.storage import storage_for
 from ckpt_core.tiers import Tiers
-
-__all__ = ["convert_to_accelerate", "convert_to_directory", "convert_to_file", "is_stock_distributed", "load_whole"]
 
 _STOCK_REST = "meta.pt"  # what Lightning writes beside DCP's files: everything but weights and optimizers
 _OPTIMIZER = re.compile(r"optimizer_([0-9]+)")

@@ -10,8 +10,6 @@ from typing import Any
 from ckpt_core.commit_time import commit_time, note_commit
 from ckpt_core.policies.retention import RetentionPolicy, SavedCheckpoint, to_delete
 
-__all__ = ["RetentionHistory", "numbers_in"]
-
 
 def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the values that are numbers, as floats: what a policy may choose by. Others are left out."""

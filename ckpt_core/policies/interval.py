@@ -15,8 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["SaveInterval", "SaveSchedule", "best_interval", "expected_time_between_failures", "seconds_in_words"]
-
 # Llama 3 (2024): 419 unexpected interruptions in 54 days on 16,384 GPUs.
 _HOURS_OF_A_RANK = 50_000
 _LONGEST_ASSUMED_SECONDS = 24 * 3600.0

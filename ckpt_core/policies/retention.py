@@ -8,18 +8,6 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Literal, Protocol, runtime_checkable
 
-__all__ = [
-    "AnyOf",
-    "KeepAtSteps",
-    "KeepBest",
-    "KeepEverySteps",
-    "KeepEveryTime",
-    "KeepLatest",
-    "RetentionPolicy",
-    "SavedCheckpoint",
-    "to_delete",
-]
-
 
 @dataclasses.dataclass(frozen=True)
 class SavedCheckpoint:

@@ -15,8 +15,6 @@ from ckpt_core.policies.retention import (
     RetentionPolicy,
 )
 
-__all__ = ["RULES_IN_WORDS", "policy_of_words", "rules_of_words"]
-
 
 def _whole(text: str) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < 1:

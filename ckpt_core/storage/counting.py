@@ -9,8 +9,6 @@ from typing import TypeAlias
 
 from ckpt_core.storage.base import CountingReader, FileReader, FileWriter, Storage
 
-__all__ = ["counted", "counting"]
-
 Count: TypeAlias = Callable[[int], None]
 
 _count: contextvars.ContextVar[Count | None] = contextvars.ContextVar("count", default=None)

@@ -13,8 +13,6 @@ from urllib.parse import quote
 
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
 
-__all__ = ["Describe", "Secrets", "describer", "existing_directory", "storage_error", "translated"]
-
 Describe = Callable[[Exception], CheckpointError]
 
 _SECRET_NAME = re.compile(r"key|secret|token|passw|credential|sas|signature|connection_string|auth", re.IGNORECASE)

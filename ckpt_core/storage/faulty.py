@@ -11,9 +11,7 @@ from typing import TypeVar
 
 from ckpt_core.errors import CheckpointError
 from ckpt_core.storage.base import FileInfo, FileReader, FileWriter, Storage
-from ckpt_core.storage.local import storage_error
-
-__all__ = ["Fault", "FaultyStorage", "Operation"]
+from ckpt_core.storage.failures import storage_error
 
 Result = TypeVar("Result")
 

@@ -41,8 +41,6 @@ from ckpt_core.storage.obstore_client import (
 from ckpt_core.storage.retry import Retries
 from ckpt_core.storage.s3 import abandoned_uploads, s3_defaults
 
-__all__ = ["FsspecStorage"]
-
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")

@@ -19,8 +19,6 @@ from ckpt_core.storage.failures import Describe, translated
 from ckpt_core.storage.obstore_client import PART_BYTES
 from ckpt_core.storage.retry import IncompleteAnswerError, Retries, is_transient
 
-__all__ = ["S3Writer", "StreamWriter", "WholeObjectWriter"]
-
 logger = logging.getLogger(__name__)
 
 _MARK = "ckpt-upload"  # user metadata: tells whether an object is the one that an upload has made

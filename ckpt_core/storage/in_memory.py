@@ -18,8 +18,6 @@ from ckpt_core.events import size_in_words
 from ckpt_core.storage.base import MANIFEST_NAME, FileWriter
 from ckpt_core.storage.local import LocalFileWriter, LocalStorage
 
-__all__ = ["MemoryStorage", "available_memory"]
-
 _SPARE = "spare-"
 _TAKEN = "taken-"
 _SMALLEST_SPARE = 2**20  # bytes; smaller files are not worth the trouble

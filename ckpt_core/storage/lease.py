@@ -34,18 +34,6 @@ from ckpt_core import at_exit
 from ckpt_core.errors import CheckpointError
 from ckpt_core.storage.base import Claim, FileInfo
 
-__all__ = [
-    "ALIVE_SECONDS",
-    "LEASE_PREFIX",
-    "RENEW_SECONDS",
-    "Claims",
-    "Lease",
-    "LeaseStore",
-    "claim_on",
-    "has_others",
-    "remove_dead_leases",
-]
-
 logger = logging.getLogger(__name__)
 
 LEASE_PREFIX = ".ckpt-lease-"

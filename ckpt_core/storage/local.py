@@ -21,13 +21,8 @@ from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, 
 from ckpt_core.storage import local_directory, permissions
 from ckpt_core.storage.base import Claim, FileInfo, FileReader, FileWriter, Storage
 from ckpt_core.storage.failures import existing_directory, storage_error
-from ckpt_core.storage.local_directory import CANNOT_LINK as _CANNOT_LINK
-from ckpt_core.storage.local_directory import CANNOT_LOCK as _CANNOT_LOCK
-from ckpt_core.storage.local_directory import SUFFIX as _SUFFIX
-from ckpt_core.storage.local_directory import sync_directory as _sync_directory
+from ckpt_core.storage.local_directory import CANNOT_LINK, CANNOT_LOCK, SUFFIX, sync_directory
 from ckpt_core.storage.local_reader import BLOCK, LocalFileReader, address, close
-
-__all__ = ["LocalFileWriter", "LocalStorage", "storage_error"]
 
 
 class LocalFileWriter(FileWriter):
@@ -106,7 +101,7 @@ class LocalFileWriter(FileWriter):
             permissions.adopt(self._descriptor, _file_replaced_by(self._path))
             os.fsync(self._descriptor)
             os.replace(self._part, self._path)
-            _sync_directory(self._directory)
+            sync_directory(self._directory)
         except OSError as error:
             raise storage_error("commit", self._path, error, self._expected_size) from error
         self._close()
@@ -132,7 +127,7 @@ def _is_inside(place: str, directory: str) -> bool:
 def _part_name(path: str) -> str:
     directory, name = os.path.split(os.path.abspath(path))
     start = os.fsdecode(os.fsencode(name)[:200])  # a name has at most 255 bytes
-    return os.path.join(directory, f".{start}.{uuid.uuid4().hex[:12]}{_SUFFIX}")
+    return os.path.join(directory, f".{start}.{uuid.uuid4().hex[:12]}{SUFFIX}")
 
 
 def _file_replaced_by(path: str) -> os.stat_result | None:
@@ -155,7 +150,7 @@ def _make_directories(directory: str) -> None:
     while (existing := existing_directory(directory)) != directory:
         missing = os.path.relpath(directory, existing).split(os.sep)[0]
         os.makedirs(os.path.join(existing, missing), exist_ok=True)
-        _sync_directory(existing)
+        sync_directory(existing)
 
 
 class LocalStorage(Storage):
@@ -221,12 +216,12 @@ class LocalStorage(Storage):
                 try:
                     os.link(os.path.realpath(source), part)
                 except OSError as error:
-                    if error.errno not in _CANNOT_LINK:
+                    if error.errno not in CANNOT_LINK:
                         raise
                     permissions.copy_file(source, part, status)
             size = os.stat(part).st_size
             os.replace(part, target)
-            _sync_directory(directory)
+            sync_directory(directory)
         except FileNotFoundError as error:
             raise CheckpointNotFoundError("there is no checkpoint to copy", path=source) from error
         except OSError as error:
@@ -240,7 +235,7 @@ class LocalStorage(Storage):
     def list(self, directory: str) -> Sequence[FileInfo]:
         try:
             with os.scandir(directory) as entries:
-                found = [entry for entry in entries if not entry.name.endswith(_SUFFIX)]
+                found = [entry for entry in entries if not entry.name.endswith(SUFFIX)]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -272,7 +267,7 @@ class LocalStorage(Storage):
                 close(descriptor)
             permissions.adopt(source, _file_replaced_by(target))
             os.replace(source, target)
-            _sync_directory(directory)
+            sync_directory(directory)
         except OSError as error:
             if error.errno != errno.EXDEV:
                 raise storage_error("write", target, error) from error
@@ -324,7 +319,7 @@ class LocalStorage(Storage):
         local_directory.restore(directory)
         try:
             with os.scandir(directory) as entries:
-                return [entry.path for entry in entries if entry.is_dir() and not entry.name.endswith(_SUFFIX)]
+                return [entry.path for entry in entries if entry.is_dir() and not entry.name.endswith(SUFFIX)]
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
@@ -339,7 +334,7 @@ def _claim(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     except OSError as error:
-        if error.errno not in _CANNOT_LOCK:
+        if error.errno not in CANNOT_LOCK:
             raise
         return True  # where nobody can lock, nobody takes it for an orphan
     return os.fstat(descriptor).st_nlink > 0
@@ -348,7 +343,7 @@ def _claim(descriptor: int) -> bool:
 def _unfinished(directory: str) -> list[str]:
     try:
         with os.scandir(directory or ".") as entries:
-            return [entry.path for entry in entries if entry.name.startswith(".") and entry.name.endswith(_SUFFIX)]
+            return [entry.path for entry in entries if entry.name.startswith(".") and entry.name.endswith(SUFFIX)]
     except OSError:
         return []
 

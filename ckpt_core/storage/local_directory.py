@@ -24,18 +24,6 @@ from collections.abc import Callable, Iterator, Sequence
 from ckpt_core.storage import permissions
 from ckpt_core.storage.base import MANIFEST_NAME
 
-__all__ = [
-    "CANNOT_LINK",
-    "CANNOT_LOCK",
-    "SUFFIX",
-    "StagingDirectories",
-    "delete_directory",
-    "remove_if_abandoned",
-    "restore",
-    "sync_directory",
-    "sync_file",
-]
-
 SUFFIX = ".ckpt-part"
 CANNOT_LINK = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 CANNOT_LOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)

@@ -14,8 +14,6 @@ from ckpt_core.parallel import IO_THREADS
 from ckpt_core.storage.base import FileReader
 from ckpt_core.storage.failures import storage_error
 
-__all__ = ["BLOCK", "LocalFileReader", "address", "close"]
-
 BLOCK = 4096  # bytes: what direct I/O is made of
 _SMALLEST_DIRECT = 256 * 2**10  # bytes: a direct read is not read ahead
 _SMALLEST_FILE = 8 * 2**20  # bytes: below, two opens cost more than the cache

@@ -24,8 +24,6 @@ from ckpt_core.storage.base import FileWriter
 from ckpt_core.storage.failures import Describe, translated
 from ckpt_core.storage.retry import IncompleteAnswerError, Retries
 
-__all__ = ["OBSTORE_OPTIONS", "PART_BYTES", "NotSuitableError", "ObstoreClient", "ObstoreWriter", "refuse_fork"]
-
 logger = logging.getLogger(__name__)
 
 PART_BYTES = 16 * 2**20

@@ -10,8 +10,6 @@ import uuid
 
 from ckpt_core.storage.base import MANIFEST_NAME
 
-__all__ = ["adopt", "adopt_tree", "copy_file", "differ", "first_mode", "replaced_by"]
-
 _MODE = 0o777  # never set-user-id and the like
 _OURS = 0o600  # while it is being written
 

@@ -12,8 +12,6 @@ import stamina
 from ckpt_core.errors import CheckpointError
 from ckpt_core.storage.failures import Describe
 
-__all__ = ["IncompleteAnswerError", "Retries", "http_status", "is_transient"]
-
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")

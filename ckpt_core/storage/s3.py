@@ -11,8 +11,6 @@ from typing import Any
 
 import fsspec
 
-__all__ = ["abandoned_uploads", "s3_defaults"]
-
 
 def s3_defaults(options: dict[str, Any]) -> dict[str, Any]:
     """Return the options for s3fs with what we rely on added where the user has not decided otherwise."""

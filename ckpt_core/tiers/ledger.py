@@ -19,8 +19,6 @@ from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.storage import MANIFEST_NAME, LocalStorage, Storage
 
-__all__ = ["LEDGER_NAME", "Identity", "identity_of", "read_ledger", "write_ledger"]
-
 logger = logging.getLogger(__name__)
 
 LEDGER_NAME = ".ckpt-tiers.json"

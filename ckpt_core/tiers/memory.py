@@ -24,7 +24,8 @@ from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from ckpt_core._commit import Agreement, RankGroup
+from ckpt_core._commit.agreement import Agreement
+from ckpt_core._commit.rank_group import RankGroup
 from ckpt_core.errors import CheckpointError, RankFailedError, StorageError
 from ckpt_core.events import Event, SaveCommitted, SaveFailed, size_in_words
 from ckpt_core.paths import StrPath

@@ -22,8 +22,6 @@ from ckpt_core.storage.base import transfer
 from ckpt_core.tiers.ledger import LEDGER_NAME, Identity, identity_of, read_ledger, write_ledger
 from ckpt_core.tiers.places import Tiers
 
-__all__ = ["DAMAGE", "TieredStorage"]
-
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")

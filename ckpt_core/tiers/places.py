@@ -11,8 +11,6 @@ from ckpt_core.errors import StorageError
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 
-__all__ = ["Tiers"]
-
 _URL = re.compile(r"^([a-zA-Z][a-zA-Z0-9+.-]+)://+")
 
 

@@ -9,7 +9,8 @@ import os
 import threading
 from collections.abc import Callable
 
-from ckpt_core._commit import RankGroup, SaveSeries
+from ckpt_core._commit.rank_group import RankGroup
+from ckpt_core._commit.reports import SaveSeries
 from ckpt_core._pipeline.directories import copy_directory
 from ckpt_core._pipeline.reader import verify
 from ckpt_core.console import Progress
@@ -20,8 +21,6 @@ from ckpt_core.storage.counting import counted, counting
 from ckpt_core.storage.lease import Claims
 from ckpt_core.tiers.ledger import Identity, identity_of, read_ledger, write_ledger
 from ckpt_core.tiers.nearest import TieredStorage
-
-__all__ = ["Sender"]
 
 logger = logging.getLogger(__name__)
 

@@ -17,8 +17,6 @@ from ckpt_core.tiers.ledger import Identity, identity_of
 from ckpt_core.tiers.nearest import TieredStorage
 from ckpt_core.tiers.sending import Sender
 
-__all__ = ["Uploader"]
-
 logger = logging.getLogger(__name__)
 
 Delete = Callable[[], None]

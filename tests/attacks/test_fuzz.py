@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ckpt_core import CheckpointError
-from ckpt_core._layouts.torch_file import load_torch_file, verify_torch_file
+from ckpt_core._layouts.torch_file.loading import load_torch_file, verify_torch_file
 from ckpt_core.checkpointer import Checkpointer
 from ckpt_core.storage.base import FileReader
 from ckpt_core.storage.local import LocalStorage

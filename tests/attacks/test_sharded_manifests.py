@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_core import CheckpointCorruptedError, CheckpointError
-from ckpt_core._layouts.sharded import MANIFEST_NAME
 from ckpt_core._layouts.sharded.manifest import Manifest
 from ckpt_core.digest import digest
 from ckpt_core.geometry import Box
+from ckpt_core.storage.base import MANIFEST_NAME
 from tests.support.sharded import open_directory, rows, save_directory
 
 PIECES = {"w": rows((4, 3), 2), "b": [[Box((0,), (2,))], [Box((2,), (2,))]]}

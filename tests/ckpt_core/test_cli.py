@@ -16,7 +16,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part, __version__
-from ckpt_core._layouts.torch_file import FORMAT_VERSION
+from ckpt_core._layouts.torch_file.manifest import FORMAT_VERSION
 from ckpt_core.cli import listing, main
 from ckpt_core.cli.parser import parse
 from ckpt_core.events import size_in_words

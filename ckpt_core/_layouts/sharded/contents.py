@@ -17,12 +17,13 @@ import numpy as np
 import torch
 
 from ckpt_core._layouts.safetensors import TensorInfo
-from ckpt_core._layouts.sharded.manifest import MANIFEST_NAME, Kind, Manifest, PartRecord, ShardFile
+from ckpt_core._layouts.sharded.manifest import Kind, Manifest, PartRecord, ShardFile
 from ckpt_core._layouts.sharded.matching import Reference, key_of, tensor_paths
 from ckpt_core._layouts.sharded.plain import Unresolved, decode_structure
 from ckpt_core._layouts.sharded.safetensors_file import IntArray, block_begins, file_order
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StateMismatchError
 from ckpt_core.geometry import Box
+from ckpt_core.storage.base import MANIFEST_NAME
 
 _FEW = 8  # chunks of a tensor up to which a loop is faster than an array
 _MOST_CELLS = 2**22  # of the grid in which overlaps are looked for

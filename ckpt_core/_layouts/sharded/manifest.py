@@ -21,30 +21,6 @@ from ckpt_core.digest import ALGORITHM, digest
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
 from ckpt_core.storage.base import MANIFEST_NAME
 
-__all__ = [
-    "FORMAT_VERSION",
-    "MANIFEST_NAME",
-    "ExtraFile",
-    "Kind",
-    "Manifest",
-    "PartRecord",
-    "RankRecord",
-    "ShardFile",
-    "check_extra_name",
-    "check_part_name",
-    "check_save_id",
-    "check_shard_name",
-    "digests_name",
-    "encode_manifest",
-    "encode_part",
-    "frozen_name",
-    "per_rank_name",
-    "piece_name",
-    "read_stamp",
-    "shard_name",
-    "with_suffix",
-]
-
 FORMAT_VERSION = 3
 
 Kind = Literal["replicated", "sharded", "per-rank"]

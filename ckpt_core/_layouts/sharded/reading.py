@@ -15,7 +15,7 @@ from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._layouts.sharded.contents import Contents, PartContents, Placed, Shard
 from ckpt_core._layouts.sharded.fetching import Job, Read, all_of, jobs_of, reads_of, run_job
 from ckpt_core._layouts.sharded.files import Files
-from ckpt_core._layouts.sharded.manifest import MANIFEST_NAME, Kind, Manifest
+from ckpt_core._layouts.sharded.manifest import Kind, Manifest
 from ckpt_core._layouts.sharded.matching import (
     LocalView,
     Match,
@@ -29,9 +29,7 @@ from ckpt_core.errors import CheckpointFormatError, CheckpointNotFoundError, Sto
 from ckpt_core.geometry import Box
 from ckpt_core.memory import buffers_for
 from ckpt_core.parallel import run_parallel
-from ckpt_core.storage.base import Storage
-
-__all__ = ["DirectoryCheckpoint", "PartInfo", "Placement"]
+from ckpt_core.storage.base import MANIFEST_NAME, Storage
 
 Placement = str | torch.device | Callable[[TensorInfo], torch.Tensor] | None
 

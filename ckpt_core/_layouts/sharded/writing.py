@@ -14,7 +14,6 @@ import torch
 from ckpt_core._layouts.image import Image
 from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._layouts.sharded.manifest import (
-    MANIFEST_NAME,
     ExtraFile,
     Kind,
     PartRecord,
@@ -48,6 +47,7 @@ from ckpt_core.digest import digest
 from ckpt_core.errors import CheckpointError, SerializationError
 from ckpt_core.geometry import Box
 from ckpt_core.memory import StagingBuffer
+from ckpt_core.storage.base import MANIFEST_NAME
 
 _SMALL = 16 * 2**10  # bytes: handing them to another thread takes longer than copying them
 _REMEDY = "save the same state on all ranks: the same keys, shapes and types, in the same order"

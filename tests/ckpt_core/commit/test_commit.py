@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from ckpt_core._commit import RunOutcome, decode_error, encode_error, raise_together
+from ckpt_core._commit.errors_as_data import decode_error, encode_error
+from ckpt_core._commit.outcome import RunOutcome, raise_together
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError, StorageError
 from tests.conftest import ScriptRunner
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from torch.distributed import TCPStore
 
-from ckpt_core._commit import Meeting, Position
+from ckpt_core._commit.meeting import Meeting, Position
 
 LIMIT_SECONDS = 30.0
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ckpt_core import CheckpointCorruptedError, CheckpointError, CheckpointFormatError
-from ckpt_core._layouts.sharded import MANIFEST_NAME
 from ckpt_core._layouts.sharded.safetensors_file import LARGEST_BLOCK
+from ckpt_core.storage.base import MANIFEST_NAME
 from tests.support.sharded import open_directory, rewrite, save_directory
 
 STATE = {"w": torch.arange(12.0).reshape(4, 3), "tied": torch.ones(2), "n": [1, "a"], "empty": torch.empty(0, 2)}

@@ -27,15 +27,17 @@ from ckpt_core import (
     StateMismatchError,
 )
 from ckpt_core._layouts.safetensors import TensorInfo
-from ckpt_core._layouts.sharded import MANIFEST_NAME, DirectoryCheckpoint, build_manifest, describe_file, fetching
+from ckpt_core._layouts.sharded import fetching
 from ckpt_core._layouts.sharded.contents import Contents
+from ckpt_core._layouts.sharded.files import describe_file
 from ckpt_core._layouts.sharded.manifest import Manifest, PartRecord, encode_part
-from ckpt_core._layouts.sharded.writing import PartContent, RankFiles
+from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
+from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, build_manifest
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core.geometry import Box
 from ckpt_core.memory import ScratchBuffers
 from ckpt_core.storage import LocalStorage, local_reader
-from ckpt_core.storage.base import FileReader
+from ckpt_core.storage.base import MANIFEST_NAME, FileReader
 from tests.support.sharded import (
     Local,
     Piece,

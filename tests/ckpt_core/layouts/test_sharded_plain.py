@@ -20,8 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_core import SerializationError
-from ckpt_core._layouts.sharded import decode_plain, encode_plain
-from ckpt_core._layouts.sharded.plain import decode_structure
+from ckpt_core._layouts.sharded.plain import decode_plain, decode_structure, encode_plain
 from tests.support.states import assert_same_state, states
 
 

@@ -282,7 +282,7 @@ def test_a_directory_that_cannot_be_synced_is_a_storage_error(tmp_path: Path, mo
 
     with Checkpointer(strategy="sync") as checkpointer:
         checkpointer.save({"a": 1}, tmp_path / "first.ckpt")  # from here on the directory is claimed
-        monkeypatch.setattr(local, "_sync_directory", fail)
+        monkeypatch.setattr(local, "sync_directory", fail)
         before = len(os.listdir("/proc/self/fd"))
         with pytest.raises(StorageError, match="Input/output error") as caught:
             checkpointer.save({"a": 1}, tmp_path / "a.ckpt")

@@ -103,13 +103,13 @@ def test_bytes_are_durable_before_the_name_is(
 
 def test_a_new_directory_is_durable_before_the_file_in_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[str] = []
-    real_sync = local._sync_directory
+    real_sync = local.sync_directory
 
     def remember(directory: str) -> None:
         synced.append(os.path.relpath(directory, tmp_path))
         real_sync(directory)
 
-    monkeypatch.setattr(local, "_sync_directory", remember)
+    monkeypatch.setattr(local, "sync_directory", remember)
     with Checkpointer(strategy="sync") as checkpointer:
         checkpointer.save({"a": 1}, tmp_path / "one" / "two" / "three" / "a.ckpt")
     assert synced == [".", "one", "one/two", "one/two/three"]
