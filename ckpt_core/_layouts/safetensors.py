@@ -174,22 +174,6 @@ class StoredTensor(NamedTuple):
     begin: int  # offset of its bytes in the file
 
 
-def header_length(prefix: bytes, size: int) -> int:
-    """Return the length of a header's text; ``ValueError`` if no header of a file of ``size`` bytes has that length."""
-    length: int = _LENGTH.unpack_from(prefix)[0] if len(prefix) >= _LENGTH.size else 0
-    if not 2 <= length <= min(LARGEST_HEADER, size - _LENGTH.size):
-        raise ValueError(f"it cannot be {length} bytes long in a file of {size}")
-    return length
-
-
-def parse_header(text: bytes) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
-    """Return the metadata of a header, and its entries by the tensors' names; neither is checked further."""
-    header = json.loads(text, object_pairs_hook=_unique)
-    if type(header) is not dict:
-        raise ValueError("it is not an object")
-    return header.pop("__metadata__", {}), header
-
-
 def read_header(reader: FileReader) -> dict[str, StoredTensor]:
     """Return the tensors in a safetensors file.
 
@@ -198,8 +182,11 @@ def read_header(reader: FileReader) -> dict[str, StoredTensor]:
         CheckpointFormatError: A tensor has a type that is not known here.
     """
     try:
-        length = header_length(_read(reader, 0, min(_LENGTH.size, reader.size)), reader.size)
-        _, entries = parse_header(_read(reader, _LENGTH.size, length))
+        length: int = _LENGTH.unpack(_read(reader, 0, _LENGTH.size))[0] if reader.size >= _LENGTH.size else 0
+        if not 2 <= length <= min(LARGEST_HEADER, reader.size - _LENGTH.size):
+            raise ValueError(f"it cannot be {length} bytes long in a file of {reader.size}")
+        entries = json.loads(_read(reader, _LENGTH.size, length), object_pairs_hook=_unique)
+        entries.pop("__metadata__", None)
         begin = _LENGTH.size + length
         found = {name: _stored_tensor(name, entry, begin, reader.path) for name, entry in entries.items()}
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:

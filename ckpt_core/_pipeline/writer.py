@@ -24,12 +24,14 @@ def write_image(
     meanwhile: Callable[[], None] | None = None,
     before_tail: Callable[[], None] | None = None,
     written: Callable[[int], None] | None = None,
+    one_by_one: bool = False,
 ) -> int:
     """Write ``image`` to ``path`` so that it is durable and whole there, or not there at all; return its size.
 
     ``scratch`` lends up to 7 windows of memory (112 MiB); not used for a staged image. The calling thread does
     ``meanwhile`` while others write. ``written`` is called for each window of a staged image that needs its memory no
     longer, ``before_tail`` when all windows are written; returns when the tail is known. If it raises, nothing appears.
+    With ``one_by_one``, windows are taken in order, by this thread alone.
     """
     writer = storage.create(path, image.approximate_size)
 
@@ -39,7 +41,7 @@ def write_image(
     def write_window(begin: int) -> None:
         if image.is_staged:
             try:
-                writer.write_through(begin, image.window(begin, None))
+                writer.write_at(begin, image.window(begin, None))
             finally:
                 if written is not None:
                     written(begin)
@@ -48,15 +50,15 @@ def write_image(
         try:
             window = image.window(begin, buffer)
             with writing:
-                writer.write_through(begin, window)
+                writer.write_at(begin, window)
         finally:
             scratch.give(buffer)
 
     try:
         windows = range(0, image.region_size, WINDOW)
-        threads = writer.threads if writer.parallel else 1
-        if writer.parallel and not image.is_staged:
-            threads = min(threads + _WINDOWS_AHEAD, _WINDOWS_IN_MEMORY)
+        threads = 1
+        if writer.parallel and not one_by_one:
+            threads = writer.threads if image.is_staged else min(writer.threads + _WINDOWS_AHEAD, _WINDOWS_IN_MEMORY)
         # With something else to do meanwhile, the calling thread comes late, and the first window is another's.
         useful = len(windows) + (meanwhile is not None)
         run_parallel(write_window, windows, threads=min(threads, useful), meanwhile=meanwhile)

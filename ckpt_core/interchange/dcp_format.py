@@ -75,22 +75,7 @@ class _Record:
 class _Metadata(_Record): ...
 
 
-class _Tensor(_Record): ...
-
-
 class _Bytes(_Record): ...
-
-
-class _Properties(_Record): ...
-
-
-class _Chunk(_Record): ...
-
-
-class _Stored(_Record): ...
-
-
-class _Other(_Record): ...
 
 
 class _Index(_Record):
@@ -111,14 +96,14 @@ def _known(*_: Any) -> None:
 
 _NAMES: dict[tuple[str, str], Callable[..., Any]] = {
     (f"{_DCP}.metadata", "Metadata"): _Metadata,
-    (f"{_DCP}.metadata", "TensorStorageMetadata"): _Tensor,
+    (f"{_DCP}.metadata", "TensorStorageMetadata"): _Record,
     (f"{_DCP}.metadata", "BytesStorageMetadata"): _Bytes,
-    (f"{_DCP}.metadata", "TensorProperties"): _Properties,
-    (f"{_DCP}.metadata", "ChunkStorageMetadata"): _Chunk,
+    (f"{_DCP}.metadata", "TensorProperties"): _Record,
+    (f"{_DCP}.metadata", "ChunkStorageMetadata"): _Record,
     (f"{_DCP}.metadata", "MetadataIndex"): _Index,
-    (f"{_DCP}.metadata", "StorageMeta"): _Other,
+    (f"{_DCP}.metadata", "StorageMeta"): _Record,
     (f"{_DCP}.metadata", "_MEM_FORMAT_ENCODING"): _known,
-    (f"{_DCP}.filesystem", "_StorageInfo"): _Stored,
+    (f"{_DCP}.filesystem", "_StorageInfo"): _Record,
     ("torch.serialization", "_get_layout"): _known,
     ("torch", "Size"): tuple,
     **{(module, name): _text for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "WindowsPath")},
@@ -188,7 +173,7 @@ def _entries(metadata: _Metadata) -> list[DcpEntry]:
     return found
 
 
-def _location(stored: _Stored) -> Location:
+def _location(stored: _Record) -> Location:
     if stored.fields.get("transform_descriptors"):
         raise ValueError("its files are compressed or encrypted by an extension")
     file, offset, length = stored["relative_path"], stored["offset"], stored["length"]

@@ -24,6 +24,7 @@ from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
 from ckpt_core._layouts.sharded.safetensors_file import SafetensorsImage, file_layout, file_order
 from ckpt_core._layouts.torch_file.loading import translated_errors
 from ckpt_core._pipeline import reader
+from ckpt_core._pipeline.writer import write_image
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import (
     CheckpointCorruptedError,
@@ -35,7 +36,8 @@ from ckpt_core.errors import (
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.dcp_reader import TensorBatches, structure_of
 from ckpt_core.interchange.saving import Chunk, save_alone
-from ckpt_core.interchange.streaming import DiskMemory, LazyTensors, TensorMemory, given, new_directory, write_in_order
+from ckpt_core.interchange.streaming import DiskMemory, LazyTensors, TensorMemory, given, new_directory
+from ckpt_core.memory import ScratchBuffers
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import LocalStorage, Storage, is_remote, storage_for
 
@@ -187,7 +189,8 @@ def _write_file(tensors: Mapping[str, _Tensor], path: str) -> None:
     layout = file_layout(tuple((keys[index], found[index].info) for index in order), ())
     sources = LazyTensors([found[index].load for index in order])
     image = SafetensorsImage(layout, layout.header(uuid.uuid4().hex), sources)
-    write_in_order(image, LocalStorage(), path)
+    with contextlib.closing(ScratchBuffers()) as scratch:
+        write_image(image, LocalStorage(), path, scratch=scratch, one_by_one=True)
 
 
 def import_model(

@@ -6,7 +6,9 @@ written, and the manifest puts them together. Whoever calls knows when all have 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import json
 import re
 import uuid
@@ -40,7 +42,7 @@ from ckpt_core.digest import digest
 from ckpt_core.errors import SerializationError
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.naming import EntryPath, entry_name, nested
-from ckpt_core.interchange.streaming import LazyTensors, write_in_order
+from ckpt_core.interchange.streaming import LazyTensors
 from ckpt_core.memory import ScratchBuffers
 from ckpt_core.storage import Storage, storage_for
 
@@ -111,63 +113,49 @@ class UnconnectedSave:
         With ``one_by_one``, at most one tensor is loaded at any time. If not, several threads load them, and each is
         expected to be there already.
         """
-        scratch = ScratchBuffers()
-        try:
-            with errors_name(self.path, written_to=self._directory):
-                return self._write(chunks, values, rank, world_size, scratch=None if one_by_one else scratch)
-        finally:
-            scratch.close()
 
-    def _write(
-        self,
-        chunks: Mapping[str, Sequence[Chunk]],
-        values: Mapping[str, Mapping[EntryPath, Value]],
-        rank: int,
-        world_size: int,
-        *,
-        scratch: ScratchBuffers | None,
-    ) -> RankShards:
-        files, images, sizes = [], [], {}
-        tensors: dict[str, dict[TensorId, TensorInfo]] = {}
-        for part, of_part in chunks.items():
-            table = tensors[part] = {(chunk.path, chunk.number): chunk.info for chunk in of_part}
-            if not of_part:
-                continue
-            infos = [TensorInfo(chunk.info.dtype, chunk.box.shape) for chunk in of_part]
-            order = file_order(infos)
-            ordered = [of_part[index] for index in order]
-            named = tuple(zip(_names(ordered), [infos[index] for index in order], strict=True))
-            layout = file_layout(named, (("rank", str(rank)),))
-            loads = [chunk.load for chunk in ordered]
-            sources = LazyTensors(loads) if scratch is None else [load() for load in loads]
-            image = SafetensorsImage(layout, layout.header(self.token), sources)
-            name = (
-                shard_name(part, self._suffix) if world_size == 1 else piece_name(part, rank, world_size, self._suffix)
-            )
-            sizes[name] = self._write_file(name, image, scratch)
-            images.append(image)
-            number_of = {tensor: number for number, tensor in enumerate(table)}
-            numbers = [number_of[chunk.path, chunk.number] for chunk in ordered]
-            offsets = [at for chunk in ordered for at in chunk.box.offset]
-            extents = [extent for chunk in ordered for extent in chunk.box.shape]
-            blocks = len(layout.blocks) - 1
-            files.append([name, part, layout.header_size, layout.size, blocks, [numbers, offsets, extents]])
-        digests = None
-        if images:
-            name = digests_name(rank, world_size, self._suffix)
-            written = DigestsImage(images)
-            sizes[name] = self._write_file(name, written, scratch)
-            data = written.tail()
-            digests = [name, len(data), digest(data)]
-        copied = {part: dict(of_part) for part, of_part in values.items()}
-        return RankShards(rank, self.token, tensors, copied, files, digests, sizes)
+        def write_file(name: str, image: Image) -> int:
+            self._created.append(name)
+            target = f"{self._directory}/{name}"
+            return write_image(image, self._storage, target, scratch=scratch, one_by_one=one_by_one)
 
-    def _write_file(self, name: str, image: Image, scratch: ScratchBuffers | None) -> int:
-        self._created.append(name)
-        target = f"{self._directory}/{name}"
-        if scratch is None:
-            return write_in_order(image, self._storage, target)
-        return write_image(image, self._storage, target, scratch=scratch)
+        with contextlib.closing(ScratchBuffers()) as scratch, errors_name(self.path, written_to=self._directory):
+            files, images, sizes = [], [], {}
+            tensors: dict[str, dict[TensorId, TensorInfo]] = {}
+            for part, of_part in chunks.items():
+                table = tensors[part] = {(chunk.path, chunk.number): chunk.info for chunk in of_part}
+                if not of_part:
+                    continue
+                infos = [TensorInfo(chunk.info.dtype, chunk.box.shape) for chunk in of_part]
+                order = file_order(infos)
+                ordered = [of_part[index] for index in order]
+                named = tuple(zip(_names(ordered), [infos[index] for index in order], strict=True))
+                layout = file_layout(named, (("rank", str(rank)),))
+                loads = [chunk.load for chunk in ordered]
+                sources = LazyTensors(loads) if one_by_one else [load() for load in loads]
+                image = SafetensorsImage(layout, layout.header(self.token), sources)
+                name = (
+                    shard_name(part, self._suffix)
+                    if world_size == 1
+                    else piece_name(part, rank, world_size, self._suffix)
+                )
+                sizes[name] = write_file(name, image)
+                images.append(image)
+                number_of = {tensor: number for number, tensor in enumerate(table)}
+                numbers = [number_of[chunk.path, chunk.number] for chunk in ordered]
+                offsets = [at for chunk in ordered for at in chunk.box.offset]
+                extents = [extent for chunk in ordered for extent in chunk.box.shape]
+                blocks = len(layout.blocks) - 1
+                files.append([name, part, layout.header_size, layout.size, blocks, [numbers, offsets, extents]])
+            digests = None
+            if images:
+                name = digests_name(rank, world_size, self._suffix)
+                written = DigestsImage(images)
+                sizes[name] = write_file(name, written)
+                data = written.tail()
+                digests = [name, len(data), digest(data)]
+            copied = {part: dict(of_part) for part, of_part in values.items()}
+            return RankShards(rank, self.token, tensors, copied, files, digests, sizes)
 
     def commit(
         self,
@@ -305,20 +293,17 @@ def _join_part(
         first = len(infos)
         infos += [tensors[path, 0]] if value is None else value.tensors
         numbers.update({(path, index - first): index for index in range(first, len(infos))})
-        replacements.append(f"${first}" if value is None else _renumbered(value.skeleton, first))
-    return PartRecord(_replaced(skeleton, replacements), tuple(infos)), numbers
+        shifted = functools.partial(_shifted, first)
+        replacements.append(shifted(0) if value is None else _mapped(value.skeleton, shifted))
+    return PartRecord(_mapped(skeleton, replacements.__getitem__), tuple(infos)), numbers
+
+
+def _shifted(first: int, number: int) -> Json:
+    return f"${first + number}"
 
 
 def _text(info: TensorInfo) -> str:
     return f"{dtype_name(info.dtype)}{list(info.shape)}"
-
-
-def _renumbered(skeleton: Json, first: int) -> Json:
-    return _mapped(skeleton, lambda number: f"${first + number}")
-
-
-def _replaced(skeleton: Json, replacements: Sequence[Json]) -> Json:
-    return _mapped(skeleton, replacements.__getitem__)
 
 
 def _mapped(skeleton: Json, replace: Callable[[int], Json]) -> Json:

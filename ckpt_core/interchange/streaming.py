@@ -12,16 +12,13 @@ from typing import overload
 
 import torch
 
-from ckpt_core._layouts.image import WINDOW, Image
 from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core.errors import StorageError
-from ckpt_core.memory import StagingBuffer
 from ckpt_core.paths import StrPath
-from ckpt_core.storage import Storage, is_remote, local_path
+from ckpt_core.storage import is_remote, local_path
 from ckpt_core.storage.local_directory import sync_file
 
 _ALIGNMENT = 64  # bytes
-_BLOCK = 4096  # bytes
 _LARGE = 2**20  # bytes: a tensor that is not kept in ordinary memory
 
 
@@ -128,28 +125,6 @@ class LazyTensors(Sequence[torch.Tensor]):
             self._kept.clear()  # before the next one is made
             self._kept[index] = self._loads[index]()
         return self._kept[index]
-
-
-def write_in_order(image: Image, storage: Storage, path: str) -> int:
-    """Write a file from its first byte to its last with memory for one window, and return its size."""
-    writer = storage.create(path, image.approximate_size)
-    buffer = StagingBuffer(WINDOW)
-    try:
-        for begin in range(0, image.region_size, WINDOW):
-            writer.write_at(begin, image.window(begin, buffer))
-        tail = image.tail()
-        size = len(tail) if not writer.parallel else -(-len(tail) // _BLOCK) * _BLOCK
-        if tail:
-            buffer.memory[: len(tail)] = tail
-            with buffer.memory[:size] as blocks:  # direct I/O wants whole ones; commit cuts the file
-                writer.write_at(image.region_size, blocks)
-        writer.commit(image.region_size + len(tail))
-    except BaseException:
-        writer.abort()
-        raise
-    finally:
-        buffer.close()
-    return image.region_size + len(tail)
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ def load_whole(
     storage_options: dict[str, Any] | None = None,
     tiers: Tiers | None = None,
     of_trainer: bool = False,
+    memory: DiskMemory | None = None,
 ) -> Any:
     """Return the state of a checkpoint of any layout, all of it in memory, every byte verified that has a digest.
 
@@ -50,25 +51,13 @@ def load_whole(
         storage_options: Passed to fsspec for a URL.
         tiers: Look in both tiers.
         of_trainer: Refuse directories that were not made of a Trainer's checkpoint.
+        memory: Where large tensors go; ordinary memory, if not given.
 
     Raises:
         CheckpointNotFoundError: Nothing is there.
         CheckpointFormatError: It is no Trainer's, and was to be one.
         CheckpointError: It is damaged, or not readable.
     """
-    return _load_whole(source, map_location, weights_only, storage_options, tiers, of_trainer=of_trainer)
-
-
-def _load_whole(
-    source: StrPath,
-    map_location: Any | None,
-    weights_only: bool | None,
-    storage_options: dict[str, Any] | None,
-    tiers: Tiers | None = None,
-    *,
-    of_trainer: bool = False,
-    memory: DiskMemory | None = None,
-) -> Any:
     path = full_path(source)
     settings: dict[str, Any] = {"strategy": "sync", "storage_options": storage_options, "tiers": tiers}
     with DirectoryCheckpointer(**settings) as directories:
@@ -165,7 +154,7 @@ def _state_on_disk(
     source: StrPath, target: StrPath, weights_only: bool | None, storage_options: dict[str, Any] | None
 ) -> Iterator[Any]:
     with contextlib.closing(DiskMemory(full_path(target))) as memory:
-        yield _load_whole(source, None, weights_only, storage_options, memory=memory)
+        yield load_whole(source, weights_only=weights_only, storage_options=storage_options, memory=memory)
 
 
 def _as_dictionary(state: Any, source: StrPath) -> Mapping[str, Any]:

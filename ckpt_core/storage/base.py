@@ -79,10 +79,6 @@ class FileWriter(abc.ABC):
     def write_at(self, offset: int, data: memoryview) -> None:
         """Write ``data`` at ``offset`` bytes; all but the last piece of a file are multiples of 4096 bytes."""
 
-    def write_through(self, offset: int, data: memoryview) -> None:
-        """Do as :meth:`write_at`, for a caller with several threads: it may wait for the bytes, not copy them."""
-        self.write_at(offset, data)
-
     @abc.abstractmethod
     def commit(self, size: int) -> None:
         """Make the file durable, ``size`` bytes long, and visible under its final name, replacing what was there."""

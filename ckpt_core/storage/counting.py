@@ -58,10 +58,6 @@ class _CountingWriter(FileWriter):
         self._writer.write_at(offset, data)
         self._count(len(data))
 
-    def write_through(self, offset: int, data: memoryview) -> None:
-        self._writer.write_through(offset, data)
-        self._count(len(data))
-
     def commit(self, size: int) -> None:
         self._writer.commit(size)
 

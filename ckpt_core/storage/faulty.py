@@ -207,13 +207,6 @@ class _FaultyWriter(FileWriter):
             lambda count: self._inner.write_at(offset, data[:count]),
         )
 
-    def write_through(self, offset: int, data: memoryview) -> None:
-        self._storage.perform(
-            Operation("write_at", self._path, len(data)),
-            lambda: self._inner.write_through(offset, data),
-            lambda count: self._inner.write_at(offset, data[:count]),
-        )
-
     def commit(self, size: int) -> None:
         self._storage.perform(Operation("commit", self._path), lambda: self._inner.commit(size))
 

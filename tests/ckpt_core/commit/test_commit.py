@@ -17,7 +17,8 @@ from tests.conftest import ScriptRunner
 WORKER = """
 import json, os, sys, time
 import torch.distributed as dist, torch
-from ckpt_core._commit import RunOutcome, connect_store
+from ckpt_core._commit.outcome import RunOutcome
+from ckpt_core._commit.store import connect_store
 from ckpt_core.errors import CheckpointError, StorageError
 
 rank, world, failing_step = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), int(sys.argv[1])
