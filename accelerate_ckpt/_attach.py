@@ -100,11 +100,7 @@ def attach(accelerator: Any, strategy: str | None = None, **options: Any) -> Any
 
 
 def install(config: CheckpointConfig) -> None:
-    """Do what :func:`attach` does for every Accelerator that this process makes; again, for those still to come.
-
-    Args:
-        config: The options.
-    """
+    """Do what :func:`attach` does for every Accelerator that this process makes; again, for those still to come."""
     _installed[:] = [config]
     _listen()
     if not _makers:
@@ -124,13 +120,9 @@ def uninstall() -> None:
 
 
 def drain(*, raised: bool) -> None:
-    """Wait for all saves in the background.
+    """Wait for all saves in the background, and raise if one has failed.
 
-    Args:
-        raised: Whether the script ends with an exception: then failures are only logged, so that they do not hide it.
-
-    Raises:
-        CheckpointError: A save has failed.
+    If the script ends with an exception that it has raised, failures are only logged, so that they do not hide it.
     """
     failure: CheckpointError | None = None
     for session in unfinished_sessions():

@@ -15,12 +15,7 @@ from lightning_ckpt._private.replacing import Live
 
 
 def announce(trainer: Any, message: str) -> None:
-    """Print a line on rank 0, where Lightning prints its own.
-
-    Args:
-        trainer: Of either package.
-        message: The line.
-    """
+    """Print a line on rank 0, where Lightning prints its own."""
     if trainer.is_global_zero:
         package = type(trainer).__module__.partition(".trainer")[0]
         # a child of the package's logger, which has a handler and shows INFO
@@ -37,13 +32,9 @@ def summary_of(trainer: Any) -> RunSummary | None:
 
 
 def resumed_in_words(trainer: Any, path: Any, progress: Mapping[str, Any], outcome: str) -> str:
-    """Return the line about a resume.
+    """Return the line about a resume, when the Trainer's counters are as they were.
 
-    Args:
-        trainer: Its counters are as they were.
-        path: The checkpoint.
-        progress: The counters of the training loop.
-        outcome: Whether that is exact, or what else comes of it.
+    ``progress`` are those of the training loop, and ``outcome`` says whether that is exact, or what else comes of it.
     """
     batch = progress["batch"]["current"]["processed"]
     words = [f"resuming from {path}: epoch {trainer.current_epoch}, batch {batch}, step {trainer.global_step}"]
@@ -56,12 +47,7 @@ def resumed_in_words(trainer: Any, path: Any, progress: Mapping[str, Any], outco
 
 
 class RunReport(Live):
-    """Says what the checkpoints of one fit have cost: to its loggers after each save, on the console at its end.
-
-    Args:
-        trainer: Its plugin is connected.
-        log_metrics: Whether its loggers get the figures.
-    """
+    """Says what the checkpoints of one fit have cost: to its loggers after each save, on the console at its end."""
 
     def __init__(self, trainer: Any, *, log_metrics: bool) -> None:
         self._trainer = trainer
@@ -74,22 +60,14 @@ class RunReport(Live):
             self._plugin.summary.say = functools.partial(announce, trainer)
 
     def training_starts(self, directory: Any) -> None:
-        """Note that the fit trains from now on.
-
-        Args:
-            directory: Of the checkpoints.
-        """
+        """Note that the fit, whose checkpoints are in a directory, trains from now on."""
         if self._plugin is not None:
             path, step = self._trainer.ckpt_path, self._trainer.global_step
             at = self._plugin.checkpointer.known_as(path or directory or ".")
             self._plugin.checkpointer.notify(TrainingStarted(path=at, resumed=path is not None, step=step))
 
     def training_ends(self, directory: Any) -> None:
-        """Note that the fit has trained to its end.
-
-        Args:
-            directory: Of the checkpoints.
-        """
+        """Note that the fit has trained to its end."""
         if self._plugin is not None:
             at = self._plugin.checkpointer.known_as(directory or ".")
             self._plugin.checkpointer.notify(TrainingEnded(path=at, step=self._trainer.global_step))

@@ -29,17 +29,9 @@ class LoaderPositions:
 
     To be made before the Accelerator prepares models: with three or more ranks DDP gets its final gradient buckets
     then, so that the first step after a resume adds the gradients in the order in which an uninterrupted run adds them.
-
-    Args:
-        accelerator: The Accelerator.
-        warn: Called on the main process with a message that says why a resume is not exact; a Python warning by
-            default.
-
-    Attributes:
-        before_epoch: Called before the script takes the first batch of an epoch after one in which it has trained.
-
-    Raises:
-        CheckpointError: This release of Accelerate is built in another way.
+    A release of Accelerate that is built in another way is refused. ``warn`` is called on the main process with a
+    message that says why a resume is not exact; a Python warning by default. ``before_epoch`` is called before the
+    script takes the first batch of an epoch after one in which it has trained.
 
     Examples:
         >>> positions = LoaderPositions(accelerator)
@@ -275,18 +267,8 @@ class LoaderPositions:
         With another number of ranks than the checkpoint was saved by, the ranks continue in the rest of the epoch that
         all old ranks had in common: nothing is lost, and nothing repeated but the padding by which Accelerate gives all
         ranks equally many batches. Ranks that were there keep their generators; those of a new rank are derived from
-        rank 0's and its own number.
-
-        Args:
-            state: What :meth:`capture` returned on this rank; on a rank that was not there, what it returned on rank 0.
-            saved_world_size: Number of ranks of the run that was saved.
-            has_own: Whether ``state`` is of this rank; otherwise it is of rank 0.
-
-        Returns:
-            Whether nothing is known, until the loaders are iterated over, that makes the run differ.
-
-        Raises:
-            CheckpointFormatError: A newer version of this package captured it.
+        rank 0's and its own number. ``state`` is what :meth:`capture` returned on this rank (``has_own``); on a rank
+        that was not there, what it returned on rank 0.
         """
         if state["version"] > VERSION:
             raise CheckpointFormatError(

@@ -67,15 +67,11 @@ def load_state(
 ) -> None:
     """Bring an Accelerator's run to where it was when a checkpoint was saved; called on all ranks together.
 
-    Args:
-        session: Of the Accelerator.
-        original: Accelerate's own ``load_state``, for its own checkpoints.
-        input_dir: Local path or URL; None takes the newest automatically named one that verifies.
-        load_kwargs: For Accelerate's own. ``weights_only=False`` in it says that code in the checkpoint may run.
-        model_arguments: For ``load_state_dict`` of the models; ``map_location`` is Accelerate's.
-
-    Raises:
-        CheckpointError: The checkpoint is missing, damaged, or of another run. The same on all ranks.
+    Without ``input_dir`` (a local path or URL), that is the newest automatically named one that verifies.
+    ``load_kwargs`` are for Accelerate's own ``load_state``, ``original``, which reads its own checkpoints;
+    ``weights_only=False`` in them says that code in the checkpoint may run. ``model_arguments`` are for
+    ``load_state_dict`` of the models; ``map_location`` is Accelerate's. A checkpoint that is missing, damaged, or of
+    another run is refused on all ranks.
     """
     if model_arguments.get("map_location") not in _MAP_LOCATIONS:
         raise TypeError(
@@ -113,14 +109,8 @@ def find_resume(
 ) -> str | None:
     """Return what ``resume="auto"`` continues from, None if there is nothing, which is said; all ranks together.
 
-    Args:
-        session: Of the Accelerator.
-        root: Where the run's checkpoints are.
-        what: What is being done, for errors.
-        newest: Called on rank 0; returns the newest checkpoint there that can be used.
-
-    Raises:
-        CheckpointCorruptedError: There are some, and none can be used.
+    ``newest`` is called on rank 0; it returns the newest checkpoint in ``root`` that can be used. Where there are some,
+    and none can be used, that is an error. ``what`` is being done, for errors.
     """
     session.checkpointer.drain()
     auto = session.auto_resume = AutoResume(session, root)
@@ -138,19 +128,7 @@ class _Loading(Protocol):
 
 
 class _Stock:
-    """A checkpoint of stock Accelerate.
-
-    Args:
-        session: Of the Accelerator.
-        path: The checkpoint.
-        original: Accelerate's own ``load_state``.
-        load_kwargs: Of Accelerate's ``load_state``. ``weights_only=False`` in it says that code in the checkpoint may
-            run.
-        model_arguments: For ``load_state_dict`` of the models.
-
-    Raises:
-        CheckpointError: There is none, it is damaged, does not fit, or reading it would run code.
-    """
+    """A checkpoint of stock Accelerate; the arguments are those of :func:`load_state`."""
 
     def __init__(
         self,
@@ -208,12 +186,7 @@ def _continue_counting(session: Session, path: str, loaded: int | None) -> None:
 
 
 def _newest(session: Session) -> str:
-    """Return the newest automatically named checkpoint that can be used.
-
-    Raises:
-        CheckpointCorruptedError: There are some, and none can be used.
-        FolderNotFoundError: There are none.
-    """
+    """Return the newest automatically named checkpoint that can be used; where there is none, that is an error."""
     accelerator = session.accelerator
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
@@ -256,11 +229,9 @@ def first_usable(
 ) -> str | None:
     """Return the first checkpoint that can be used, None if there are none; warn of what was passed over.
 
-    With ``auto``, those on which the run crashes come last, and the attempt is counted.
-
-    Raises:
-        CheckpointCorruptedError: There are some, and none can be used: nothing may start from scratch then.
-        UnsafeCheckpointError: Reading the newest would run code from it.
+    With ``auto``, those on which the run crashes come last, and the attempt is counted. Where there are some, and none
+    can be used, that is an error, for nothing may start from scratch then; and so is that reading the newest would run
+    code.
     """
     problems: dict[str, CheckpointError] = {}
     by_age, found = list(found), list(found) if auto is None else auto.in_order(found)
@@ -308,17 +279,7 @@ def _check_usable(session: Session, path: str) -> None:
 
 
 class _Ours:
-    """A checkpoint of ours, read but for the models.
-
-    Args:
-        session: Of the Accelerator.
-        path: The checkpoint.
-        load_kwargs: Of Accelerate's ``load_state``.
-        model_arguments: For ``load_state_dict`` of the models.
-
-    Raises:
-        CheckpointError: It is damaged, does not fit, or reading it would run code.
-    """
+    """A checkpoint of ours, read but for the models; the arguments are those of :func:`load_state`."""
 
     def __init__(
         self, session: Session, path: str, load_kwargs: dict[str, Any] | None, model_arguments: dict[str, Any]

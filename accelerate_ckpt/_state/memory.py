@@ -17,15 +17,7 @@ from ckpt_core.tiers import MemoryTier
 class MemorySnapshots:
     """Where the snapshots of one Accelerator are, and when one is due; made on all ranks together.
 
-    Args:
-        tier: Where, and when.
-        agreement: Of the run's ranks.
-        ranks: Who saves together.
-        strategy: Of the saves: ``"sync"`` or ``"async"``.
-        **settings: Of the checkpointer.
-
-    Attributes:
-        checkpointer: What saves and reads them.
+    ``settings`` are those of the checkpointer that saves and reads them.
     """
 
     def __init__(
@@ -52,11 +44,7 @@ class MemorySnapshots:
             raise RankFailedError("the ranks do not share one memory")
 
     def stop(self, reason: object) -> None:
-        """Take no more snapshots; called on all ranks together.
-
-        Args:
-            reason: Why, for the warning; None on ranks that say nothing.
-        """
+        """Take no more snapshots; called on all ranks together, without a reason on those that do not warn."""
         if reason is not None:
             self._tier.fail(reason)
         self._saves = False

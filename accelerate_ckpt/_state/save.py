@@ -45,16 +45,8 @@ __all__ = ["metadata_of", "rank_state", "save_deferred", "save_snapshot", "save_
 def save_state(session: Session, output_dir: StrPath | None) -> Path | str:
     """Save everything that an Accelerator's run needs to continue; called on all ranks together.
 
-    Args:
-        session: Of the Accelerator.
-        output_dir: Local path or URL; with automatic names, not used.
-
-    Returns:
-        Where the checkpoint is, or will be: a ``Path``, or for a URL the text, which a ``Path`` would spoil.
-
-    Raises:
-        CheckpointError: This save failed, or one in the background before it.
-        ValueError: The automatic name is taken.
+    Returns where the checkpoint is, or will be: a ``Path``, or for a URL the text, which a ``Path`` would spoil. Raises
+    if this save failed, or one in the background before it, or if the automatic name is taken.
     """
     accelerator = session.accelerator
     if session.config.is_async or session.tiers is not None:
@@ -80,11 +72,7 @@ def save_state(session: Session, output_dir: StrPath | None) -> Path | str:
 
 
 def save_deferred(session: Session) -> None:
-    """Make the saves that were waiting for the end of an accumulation window, if it has ended.
-
-    Raises:
-        CheckpointError: One of them failed, or one in the background before it.
-    """
+    """Make the saves that were waiting for the end of an accumulation window, if it has ended."""
     while session.deferred and not session.window_is_open:
         target = session.deferred.pop(0)
         _save_now(session, _agree(session, target))
@@ -311,9 +299,7 @@ def _parts_of(session: Session, weights: list[Any]) -> list[Part]:
 def metadata_of(session: Session, target: str | None) -> dict[str, Any]:
     """Return what a checkpoint says of itself.
 
-    Args:
-        session: Of the Accelerator.
-        target: The checkpoint; None for a snapshot in memory, which has none of the automatic numbers.
+    Without ``target``, it is a snapshot in memory, which has none of the automatic numbers.
     """
     accelerator = session.accelerator
     automatic = accelerator.project_configuration.automatic_checkpoint_naming

@@ -52,10 +52,8 @@ _group: list[RankGroup] = []  # one at most, for all Accelerators of the process
 class LocalSgdState:
     """Follows the ``LocalSGD`` contexts of one Accelerator, in which every rank has weights and moments of its own.
 
-    Attributes:
-        active: The contexts that are open, in the order in which they were entered.
-        moments_differ: Whether the optimizers' states differ between ranks. Averaging is for the weights alone, so this
-            stays so after the context.
+    ``active`` are the contexts that are open, in the order in which they were entered. Averaging is for the weights
+    alone, so that ``moments_differ``, the optimizers' states between ranks, stays so after the context.
     """
 
     def __init__(self) -> None:
@@ -84,11 +82,7 @@ class LocalSgdState:
         return {"num_steps": [context.num_steps for context in self.active], "moments_differ": self.moments_differ}
 
     def check(self, state: Mapping[str, Any], saved_world_size: int, world_size: int, path: str) -> None:
-        """Refuse another number of ranks where each has a state of its own.
-
-        Raises:
-            StateMismatchError: As said.
-        """
+        """Refuse another number of ranks where each has a state of its own."""
         if (state["num_steps"] or state["moments_differ"]) and saved_world_size != world_size:
             raise StateMismatchError(
                 f"under LocalSGD {saved_world_size} ranks saved weights or moments of their own, and there are "
@@ -109,11 +103,7 @@ class LocalSgdState:
 
 
 class Session:
-    """The state of checkpointing for one Accelerator.
-
-    Args:
-        accelerator: The Accelerator; it is not kept alive.
-        config: The options.
+    """The state of checkpointing for one Accelerator, which it does not keep alive.
 
     Attributes:
         tiers: Where checkpoints are committed and where uploaded to, if those are two places.
@@ -123,7 +113,6 @@ class Session:
         uneven: Whether ranks may have taken different numbers of steps.
         resumed: Where ``load_state`` has continued; None if there was nothing to resume.
         auto_resume: What counts attempts to resume; None unless the run was resumed by ``resume="auto"``.
-        backwards: Backward passes until now.
         preemption: What watches for the end of the run; None if nothing does.
         interval: What saves without being asked to; None if nothing does.
         memory: What keeps snapshots in memory; None if nothing does.
@@ -351,11 +340,7 @@ class Session:
         return bool(self.config.just_in_time) or any(saver is not None for saver in savers)
 
     def after_batch(self) -> None:
-        """Do what is due after the body of the training loop.
-
-        Raises:
-            SystemExit: The run was told to end.
-        """
+        """Do what is due after the body of the training loop; ``SystemExit`` if the run was told to end."""
         if self.preemption is not None:
             try:
                 self.preemption.after_batch(self)
@@ -398,11 +383,7 @@ class Session:
         return accelerator is not None and any(item is optimizer for item in accelerator._optimizers)
 
     def optimizer_stepped(self, optimizer: Any) -> None:
-        """Note that an optimizer used its gradients; raise a failure of a save in the background.
-
-        Raises:
-            CheckpointError: The failure, as the same class on every rank.
-        """
+        """Note that an optimizer used its gradients; raise a failure of a save in the background, on every rank."""
         self.window_open = False
         self._steps[id(optimizer)] += 1
         if self.recording is not None:
@@ -445,8 +426,7 @@ class Session:
     def remove_unwanted(self, target: str) -> None:
         """Have the checkpoints deleted that neither the framework's own rule nor the policy wants, on rank 0.
 
-        Args:
-            target: The checkpoint whose save has just begun, or is done: the others go when it is durable.
+        They go when ``target``, whose save has just begun or is done, is durable.
         """
         if self.rank or self.rehearsal is not None:
             return
@@ -465,11 +445,7 @@ class Session:
                 self.checkpointer.remove(path)
 
     def finish(self) -> None:
-        """Wait for the background and raise what was not raised yet; called on all ranks together.
-
-        Raises:
-            CheckpointError: The failure, as the same class on every rank.
-        """
+        """Wait for the background and raise what was not raised yet; called on all ranks together."""
         if self.recording is not None:
             self.recording.finish()
         just_in_time, self.just_in_time = self.just_in_time, None

@@ -13,14 +13,7 @@ from lightning_ckpt._report import announce
 
 
 class MemorySnapshots(Live):
-    """Saves to memory during one fit.
-
-    Args:
-        tier: Where, and when.
-        trainer: Its processes are connected.
-        checkpointer: What saves; on several ranks, called there in the same order.
-        name: Of a snapshot, with a place for the step.
-    """
+    """Saves to memory during one fit, with names that have a place for the step; all ranks in the same order."""
 
     def __init__(self, tier: MemoryTier, trainer: Any, checkpointer: Any, name: str) -> None:
         self.tier = tier
@@ -95,11 +88,7 @@ class MemorySnapshots(Live):
             self.tier.took(time.monotonic() - begin)
 
     def close(self, *, keep: bool) -> None:
-        """Wait for the last one; unless the next start may want them, delete them.
-
-        Args:
-            keep: Whether it may.
-        """
+        """Wait for the last one; unless the next start may want them (``keep``), delete them."""
         plugin = self._trainer.strategy.checkpoint_io
         if getattr(plugin, "memory", None) is self:
             plugin.memory = None

@@ -449,12 +449,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         return self._preemption
 
     def save_before_end(self, trainer: Any, reason: str) -> None:
-        """Save a checkpoint, and return when it is durable; called on all ranks together, between two batches.
-
-        Args:
-            trainer: Of either package.
-            reason: What has told the run to end.
-        """
+        """Save a checkpoint, and return when it is durable; called on all ranks together, between two batches."""
         if trainer.fast_dev_run:
             return
         path = os.path.join(os.fspath(self.dirpath or ""), f"{_PREEMPTED}{trainer.global_step}{self.FILE_EXTENSION}")
@@ -500,11 +495,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
         return [path for path in others if self._should_remove_checkpoint(trainer, path, trainer.ckpt_path)]
 
     def _wait_until_durable(self, trainer: Any) -> None:
-        """Wait on all ranks together: a launcher kills the others as soon as one has ended.
-
-        Raises:
-            CheckpointError: A save has failed; on all ranks.
-        """
+        """Wait, and raise what has failed, on all ranks together: a launcher kills the others when one has ended."""
         plugin = trainer.strategy.checkpoint_io
         if isinstance(plugin, _PLUGINS):
             plugin.checkpointer.drain()
@@ -564,11 +555,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
     # ---- ckpt_path="last" and "best" ---------------------------------------------------------------------------------
 
     def _find_last_checkpoints(self, trainer: Any) -> set[str]:
-        """Return the newest checkpoint of the directory that verifies, whatever its name.
-
-        Raises:
-            CheckpointCorruptedError: There are checkpoints, but none of them verifies.
-        """
+        """Return the newest checkpoint of the directory that verifies, whatever its name."""
         directory = checkpoint_directory(self, trainer)
         found = self.newest(trainer)
         is_local = not is_remote(directory) and _tiers_of(trainer) is None
@@ -597,12 +584,7 @@ class ReliableModelCheckpoint(ModelCheckpointBase):
     def newest(self, trainer: Any, attempts: ResumeAttempts | None = None) -> CheckpointInfo | None:
         """Return the newest checkpoint of the directory that verifies, whatever its name, or one of a requeue.
 
-        Args:
-            trainer: Of either package.
-            attempts: Which checkpoints are stepped over.
-
-        Raises:
-            CheckpointCorruptedError: There are checkpoints, but none of them verifies.
+        ``attempts`` know which are stepped over. Where there are checkpoints, and none verifies, that is an error.
         """
         directory = checkpoint_directory(self, trainer)
         order = list if attempts is None else attempts.in_order

@@ -487,13 +487,9 @@ class ExactState(Live):
     def load(self, checkpoint: Mapping[str, Any]) -> bool:
         """Take the exact state out of the checkpoint that a fit resumes from; the fit will continue from it.
 
-        Returns:
-            Whether it is that checkpoint. Any other is restored by a callback or a hook: that is Lightning's doing, and
-            neither generators nor loaders go back.
-
-        Raises:
-            CheckpointFormatError: A newer version of this package saved it.
-            StateMismatchError: It holds no state of this rank.
+        Returns whether it is that checkpoint. Any other is restored by a callback or a hook: that is Lightning's doing,
+        and neither generators nor loaders go back. One that holds no state of this rank, or is of a newer version, is
+        refused.
         """
         if not self._resume.is_loading:
             self._restored_by_others(checkpoint)
