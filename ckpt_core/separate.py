@@ -26,17 +26,9 @@ __all__ = ["LocalTensor", "Piece", "SeparateSaves"]
 
 
 class SeparateSaves:
-    """The saves of checkpoints directly below one directory.
+    """The saves of checkpoints directly below one directory, local or at a URL.
 
     A save has an id, which all who write it know: 1 to 64 letters, digits and dashes, and never used before.
-
-    Args:
-        root: Local directory or URL.
-        storage_options: For fsspec, if it is a URL.
-
-    Attributes:
-        root: The same as text; absolute if it is local.
-        is_remote: Whether it is an object store.
     """
 
     def __init__(self, root: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
@@ -64,24 +56,12 @@ class SeparateSaves:
         suffix: str,
         local: Callable[[str, torch.Tensor], LocalTensor],
     ) -> str:
-        """Write one process's files, durably, straight from the live tensors.
+        """Write one process's files, durably, straight from the live tensors; return what :meth:`commit` needs.
 
-        Args:
-            parts: The state: the same parts in all processes; what is replicated is written by rank 0.
-            path: The checkpoint.
-            save_id: The save.
-            rank: The process's place in the checkpoint, from 0.
-            world_size: Number of processes.
-            suffix: Comes before the extension of the files' names, so that no two processes ever write the same file.
-            local: Called with key and tensor of each tensor in a sharded part: what this process has of it. Of the
-                tensor itself only type and shape count.
-
-        Returns:
-            The report that :meth:`commit` needs.
-
-        Raises:
-            SerializationError: Something in ``parts`` is no plain data.
-            StorageError: The storage refused.
+        ``parts`` are the same in all processes; what is replicated is written by rank 0. ``rank`` is the process's
+        place in the checkpoint. ``suffix`` comes before the extension of the files' names, so that no two processes
+        ever write the same file. ``local`` is called with key and tensor of each tensor in a sharded part: what this
+        process has of it. Of the tensor itself only type and shape count.
         """
         directory = self._storage.begin_directory(path, save_id)
         try:
@@ -98,16 +78,8 @@ class SeparateSaves:
     ) -> None:
         """Write the manifest: from now on it is a checkpoint.
 
-        Args:
-            reports: What :meth:`write` returned, in the order of the ranks.
-            path: The checkpoint.
-            save_id: The save.
-            metadata: Plain data to keep with it.
-            step: Which step the state is of, where that is known.
-
-        Raises:
-            SerializationError: The processes have not written one state.
-            StorageError: The storage refused.
+        ``reports`` are what :meth:`write` returned, in the order of the ranks; ``step`` is that of the state, where it
+        is known.
         """
         manifest = build_manifest(reports, metadata=metadata, path=path, stamp=Stamp(commit_time(), step))
         self._storage.publish_directory(path, save_id, manifest)

@@ -12,15 +12,10 @@ _BUILT_IN = ("cuda", "xpu", "mps")
 
 
 class DeviceGenerators(NamedTuple):
-    """The generators of the devices of one type.
+    """The generators of the devices of one type."""
 
-    Attributes:
-        states: Of the default generator of every visible device, as tensors of the host.
-        current: Which of them the process uses.
-    """
-
-    states: tuple[torch.Tensor, ...]
-    current: int = 0
+    states: tuple[torch.Tensor, ...]  # of the default generator of every visible device, as tensors of the host
+    current: int = 0  # which of them the process uses
 
 
 def _types() -> tuple[str, ...]:

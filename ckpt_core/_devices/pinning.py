@@ -14,15 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class Pinning(NamedTuple):
-    """How a type of device locks memory that it has not allocated.
+    """How a type of device locks memory that it has not allocated."""
 
-    Attributes:
-        register: Takes address and size in bytes, and returns 0 or the number of an error.
-        unregister: Takes the address, and returns the same.
-    """
-
-    register: Callable[[int, int], int]
-    unregister: Callable[[int], int]
+    register: Callable[[int, int], int]  # takes address and size in bytes, and returns 0 or the number of an error
+    unregister: Callable[[int], int]  # takes the address, and returns the same
 
 
 def _cuda_register(address: int, nbytes: int) -> int:
@@ -39,13 +34,9 @@ PINNING: dict[str, Pinning] = {"cuda": Pinning(_cuda_register, _cuda_unregister)
 
 
 def pin(memory: torch.Tensor) -> Callable[[], None] | None:
-    """Lock the pages of host memory for the device that the program uses, if it uses one.
+    """Lock the pages of host memory for the device that the program uses, if it uses one; return what unlocks them.
 
-    Args:
-        memory: Page-aligned bytes.
-
-    Returns:
-        What unlocks them, to be called before the memory goes; None if they are not locked.
+    That is to be called before the memory goes; None if they are not locked.
     """
     kind = next((kind for kind in PINNING if _is_in_use(kind)), None)
     if kind is None:

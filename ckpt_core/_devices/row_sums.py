@@ -20,9 +20,6 @@ class RowSums:
 
     They are computed in the order of the streams that are current: those of before when this is made, the others when
     :meth:`add` is called. The host does not wait for them.
-
-    Args:
-        tensors: ``uint8``, of one dimension and dense, whole rows, at offsets that are multiples of 8.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:

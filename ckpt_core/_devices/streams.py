@@ -85,14 +85,10 @@ def accelerator_name() -> str | None:
 
 
 class LateNumber:
-    """The value of a tensor of an accelerator, copied behind the work that computes it.
+    """The value of a tensor of an accelerator, one number, copied behind the work that computes it.
 
-    Args:
-        value: One number.
-
-    Raises:
-        RuntimeError: The device has no pinned memory or no events; also NotImplementedError or ValueError, and
-            TypeError where it has no numbers of 8 bytes.
+    Where the device has no pinned memory, events, or numbers of 8 bytes, torch raises a ``RuntimeError``,
+    ``ValueError`` or ``TypeError``.
     """
 
     def __init__(self, value: torch.Tensor) -> None:
@@ -113,13 +109,9 @@ class LateNumber:
 class SideStreams:
     """A stream for each device that some tensors are on, which starts after what this thread has queued there.
 
-    Without any such tensor it is false, and costs nothing. A device that has no streams to give out is waited for.
-
-    Args:
-        tensors: What is going to be read on the streams; their memory must stay until :meth:`synchronize`.
-
-    Attributes:
-        may_be_late: Whether copies may be queued, because there is something to wait for afterwards.
+    Without any such tensor it is false, and costs nothing. A device that has no streams to give out is waited for. The
+    memory of the tensors must stay until :meth:`synchronize`. ``may_be_late`` says whether copies may be queued,
+    because there is something to wait for afterwards.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -184,9 +176,7 @@ def can_copy_late(tensor: torch.Tensor) -> bool:
 def on_current_streams(work: Callable[[Job], None], tensors: Iterable[torch.Tensor]) -> Callable[[Job], None]:
     """Return ``work`` that other threads do in the order of this one's current streams, as if it did it itself.
 
-    Args:
-        work: Fills the tensors.
-        tensors: Where they are decides about the streams; with none on a device, ``work`` is returned as it is.
+    Where the ``tensors`` are that it fills decides about the streams; with none on a device, it is returned as it is.
     """
     devices = _devices_of(tensors)
     if not devices:

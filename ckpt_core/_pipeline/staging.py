@@ -47,17 +47,13 @@ _under_way: list[BackgroundCopy] = []  # those that copy something late
 class BackgroundCopy:
     """Copies tensors of accelerators into host memory, behind the work that is queued, while the caller pickles.
 
-    They are copied on a side stream of their device, which starts after the work already queued on the current one.
-    The calling thread queues what it has to wait for, or its devices have to; a thread of this class queues the rest,
-    and waits. It starts when the caller has pickled: both would take the GIL from each other, at every tensor. However
-    it ends, nothing is written to the targets afterwards, and no tensor is held.
+    They are copied on a side stream of their device, which starts after the work already queued on the current one. The
+    calling thread queues what it has to wait for, or its devices have to (with ``overlaps``); a thread of this class
+    queues the rest, and waits. It starts when the caller has pickled: both would take the GIL from each other, at every
+    tensor. However it ends, nothing is written to the targets afterwards, and no tensor is held.
 
-    Args:
-        pieces: ``(end, target, source)``: ``uint8`` tensors of the same size, and the offset that is reached with them.
-        overlaps: Whether devices wait in place of the thread that calls :meth:`hand_over`.
-
-    Raises:
-        BaseException: What the copy of what is not copied late has raised.
+    ``pieces`` are ``(end, target, source)``: ``uint8`` tensors of the same size, and the offset that is reached with
+    them.
     """
 
     def __init__(self, pieces: Iterable[Piece], *, overlaps: bool = False) -> None:
@@ -159,12 +155,8 @@ class BackgroundCopy:
     def hand_over(self, meanwhile: Callable[[], None] = lambda: None) -> None:
         """Return when the caller may change the state, by a step of an optimizer what is copied late.
 
-        Args:
-            meanwhile: What the calling thread does first.
-
-        Raises:
-            BaseException: What ``meanwhile`` or the copy has raised, but for that of what is copied late: :meth:`wait`
-                does.
+        The calling thread does ``meanwhile`` first. What that or the copy raises is raised, but for what is copied
+        late: :meth:`wait` does.
         """
         meanwhile()
         if self._overlaps and self._waits_for_early:
@@ -208,11 +200,7 @@ class BackgroundCopy:
     # ---- the thread that writes --------------------------------------------------------------------------------------
 
     def wait_until(self, offset: int) -> None:
-        """Return when everything up to ``offset`` is copied.
-
-        Raises:
-            ImageAbandonedError: The copy has failed; :meth:`wait` raises why.
-        """
+        """Return when everything up to ``offset`` is copied; if that failed, :meth:`wait` raises why."""
         with self._progress:
             self._progress.wait_for(lambda: self._reached >= offset)
         if self._error is not None:

@@ -148,15 +148,9 @@ class FlightRecorder:
         self._expected = {record.number: record for record in found if record.branch == self.branch}
 
     def read_again(self, epoch: int, batch: int, data: int) -> bool | None:
-        """Compare a batch that was read again on the way to where the checkpoint is.
+        """Compare a batch that was read again on the way to where the checkpoint is, by its digest.
 
-        Args:
-            epoch: Its epoch.
-            batch: Its number in the epoch.
-            data: Its digest.
-
-        Returns:
-            Whether it is the batch that was handed out, None if the checkpoint does not know that one.
+        Returns whether it is the one that was handed out, None if the checkpoint does not know that one.
         """
         for record in self._before.values():
             if (record.epoch, record.batch) == (epoch, batch) and record.data is not None:

@@ -149,9 +149,8 @@ def record_path(directory: str, rank: int, what: str = "flight") -> str:
 class Ring:
     """The file of one rank; does nothing where it cannot be written, or another process is writing into it.
 
-    Args:
-        path: The local file; it is made, with its directory, for the first record: a program that only saves or loads
-            finds no file of ours among its own.
+    It is made, with its directory, for the first record: a program that only saves or loads finds no file of ours among
+    its own.
     """
 
     def __init__(self, path: str) -> None:

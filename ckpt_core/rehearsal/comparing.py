@@ -66,16 +66,11 @@ def compare(
     but: Collection[str] = (),
     already: Collection[str] = (),
 ) -> list[Difference]:
-    """Return the first difference of each subject, the earliest first.
+    """Return the first difference of each subject, the earliest first, of the steps of two runs, by number.
 
-    Args:
-        expected: Steps of the run that was not interrupted, by number.
-        found: Steps of the other one.
-        after: Number of the last step before the save.
-        rank: Whose notes these are.
-        ignore: Patterns of ``subject:key`` that are not compared.
-        but: ``subject:key`` that are not compared.
-        already: ``subject:key`` that the first step may have from before the save.
+    ``after`` is the number of the last step before the save, ``rank`` whose notes these are. ``ignore`` has patterns of
+    ``subject:key`` that are not compared, ``but`` such themselves, and ``already`` what the first step may have from
+    before the save.
     """
     numbers = sorted(int(number) for number in expected if int(number) > after)
     differences: dict[str, Difference] = {}

@@ -53,12 +53,7 @@ State = Mapping[str, Mapping[str, Any]]
 
 
 class Notes:
-    """The notes of one rank.
-
-    Args:
-        plan: What this process is told.
-        rank: This one.
-    """
+    """The notes of one rank, by the plan of this process."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self._path = os.path.join(plan.directory, f"rank-{rank}.json")
@@ -81,11 +76,9 @@ class Notes:
         warnings.showwarning = listen
 
     def take(self, number: int, state: State) -> None:
-        """Write down a step.
+        """Write down a step: in ``state`` is everything that two runs are compared in, by subject, values by key.
 
-        Args:
-            number: Counts the steps of the training, those before a resume too.
-            state: Everything that two runs are compared in: by subject, values by key.
+        ``number`` counts the steps of the training, those before a resume too.
         """
         self._steps[str(number)] = {
             subject: {key: described(value, whole=subject not in _SAMPLED) for key, value in values.items()}
@@ -97,14 +90,9 @@ class Notes:
         self._where[subject] = list(dict.fromkeys([*self._where.get(subject, []), *places]))
 
     def saved(self, point: str, path: str, number: int, place: str, already: Sequence[str] = ()) -> None:
-        """Note a checkpoint.
+        """Note a checkpoint: why it was saved, where, and after which step (``place`` is for people).
 
-        Args:
-            point: Why it was saved there.
-            path: Where it is.
-            number: Of the last step before it.
-            place: The same for people.
-            already: ``subject:key`` of what the next step has from before the save, and a resumed run has not.
+        ``already`` has ``subject:key`` of what the next step has from before the save, and a resumed run has not.
         """
         self._saved.append({"point": point, "path": path, "number": number, "place": place, "already": [*already]})
 

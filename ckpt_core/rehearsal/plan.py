@@ -18,27 +18,17 @@ _SHORT = 30
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What one process does.
+    """What one process does."""
 
-    Attributes:
-        directory: Where its notes go.
-        checkpoints: Where the checkpoints of the script's own go, in the place of those that it names.
-        saves: Where those of the rehearsal go.
-        at: Optimizer steps after which to save.
-        points: Names of other points at which to save, of :data:`POINTS`.
-        steps: After how many optimizer steps to end; None: a little after the second epoch if that is short.
-        resume: The checkpoint to resume from; None trains from the beginning.
-        until: Number of the last step to take notes of, in a run that is compared with another one.
-    """
-
-    directory: str
-    checkpoints: str
-    saves: str
-    at: tuple[int, ...] = ()
-    points: tuple[str, ...] = ()
+    directory: str  # where its notes go
+    checkpoints: str  # where the checkpoints of the script's own go, in the place of those that it names
+    saves: str  # where those of the rehearsal go
+    at: tuple[int, ...] = ()  # optimizer steps after which to save
+    points: tuple[str, ...] = ()  # names of other points at which to save, of POINTS
+    # After how many optimizer steps to end; None: a little after the second epoch if that is short.
     steps: int | None = None
-    resume: str | None = None
-    until: int | None = None
+    resume: str | None = None  # the checkpoint to resume from; None trains from the beginning
+    until: int | None = None  # number of the last step to take notes of, in a run that is compared with another one
 
     def variables(self) -> dict[str, str]:
         """Return the environment that tells a process of the plan."""
@@ -56,9 +46,7 @@ class Plan:
     def batches(self, per_epoch: int | None, window: int) -> int | None:
         """Return after how many batches to end, None if that is counted in steps.
 
-        Args:
-            per_epoch: Batches of an epoch; None if they are not known.
-            window: Batches of one optimizer step.
+        An epoch has ``per_epoch`` batches, if that is known, an optimizer step ``window`` of them.
         """
         if self.steps is not None:
             return None

@@ -111,11 +111,8 @@ class _TooMuch(Exception):  # noqa: N818 - it says no, and nothing is wrong
 class PlainState:
     """The plain values that an object carries, and which of them have changed since this was made.
 
-    Args:
-        owner: A data set, sampler, module, callback or any other object.
-        ignore: Attributes of the object itself that are left out.
-        skip: Objects that it may hold and that are not looked into.
-        leave: Classes of such objects.
+    Attributes of the object itself that are in ``ignore`` are left out; ``skip`` are objects that it may hold and that
+    are not looked into, ``leave`` classes of such objects.
     """
 
     def __init__(
@@ -174,10 +171,9 @@ class PlainState:
         return {path: digest for path, digest in digests.items() if path not in records}
 
     def capture(self) -> tuple[dict[str, Any], list[str]]:
-        """Capture the values that have changed since the beginning.
+        """Capture the values that have changed since the beginning; also return the paths of those that cannot be.
 
-        Returns:
-            The values as tensors and plain data, and the paths of those that are too large or of a kind of their own.
+        Those are too large, or of a kind of their own.
         """
         values, left_out = {}, []
         for found in self._found():
@@ -205,15 +201,7 @@ class PlainState:
         return values
 
     def restore(self, values: Mapping[str, Any], but: tuple[str, ...] = ()) -> list[str]:
-        """Put captured values back.
-
-        Args:
-            values: What :meth:`capture` returned.
-            but: Paths that are left as they are.
-
-        Returns:
-            The paths that the object does not have.
-        """
+        """Put captured values back, but those of some paths; return the paths that the object does not have."""
         places = {found.path: found for found in self._found()}
         missing = []
         for path, saved in values.items():

@@ -41,17 +41,11 @@ _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
 class Found(NamedTuple):
-    """A value that an object carries.
+    """A value that an object carries."""
 
-    Attributes:
-        path: The names that lead to it, joined by dots.
-        value: A generator, a plain value, or a container of plain values.
-        put: Puts another value in its place.
-    """
-
-    path: str
-    value: Any
-    put: Callable[[Any], None]
+    path: str  # the names that lead to it, joined by dots
+    value: Any  # a generator, a plain value, or a container of plain values
+    put: Callable[[Any], None]  # puts another value in its place
 
 
 def is_generator(value: object) -> bool:
@@ -107,17 +101,11 @@ def reach(
     skip: tuple[object, ...] = (),
     leave: tuple[type, ...] = (),
 ) -> Iterator[Found]:
-    """Find what an object carries in its attributes, and in those of the objects that it holds.
+    """Find what an object, also a function with its closure, carries in its attributes and in objects that it holds.
 
-    Args:
-        owner: Any object, also a function with its closure.
-        ignore: Attributes of ``owner`` itself that are left out.
-        plain: Whether to find plain values, besides generators.
-        skip: Objects that are not entered.
-        leave: Classes whose objects are not entered.
-
-    Yields:
-        Each generator once, and each plain value in every place where it is.
+    Each generator is given once, each value that is ``plain`` in every place where it is. Attributes of ``owner``
+    itself that are in ``ignore`` are left out; the objects in ``skip`` are not entered, nor are those of the classes in
+    ``leave``.
     """
     seen = {id(value) for value in skip}
     left, in_functions = _OBJECTS, 0

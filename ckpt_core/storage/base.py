@@ -163,12 +163,7 @@ class FileReader(abc.ABC):
 
 
 class CountingReader(FileReader):
-    """Another reader, whose bytes are counted.
-
-    Args:
-        reader: Reads.
-        count: Called with the number of bytes, from any thread, when they are there.
-    """
+    """Another reader, whose bytes are counted: ``count`` is told of them, from any thread, when they are there."""
 
     def __init__(self, reader: FileReader, count: Callable[[int], None]) -> None:
         self.path = reader.path
@@ -428,18 +423,8 @@ def transfer(
 ) -> int:
     """Make ``target`` a file with the bytes of ``source``, durable, replacing what was there; return its size.
 
-    The file goes through 16 MiB of memory, whatever its size, besides what the writing storage needs.
-
-    Args:
-        source_storage: Where ``source`` is.
-        source: The file to read.
-        target_storage: Where ``target`` goes.
-        target: The file to write; it appears whole or not at all.
-        when_open: Called when ``source`` is open, so that it does not matter any more what becomes of its name.
-
-    Raises:
-        CheckpointNotFoundError: There is no ``source``.
-        StorageError: One of the storages refused.
+    The file goes through 16 MiB of memory, whatever its size, besides what the writing storage needs. ``when_open`` is
+    called when ``source`` is open, so that it does not matter any more what becomes of its name.
     """
     with source_storage.open(source) as reader:
         when_open()
@@ -454,11 +439,7 @@ def transfer(
 
 
 class RandomAccessIO(io.RawIOBase):
-    """A seekable, read-only Python file of known size; a subclass gives :meth:`readinto`.
-
-    Args:
-        size: Length in bytes.
-    """
+    """A seekable, read-only Python file of known size; a subclass gives :meth:`readinto`."""
 
     def __init__(self, size: int) -> None:
         self._size = size

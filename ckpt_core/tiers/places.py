@@ -99,11 +99,7 @@ class Tiers:
         return self._joined(self.upload_to, path)
 
     def storage(self, storage_options: dict[str, Any] | None) -> Storage:
-        """Return what keeps the uploads.
-
-        Args:
-            storage_options: For fsspec, if ``upload_to`` is a URL.
-        """
+        """Return what keeps the uploads."""
         return self.remote or storage_for(self.upload_to, storage_options if is_remote(self.upload_to) else None)
 
     def _joined(self, root: str, path: str) -> str:
