@@ -204,7 +204,7 @@ def test_the_work_for_a_tensor_does_not_grow_with_the_number_of_ranks() -> None:
         def trace(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal count
             count += event == "line"
-            return trace if "/ckpt_core/plan/" in frame.f_code.co_filename else None
+            return trace if "/ckpt_core/_plan/" in frame.f_code.co_filename else None
 
         sys.settrace(trace)
         try:
