@@ -229,10 +229,12 @@ def _take_all(image: Image, scratch: ScratchBuffers) -> None:
 
 def _compare(reader: FileReader, file: WrittenFile, before: _KnownFile, *, whole: bool) -> bool:
     """Return whether the header of a file, or all of it, has the digests that are known of it."""
-    blocks = file.layout.blocks.tolist() if whole else [0, file.layout.header_size]
+    blocks = list(map(int, file.layout.blocks)) if whole else [0, file.layout.header_size]
     wanted = [before.digests[i * DIGEST_BYTES : (i + 1) * DIGEST_BYTES].hex() for i in range(len(blocks) - 1)]
     # Whole blocks, as many as are read at a time; the header is larger only if there are very many tensors.
-    first_of_read = np.unique(np.searchsorted(blocks, range(0, blocks[-1], _READ), side="right") - 1).tolist()
+    first_of_read: list[int] = np.unique(
+        np.searchsorted(blocks, range(0, blocks[-1], _READ), side="right") - 1
+    ).tolist()
     found: list[bool] = []
     scratch = ScratchBuffers()
 

@@ -131,7 +131,7 @@ def _update_with_memory(memory: Any, size: int, update: _Update) -> None:
     update(memory)
 
 
-def _add_array(array: np.ndarray, update: _Update) -> None:
+def _add_array(array: np.ndarray[Any, Any], update: _Update) -> None:
     update(f"{array.dtype}{array.shape}".encode())
     if array.dtype.hasobject:
         for item in array.reshape(-1)[:_ITEMS]:

@@ -134,7 +134,7 @@ class FileReader(abc.ABC):
             CheckpointCorruptedError: The file ends before.
         """
         if self.request_bytes > 0 and len(targets) > 1:
-            merged = np.empty(sum(map(len, targets)), np.uint8)
+            merged: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(sum(map(len, targets)), np.uint8)
             self.read_into(offset, merged.data)
             for target in targets:
                 # numpy copies without the GIL, a slice assignment holds it

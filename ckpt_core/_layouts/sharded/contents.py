@@ -93,8 +93,7 @@ class Shard:
     @functools.cached_property
     def blocks(self) -> list[int]:
         """Where the blocks begin, and the file's size."""
-        begins: list[int] = block_begins(self.file.header_size, self._sizes.tolist()).tolist()
-        return begins
+        return list(map(int, block_begins(self.file.header_size, self._sizes.tolist())))
 
     def check_blocks(self) -> None:
         """Refuse, with a ``ValueError``, a number of blocks in the manifest that is not the file's."""
@@ -171,7 +170,7 @@ class ChunkTable:
             begins, ends = self._corners(tensor, rows)
             low, high = np.maximum(begins, box.offset), np.minimum(ends, box.end)
             rows = rows[(low < high).all(axis=1)]
-        placed = map(self._placed, rows.tolist(), itertools.repeat(len(box.shape)))
+        placed = (self._placed(int(row), len(box.shape)) for row in rows)
         return [chunk for chunk in placed if chunk.box.intersection(box) is not None]
 
     def check_cover(self, tensor: int) -> None:
