@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.finding import find, size_at
 from ckpt_core.cli.inspecting import described
-from ckpt_core.cli.output import count, print_json, printable, styled
+from ckpt_core.cli.output import count, interest, print_json, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointError, CheckpointFormatError
 
@@ -21,14 +20,6 @@ if TYPE_CHECKING:
 __all__ = ["add_commands"]
 
 _SHOWN = 10  # differences of each part
-# What people ask for first. Whatever else there is, such as what loops, callbacks and plugins note, comes after.
-_FIRST = (
-    {"state_dict", "model", "module"},
-    {"optimizer_states", "optimizer"},
-    {"global_step", "step", "epoch"},
-    {"lr_schedulers", "scheduler"},
-)
-_INDEX = re.compile(r"_\d+$")  # Accelerate's second model is model_1
 _KINDS = {"only_first": ("-", "red"), "only_second": ("+", "green"), "differ": ("~", "yellow")}
 
 
@@ -78,9 +69,7 @@ def _diff(options: Options) -> int:
 def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Yield of each key that differs the kind, the key and in what; what people ask for first comes first."""
     parts = list(dict.fromkeys(map(_part, (*first, *second))))
-    parts.sort(
-        key=lambda part: next((i for i, names in enumerate(_FIRST) if _INDEX.sub("", part) in names), len(_FIRST))
-    )
+    parts.sort(key=interest)
     for name in sorted({**first, **second}, key=lambda name: parts.index(_part(name))):
         if name not in second:
             yield "only_first", name, described(first[name])

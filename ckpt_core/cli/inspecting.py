@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.finding import Found, find, find_foreign
 from ckpt_core.cli.listing import state_of
-from ckpt_core.cli.output import age, count, print_json, print_table, printable, styled
+from ckpt_core.cli.output import age, count, interest, print_json, print_table, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointFormatError, UnsafeCheckpointError
 from ckpt_core.events import size_in_words
@@ -167,11 +167,21 @@ def _say(card: dict[str, Any], values: Mapping[Any, Any], parts: Mapping[Any, An
         card["exact"] = "yes" if _LIGHTNING_STATE in values else f"no: {lacks or 'saved without ResumableCheckpoint'}"
     elif isinstance(accelerate, Mapping):
         card["framework"] = f"Accelerate {accelerate.get('accelerate')}, torch {accelerate.get('torch')}"
-    epoch = values.get("epoch")
+        notes = ["its data position is not known"] if accelerate.get("of_stock") else accelerate.get("not_exact")
+        card["exact"] = f"no: {'; '.join(notes)}" if notes else "yes"
+    epoch = values.get("epoch", _epoch_of(parts.get("own")))
     card["epoch"] = epoch if isinstance(epoch, int) else None
     model = next((parts[name] for name in _MODELS if isinstance(parts.get(name), Mapping)), None)
     if model is not None:
         card["parameters"] = sum(tensor.numel() for _, tensor in _distinct(tensors(model)))
+
+
+def _epoch_of(own: Any) -> Any:
+    """Return the epoch of an Accelerator's run, by what a rank has noted of its loaders; None if it is not there."""
+    try:
+        return next(loader["iteration"] for loader in own["data"]["loaders"] if loader and loader["trained"])
+    except (KeyError, TypeError, StopIteration):
+        return None
 
 
 def _distinct(found: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
@@ -239,10 +249,10 @@ class _Tree:
         node.leaves.append(leaf)
 
     def lines(self, depth: int | None, indent: str = "") -> Iterator[str]:
-        """Yield the lines that show so many levels, all of them if None; what has tensors first."""
+        """Yield the lines that show so many levels, all of them if None; what people ask for first."""
         if depth == 0:
             return
-        for first, below in sorted(self.children.items(), key=lambda item: item[1].tensors == 0):
+        for first, below in sorted(self.children.items(), key=lambda item: (interest(item[0]), item[1].tensors == 0)):
             name, node = below.shortened(first)
             for leaf in node.leaves:
                 yield f"{indent}{printable(name)}: {described(leaf)}"

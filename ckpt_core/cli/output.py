@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["age", "count", "print_json", "print_table", "printable", "styled"]
+__all__ = ["age", "count", "interest", "print_json", "print_table", "printable", "styled"]
 
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _STYLES = {"bold": 1, "red": 31, "green": 32, "yellow": 33, "dim": 2}
+
+# What people ask for first. Whatever else there is, such as what loops, callbacks and plugins note, comes after.
+_FIRST = (
+    {"state_dict", "model", "module"},
+    {"optimizer_states", "optimizer"},
+    {"global_step", "step", "epoch"},
+    {"lr_schedulers", "scheduler"},
+)
+_INDEX = re.compile(r"_\d+$")  # Accelerate's second model is model_1
+
+
+def interest(part: str) -> int:
+    """Return how early people ask for a part of a state, of which this is the first name: 0 is first."""
+    name = _INDEX.sub("", part)
+    return next((place for place, names in enumerate(_FIRST) if name in names), len(_FIRST))
 
 
 def age(then: float) -> str:

@@ -48,7 +48,7 @@ def name_mismatches(trainer: Any) -> None:
                 path=_path(trainer),
                 key="optimizer_states",
                 remedy="return the same optimizers over the same parameters from configure_optimizers, or start a new "
-                "fit with the weights that LightningModule.load_from_checkpoint loads",
+                f"fit with what still fits: callbacks=[lightning_ckpt.WarmStart({_path(trainer)!r})]",
             ) from error
 
     for function in (load_model_state_dict, load_optimizer_state_dict):

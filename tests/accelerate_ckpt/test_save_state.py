@@ -25,6 +25,7 @@ from torch import nn
 
 from accelerate_ckpt import attach
 from accelerate_ckpt._state.session import session_of
+from ckpt_core.cli import main
 from ckpt_core.errors import (
     CheckpointError,
     SerializationError,
@@ -76,6 +77,15 @@ def test_it_says_where_it_resumes_and_what_its_saves_cost(tmp_path: Path, caplog
     assert re.fullmatch(
         r"1 checkpoint saved \(\d+\.\d kB\); training stood still for \d\.\d\d s, \d+\.\d\d % of the run", ended
     )
+
+
+def test_the_command_says_where_a_checkpoint_is_and_whether_it_is_exact(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Run(accelerator_of()).train(3, save_after=3, path=tmp_path / "saved")
+    assert main(["inspect", "--json", str(tmp_path / "saved")]) == 0
+    card = json.loads(capsys.readouterr().out)
+    assert (card["step"], card["epoch"], card["ranks"], card["exact"]) == (3, 0, 1, "yes")
 
 
 def test_the_path_is_returned_as_it_was_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -62,8 +62,13 @@ def test_inspect_shows_a_card_and_a_tree(directory: Path, capsys: pytest.Capture
         "parameters 48 (with buffers)",
     ]
     assert lines[10] == "of these state_dict 192 bytes"
-    # what has tensors comes first
-    assert lines[12:14] == ["state_dict.layers 3 tensors, 192 bytes", "loops.fit 2 values"]
+    # what people ask for comes first
+    assert lines[12:16] == [
+        "state_dict.layers 3 tensors, 192 bytes",
+        "epoch: 3",
+        "global_step: 8",
+        "loops.fit 2 values",
+    ]
 
     assert main(["inspect", str(directory / "run.ckpt"), "--all"]) == 0
     out = capsys.readouterr().out

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from ckpt_core import verify
 from tests.conftest import LIGHTNING
@@ -63,6 +64,34 @@ def test_a_run_by_configuration_alone_resumes_bit_for_bit(
     assert verify(tmp_path / "parts/checkpoints/last.ckpt")
     fit(fork_script, tmp_path / "parts", config, saving, "--trainer.max_steps=40", "--ckpt_path=last")
     assert_same_training(tmp_path / "whole", tmp_path / "parts")
+
+
+def test_retention_takes_the_same_words_in_yaml_as_elsewhere(tmp_path: Path) -> None:
+    cli = pytest.importorskip("lightning.pytorch.cli")
+    config = f"""
+trainer:
+  accelerator: cpu
+  logger: false
+  enable_progress_bar: false
+  max_steps: 10
+  plugins: lightning_ckpt.AsyncCheckpointIO
+  callbacks:
+    class_path: lightning_ckpt.ResumableCheckpoint
+    init_args:
+      dirpath: {tmp_path}/checkpoints
+      filename: "{{step}}"
+      every_n_train_steps: 1
+      retention: latest=2,every_steps=4
+"""
+    (tmp_path / "config.yaml").write_text(config)
+    command = ["fit", "--config", str(tmp_path / "config.yaml")]
+    cli.LightningCLI(BoringModel, args=command, save_config_callback=None)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").glob("*.ckpt")) == [
+        "step=10.ckpt",
+        "step=4.ckpt",
+        "step=8.ckpt",
+        "step=9.ckpt",
+    ]
 
 
 # Sends a script a signal when it has saved so many checkpoints.

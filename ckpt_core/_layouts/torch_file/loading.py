@@ -269,8 +269,8 @@ def translated_errors(path: str) -> Iterator[None]:
             raise UnsafeCheckpointError(
                 f"the checkpoint holds objects that are not plain data, and rebuilding them could run any code: {what}",
                 path=path,
-                remedy="pass weights_only=False if you trust the file's author (it can run any code), or allow the "
-                "type with torch.serialization.add_safe_globals",
+                remedy="pass weights_only=False (trainer.fit(..., weights_only=False)) if you trust the file's author: "
+                "it can run any code; or allow the type with torch.serialization.add_safe_globals",
             ) from error
         raise CheckpointFormatError(f"this is not a torch checkpoint: {_first_lines(error)}", path=path) from error
     except Exception as error:  # bytes that make no sense fail anywhere in torch and pickle
