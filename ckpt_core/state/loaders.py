@@ -308,14 +308,14 @@ class LoaderTracker:
         if self.sampler is not None:
             # what the script gave, also while the rest of an epoch is divided among other ranks
             state["sampler"] = describe_sampler(vars(self.sampler).get("source", self.sampler.inner))
-            moment = self.sampler.moment()
-            state["generators"] = dict(moment.generators)
-            state["counters"] = dict(moment.counters)
-            state["values"], state["moving"] = dict(moment.values), sorted(self.sampler.moving)
+            state["generators"] = self.sampler.generators()
+            state["counters"] = self.sampler.counters()
+            state["values"], too_much = self.sampler.plain.capture()
+            state["moving"] = sorted(self.sampler.moving)
             state["dataset_generators"] = self.carried.generators() if self.workers == 0 else {}
         values, left_out = self.carried.values()
         if self.sampler is not None:
-            left_out += [f"sampler.{path}" for path in self.sampler.plain.capture()[1]]
+            left_out += [f"sampler.{path}" for path in too_much]
         state["carried"] = {"generators": self.carried.generators(), "values": values, "left_out": left_out}
         return state
 

@@ -7,6 +7,7 @@ checkpoint with it loads with ``torch.load(weights_only=True)``.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 import struct
 from collections.abc import Iterator, Mapping
@@ -87,18 +88,24 @@ class RngState:
         torch.set_rng_state(self.torch_cpu)
         restore_device_generators(self.devices)
 
+    @functools.cached_property
+    def _words(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The words of Python's and NumPy's generators as bytes, which take longer than all the rest."""
+        python, numpy = self.python[1], np.asarray(self.numpy[1], dtype="<u4").tobytes()
+        return _bytes_to_tensor(struct.pack(f"<{len(python)}I", *python)), _bytes_to_tensor(numpy)
+
     def encode(self) -> dict[str, Any]:
         """Return the state as tensors, integers and floats."""
-        version, words, gauss = self.python
-        name, keys, position, has_gauss, cached = self.numpy
+        version, _, gauss = self.python
+        name, _, position, has_gauss, cached = self.numpy
         devices = {kind: [[s.clone() for s in states], current] for kind, (states, current) in self.devices.items()}
         cuda, cuda_device = devices.pop("cuda", ([], 0))  # under names of its own, as in files that know no others
         encoded: dict[str, Any] = {
-            "python": _bytes_to_tensor(struct.pack(f"<{len(words)}I", *words)),
+            "python": self._words[0].clone(),
             "python_version": int(version),
             "python_gauss": gauss,
             "numpy": str(name),
-            "numpy_keys": _bytes_to_tensor(np.asarray(keys, dtype="<u4").tobytes()),
+            "numpy_keys": self._words[1].clone(),
             "numpy_position": int(position),
             "numpy_has_gauss": int(has_gauss),
             "numpy_gauss": float(cached),

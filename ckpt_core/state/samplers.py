@@ -141,8 +141,11 @@ class RecordingSampler(Forwarding):
 
     def moment(self) -> SamplerMoment:
         """Capture what the next numbers depend on now."""
-        counters = capture_counters(self.drawn_from(), self._initial)
-        return SamplerMoment(RngState.capture(), self.generators(), counters, self.plain.capture()[0])
+        return SamplerMoment(RngState.capture(), self.generators(), self.counters(), self.plain.capture()[0])
+
+    def counters(self) -> dict[str, int]:
+        """Capture the integers of the sampler that may change."""
+        return capture_counters(self.drawn_from(), self._initial)
 
     def generators(self) -> dict[str, Any]:
         """Capture the generators of the sampler and of the loader."""

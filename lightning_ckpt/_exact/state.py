@@ -28,9 +28,11 @@ from typing import Any
 import torch
 
 from ckpt_core.errors import CheckpointFormatError
+from ckpt_core.state.carried import Carried
 from ckpt_core.state.gradients import capture_gradients, rebuild_ddp_buckets, restore_gradients
 from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
-from ckpt_core.state.rng import RngState, capture_generators, restore_generators
+from ckpt_core.state.notes import Noted
+from ckpt_core.state.rng import RngState, restore_generators
 from ckpt_core.state.trainer_parts import GRADIENTS_KEY
 from lightning_ckpt._exact.counters import Accumulation, Counters, undo_unfinished
 from lightning_ckpt._exact.elastic_state import continue_elastic, elastic_causes, state_for_rank
@@ -122,6 +124,8 @@ class ExactState(Live):
         self._open_gradients: set[int] = set()
         self._tensors: list[torch.Tensor] = []
         self._metrics: list[FollowedMetric] = []
+        self._of_validation: list[tuple[int, Carried]] = []
+        self._begun: tuple[Any, Noted] | None = None
         self._after_fit: dict[str, Any] | None = None
         self._recording: Recording | None = None
         self.at_moment: Callable[[], None] | None = None
@@ -208,6 +212,7 @@ class ExactState(Live):
         module = self._trainer.lightning_module
         self._tensors = list(itertools.chain(module.parameters(), module.buffers()))
         self._metrics = follow_metrics(module, self._metrics)
+        self._of_validation = []
 
     def _moment(self, rng: RngState) -> _Moment:
         metrics = MetricsMoment.take(self._internals, self._metrics)
@@ -266,6 +271,7 @@ class ExactState(Live):
 
     def _after_validation(self) -> None:
         self._validation = None
+        self._of_validation = []
 
     def weights_averaged(self, averaged: bool) -> None:
         """A weight averaging callback has put the averaged weights into the model, or taken them out."""
@@ -357,14 +363,22 @@ class ExactState(Live):
         return redo or phase == "validation"
 
     def capture_alone(self) -> dict[str, Any] | None:
-        """Return the exact state of this rank, without the others; None inside of an accumulation window."""
+        """Return the exact state of this rank for a note, without the others; None inside of an accumulation window.
+
+        It is asked for at each step. Generators of validation loaders are those that were there when the epoch began,
+        and after the last validation.
+        """
         resumes = self._loaded is not None or self._resume.awaits_training_state
         batches = self._internals.counts()["batch"]["completed"]
         if resumes or self._is_inside or self._open_gradients or self._window_open(batches):
             return None
-        return self._capture_rank()
+        own = self._capture_rank(looks=False)
+        if self._begun is None or self._begun[0] is not self._epoch.begun:
+            self._begun = self._epoch.begun, Noted(own["per_rank"]["epoch_begun"])
+        own["per_rank"]["epoch_begun"] = self._begun[1]
+        return own
 
-    def _capture_rank(self) -> dict[str, Any]:
+    def _capture_rank(self, *, looks: bool = True) -> dict[str, Any]:
         phase, progress, redo = self._phase()
         self._counters.settle(progress, phase, redo=redo)
         progress["accumulation"] = self._accumulation.capture()
@@ -422,11 +436,17 @@ class ExactState(Live):
                 "metrics": metrics.encode(self._internals),
                 "gradients": self._gradients(batches, in_epoch),
                 "post_local_sgd": self._post_local_sgd.capture(on_host=not is_routed(self._trainer.strategy)),
-                "validation": [capture_generators(loader) for loader in self._internals.validation_loaders()],
+                "validation": self._validation_generators(looks=looks),
                 "recorder": self._recording.capture() if self._recording is not None else None,
             },
             "notes": notes,
         }
+
+    def _validation_generators(self, *, looks: bool) -> list[dict[str, Any]]:
+        loaders = list(self._internals.validation_loaders())
+        if looks or list(map(id, loaders)) != [found for found, _ in self._of_validation]:
+            self._of_validation = [(id(loader), Carried({"": loader}, plain=False)) for loader in loaders]
+        return [carried.generators() for _, carried in self._of_validation]
 
     def _phase(self) -> tuple[str, dict[str, Any], bool]:
         """Where the loops are: the phase, the counters to continue with, and whether a batch was interrupted."""

@@ -25,6 +25,27 @@ def test_nothing_has_moved(package: object) -> None:
 
 
 @pytest.mark.parametrize("package", [pl, pytorch_lightning])
+def test_counters_are_those_of_state_dict(package: Any) -> None:
+    trainer = package.Trainer(max_steps=3, logger=False, accelerator="cpu", devices=1, enable_progress_bar=False)
+    fit, epoch = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    counted = {
+        "epoch": fit.epoch_progress,
+        "batch": epoch.batch_progress,
+        "scheduler": epoch.scheduler_progress,
+        "automatic": epoch.automatic_optimization.optim_progress,
+        "manual": epoch.manual_optimization.optim_step_progress,
+        "validation": epoch.val_loop.batch_progress,
+    }
+    epoch.batch_progress.increment_ready()
+    epoch.automatic_optimization.optim_progress.optimizer.step.increment_ready()
+    found = loops.Internals(trainer).progress()
+    assert {name: found[name] for name in counted} == {name: each.state_dict() for name, each in counted.items()}
+    before = epoch.batch_progress.state_dict()
+    found["batch"]["current"]["ready"] += 1
+    assert epoch.batch_progress.state_dict() == before  # a copy
+
+
+@pytest.mark.parametrize("package", [pl, pytorch_lightning])
 def test_weights_that_pruning_goes_back_to(package: Any) -> None:
     def digest(seed: int, **settings: bool) -> str:
         torch.manual_seed(seed)

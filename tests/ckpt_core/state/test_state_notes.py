@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_core.state.notes import note_of, read_note
+from ckpt_core.state.notes import Noted, note_of, read_note
 
 VALUES: dict[str, Any] = {
     "plain": {"a": [1, 2.5, None, True, "x", b"y", 2**80], 3: {}, None: float("inf")},
@@ -47,6 +47,16 @@ def test_tensors_come_back(name: str) -> None:
     with torch.no_grad():
         found.zero_()
     assert torch.equal(tensor, before)  # they share nothing
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_was_noted_before_comes_back_in_each_note(name: str) -> None:
+    noted = Noted([VALUES[name], torch.ones(2)])
+    for number in range(2):
+        (found, (value, tensor)) = read_note(note_of([number, noted]))
+        assert (found, value) == (number, VALUES[name])
+        tensor += 1
+        assert tensor.tolist() == [2, 2]  # they share nothing
 
 
 def test_reading_runs_no_code() -> None:

@@ -147,3 +147,12 @@ def test_generator_inside_a_batch_sampler_is_found() -> None:
     first = list(sampler)
     restore_generators(sampler, states)
     assert list(sampler) == first
+
+
+def test_what_is_encoded_twice_shares_no_memory() -> None:
+    state = RngState.capture()
+    one, other = state.encode(), state.encode()
+    for name in ("python", "numpy_keys", "torch"):
+        one[name].zero_()
+        assert other[name].any()
+        assert state.encode()[name].any()
