@@ -302,13 +302,15 @@ def _iterate(original: Any, loader: Any) -> Iterator[Any]:
     Saves that the script has not asked for are not made after the last batch of an epoch: a resume begins with the next
     epoch, and would leave out what the script does at the end of one. They are made when the next one begins.
     """
+    begins = True
     for batch in original(loader):
         before = {id(session): session.work_done for session in live_sessions() if session.saves_by_itself}
         rehearsals = [session.rehearsal for session in live_sessions() if session.rehearsal is not None]
         for rehearsal in rehearsals:
             rehearsal.hand_out(batch)
         for session in live_sessions():
-            session.variables.handed_out()
+            session.variables.handed_out(begins=begins and session.data.trains(loader))
+        begins = False
         yield batch
         for session in live_sessions():
             save_deferred(session)

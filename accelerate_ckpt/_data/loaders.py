@@ -117,6 +117,15 @@ class LoaderPositions:
         """Whether the script has all batches that the epoch has for it."""
         return any(position.loader is loader and position.is_finished for position in self._positions)
 
+    def trains(self, loader: Any) -> bool:
+        """Whether the script has trained on batches of a loader."""
+        return any(position.loader is loader and position.has_trained for position in self._positions)
+
+    @property
+    def is_between(self) -> bool:
+        """Whether the script has all batches that this epoch has for its training."""
+        return any(position.has_trained and position.is_finished for position in self._positions)
+
     def _follow(self, number: int, loader: Any) -> LoaderPosition | None:
         for position in self._positions:
             if position.loader is loader:

@@ -354,7 +354,7 @@ class _Ours:
             session.recording.lies_in(session.place_of(self._path), session.rank, recorded)
             comparable = session.world_size == self._saved_world_size == len(self._saved_by)
             session.recording.resume(recorded if comparable else None, window_open=any(self._gradients))
-        session.variables.resume(own.get("variables", {}))
+        session.variables.resume(own.get("script", {}))
         # Last, because it sets the random generators, and what comes before may draw from them.
         is_exact = session.data.restore(own["data"], saved_world_size=self._saved_world_size, has_own=has_own)
         notes = self._about.get("not_exact")

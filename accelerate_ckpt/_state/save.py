@@ -344,7 +344,7 @@ def rank_state(session: Session, *, variables: bool = True) -> dict[str, Any]:
     if session.recording is not None:
         state["recorder"] = session.recording.capture()
     if variables:
-        state["variables"] = session.variables.capture()
+        state["script"] = session.variables.capture(between=session.data.is_between)
     if session.window_is_open:
         state["gradients"] = [capture_gradients(model.named_parameters()) for model in models]
     if session.world_size > 1 and not is_sharded(accelerator):

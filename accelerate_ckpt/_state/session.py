@@ -31,7 +31,6 @@ from accelerate_ckpt._state.outcomes import OutcomeWatch
 from accelerate_ckpt._state.parts import is_sharded
 from accelerate_ckpt._state.preemption import PreemptionWatch
 from accelerate_ckpt._state.resume import AutoResume, directory_of_run
-from accelerate_ckpt._state.variables import Variables
 from accelerate_ckpt.config import CheckpointConfig, OptionError
 from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.errors import StateMismatchError
@@ -39,6 +38,7 @@ from ckpt_core.options import CheckpointerOptions
 from ckpt_core.policies import KeepLatest, SaveInterval, numbers_in
 from ckpt_core.ranks import Agreement, RankGroup
 from ckpt_core.resume import ResumePoint
+from ckpt_core.state.variables import Variables
 from ckpt_core.tiers import MemoryTier
 
 log = logging.getLogger(__name__)
@@ -273,7 +273,7 @@ class Session:
         self.backwards += 1
         if self.rank == 0:
             self.changes.begin(self.accelerator._models, self.accelerator._custom_objects)
-        self.variables.backward()
+        self.variables.trains()
         if self.recording is not None:
             self.recording.backward(loss)
         if self.rehearsal is not None:
@@ -287,7 +287,9 @@ class Session:
             return None
         wrapped = [*accelerator._optimizers, *accelerator._schedulers]
         inner = [getattr(one, name) for one in wrapped for name in ("optimizer", "scheduler") if hasattr(one, name)]
-        return accelerator._models, [accelerator, *wrapped, *inner, *accelerator._custom_objects]
+        loaders = list(accelerator._dataloaders)
+        inner += [getattr(one, name, None) for one in loaders for name in ("dataset", "sampler", "batch_sampler")]
+        return accelerator._models, [accelerator, *wrapped, *inner, *loaders, *accelerator._custom_objects]
 
     @property
     def window_is_open(self) -> bool:
@@ -386,6 +388,7 @@ class Session:
         """Note that an optimizer used its gradients; raise a failure of a save in the background, on every rank."""
         self.window_open = False
         self._steps[id(optimizer)] += 1
+        self.variables.trains()
         if self.recording is not None:
             self.recording.stepped(optimizer, self.step)
         self.report.stepped(self.checkpointer.notify, self.resumed, self._directory)

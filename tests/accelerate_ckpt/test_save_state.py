@@ -327,7 +327,6 @@ def test_a_failure_in_the_background_may_only_be_counted(small_filesystem: Path)
 # ---- accumulation windows --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:.*self.buffers_at_save")  # the test's own, which nothing depends on
 def test_a_save_inside_a_window_can_wait_for_its_end(tmp_path: Path) -> None:
     whole = Run(accelerator_of(gradient_accumulation_steps=4))
     whole.train(20)

@@ -144,6 +144,7 @@ class _Run:
         for point in self.points:
             if point.saves == (epoch, batch) and point.name not in self.outcome.marks:
                 mark = [len(self.outcome.seen), len(self.outcome.rows), len(self.caught)]
+                self.outcome.attributes[point.name] = _of_modules(env)
                 env.accelerator.save_state(str(self.directory / "checkpoints" / point.name))
                 self.outcome.marks[point.name] = [*mark, len(self.caught)]
 
@@ -153,6 +154,8 @@ class _Run:
                 if point.really:
                     os.kill(os.getpid(), signal.SIGKILL)
                 self._keep(point)
+        if not self.outcome.seen:
+            self.outcome.attributes["begun"] = _of_modules(env)
         self.outcome.seen.append([env.progress.epoch, env.progress.batch, sha(batch)])
 
     def _keep(self, point: Point) -> None:
@@ -162,6 +165,13 @@ class _Run:
             shutil.copytree(saved, copy / "checkpoints" / point.name)
             for record in self.directory.glob(".checkpoints.flight*") if point.leaves_records else ():
                 shutil.copy(record, copy)
+
+
+def _of_modules(env: Any) -> dict[str, dict[str, str]]:
+    modules = [one for one in env.accelerator.unwrap_model(env.model).modules() if type(one).__module__[:5] == "tests"]
+    return {
+        "modules": {f"{i} {n}": sha(v) for i, one in enumerate(modules) for n, v in vars(one).items() if n[0] != "_"}
+    }
 
 
 def _batches(env: Any, case: Case, skip: int) -> Iterator[Any]:
@@ -195,7 +205,7 @@ class _Loop:
 
     def batches(self) -> Iterator[Any]:
         for batch in self._env.loader:
-            _runs[0].begins(self._env, batch)
+            _hidden.run.begins(self._env, batch)
             yield batch
 
     def step(self, batch: Any, before: Callable[[], Any] | None = None) -> float:
@@ -210,30 +220,30 @@ class _Loop:
         return float(loss)
 
     def log(self, value: float) -> None:
-        _runs[0].outcome.rows.append([self._env.progress.epoch, self._env.progress.batch, value.hex()])
+        _hidden.run.outcome.rows.append([self._env.progress.epoch, self._env.progress.batch, value.hex()])
 
     def keep(self, values: Any) -> None:
         self._env.progress.kept = values
 
     def saves(self) -> None:
-        _runs[0].saves(self._env, self._env.progress.epoch, self._env.progress.batch - 1)
+        _hidden.run.saves(self._env, self._env.progress.epoch, self._env.progress.batch - 1)
 
     def epoch_saves(self) -> None:
         caller = sys._getframe(1).f_locals
         variables = {name: sha(value) for name, value in caller.items() if name not in ("env", "do")}
-        _runs[0].outcome.attributes["end"] = {"variables": variables}
+        _hidden.run.outcome.attributes["end"] = {"variables": variables}
         self._env.progress.epoch, self._env.progress.batch = self._env.progress.epoch + 1, 0
-        _runs[0].saves(self._env, self._env.progress.epoch - 1, -1)
+        _hidden.run.saves(self._env, self._env.progress.epoch - 1, -1)
 
 
-# not in variables of a function: those that training changes are looked at
-_runs: list[_Run] = []
+# in no variable and no object, because those that training changes are looked at
+_hidden: Any = types.ModuleType("hidden")
 
 
 def _script(what: str, point: Point | None) -> Any:
-    case = _runs[0].case
+    case = _hidden.run.case
     accelerator = Accelerator(cpu=True, **case.accelerator())
-    attach(accelerator, "async" if what == "killed" else "sync", event_log=str(_runs[0].directory / "events"))
+    attach(accelerator, "async" if what == "killed" else "sync", event_log=str(_hidden.run.directory / "events"))
     set_seed(1)
     if what == "resumed":
         torch.randn(5)  # what else a new process may draw
@@ -250,7 +260,7 @@ def _script(what: str, point: Point | None) -> Any:
         accelerator.register_for_checkpointing(thing)
     skip = 0
     if what == "resumed" and point is not None:
-        accelerator.load_state(str(_runs[0].directory / "checkpoints" / point.name))
+        accelerator.load_state(str(_hidden.run.directory / "checkpoints" / point.name))
         if case.break_engine is not None:
             case.break_engine(env)
         skip = env.progress.batch
@@ -266,7 +276,7 @@ def _script(what: str, point: Point | None) -> Any:
         for number, batch in enumerate(_batches(env, case, skip)):
             if case.skips == "continue" and number < skip:
                 continue
-            _runs[0].begins(env, batch)
+            _hidden.run.begins(env, batch)
             with accelerator.accumulate(env.model):
                 loss = case.loss(env, batch)
                 accelerator.backward(loss)
@@ -280,46 +290,46 @@ def _script(what: str, point: Point | None) -> Any:
                 for optimizer in env.optimizers:
                     optimizer.zero_grad()
             env.last = float(loss)
-            _runs[0].outcome.rows.append([progress.epoch, progress.batch, env.last.hex()])
+            _hidden.run.outcome.rows.append([progress.epoch, progress.batch, env.last.hex()])
             at = progress.epoch, progress.batch
             progress.batch += 1
             case.batch(env)
             if at[1] == 3 and case.half is not nothing:
                 case.half(env)
-                _runs[0].saves(env, at[0], None)
-            _runs[0].saves(env, *at)
+                _hidden.run.saves(env, at[0], None)
+            _hidden.run.saves(env, *at)
         skip = 0
         if case.steps_schedule == "epoch":
             for schedule in env.schedules:
                 schedule.step()
         progress.epoch, progress.batch = progress.epoch + 1, 0
         case.end(env)
-        _runs[0].saves(env, progress.epoch - 1, -1)
-    _runs[0].outcome.attributes.setdefault("end", {"variables": {"local": sha(env.local)}})
+        _hidden.run.saves(env, progress.epoch - 1, -1)
+    _hidden.run.outcome.attributes.setdefault("end", {"variables": {"local": sha(env.local)}})
     case.last(env)
-    _runs[0].outcome.weights = sha(dict(accelerator.unwrap_model(env.model).state_dict()))
-    _runs[0].outcome.optimizers = sha([optimizer.optimizer.state_dict() for optimizer in env.optimizers])
-    _runs[0].outcome.step = progress.epoch
+    _hidden.run.outcome.weights = sha(dict(accelerator.unwrap_model(env.model).state_dict()))
+    _hidden.run.outcome.optimizers = sha([optimizer.optimizer.state_dict() for optimizer in env.optimizers])
+    _hidden.run.outcome.step = progress.epoch
     accelerator.end_training()
 
 
 def train(case: Case, points: Sequence[Point], what: str, directory: Path, point: Point | None) -> None:
     """Train, in a process of its own."""
     dies_at = [p for p in points if not p.really] if what == "base" else [point] if what == "killed" and point else []
-    _runs[:] = [_Run(case, points, dies_at, directory)]
-    with warnings.catch_warnings(record=True) as _runs[0].caught:
+    _hidden.run = _Run(case, points, dies_at, directory)
+    with warnings.catch_warnings(record=True) as _hidden.run.caught:
         warnings.simplefilter("always")
         os.chdir(directory)
         try:
             _script(what, point)
         except CheckpointError as error:
-            _runs[0].outcome.refused = str(error)
+            _hidden.run.outcome.refused = str(error)
         except Exception:
             if what != "resumed":
                 raise
-            _runs[0].outcome.crashed = traceback.format_exc()
-    outcome = _runs[0].outcome
-    outcome.warned = said_of(_runs[0].caught)
+            _hidden.run.outcome.crashed = traceback.format_exc()
+    outcome = _hidden.run.outcome
+    outcome.warned = said_of(_hidden.run.caught)
     outcome.compared = events_of(directory / "events")
     outcome.write(directory / "outcome.json")
 

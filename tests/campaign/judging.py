@@ -30,7 +30,7 @@ __all__ = ["BAD", "Judgement", "Outcome", "Point", "compare", "in_a_fork", "said
 
 #: Verdicts that must not be.
 BAD = ("SILENT", "FALSE ALARM", "CRASHED", "WRONGLY EQUAL")
-_OURS = re.compile(r"this resume (is|cannot)|a resume will not have it")
+_OURS = re.compile(r"this resume (is|cannot|begins)|a resume will not have it")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +162,7 @@ def compare(base: Outcome, resumed: Outcome, point: str) -> Judgement:
 def _is_true(text: str, base: Mapping[str, Any], resumed: Mapping[str, Any]) -> bool:
     """Whether an attribute that is said to be lost is indeed another one, though nothing came of it."""
     if "variables of the script" in text:
-        return bool(base.get("variables") != resumed.get("variables"))
+        return any(base.get(kind) != resumed.get(kind) for kind in ("variables", "modules"))
     found = re.match(r"\w+ `(\w+)` changed (.*) since the start", text)
     if found is None:
         return False
@@ -209,7 +209,7 @@ def sha(value: Any) -> str:
         else:
             digest.update(type(item).__name__.encode())
             if type(item).__module__.startswith("tests."):
-                add(vars(item), depth - 1)
+                add(dataclasses.asdict(item) if dataclasses.is_dataclass(item) else vars(item), depth - 1)
 
     add(value, 8)
     return digest.hexdigest()[:16]

@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import collections
 import copy
+import dataclasses
+import functools
+import itertools
 import math
 import operator
 import random
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
 from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+from torchmetrics import MaxMetric, MeanMetric
 
 from tests.campaign.accelerate_runs import Case, net
 
@@ -223,6 +229,224 @@ def own_generator(env: Any, do: Any) -> None:
         do.epoch_saves()
 
 
+class Meter:
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.sum, self.count = 0.0, 0
+
+    def update(self, value: float) -> None:
+        self.sum += value
+        self.count += 1
+
+
+def meter_of_an_epoch(env: Any, do: Any) -> None:
+    meter = Meter()
+    for _ in do.epochs():
+        meter.reset()
+        for batch in do.batches():
+            meter.update(do.step(batch))
+            do.saves()
+        _scale(env, 1 / (1 + meter.sum / max(meter.count, 1)))
+        do.epoch_saves()
+
+
+def metrics_in_a_dictionary(env: Any, do: Any) -> None:
+    metrics = {"mean": MeanMetric(), "worst": MaxMetric()}
+    for _ in do.epochs():
+        for batch in do.batches():
+            loss = do.step(batch)
+            for metric in metrics.values():
+                metric.update(loss)
+            do.saves()
+        _scale(env, 1 / (1 + float(metrics["mean"].compute()) + float(metrics["worst"].compute())))
+        do.epoch_saves()
+
+
+def metrics_begun_anew(env: Any, do: Any) -> None:
+    mean, history = MeanMetric(), {"loss": 0.0, "last": 0.0}
+    for _ in do.epochs():
+        for batch in do.batches():
+            mean.update(do.step(batch))
+        history["last"] = float(mean.compute())
+        _scale(env, 1 / (1 + history["last"]))
+        mean.reset()
+        do.epoch_saves()
+
+
+def second_loader(env: Any, do: Any) -> None:
+    second = iter(DataLoader(torch.linspace(0, 1, 64), batch_size=2))
+    for _ in do.epochs():
+        for batch in do.batches():
+            do.step(batch)
+            value = next(second)
+            do.saves()
+        _scale(env, 1 + float(value.mean()))
+        do.epoch_saves()
+
+
+def rate_by_count(env: Any, do: Any) -> None:
+    count = 0
+    for _ in do.epochs():
+        for batch in do.batches():
+            do.step(batch)
+            count += 1
+            do.saves()
+        for group in env.optimizers[0].param_groups:
+            group["lr"] = 1e-2 * 0.9 ** (count // 4)
+        do.epoch_saves()
+
+
+def count_that_is_restored(env: Any, do: Any) -> None:
+    count, shown = do.saved or 0, 0
+    for _ in do.epochs():
+        for batch in do.batches():
+            do.step(batch)
+            count += 1
+            shown += 1
+            do.keep(count)
+            if shown % 5 == 0:
+                print(f"{shown} steps")
+            do.saves()
+        _scale(env, 1 / count)
+        do.epoch_saves()
+
+
+class _Trainer:
+    total = 0
+
+    def __init__(self, env: Any, do: Any) -> None:
+        self.env, self.do, self.steps, self.phase, self.last = env, do, 0, "warm", 0.0
+        self.history: list[float] = []
+
+    def fit(self) -> None:
+        for _ in self.do.epochs():
+            self.epoch()
+            if self.phase == "cold":
+                _scale(self.env, 0.9)
+            self.do.epoch_saves()
+
+    def epoch(self) -> None:
+        for batch in self.do.batches():
+            self.last = self.do.step(batch)
+            self.history.append(self.last)
+            self.steps += 1
+            type(self).total += 1
+            if self.steps == 7:
+                self.phase = "cold"
+            self.do.saves()
+
+
+def trainer_of_its_own(env: Any, do: Any) -> None:
+    _Trainer(env, do).fit()
+
+
+_GLOBAL = {"turns": 0}
+
+
+def global_count(env: Any, do: Any) -> None:
+    for _ in do.epochs():
+        for batch in do.batches():
+            do.step(batch)
+            _GLOBAL["turns"] += 1
+            do.saves()
+        _scale(env, 1 / _GLOBAL["turns"])
+        do.epoch_saves()
+
+
+def closure_and_partial(env: Any, do: Any) -> None:
+    seen = 0
+
+    def factor(base: float) -> float:
+        nonlocal seen
+        seen += 1
+        return base**seen
+
+    shrink = functools.partial(factor, 0.99)
+    for _ in do.epochs():
+        for batch in do.batches():
+            do.step(batch)
+            by = shrink()
+            do.saves()
+        _scale(env, by)
+        do.epoch_saves()
+
+
+def _planned() -> Iterator[float]:
+    value = 1.0
+    while True:
+        yield value
+        value *= 0.9
+
+
+def iterators(env: Any, do: Any) -> None:
+    planned, cycle = _planned(), itertools.cycle([0.9, 0.8, 0.7, 0.6])
+    value = next(planned)
+    for _ in do.epochs():
+        for batch in do.batches():
+            do.step(batch)
+            value = next(planned) * next(cycle)
+            do.saves()
+        _scale(env, value)
+        do.epoch_saves()
+
+
+@dataclasses.dataclass(slots=True)
+class _Slots:
+    best: float = math.inf
+    bad: int = 0
+
+
+def slots(env: Any, do: Any) -> None:
+    state = _Slots()
+    for _ in do.epochs():
+        for batch in do.batches():
+            state.best = min(state.best, do.step(batch))
+            do.saves()
+        state.bad += 1
+        _scale(env, 1 / (1 + state.best + state.bad))
+        do.epoch_saves()
+
+
+def average_made_after_the_load(env: Any, do: Any) -> None:
+    model = env.accelerator.unwrap_model(env.model)
+    ema = Ema(model)
+    for _ in do.epochs():
+        for batch in do.batches():
+            do.step(batch)
+            ema.update(model)
+            do.saves()
+        do.epoch_saves()
+    ema.copy_to(model)
+
+
+def only_tells(env: Any, do: Any) -> None:
+    count, best, losses, started = 0, math.inf, [], time.time()
+    for epoch in do.epochs():
+        for batch in do.batches():
+            loss = do.step(batch)
+            losses.append(loss)
+            count, best = count + 1, min(best, loss)
+            if count % 4 == 0:
+                print(f"{epoch} {count} {best} {time.time() - started}")
+            do.saves()
+        print("mean", sum(losses) / len(losses))
+        do.epoch_saves()
+
+
+def epoch_sum(env: Any, do: Any) -> None:
+    noted = {"sum": 0.0, "last": 0.0}
+    for _ in do.epochs():
+        noted["sum"], total = 0.0, 0.0
+        for batch in do.batches():
+            noted["last"] = do.step(batch)
+            noted["sum"] += noted["last"]
+            total += noted["last"]
+        _scale(env, 1 / (1 + noted["sum"] + total))
+        do.epoch_saves()
+
+
 def _made(name: str) -> Callable[[], Any]:
     def make() -> Any:
         return globals()[name]()  # defined below
@@ -271,6 +495,20 @@ LATE: dict[str, Case] = {
             own_optimizer,
             replay_buffer,
             own_generator,
+            meter_of_an_epoch,
+            metrics_in_a_dictionary,
+            metrics_begun_anew,
+            second_loader,
+            rate_by_count,
+            count_that_is_restored,
+            trainer_of_its_own,
+            global_count,
+            closure_and_partial,
+            iterators,
+            slots,
+            average_made_after_the_load,
+            only_tells,
+            epoch_sum,
         )
     },
 }

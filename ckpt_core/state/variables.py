@@ -1,0 +1,501 @@
+"""What a script keeps to itself, training changes and no checkpoint holds: a resume that begins without it is told.
+
+A best value, a patience, a meter, an average of the weights, an optimizer that was not prepared, the place in a loader:
+what the script keeps to itself is often used long after a resume, when nothing compares steps any more. A look at it
+when the first batch is handed out shows what a run begins with; what a save finds changed goes into the checkpoint. A
+resumed run that has, when it trains on its first batch, what a new run has there, has lost it. One that has restored it
+in its own way has another value.
+
+Not all that is lost is missed. Of a function's own variables only those count that are *live*: that may be read later
+before they are written again (Plank, Beck, Kingsley, "Compiler-assisted memory exclusion for fast checkpointing",
+1995). What objects and dictionaries hold, and globals, count where the source shows that they keep something from one
+step to the next, and an epoch does not set them back. Values count that the source uses for more than to tell people of
+them. The source is only read by a resume that has lost something.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dis
+import enum
+import functools
+import inspect
+import itertools
+import operator
+import os
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.parameter import UninitializedParameter
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from ckpt_core.state.plain import fingerprint
+from ckpt_core.state.reach import is_generator, is_library, is_plain
+from ckpt_core.state.rng import capture_generator
+from ckpt_core.state.source import Source, is_live, mark
+
+__all__ = ["Variables"]
+
+_LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.__file__), "<")
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_PACKAGES = tuple(os.path.join(_OURS, n) + os.sep for n in ("ckpt_core", "lightning_ckpt", "accelerate_ckpt"))
+_NUMBERS = (bool, int, float, type(None))
+_CONTAINERS = (dict, list, tuple, set, collections.deque)
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+_MADE_OF: tuple[Any, ...] = ([], (), range(1), {}, {}.values(), {}.items(), "", set())
+_POSITIONS = tuple({type(iter(one)) for one in _MADE_OF})
+_ITERATORS = (enumerate, zip, map, itertools.cycle, itertools.islice, itertools.chain)
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
+_VARIABLES, _VALUES, _OF_WEIGHTS, _NAMED, _DEPTH, _MODULES, _SOURCE = 256, 64, 8, 5, 5, 256, 1 << 20
+
+# What is known of a thing: it is a copy of the weights; it stays until training changes it; it is a place in something
+# that may begin again; it is a value, of which the source must tell.
+_WEIGHTS, _STAYS, _PLACE, _VALUE = "weights", "stays", "place", "value"
+
+
+class _Held(NamedTuple):
+    """What is somewhere: what it is told by, what is known of it, where, and the class of what it belongs to."""
+
+    mark: str
+    kind: str
+    path: str
+    frame: types.FrameType | None
+    value: Any
+    owner: type | None
+
+    @property
+    def is_live(self) -> bool:
+        return self.frame is None or is_live(self.path.partition(".")[0], self.frame)
+
+
+class Variables:
+    """Watches what a script keeps in variables of the functions that are running, in globals and in classes.
+
+    Args:
+        held: Returns the models of the script, and what else a checkpoint holds; None where nothing is looked at.
+        say: Called once in a resumed run that has lost variables, with their names.
+    """
+
+    def __init__(
+        self, held: Callable[[], tuple[Sequence[torch.nn.Module], Sequence[object]] | None], say: Callable[[str], None]
+    ) -> None:
+        self._held, self._say = held, say
+        self._first: dict[str, str] = {}
+        self._ids: dict[str, int] = {}
+        self._of_pass: dict[str, str] = {}
+        self._passes = 0
+        self._anew: set[str] = set()
+        self._saved: Mapping[str, Any] = {}
+        self._at_load: dict[str, str] = {}
+        self._lost: list[str] | None = None
+        self._trained = False
+        self._known: _Known | None = None
+
+    def handed_out(self, *, begins: bool) -> None:
+        """Note that the script is given a batch.
+
+        Args:
+            begins: Whether it is the first of an epoch.
+        """
+        if not self._trained and (self._lost or not self._first or self._lost is None):
+            self._look()
+        elif self._trained and begins:
+            found = self._found()
+            self._of_pass = {key: one.mark for key, one in found.items()}
+            self._passes += 1
+            self._anew |= {key for key, mark in self._of_pass.items() if self._first.get(key) == mark}
+
+    def trains(self) -> None:
+        """Note a backward pass, or a step of an optimizer."""
+        if self._trained:
+            return
+        if not self._first:  # it has loaders of its own
+            self._look()
+        self._trained = True
+        if self._lost:
+            more = f" and {len(self._lost) - _NAMED} more" if len(self._lost) > _NAMED else ""
+            self._say(", ".join(self._lost[:_NAMED]) + more)
+
+    def capture(self, *, between: bool = False) -> dict[str, Any]:
+        """Return what has changed since training began, and is not made anew.
+
+        Args:
+            between: Whether the run continues with another epoch.
+        """
+        if not self._first:
+            return {}
+        noted = {}
+        for key, now in self._found(anew=False).items():
+            first = self._first.get(key)
+            if first is not None and first != now.mark and now.is_live:
+                touched = self._of_pass.get(key) != now.mark
+                in_place = isinstance(now.value, _CONTAINERS) and self._ids.get(key) == id(now.value)
+                noted[key] = [now.mark, first, now.kind, touched, in_place]
+        anew = [key for key in noted if key in self._anew]
+        return {"values": noted, "between": between, "passes": self._passes, "anew": anew}
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Compare what training begins with now with what a checkpoint says."""
+        self._saved = saved if saved.get("values") else {}
+        self._first, self._ids, self._trained, self._lost, self._passes, self._anew = {}, {}, False, None, 0, set()
+        self._at_load = {key: one.mark for key, one in self._found().items()} if self._saved else {}
+
+    def _look(self) -> None:
+        found = self._found()
+        if not self._first:
+            self._of_pass = {key: one.mark for key, one in found.items()}
+            self._ids = {key: id(one.value) for key, one in found.items()}
+            # what a new run began with stays known in the runs that are resumed from it
+            self._first = self._of_pass | {key: noted[1] for key, noted in self._saved.get("values", {}).items()}
+            self._passes, self._anew = int(self._saved.get("passes", 0)), set(self._saved.get("anew", ()))
+        self._lost = self._lost_of(found) if self._saved else []
+
+    # ---- what is lost ------------------------------------------------------------------------------------------------
+
+    def _lost_of(self, found: Mapping[str, _Held]) -> list[str]:
+        lost = [
+            (key, found[key], noted)
+            for key, noted in self._saved["values"].items()
+            if key in found and found[key].kind == noted[2] and self._is_as_new(found[key], noted, key)
+        ]
+        source = _source_of([held for _, held, _ in lost]) if any(held.kind == _VALUE for _, held, _ in lost) else None
+        missed = [one for one in lost if one[1].is_live and self._is_missed(*one, source)]
+        # a variable of a function is a part of those that are defined in it, too
+        missed.sort(key=lambda one: -one[1].path.count("."))
+        return list({(held.path.rpartition(".")[2], *noted[:2]): key for key, held, noted in missed}.values())[::-1]
+
+    def _is_as_new(self, now: _Held, noted: Sequence[Any], key: str) -> bool:
+        saved, first = noted[:2]
+        if now.mark == saved:
+            return False
+        if now.kind == _WEIGHTS and (now.mark == self._at_load.get(key) or self._is_a_copy(now)):
+            return True
+        return bool(now.mark == first)
+
+    def _is_a_copy(self, now: _Held) -> bool:
+        """Whether an average, or what was once the best, has been made of the weights that were loaded."""
+        models, _ = self._held() or ((), ())
+        mine = {_mark_of([p]) for model in models for p in (*model.parameters(), *model.buffers())}
+        return all(_mark_of([tensor]) in mine for tensor in _some(_tensors_in(now.value)))
+
+    def _is_missed(self, key: str, now: _Held, noted: Sequence[Any], source: Source | None) -> bool:
+        first, kind, touched, in_place = noted[1:]
+        if kind in (_WEIGHTS, _STAYS):
+            return True
+        names = [] if source is None else source.names_of(now.path, now.frame.f_code if now.frame is not None else None)
+        if kind == _VALUE and source is not None:
+            counts, holds = type(now.value) is int, isinstance(now.value, _CONTAINERS)
+            if not source.decides(names[-1], counts=counts, holds=holds):
+                return False
+            is_variable = now.frame is not None and "." not in now.path
+            if not (is_variable or in_place or source.keeps(names[-1], now.value)):
+                return False
+        # an epoch, or what comes next, may begin with it anew
+        if self._saved["between"] and self._saved["passes"]:
+            return key not in self._saved["anew"]
+        may_begin_anew = kind == _PLACE or any(source.begins_anew(name, first) for name in names if source)
+        return not may_begin_anew or (touched and not self._saved["between"])
+
+    # ---- what there is -----------------------------------------------------------------------------------------------
+
+    def _found(self, *, anew: bool = True) -> dict[str, _Held]:
+        if (known := self._held()) is None or not known[0]:
+            return {}
+        models, held = known
+        if self._known is None or anew or self._known.models != list(map(id, models)):
+            self._known = _Known.of(models)
+        look = _Look(self._known, held)
+        found: dict[str, _Held] = {}
+        # what is in several is looked at where it is for the longest time
+        for model in models:
+            for path, one, kind in look.of_model(model):
+                found[f"`{path}` of {kind.__name__}"] = _Held(mark(one), _VALUE, path, None, one, kind)
+        frames = _frames()
+        for place, frame, variables in [*_globals(frames), *((*_place_of(one), _variables_of(one)) for one in frames)]:
+            for name, value in variables:
+                # what another function is given, and is not used here again, is looked at there
+                is_given = frame is not None and frame is not frames[-1] and not is_live(name, frame)
+                if not name.startswith("__") and not is_given:
+                    for path, what, one, owner in look.into(name, value):
+                        found[f"`{path}` of {place}"] = _Held(_mark(what, one), what, path, frame, one, owner)
+        return found
+
+
+class _Known(NamedTuple):
+    """The models, by what tells what is a part or a copy of them."""
+
+    models: list[int]
+    shapes: set[torch.Size]
+    parameters: set[int]
+    modules: set[int]
+
+    @classmethod
+    def of(cls, models: Sequence[torch.nn.Module]) -> _Known:
+        modules = [module for model in models for module in model.modules()]
+        every = [one for module in modules for one in module._parameters.values() if one is not None]
+        shapes = {one.shape for one in every if not isinstance(one, UninitializedParameter)}
+        return cls(list(map(id, models)), shapes, set(map(id, every)), set(map(id, modules)))
+
+
+class _Look:
+    """One look at everything, which sees each object once."""
+
+    def __init__(self, known: _Known, held: Sequence[object]) -> None:
+        self._shapes, self._parameters = known.shapes, known.parameters
+        self._seen = {id(one) for one in held} | known.modules
+
+    def of_model(self, model: torch.nn.Module) -> Iterator[tuple[str, Any, type]]:
+        """Yield plain attributes of the modules of a model whose classes are the user's, and say nothing of a state."""
+        for name, module in model.named_modules():
+            kind = type(module)
+            if not is_library(kind) and kind.get_extra_state is torch.nn.Module.get_extra_state:
+                for attribute, value in vars(module).items():
+                    if attribute not in _OF_EVERY_MODULE and (type(value) in (*_NUMBERS, str) or is_plain(value)):
+                        yield f"{name}.{attribute}".lstrip("."), value, kind
+
+    def into(self, name: str, value: Any) -> list[tuple[str, str, Any, type | None]]:
+        found: list[tuple[str, str, Any, type | None]] = []
+        with contextlib.suppress(Exception):  # of the user's classes, whatever they raise when looked at
+            found.extend(itertools.islice(self._walk(name, value, None, _DEPTH), _VALUES))
+        return found
+
+    def _walk(self, path: str, value: Any, owner: Any, depth: int) -> Iterator[tuple[str, str, Any, Any]]:
+        if type(value) in _NUMBERS or type(value) is str:
+            yield path, _VALUE, value, owner
+            return
+        tensors = _tensors_in(value)
+        if len(tensors) >= len(self._shapes) > 0 and self._shapes <= {one.shape for one in tensors}:
+            yield path, _WEIGHTS, value, owner
+            return
+        is_small = isinstance(value, dict) and 0 < len(value) <= _VALUES and not tensors
+        if not is_small and not isinstance(value, type) and is_plain(value):
+            yield path, _VALUE, value, owner
+            return
+        if id(value) in self._seen or depth == 0 or isinstance(value, (type, types.ModuleType)):
+            return
+        self._seen.add(id(value))
+        if is_generator(value):
+            yield path, _STAYS, repr(capture_generator(value)), owner
+        elif isinstance(value, (torch.optim.Optimizer, LRScheduler)):
+            yield path, _STAYS, _state_of(value), owner
+        elif isinstance(value, torch.nn.Module):
+            yield from self._of_module(path, value, owner)
+        elif isinstance(value, enum.Enum):
+            yield path, _VALUE, value.name, owner
+        elif (place := _position_in(value)) is not None:
+            yield path, _PLACE, place, owner
+        else:
+            for name, child in _children_of(value):
+                is_owner = not isinstance(value, _CONTAINERS)
+                yield from self._walk(f"{path}.{name}", child, type(value) if is_owner else owner, depth - 1)
+
+    def _of_module(self, path: str, value: torch.nn.Module, owner: Any) -> Iterator[tuple[str, str, Any, Any]]:
+        parameters = list(value.parameters())
+        if any(id(one) in self._parameters for one in parameters):
+            return  # it is a part of what is saved, or holds it
+        if isinstance(state := getattr(value, "metric_state", None), dict):
+            yield path, _PLACE, {**state, "": getattr(value, "_update_count", None)}, owner
+        elif parameters and self._shapes <= {one.shape for one in parameters}:
+            yield path, _WEIGHTS, parameters, owner
+
+
+def _children_of(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, _CONTAINERS):
+        if len(value) > _VALUES:
+            return []
+        return [(str(k), one) for k, one in (value.items() if isinstance(value, dict) else enumerate(value))]
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if isinstance(value, types.MethodType):
+        return [("self", value.__self__)]
+    if isinstance(value, types.FunctionType):
+        if not _is_users(value.__code__.co_filename):
+            return []
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
+        found = [(name, cell.cell_contents) for name, cell in cells if _is_filled(cell)]
+        return [*found, *vars(value).items()]
+    if isinstance(value, DataLoader):
+        return [(name, getattr(value, name, None)) for name in ("dataset", "sampler", "batch_sampler")]
+    if is_library(type(value)) and not isinstance(value, (types.SimpleNamespace, Dataset)):
+        return []
+    slots = {name for kind in type(value).__mro__ for name in _names_of_slots(kind)}
+    found = [*getattr(value, "__dict__", {}).items(), *((n, getattr(value, n)) for n in slots if hasattr(value, n))]
+    if isinstance(value, Dataset):  # its data is no state, and much
+        return [(name, one) for name, one in found if not isinstance(one, (*_CONTAINERS, torch.Tensor))]
+    return found
+
+
+def _names_of_slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ()) if not is_library(kind) else ()
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _is_filled(cell: Any) -> bool:
+    with contextlib.suppress(ValueError):
+        return cell.cell_contents is not None
+    return False
+
+
+def _position_in(value: Any) -> Any:
+    """Return how far an iterator is, without moving it; None if it is none, or nobody knows."""
+    if isinstance(value, _POSITIONS):
+        return operator.length_hint(value)
+    if isinstance(value, itertools.count):
+        return repr(value)
+    if type(value).__module__.startswith(("torch.utils.data", "torchdata")) and hasattr(value, "_num_yielded"):
+        return value._num_yielded
+    if isinstance(value, _ITERATORS):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parts: Any = value.__reduce__()[1:]
+        return [_position_in(one) if not is_plain(one) else one for part in parts if part for one in _flat(part)]
+    if isinstance(value, types.GeneratorType) and value.gi_frame is not None and not value.gi_running:
+        frame = value.gi_frame
+        if _is_users(frame.f_code.co_filename):
+            return {n: v for n, v in _variables_of(frame) if type(v) in _NUMBERS and is_live(n, frame)} or None
+    return None
+
+
+def _flat(part: Any) -> tuple[Any, ...]:
+    return part if isinstance(part, tuple) else (part,)
+
+
+# ---- marks -----------------------------------------------------------------------------------------------------------
+
+
+def _mark(kind: str, value: Any) -> str:
+    return _mark_of(_some(_tensors_in(value))) if kind == _WEIGHTS else mark(value)
+
+
+def _mark_of(tensors: Sequence[torch.Tensor]) -> str:
+    return fingerprint([one.detach().flatten()[:: max(1, one.numel() // _VALUES)] for one in tensors])
+
+
+def _some(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return tensors[:: max(1, len(tensors) // _OF_WEIGHTS)]  # all of them change
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    if not isinstance(next(iter(items), None), torch.Tensor):
+        return []
+    return [one for one in items if isinstance(one, torch.Tensor) and type(one) is not UninitializedParameter]
+
+
+def _state_of(value: Any) -> list[Any]:
+    """Return some of the state of an optimizer, or all of a schedule."""
+    if isinstance(value, LRScheduler):
+        return [{name: one for name, one in vars(value).items() if is_plain(one)}]
+    rates = [{name: one for name, one in group.items() if name != "params"} for group in value.param_groups]
+    states = list(value.state.values())
+    tensors = [one for state in states for one in state.values() if isinstance(one, torch.Tensor)]
+    return [rates, len(states), _mark_of(_some(tensors))]
+
+
+# ---- where things are ------------------------------------------------------------------------------------------------
+
+
+def _place_of(frame: types.FrameType) -> tuple[str, types.FrameType]:
+    code = frame.f_code
+    place = os.path.basename(code.co_filename)
+    return (place if code.co_name == "<module>" else f"{code.co_name}() in {place}"), frame
+
+
+def _variables_of(frame: types.FrameType) -> list[tuple[str, Any]]:
+    # Until Python 3.12, a function has one dictionary for locals() and for those who look at it.
+    is_shared = sys.version_info < (3, 13) and bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+    if is_shared and "locals" in frame.f_code.co_names:
+        return []  # what the script got would change
+    variables = frame.f_locals
+    found = list(variables.items())[:_VARIABLES]
+    if is_shared:
+        variables.clear()  # or it would keep what the script deletes
+    return found
+
+
+def _frames() -> list[types.FrameType]:
+    """Return the frames of the user's functions that are running, the outermost first."""
+    found: list[types.FrameType] = []
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_users(frame.f_code.co_filename):
+            found.append(frame)
+        frame = frame.f_back
+    return found[::-1]
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
+    return not any(part in file for part in _LIBRARIES) and not os.path.abspath(file).startswith(_PACKAGES)
+
+
+def _globals(frames: Sequence[types.FrameType]) -> Iterator[tuple[str, None, list[tuple[str, Any]]]]:
+    """Yield globals that functions set, containers and objects of the user's modules, and attributes of classes."""
+    running = {id(frame.f_globals) for frame in frames if frame.f_code.co_name == "<module>"}
+    for module, names in _user_modules(len(sys.modules)):
+        with contextlib.suppress(Exception):  # of objects, whatever they raise when asked for their class
+            file, variables = os.path.basename(str(module.__file__)), dict(vars(module))
+            if id(vars(module)) not in running:
+                yield file, None, [(n, v) for n, v in variables.items() if n in names or _may_change(v)]
+            for kind in variables.values():
+                if isinstance(kind, type) and kind.__module__ == module.__name__:
+                    attributes = [(n, v) for n, v in vars(kind).items() if type(v) in _NUMBERS or _may_change(v)]
+                    yield f"{kind.__name__} in {file}", None, [(n, v) for n, v in attributes if n[:1] != "_"]
+
+
+def _may_change(value: Any) -> bool:
+    if isinstance(value, (dict, list, collections.deque)):
+        return len(value) <= _VALUES
+    if isinstance(value, (type, types.ModuleType, types.FunctionType)):
+        return False
+    return is_generator(value) or isinstance(value, itertools.count) or not is_library(type(value))
+
+
+@functools.lru_cache(maxsize=1)
+def _user_modules(_: int) -> list[tuple[types.ModuleType, set[str]]]:
+    found = []
+    for name, module in list(sys.modules.items()):
+        with contextlib.suppress(Exception):  # of modules that load what they are asked for
+            file = getattr(module, "__file__", None)
+            if name != "__mp_main__" and file and _is_users(file):
+                found.append((module, {name for code in _code_in(module) for name in _set_globally(code)}))
+    return found[-_MODULES:]
+
+
+def _code_in(module: types.ModuleType) -> Iterator[types.CodeType]:
+    for value in list(vars(module).values()):
+        if getattr(value, "__module__", None) == module.__name__:
+            for function in [value, *(vars(value).values() if isinstance(value, type) else ())]:
+                code = getattr(getattr(function, "__func__", function), "__code__", None)
+                if isinstance(code, types.CodeType):
+                    yield code
+
+
+def _set_globally(code: types.CodeType) -> set[str]:
+    if _STORE_GLOBAL not in code.co_code[::2]:
+        return set()
+    return {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}
+
+
+def _source_of(lost: Sequence[_Held]) -> Source:
+    """Read the files of what is running, of the user's modules, and of the classes of what is lost."""
+    running = {(f.f_code.co_filename, f.f_code.co_name, f.f_code.co_firstlineno) for f in _frames()}
+    files = {file: None for file, _, _ in sorted(running)}
+    for held in lost:
+        for kind in held.owner.__mro__[:-1] if held.owner is not None else ():
+            file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+            files |= {str(file): None} if file else {}
+    files |= {str(module.__file__): None for module, _ in _user_modules(len(sys.modules))}
+    left, some = _SOURCE, list[str]()
+    for file in files:
+        with contextlib.suppress(OSError):
+            left -= os.path.getsize(file)
+            some += [file] if left > 0 else []
+    return Source(some, running)
