@@ -22,21 +22,15 @@ _LEVELS_OF_A_HINT = 2
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """What is at a path.
+    """What is at a path."""
 
-    Attributes:
-        path: As it was given.
-        checkpoints: The checkpoint that is there; or those directly in the directory, the newest first.
-        others: How many other files are directly in the directory.
-        size: Bytes of the files that are directly there, if there is no checkpoint.
-        is_checkpoint: Whether the path itself is a checkpoint, or any other file, and not a directory of them.
-    """
-
-    path: str
+    path: str  # as it was given
+    # The checkpoint that is there; or those directly in the directory, the newest first.
     checkpoints: list[CheckpointInfo]
-    others: int = 0
+    others: int = 0  # how many other files are directly in the directory
+    # Whether the path itself is a checkpoint, or any other file, and not a directory of them.
     is_checkpoint: bool = False
-    size: int = 0
+    size: int = 0  # bytes of the files that are directly there, if there is no checkpoint
 
     def hint(self, storage_options: dict[str, Any] | None) -> str:
         """Return why there are none, and where some are."""
@@ -75,16 +69,7 @@ def missing(path: str) -> CheckpointNotFoundError:
 
 
 def find(path: str, storage_options: dict[str, Any] | None) -> Found:
-    """Return what is at a path.
-
-    Args:
-        path: A checkpoint, or a directory of checkpoints; path or URL.
-        storage_options: For fsspec.
-
-    Raises:
-        CheckpointNotFoundError: Nothing is there.
-        StorageError: The storage does not say.
-    """
+    """Return what is at a path or URL: a checkpoint, or a directory of checkpoints."""
     from ckpt_core._pipeline.reader import is_directory_checkpoint
     from ckpt_core.catalog import Catalog
     from ckpt_core.storage import is_remote, local_path, storage_for
@@ -109,15 +94,7 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
 
 
 def find_foreign(path: str, storage_options: dict[str, Any] | None) -> Foreign | None:
-    """Return what checkpoint of another program is at a path, which torch alone does not read; None if there is none.
-
-    Args:
-        path: Path or URL.
-        storage_options: For fsspec.
-
-    Raises:
-        CheckpointError: It is damaged or cannot be read.
-    """
+    """Return what checkpoint of another program is at a path, if there is one that torch alone does not read."""
     from ckpt_core._pipeline.reader import is_directory_checkpoint
     from ckpt_core.storage import is_remote, local_path, storage_for
 
@@ -132,12 +109,7 @@ def find_foreign(path: str, storage_options: dict[str, Any] | None) -> Foreign |
 
 
 def size_at(path: str, storage_options: dict[str, Any] | None) -> int:
-    """Return how many bytes a checkpoint has, whosever it is; path or URL.
-
-    Raises:
-        CheckpointNotFoundError: Nothing is there.
-        StorageError: The storage does not say.
-    """
+    """Return how many bytes a checkpoint has, whosever it is; path or URL."""
     from ckpt_core.storage import local_path, storage_for
 
     found = find(path, storage_options)
@@ -153,17 +125,7 @@ def size_at(path: str, storage_options: dict[str, Any] | None) -> int:
 
 
 def find_all(paths: Iterable[str], storage_options: dict[str, Any] | None, *, recursive: bool = False) -> list[Found]:
-    """Return what is at each of several paths, and in the directories below them if that is wanted.
-
-    Args:
-        paths: Checkpoints and directories; paths or URLs.
-        storage_options: For fsspec.
-        recursive: Whether to look below.
-
-    Raises:
-        CheckpointNotFoundError: At one of them nothing is.
-        StorageError: The storage does not say.
-    """
+    """Return what is at each of several paths or URLs and, with ``recursive``, in the directories below them."""
     places = []
     for path in paths:
         found = find(path, storage_options)
@@ -184,13 +146,7 @@ def _info_of(path: str, storage_options: dict[str, Any] | None) -> CheckpointInf
 
 
 def walk(path: str, storage_options: dict[str, Any] | None, *, levels: int = 100) -> Iterator[Found]:
-    """Yield what is in each directory below a path that is no checkpoint.
-
-    Args:
-        path: A directory; path or URL.
-        storage_options: For fsspec.
-        levels: How deep to look.
-    """
+    """Yield what is in each directory below a path or URL that is no checkpoint; ``levels`` says how deep to look."""
     from ckpt_core.storage import local_path, storage_for
 
     place = local_path(path).rstrip("/")

@@ -129,24 +129,14 @@ def _target_options(options: Options) -> dict[str, Any] | None:
 
 @dataclasses.dataclass(frozen=True)
 class _Step:
-    """What a sync does about one checkpoint.
+    """What a sync does about one checkpoint."""
 
-    Attributes:
-        action: ``"copy"``, ``"replace"``, ``"was there"``, ``"keep"``, ``"delete"``; or how that ended: ``"FAILED"``,
-            ``"gone"``, ``"asked"``.
-        path: Of the source; of what is only at the target, there.
-        target: Where it goes, or is.
-        why: It is kept, deleted, or could not be copied.
-        info: What is known of it.
-        is_missing: Whether the source has what the target has not, and nothing can be done about it.
-    """
-
-    action: str
-    path: str
-    target: str
-    info: CheckpointInfo
-    why: str = ""
-    is_missing: bool = False
+    action: str  # "copy", "replace", "was there", "keep", "delete"; or how that ended: "FAILED", "gone", "asked"
+    path: str  # of the source; of what is only at the target, there
+    target: str  # where it goes, or is
+    info: CheckpointInfo  # what is known of it
+    why: str = ""  # it is kept, deleted, or could not be copied
+    is_missing: bool = False  # whether the source has what the target has not, and nothing can be done about it
 
     def __str__(self) -> str:
         arrow = "" if self.path == self.target else f" -> {self.target}"
@@ -179,11 +169,7 @@ def _sync(options: Options) -> int:
 
 
 def _plan(options: Options, target_options: dict[str, Any] | None) -> tuple[list[_Step], list[_Step]]:
-    """Return what is to be done about the checkpoints of the source, oldest first, and about others at the target.
-
-    Raises:
-        CheckpointError: There is nothing at the source, or it is the target.
-    """
+    """Return what is to be done about the checkpoints of the source, oldest first, and about others at the target."""
     from ckpt_core.checkpointer import full_path
     from ckpt_core.storage import storage_for
 
@@ -323,10 +309,7 @@ def _transfer(
 ) -> bool:
     """Copy a checkpoint and verify the copy; return whether it was not there already.
 
-    Raises:
-        StorageError: There is another one, or the storage refused.
-        CheckpointCorruptedError: The source is damaged; the target is as it was before, or gone if it was replaced.
-        CheckpointFormatError: It is no checkpoint.
+    If the source is damaged, the target is as it was before, or gone if it was replaced.
     """
     from ckpt_core._commit.rank_group import RankGroup
     from ckpt_core._commit.reports import SaveSeries

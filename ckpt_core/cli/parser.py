@@ -32,25 +32,15 @@ _OPTION = re.compile(r"--[a-z][a-z-]+")
 
 
 class Exit(enum.IntEnum):
-    """What the command returns.
+    """What the command returns."""
 
-    Attributes:
-        OK: All went well.
-        FAILED: A checkpoint is damaged, two differ, or the work could not be done.
-        USAGE: The words of the command make no sense.
-        MISSING: Nothing is there.
-        FOREIGN: What is there is no checkpoint that can be judged.
-        INTERRUPTED: Ctrl-C, as shells have it.
-        CLOSED_PIPE: Who reads the output has ended (``| head``), as shells have it.
-    """
-
-    OK = 0
-    FAILED = 1
-    USAGE = 2
-    MISSING = 3
-    FOREIGN = 4
-    INTERRUPTED = 130
-    CLOSED_PIPE = 141
+    OK = 0  # all went well
+    FAILED = 1  # a checkpoint is damaged, two differ, or the work could not be done
+    USAGE = 2  # the words of the command make no sense
+    MISSING = 3  # nothing is there
+    FOREIGN = 4  # what is there is no checkpoint that can be judged
+    INTERRUPTED = 130  # Ctrl-C, as shells have it
+    CLOSED_PIPE = 141  # who reads the output has ended (| head), as shells have it
 
 
 class _Parser(argparse.ArgumentParser):
@@ -82,11 +72,7 @@ class _Version(argparse.Action):
 
 
 class Commands:
-    """The verbs of the command.
-
-    Args:
-        parser: Of the command itself.
-    """
+    """The verbs of the command."""
 
     def __init__(self, parser: _Parser) -> None:
         self.parser = parser
@@ -98,13 +84,10 @@ class Commands:
         return dict(self._parsers.choices)
 
     def add(self, name: str, run: Callable[[Options], int], *, help: str, epilog: str = "") -> argparse.ArgumentParser:
-        """Add a verb, and return its parser.
+        """Add a verb, which ``run`` does with the options, and return its parser.
 
-        Args:
-            name: The verb.
-            run: Called with the options; returns the exit code. Errors that are a ``CheckpointError`` it may raise.
-            help: What it does, in one line.
-            epilog: An example, or the exit codes, where they are more than 0 and 1.
+        ``run`` returns the exit code, and may raise a ``CheckpointError``. ``help`` says in one line what it does;
+        ``epilog`` is an example, or the exit codes, where they are more than 0 and 1.
         """
         parser = self._parsers.add_parser(
             name,
@@ -121,9 +104,7 @@ class Commands:
 def parse(arguments: Sequence[str] | None, add_commands: Sequence[Callable[[Commands], None]]) -> Options | None:
     """Return the options; None if there is nothing to run, and the help was printed.
 
-    Args:
-        arguments: The words after ``ckpt``; those of this process, if None.
-        add_commands: Those of the files of verbs, in the order of the help.
+    ``add_commands`` are those of the files of verbs, in the order of the help.
     """
     parser = _Parser(
         prog="ckpt",

@@ -16,12 +16,7 @@ __all__ = ["progress"]
 def progress(options: Options, what: str, total: int | None) -> Iterator[None]:
     """Show a bar with speed and time left while the body runs, where a person sees it and tqdm is installed.
 
-    What is read from and written to the storages that the body makes moves it.
-
-    Args:
-        options: Of the command: ``--quiet`` shows none.
-        what: What is under way.
-        total: Bytes that are read and written in all; None if that is not known.
+    What is read from and written to the storages that the body makes moves it; ``total`` is in bytes, if it is known.
     """
     try:
         from tqdm import tqdm

@@ -21,26 +21,15 @@ _SHOWN = 3  # metrics
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """What a checkpoint tells.
+    """What a checkpoint tells."""
 
-    Attributes:
-        metrics: Values that its run noted with it, by name.
-        best: Names of the checkpoints that its run took for the best at that moment.
-        note: Why it is pinned, ``""`` if nobody has said; None if it is not pinned.
-    """
-
-    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    best: frozenset[str] = frozenset()
-    note: str | None = None
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # values that its run noted with it, by name
+    best: frozenset[str] = frozenset()  # names of the checkpoints that its run took for the best at that moment
+    note: str | None = None  # why it is pinned, "" if nobody has said; None if it is not pinned
 
 
 def listen(infos: Sequence[CheckpointInfo], storage_options: dict[str, Any] | None) -> dict[str, Told]:
-    """Return what checkpoints tell, by path; no tensor is read. What cannot be asked tells nothing.
-
-    Args:
-        infos: The checkpoints.
-        storage_options: For fsspec.
-    """
+    """Return what checkpoints tell, by path; no tensor is read. What cannot be asked tells nothing."""
     from ckpt_core.parallel import run_parallel
 
     found: dict[str, Told] = {}
@@ -84,12 +73,7 @@ def _mapping(value: Any) -> Mapping[Any, Any]:
 
 
 def reasons(infos: Sequence[CheckpointInfo], told: Mapping[str, Told]) -> dict[str, list[str]]:
-    """Return why each checkpoint of one directory stays, as far as that can be known from outside of its run.
-
-    Args:
-        infos: The checkpoints, the newest first.
-        told: What they tell.
-    """
+    """Return why each checkpoint of one directory (the newest first) stays, as far as is known outside of its run."""
     found: dict[str, list[str]] = {info.path: [] for info in infos}
     newest = next((info for info in infos if info.is_readable), None)
     best = told[newest.path].best if newest is not None else frozenset()

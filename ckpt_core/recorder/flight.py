@@ -67,28 +67,19 @@ _WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """What a resumed run has found about itself.
+    """What a resumed run has found about itself."""
 
-    Attributes:
-        steps: How many repeated steps were equal.
-        differs: What differed at the step after those, what comes first first; empty if all were equal.
-        message: The same in words.
-        is_alarm: Whether the user is to be warned.
-    """
-
-    steps: int
-    differs: tuple[str, ...]
-    message: str
-    is_alarm: bool
+    steps: int  # how many repeated steps were equal
+    differs: tuple[str, ...]  # what differed at the step after those, what comes first first; empty if all were equal
+    message: str  # the same in words
+    is_alarm: bool  # whether the user is to be warned
 
 
 class FlightRecorder:
-    """Records the steps of one rank.
+    """Records the steps of one rank, in a local file or, without one, in checkpoints only.
 
-    Args:
-        path: The local file to record in; None records in checkpoints only.
-        tell: Called once in a resumed run: at the end of the repeated steps, or at the first that differs.
-        compares_place: Whether epoch and batch are the same wherever the training is.
+    ``tell`` is called once in a resumed run: at the end of the repeated steps, or at the first that differs.
+    ``compares_place`` says whether epoch and batch are the same wherever the training is.
 
     Example:
         >>> recorder = FlightRecorder(None, tell=print)
@@ -129,10 +120,8 @@ class FlightRecorder:
     def resume(self, saved: Mapping[str, Any] | None, *, known_inexact: bool = False) -> None:
         """Continue from a checkpoint: what is recorded from now on repeats what was recorded after it.
 
-        Args:
-            saved: What :meth:`capture` returned; None where there is nothing to compare with, such as another number of
-                ranks.
-            known_inexact: Whether the user was told already that this resume is not exact.
+        ``saved`` is what :meth:`capture` returned; None where there is nothing to compare with, such as another number
+        of ranks. ``known_inexact`` says whether the user was told already that this resume is not exact.
         """
         self._expected, self._before, self._equal, self._end = {}, {}, 0, None
         self._last.clear()
@@ -177,17 +166,10 @@ class FlightRecorder:
     ) -> None:
         """Record one step. The loss of an accelerator is copied when it is there, without waiting for it.
 
-        Args:
-            number: Counts the steps of the training, those before a resume too.
-            epoch: Epoch, as users count.
-            batch: Batch of the epoch.
-            step: Optimizer steps until now.
-            data: :func:`~ckpt_core.recorder.digest_batch` of the batch; None where it is not known.
-            generators: :func:`~ckpt_core.recorder.digest_generators` before the batch was fetched.
-            rates: Digest of the learning rates.
-            rate: The first of them.
-            weights: Digest of a :class:`~ckpt_core.recorder.WeightSample` after the step.
-            loss: The loss: a number, or a tensor with one element.
+        ``number`` counts the steps of the training, those before a resume too; ``epoch`` and ``batch`` are as users
+        count. ``data`` is the digest of the batch, if it is known, ``generators`` that from before it was fetched,
+        ``rates`` that of the learning rates, of which ``rate`` is the first, ``weights`` that of a sample of the
+        weights after the step.
         """
         now = time.perf_counter()
         value, late = _value_of(loss)

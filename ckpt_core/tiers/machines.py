@@ -40,15 +40,10 @@ _LONGEST_REQUEST = 64 * 2**20  # a manifest is part of one
 
 
 class Machine(NamedTuple):
-    """Where the memory of a machine is served.
+    """Where the memory of a machine is served."""
 
-    Attributes:
-        host: Name or address.
-        port: Of TCP.
-    """
-
-    host: str
-    port: int
+    host: str  # name or address
+    port: int  # of TCP
 
 
 def address_towards(host: str) -> str:
@@ -60,19 +55,10 @@ def address_towards(host: str) -> str:
 
 
 class MemoryServer:
-    """Serves the memory of this machine to the others until the process ends.
+    """Serves the memory of this machine to the others until the process ends: a directory, and nothing beside it.
 
-    Args:
-        directory: What is served, and nothing beside it.
-        key: What those who may ask know.
-        host: A name or address that all reach.
-        is_here: Whether that is this machine; else it listens at the address at which ``host`` sees it.
-
-    Attributes:
-        machine: Where the others find it.
-
-    Raises:
-        StorageError: The network does not allow it.
+    ``key`` is what those who may ask know, ``host`` what all reach. Unless that ``is_here``, it listens at the address
+    at which ``host`` sees it.
     """
 
     def __init__(self, directory: str, key: bytes, host: str, *, is_here: bool) -> None:
@@ -92,7 +78,7 @@ class MemoryServer:
                 remedy=f"see whether {host} is known here, or train without memory_every_n_steps",
                 errno=error.errno,
             ) from error
-        self.machine = Machine(host, self._socket.getsockname()[1])
+        self.machine = Machine(host, self._socket.getsockname()[1])  # where the others find it
         threading.Thread(target=self._accept, name="ckpt-memory", daemon=True).start()
 
     def close(self) -> None:
@@ -184,11 +170,7 @@ class _Client:
         self._key = key
 
     def ask(self, do: str, path: str, seconds: int = _ANSWER_SECONDS, **about: Any) -> Any:
-        """Return the answer.
-
-        Raises:
-            CheckpointError: What the other machine has raised; a StorageError if it does not answer.
-        """
+        """Return the answer."""
         return self._asked(do, path, seconds, about)[0]
 
     def read(self, path: str, offset: int, size: int) -> bytes:
@@ -246,11 +228,8 @@ class _RemoteReader(FileReader):
 class MachinesStorage(MemoryStorage):
     """The memories of all machines of a run. What is written and deleted is so in that of this one.
 
-    Args:
-        directory: Of the snapshots and what belongs to them, the same path on all machines.
-        machines: All of them, in the same order everywhere.
-        mine: Which of them this one is.
-        key: What those who may ask know.
+    ``directory`` is of the snapshots and what belongs to them, the same path on all machines; ``mine`` says which of
+    the machines, in the same order everywhere, this one is; ``key`` is what those who may ask know.
     """
 
     def __init__(self, directory: str, machines: Sequence[Machine], mine: int, key: bytes) -> None:
