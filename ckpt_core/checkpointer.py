@@ -15,8 +15,7 @@ from ckpt_core._layouts.image import WINDOW
 from ckpt_core._pipeline import reader
 from ckpt_core._pipeline.file_save import FileSave
 from ckpt_core._pipeline.jobs import OnError
-from ckpt_core._pipeline.refused_keys import RefusedKeys
-from ckpt_core._pipeline.save import Pipeline, SavedDirectories
+from ckpt_core._pipeline.save import Pipeline
 from ckpt_core._pipeline.staging import wait_staged
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import CheckpointLoaded, Event, Listener, notify
@@ -75,8 +74,6 @@ class CheckpointerBase:
             self._uploader = Uploader(self._tiered, on_error=on_error, listeners=tuple(listeners))
             self._listeners.append(self._uploader)
         self._told_of_pins: set[str] = set()
-        self._directories = SavedDirectories()
-        self._refused = RefusedKeys()
         self._pipeline = Pipeline(
             strategy=strategy,
             max_pending=max_pending,
@@ -296,7 +293,6 @@ class CheckpointerBase:
             raises: Whether to; if not, failures, which were logged, are forgotten.
         """
         self._pipeline.queue.wait()
-        self._directories.release()
         self._pipeline.close()
         if self._uploader is not None:
             self._uploader.close()
@@ -366,16 +362,9 @@ class Checkpointer(CheckpointerBase):
         started = time.perf_counter()
         with self._pipeline.attempt(target):
             storage = self._storage_for(target)
-            self._directories.claim(storage, target)
-            self._directories.remove_orphans(storage, target)
-            save = FileSave(
-                state,
-                storage,
-                target,
-                scratch=self._pipeline.scratch,
-                directories=self._directories,
-                refused=self._refused,
-            )
+            self._pipeline.directories.claim(storage, target)
+            self._pipeline.directories.remove_orphans(storage, target)
+            save = FileSave(state, storage, target, self._pipeline)
             waited = self._pipeline.wait_for_buffer()
             return self._pipeline.save(save, started=started, waited=waited)
 

@@ -17,7 +17,6 @@ from ckpt_core._layouts.sharded.matching import LocalView
 from ckpt_core._pipeline.directories import copy_directory, names_of_files
 from ckpt_core._pipeline.directory_save import AddedFiles, DirectorySave, DirectoryState, WriteFiles
 from ckpt_core._pipeline.jobs import OnError
-from ckpt_core._pipeline.refused_keys import RefusedKeys
 from ckpt_core._pipeline.unchanged import UnchangedFiles
 from ckpt_core._plan import LocalTensor, WritePlanCache, local_tensor
 from ckpt_core.checkpointer import CheckpointerBase
@@ -250,7 +249,6 @@ class DirectoryCheckpointer(CheckpointerBase):
         self._commit_timeout = commit_timeout
         self._link_unchanged = link_unchanged
         self._plans = WritePlanCache()
-        self._refused = RefusedKeys()
         self._unchanged = UnchangedFiles(
             rank=self._ranks.rank,
             world_size=self._ranks.world_size,
@@ -337,12 +335,10 @@ class DirectoryCheckpointer(CheckpointerBase):
                 DirectoryState(parts, metadata or {}, step, write_files, slices),
                 storage,
                 target,
+                self._pipeline,
                 self._series.open(target, timeout=self._commit_timeout, number=number, absent=absent),
-                scratch=self._pipeline.scratch,
-                directories=self._directories,
-                plans=self._plans,
-                incremental=self._unchanged.begin(storage, target),
-                refused=self._refused,
+                self._plans,
+                self._unchanged.begin(storage, target),
             )
             return self._pipeline.save(save, started=started, waited=waited)
 
@@ -376,7 +372,7 @@ class DirectoryCheckpointer(CheckpointerBase):
 
             def act() -> int:
                 origin, there = self._origin_of(original, storage)
-                is_alone = functools.partial(self._directories.is_alone, path)
+                is_alone = functools.partial(self._pipeline.directories.is_alone, path)
                 return copy_directory(storage, there, path, joint, is_alone=is_alone, origin=origin)
 
             self._pipeline.copy(original, path, act, started=started, is_shared=True)
@@ -422,4 +418,4 @@ class DirectoryCheckpointer(CheckpointerBase):
 
     def _claim(self, storage: Storage, path: str) -> None:
         if self._ranks.rank == 0:  # which commits
-            self._directories.claim(storage, path)
+            self._pipeline.directories.claim(storage, path)

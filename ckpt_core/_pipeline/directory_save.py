@@ -29,15 +29,13 @@ from ckpt_core._pipeline.directories import (
     publish,
     unchangeable,
 )
-from ckpt_core._pipeline.refused_keys import RefusedKeys
-from ckpt_core._pipeline.save import SavedDirectories
+from ckpt_core._pipeline.save import Pipeline
 from ckpt_core._pipeline.snapshot import Snapshot, given_up
 from ckpt_core._pipeline.unchanged import IncrementalSave
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core._plan import LocalTensor, Piece, WritePlanCache, local_tensor
 from ckpt_core.commit_time import Stamp, commit_time, step_in
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
-from ckpt_core.memory import ScratchBuffers
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.storage import MANIFEST_NAME, LocalStorage, Storage, is_remote
 
@@ -63,13 +61,10 @@ class DirectorySave:
         state: DirectoryState,
         storage: Storage,
         path: str,
+        pipeline: Pipeline,
         joint: JointSave,
-        *,
-        scratch: ScratchBuffers,
-        directories: SavedDirectories,
         plans: WritePlanCache,
         incremental: IncrementalSave,
-        refused: RefusedKeys,
     ) -> None:
         self.path = path
         self._state: DirectoryState | None = state
@@ -77,11 +72,9 @@ class DirectorySave:
         self._step = state.step
         self._storage = storage
         self._joint = joint
-        self._scratch = scratch
-        self._directories = directories
+        self._pipeline = pipeline
         self._plans = plans
         self._incremental = incremental
-        self._refused = refused
         self._objects: dict[str, str] = {}
         self._has_place = True  # no other job writes files of the same names
         self._files: RankFiles | None = None
@@ -110,7 +103,7 @@ class DirectorySave:
         assert self._state is not None  # until it is closed
         rank, world_size = self._joint.group.rank, self._joint.group.world_size
         if rank == 0:
-            self._directories.remove_orphans(self._storage, self.path)
+            self._pipeline.directories.remove_orphans(self._storage, self.path)
         planned = plan_parts(
             self._state.parts,
             rank=rank,
@@ -162,7 +155,7 @@ class DirectorySave:
             raise failure
         self._incremental.committed(self._laid_out)
         if self._joint.group.rank == 0:
-            self._refused.warn_of(self.path, lambda: self._objects)
+            self._pipeline.refused.warn_of(self.path, lambda: self._objects)
         return size
 
     def close(self) -> None:
@@ -190,7 +183,7 @@ class DirectorySave:
         return f"{head}\n{files.report()}"
 
     def _is_alone(self) -> bool:
-        return self._directories.is_alone(self.path)
+        return self._pipeline.directories.is_alone(self.path)
 
     def _write_images(self, files: RankFiles, snapshot: Snapshot) -> list[tuple[str, int]]:
         if snapshot.buffer is None:
@@ -201,11 +194,11 @@ class DirectorySave:
         def take_over(name: str, image: Image) -> bool:
             self._created.append(name)
             target = f"{self._directory}/{name}"
-            return self._incremental.take_over(files, name, image, target, scratch=self._scratch)
+            return self._incremental.take_over(files, name, image, target, scratch=self._pipeline.scratch)
 
         def write(name: str, image: Image, written: Callable[[int], None] | None = None) -> int:
             return write_image(
-                image, self._storage, f"{self._directory}/{name}", scratch=self._scratch, written=written
+                image, self._storage, f"{self._directory}/{name}", scratch=self._pipeline.scratch, written=written
             )
 
         passed = snapshot.pass_through(images, take_over)
@@ -273,7 +266,7 @@ class DirectorySave:
                 remedy="call save on all ranks, not under `if accelerator.is_main_process`",
             )
         own = self._laid_out.report(list(extra.values()))
-        self._directories.note_commits(self._storage, self.path)
+        self._pipeline.directories.note_commits(self._storage, self.path)
         stamp = Stamp(commit_time(), step_in(self._metadata) if self._step is None else self._step)
         manifest = build_manifest([own, *texts[1:]], metadata=self._metadata, path=self.path, stamp=stamp)
         publish(

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from ckpt_core._layouts.torch_file.image import FileImage, StateLayout
-from ckpt_core._pipeline.refused_keys import RefusedKeys
-from ckpt_core._pipeline.save import SavedDirectories
+from ckpt_core._pipeline.save import Pipeline
 from ckpt_core._pipeline.snapshot import Snapshot
 from ckpt_core._pipeline.writer import write_image
-from ckpt_core.memory import ScratchBuffers, StagingBuffer
+from ckpt_core.memory import StagingBuffer
 from ckpt_core.storage import Storage
 
 
@@ -22,22 +21,11 @@ class FileSave:
 
     is_shared = False
 
-    def __init__(
-        self,
-        state: Any,
-        storage: Storage,
-        path: str,
-        *,
-        scratch: ScratchBuffers,
-        directories: SavedDirectories,
-        refused: RefusedKeys,
-    ) -> None:
+    def __init__(self, state: Any, storage: Storage, path: str, pipeline: Pipeline) -> None:
         self.path = path
         self._state = state
         self._storage = storage
-        self._scratch = scratch
-        self._directories = directories
-        self._refused = refused
+        self._pipeline = pipeline
         self._layout: StateLayout | None = None
         self._image: FileImage | None = None
 
@@ -66,10 +54,10 @@ class FileSave:
 
     def write(self, snapshot: Snapshot) -> int:
         snapshot.wait_taken()
-        self._directories.note_commits(self._storage, self.path)
+        self._pipeline.directories.note_commits(self._storage, self.path)
         image = self._taken_image
         size = self._write_image(image, snapshot)
-        self._refused.warn_of(self.path, image.refused_by_default)
+        self._pipeline.refused.warn_of(self.path, image.refused_by_default)
         return size
 
     def _write_image(self, image: FileImage, snapshot: Snapshot) -> int:
@@ -78,7 +66,7 @@ class FileSave:
             image if passed is None else passed[0][1],
             self._storage,
             self.path,
-            scratch=self._scratch,
+            scratch=self._pipeline.scratch,
             meanwhile=functools.partial(self.complete, snapshot) if snapshot.is_live else None,
             before_tail=snapshot.wait_sealed,
             written=None if passed is None else passed[0][1].written,

@@ -19,6 +19,7 @@ from typing import Literal, Protocol
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._pipeline import reader
 from ckpt_core._pipeline.jobs import Job, JobQueue, OnError
+from ckpt_core._pipeline.refused_keys import RefusedKeys
 from ckpt_core._pipeline.snapshot import BufferPool, Snapshot
 from ckpt_core._pipeline.staging import watch_optimizers
 from ckpt_core.errors import CheckpointError, OutOfMemoryError, SnapshotTornError
@@ -73,7 +74,7 @@ class Pipeline:
     """Runs the saves, copies and removals of one checkpointer.
 
     ``buffers`` lends memory for copies of states, ``scratch`` for windows of live tensors; ``queue`` is the background
-    work.
+    work. ``directories`` are those that are saved into; ``refused`` warns of what a load will refuse.
     """
 
     def __init__(
@@ -88,6 +89,8 @@ class Pipeline:
     ) -> None:
         self.buffers = BufferPool(max_pending, max_host_bytes)
         self.scratch = ScratchBuffers()
+        self.directories = SavedDirectories()
+        self.refused = RefusedKeys()
         self.queue = JobQueue("ckpt-writer", on_error=on_error, report=self._report)
         self._strategy = strategy
         self._listeners = listeners
@@ -119,7 +122,8 @@ class Pipeline:
             raise
 
     def close(self) -> None:
-        """Free the memory that is not lent; it may be used again."""
+        """End the claims on directories, and free the memory that is not lent; it may be used again."""
+        self.directories.release()
         self.buffers.close()
         self.scratch.close()
 

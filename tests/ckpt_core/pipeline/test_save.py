@@ -13,8 +13,7 @@ from ckpt_core import Kind, Part, RankGroup, SnapshotTornError, StorageError
 from ckpt_core._commit.reports import SaveSeries
 from ckpt_core._pipeline.directory_save import DirectorySave, DirectoryState
 from ckpt_core._pipeline.file_save import FileSave
-from ckpt_core._pipeline.refused_keys import RefusedKeys
-from ckpt_core._pipeline.save import Pipeline, Save, SavedDirectories
+from ckpt_core._pipeline.save import Pipeline, Save
 from ckpt_core._pipeline.snapshot import Snapshot
 from ckpt_core._pipeline.unchanged import UnchangedFiles
 from ckpt_core._plan import WritePlanCache
@@ -28,27 +27,16 @@ NUMBERS = 5_000_000  # floats: more than one window
 
 
 def save_of(layout: str, pipeline: Pipeline, tensor: torch.Tensor, storage: Storage, path: Path) -> Save:
-    directories = SavedDirectories()
     if layout == "file":
-        return FileSave(
-            {"w": tensor},
-            storage,
-            str(path),
-            scratch=pipeline.scratch,
-            directories=directories,
-            refused=RefusedKeys(),
-        )
-    unchanged = UnchangedFiles(rank=0, world_size=1, divide_replicated=False)
+        return FileSave({"w": tensor}, storage, str(path), pipeline)
     return DirectorySave(
         DirectoryState([Part("model", {"w": tensor}, Kind.REPLICATED)], {}, None, None, False),
         storage,
         str(path),
+        pipeline,
         SaveSeries(RankGroup.alone()).open(str(path), timeout=60.0),
-        scratch=pipeline.scratch,
-        directories=directories,
-        plans=WritePlanCache(),
-        incremental=unchanged.begin(storage, str(path)),
-        refused=RefusedKeys(),
+        WritePlanCache(),
+        UnchangedFiles(rank=0, world_size=1, divide_replicated=False).begin(storage, str(path)),
     )
 
 
