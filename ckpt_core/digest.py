@@ -11,10 +11,9 @@ import xxhash
 
 from ckpt_core.errors import CheckpointFormatError
 
-__all__ = ["ALGORITHM", "HEX_LENGTH", "digest", "digest_of_parts", "digest_with"]
+__all__ = ["ALGORITHM", "digest", "digest_of_parts", "digest_with"]
 
 ALGORITHM = "xxh3_64"
-HEX_LENGTH = 16
 
 Buffer = bytes | bytearray | memoryview
 

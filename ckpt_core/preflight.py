@@ -27,9 +27,6 @@ class Preflight:
     A checkpoint is deleted when its successor is durable, so there must be room for one more. A store may let a
     program write and not delete: then everything stays. The clock may be behind the checkpoints that are there. That a
     local directory can be written, renamed and deleted in, the commit itself has shown.
-
-    Args:
-        storage_options: For fsspec.
     """
 
     def __init__(self, storage_options: dict[str, Any] | None = None) -> None:

@@ -33,7 +33,7 @@ class SaveSeries:
         self.group = group
         self.concluded = 0  # number of the last save that is over
         self.opened = 0  # how many saves this rank has begun; on rank 0, the number of the last one
-        self._name = group.next_series()
+        self.name = group.next_series()
 
     def open(
         self,
@@ -51,10 +51,6 @@ class SaveSeries:
         """
         self.opened += 1
         return JointSave(self, path, timeout=timeout, number=number, absent=absent)
-
-    def token(self, number: int) -> str:
-        """Return the text that no other save has."""
-        return f"{self._name}-{number}"
 
 
 class JointSave:
@@ -87,7 +83,7 @@ class JointSave:
     @property
     def token(self) -> str:
         """What no other save has, and all ranks of this one have; known when this rank has joined."""
-        return self._series.token(self._number)
+        return f"{self._series.name}-{self._number}"
 
     def join(self) -> None:
         """Tell the others that this rank takes part; if rank 0 does not answer, there is nothing to conclude."""

@@ -26,11 +26,7 @@ except ImportError as moved:
 
 
 def sharding_of(placement: Placement) -> Sharding | None:
-    """Return how the placement cuts a tensor, or None if it replicates it.
-
-    Raises:
-        ValueError: It does neither, or is not known.
-    """
+    """Return how the placement cuts a tensor, or None if it replicates it; a ``ValueError`` if it does neither."""
     # A strided shard is a Shard in some releases of torch and not in others, so it is asked for first.
     if isinstance(placement, _StridedShard):
         return Sharding(placement.dim, int(placement.split_factor))

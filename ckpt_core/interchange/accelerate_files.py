@@ -51,26 +51,18 @@ def is_stock_accelerate(source: StrPath, storage_options: dict[str, Any] | None 
 
 
 def read_stock(
-    source: StrPath,
-    *,
-    weights_only: bool | None = None,
-    storage_options: dict[str, Any] | None = None,
-    memory: DiskMemory | None = None,
+    path: str, storage: Storage, *, weights_only: bool | None = None, memory: DiskMemory | None = None
 ) -> dict[str, Any]:
     """Return what stock Accelerate has saved, by part, all of it in memory.
 
     Parts are ``model``, ``optimizer``, ``scheduler``, with a number from the second on, ``scaler``, ``custom_0`` and so
     on, ``sampler``, ``dl_state_dict``, and ``random_states``, by rank. A file that is more than data is refused.
     """
-    path = full_path(source)
-    storage = storage_for(path, storage_options)
     names = [os.path.basename(file.path) for file in storage.list(path)]
     found: dict[str, Any] = {}
     for name in sorted(names):
         if (model := _MODEL.fullmatch(name)) is not None:
-            found[f"model{model[1] or ''}"] = read_model(
-                path, name=name, storage_options=storage_options, memory=memory
-            )
+            found[f"model{model[1] or ''}"] = read_model(path, storage, name=name, memory=memory)
         elif (numbered := _NUMBERED.fullmatch(name)) is not None:
             part = "model" if numbered[1] == "pytorch_model" else numbered[1]
             found[f"{part}{numbered[2] or ''}"] = _read(storage, path, name, weights_only, memory)
@@ -87,10 +79,10 @@ def read_stock(
         sharded = _SHARDED.fullmatch(name)
         if sharded is not None and storage.exists(f"{path}/{name}/{METADATA_NAME}"):
             part = "model" if sharded[1] != "optimizer" else "optimizer"
-            state = read_dcp(f"{path}/{name}", storage_options=storage_options, memory=memory)
+            state = read_dcp(f"{path}/{name}", storage, memory)
             found[part if sharded[2] == "0" else f"{part}_{sharded[2]}"] = state.get(part, state)
     if "model" not in found and "model.safetensors.index.json" in names:
-        found["model"] = read_model(path, storage_options=storage_options, memory=memory)
+        found["model"] = read_model(path, storage, memory=memory)
     if "model" not in found and "optimizer" not in found:
         raise CheckpointCorruptedError(
             "the checkpoint of stock Accelerate has no model",

@@ -13,12 +13,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
-    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
@@ -40,7 +37,7 @@ from ckpt_core.interchange.dcp_format import (
     read_dcp_metadata,
     verify_stored,
 )
-from ckpt_core.interchange.dcp_reader import TensorBatches, entries_by_name, load_values
+from ckpt_core.interchange.dcp_reader import TensorBatches, describe, entries_by_name, load_values
 from ckpt_core.interchange.dcp_writer import value_chunks
 from ckpt_core.interchange.naming import ROOT, EntryPath, entry_name, nested, split_path
 from ckpt_core.interchange.saving import Chunk, Value, save_alone
@@ -101,14 +98,7 @@ class _ExportPlanner(SavePlanner):
         return SavePlan([_item(name, entry.value) for name, (_, _, entry) in self._entries.items()])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-        for item in all_plans[0].items:
-            data = item.tensor_data
-            described[item.index.fqn] = (
-                BytesStorageMetadata()
-                if data is None
-                else TensorStorageMetadata(data.properties, data.size, [data.chunk])
-            )
+        described = {name: describe(entry.value) for name, (_, _, entry) in self._entries.items()}
         return all_plans, Metadata(described, planner_data={n: e.path for n, (_, _, e) in self._entries.items()})
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -135,15 +125,12 @@ def _states_of(checkpoint: DirectoryCheckpoint) -> Iterator[tuple[str, int, Entr
 
 
 def _item(name: str, value: Any) -> WriteItem:
-    if not isinstance(value, torch.Tensor):
+    described = describe(value)
+    if isinstance(described, BytesStorageMetadata):
         return WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)
-    begin = torch.Size([0] * value.ndim)
-    data = TensorWriteData(
-        chunk=ChunkStorageMetadata(begin, value.shape),
-        properties=TensorProperties(dtype=value.dtype),
-        size=value.shape,
-    )
-    return WriteItem(MetadataIndex(name, begin), WriteItemType.TENSOR, tensor_data=data)
+    (chunk,) = described.chunks
+    data = TensorWriteData(chunk=chunk, properties=described.properties, size=described.size)
+    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.TENSOR, tensor_data=data)
 
 
 def import_dcp(
@@ -199,19 +186,14 @@ def import_dcp(
     return save_alone(path, chunks, values, kind="sharded", order=order, storage_options=storage_options)
 
 
-def read_dcp(
-    source: StrPath, *, storage_options: dict[str, Any] | None = None, memory: DiskMemory | None = None
-) -> dict[str, Any]:
+def read_dcp(origin: str, storage: Storage, memory: DiskMemory | None = None) -> dict[str, Any]:
     """Return the state of a checkpoint in DCP's own format, all of it in memory; no code from it is run.
 
     Keys of dictionaries are text, as DCP has them.
     """
-    origin = full_path(source)
-    storage = storage_for(origin, storage_options)
-    entries = entries_of_dcp(origin, storage)
     chunk = TensorMemory()
     found: dict[EntryPath, Any] = {}
-    for entry in entries:
+    for entry in entries_of_dcp(origin, storage):
         if entry.info is None:
             found[entry.path] = _Leaf(load_stored(storage, origin, entry, entry.chunks[0][1], chunk))
             continue

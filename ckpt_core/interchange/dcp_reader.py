@@ -111,7 +111,7 @@ class CkptStorageReader(StorageReader):
             self._entries = {
                 name: (part, entry) for name, (part, _, entry) in entries_by_name(checkpoint, states).items()
             }
-        found = {name: _describe(entry.value) for name, (_, entry) in self._entries.items()}
+        found = {name: describe(entry.value) for name, (_, entry) in self._entries.items()}
         return Metadata(found, planner_data={name: entry.path for name, (_, entry) in self._entries.items()})
 
     def _own_rank(self) -> int:
@@ -282,7 +282,8 @@ class TensorBatches:
             raise
 
 
-def _describe(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+def describe(value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    """Return DCP's description of an entry."""
     if not isinstance(value, torch.Tensor):
         return BytesStorageMetadata()
     # One chunk, wherever the bytes are: which of them a box needs is found out when it is read.

@@ -51,7 +51,7 @@ def recognize(source: StrPath, *, storage_options: dict[str, Any] | None = None)
         return _accelerate(path, storage)
     if storage.exists(f"{path}/{METADATA_NAME}"):
         return _dcp(path, storage)
-    if not holds_model(path, storage_options):
+    if not holds_model(path, storage):
         return None
     files = infos_of_model(path, storage)
     state = {name: _meta(info) for infos in files.values() for name, info in infos.items()}

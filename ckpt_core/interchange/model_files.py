@@ -225,18 +225,12 @@ def import_model(
 
 
 def read_model(
-    source: StrPath,
-    *,
-    storage_options: dict[str, Any] | None = None,
-    name: str = _NAME,
-    memory: DiskMemory | None = None,
+    origin: str, storage: Storage, *, name: str = _NAME, memory: DiskMemory | None = None
 ) -> dict[str, torch.Tensor]:
     """Return the tensors of a model that is safetensors files, all of them in memory.
 
     ``name`` is that of the model's file, if it is not in several. Errors as for :func:`import_model`.
     """
-    origin = full_path(source)
-    storage = storage_for(origin, storage_options)
     found = _tensors_in(storage, origin, name)
     return {key: _StoredLoader(storage, path, tensor, memory or TensorMemory())() for path, key, tensor in found}
 
@@ -269,10 +263,8 @@ def _tensors_in(storage: Storage, origin: str, name: str = _NAME) -> Iterator[tu
             yield path, key, stored[key]
 
 
-def holds_model(source: StrPath, storage_options: dict[str, Any] | None = None) -> bool:
+def holds_model(path: str, storage: Storage) -> bool:
     """Return whether there is a model in safetensors files."""
-    path = full_path(source)
-    storage = storage_for(path, storage_options)
     return path.endswith(".safetensors") or any(storage.exists(f"{path}/{name}") for name in (_NAME, _INDEX))
 
 

@@ -19,6 +19,7 @@ from ckpt_core.interchange.model_files import holds_model
 from ckpt_core.interchange.trainer_files import load_whole
 from ckpt_core.paths import StrPath
 from ckpt_core.state.trainer_parts import is_of_trainer, optimizer_part, rest_of
+from ckpt_core.storage import storage_for
 from ckpt_core.tree import tensors
 
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
@@ -274,7 +275,9 @@ def _opened(
                 yield _Directory(opened, part, path)
             return
     # Safetensors files have their tensors in an order of their own.
-    is_ordered = not (is_stock_accelerate(path, storage_options) or holds_model(path, storage_options))
+    is_ordered = not (
+        is_stock_accelerate(path, storage_options) or holds_model(path, storage_for(path, storage_options))
+    )
     state = load_whole(path, weights_only=weights_only, storage_options=storage_options)
     yield _State(state, part, path, is_ordered=is_ordered)
 

@@ -20,7 +20,7 @@ from ckpt_core.interchange.streaming import DiskMemory
 from ckpt_core.paths import StrPath
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.state.trainer_parts import is_of_trainer, metadata_of, parts_of, whole
-from ckpt_core.storage import storage_for
+from ckpt_core.storage import Storage, storage_for
 from ckpt_core.tiers import Tiers
 
 _STOCK_REST = "meta.pt"  # what Lightning writes beside DCP's files: everything but weights and optimizers
@@ -74,12 +74,13 @@ def load_whole(
                         remedy="load it with what saved it, or take its weights: ckpt convert --to safetensors",
                     )
                 return _parts(opened, empty)
+    storage = storage_for(path, storage_options)
     if is_stock_distributed(path, storage_options):
-        return _load_stock(path, weights_only, storage_options, memory)
+        return _load_stock(path, storage, weights_only, memory)
     if not of_trainer and is_stock_accelerate(path, storage_options):
-        return read_stock(path, weights_only=weights_only, storage_options=storage_options, memory=memory)
-    if not of_trainer and holds_model(path, storage_options):
-        return {"model": read_model(path, storage_options=storage_options, memory=memory)}
+        return read_stock(path, storage, weights_only=weights_only, memory=memory)
+    if not of_trainer and holds_model(path, storage):
+        return {"model": read_model(path, storage, memory=memory)}
     location = (lambda storage, _: storage) if map_location is None else map_location
     location = location if memory is None else memory.restore
     with Checkpointer(**settings) as files:
@@ -102,11 +103,8 @@ def is_stock_distributed(source: StrPath, storage_options: dict[str, Any] | None
     return storage_for(path, storage_options).exists(f"{path}/{METADATA_NAME}")
 
 
-def _load_stock(
-    path: str, weights_only: bool | None, storage_options: dict[str, Any] | None, memory: DiskMemory | None
-) -> dict[str, Any]:
-    state = read_dcp(path, storage_options=storage_options, memory=memory)
-    storage = storage_for(path, storage_options)
+def _load_stock(path: str, storage: Storage, weights_only: bool | None, memory: DiskMemory | None) -> dict[str, Any]:
+    state = read_dcp(path, storage, memory)
     if not storage.exists(f"{path}/{_STOCK_REST}"):
         return state
     with storage.open(f"{path}/{_STOCK_REST}") as reader:

@@ -235,10 +235,8 @@ class FsspecStorage(Storage):
                 self._filesystem.rmdir(directory)
 
         if self.exists(path):
-            try:
+            with contextlib.suppress(CheckpointNotFoundError):  # by somebody else
                 self._ask("remove", path, request)
-            except CheckpointNotFoundError:
-                return  # by somebody else
 
     def _remove_all(self, names: Sequence[str]) -> None:
         threads = min(_REQUESTS_UNDER_WAY, max(1, len(names)))
@@ -303,10 +301,8 @@ class FsspecStorage(Storage):
                 found &= {self._filesystem._strip_protocol(f"{path}/{name}") for name in names}
             self._remove_all(sorted(found))
 
-        try:
+        with contextlib.suppress(CheckpointNotFoundError):  # by somebody else
             self._ask("remove", path, request)
-        except CheckpointNotFoundError:
-            return  # by somebody else
 
     def remove_orphans(self, directory: str) -> Sequence[str]:
         """Abort the uploads into ``directory`` to which nobody has added for :attr:`abandoned_after_seconds` (S3).

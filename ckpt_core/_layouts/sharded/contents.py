@@ -95,11 +95,6 @@ class Shard:
         """Where the blocks begin, and the file's size."""
         return list(map(int, block_begins(self.file.header_size, self._sizes.tolist())))
 
-    def check_blocks(self) -> None:
-        """Refuse, with a ``ValueError``, a number of blocks in the manifest that is not the file's."""
-        if len(self.blocks) != self.file.blocks + 1:
-            raise ValueError(f"{self.file.name!r} cannot have {self.file.blocks} blocks")
-
     def tensor_at(self, offset: int) -> int | None:
         """Return the number of the tensor that the byte at ``offset`` is of; None for the header."""
         index = int(np.searchsorted(self.begins, offset, side="right")) - 1
@@ -360,7 +355,8 @@ class Contents:
         """Check that there is one digest for each block of files."""
         with self.sense():
             for shard in shards:
-                shard.check_blocks()
+                if len(shard.blocks) != shard.file.blocks + 1:
+                    raise ValueError(f"{shard.file.name!r} cannot have {shard.file.blocks} blocks")
 
 
 def _references(record: PartRecord) -> list[Reference]:

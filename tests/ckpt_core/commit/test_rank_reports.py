@@ -262,7 +262,7 @@ def test_a_rank_0_that_stops_is_named(series: Any, step: str) -> None:
     for name in {"join": [], "write": ["begun/0"], "collect": ["begun/0", "collecting"]}.get(
         step, ["begun/0", "collecting", "collected"]
     ):
-        line.set(f"{ranks[0].token(1)}/{name}", "")
+        line.set(f"{ranks[0].name}-1/{name}", "")
     joint = ranks[1].open("/a", timeout=0.3)
     joint.join()
     with pytest.raises(RankFailedError, match=r"rank 0 did not begin" if step == "join" else r"rank 0 began the save"):
