@@ -15,12 +15,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import os
 import re
 import signal
+import stat
 import struct
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -34,9 +37,11 @@ from torch.distributed.tensor import DTensor
 from ckpt_core._collectives import abort_process_groups
 from ckpt_core.recorder import record_path
 from ckpt_core.state.notes import note_of, read_note
+from ckpt_core.storage import is_remote
 
 __all__ = [
     "EVERYTHING",
+    "NO_PLACE",
     "WAIT_SECONDS",
     "BufferCopies",
     "Rescue",
@@ -64,6 +69,12 @@ _LOST = re.compile(
     r"gloo|nccl|process ?group|connection (closed|reset|refused)|broken pipe|socket|timed out waiting|"
     r"collective|remote (peer|process)|communicator",
     re.IGNORECASE,
+)
+
+#: Why survivors cannot meet, if not each rank sees the files of all (:attr:`Survivors.sees_all`).
+NO_PLACE = (
+    "the checkpoints are on a store, and the ranks are on several machines, so survivors have no files to meet in: "
+    "give a directory that all machines share"
 )
 
 #: The name of what is not certain of a rank of which nothing is known.
@@ -208,7 +219,8 @@ class Survivors:
     """The ranks of a run, as far as each can be seen in the files of the others.
 
     Args:
-        directory: Of the checkpoints; local, or on a filesystem that the ranks share.
+        directory: Of the checkpoints; local, on a filesystem that the ranks share, or a URL: then the ranks of one
+            machine meet in its directory for temporary files.
         rank: This process's rank.
         world_size: Number of ranks.
         session: Text that is the same on all ranks and different for every run.
@@ -218,14 +230,16 @@ class Survivors:
     def __init__(
         self, directory: str, rank: int, world_size: int, session: str, wait_seconds: float = WAIT_SECONDS
     ) -> None:
-        self._paths = [record_path(directory, other, "survivor") for other in range(world_size)]
         self._rank, self._session, self._wait_seconds = rank, session, wait_seconds
+        self._paths: list[str] = []
         self._mark = xxhash.xxh3_64_digest(session.encode())
         self._ended = threading.Event()
         self._descriptor: int | None = None
         self.last = 0
         self._saved: int | None = None
         try:
+            place = _local_place(directory) if is_remote(directory) else directory
+            self._paths = [record_path(place, other, "survivor") for other in range(world_size)]
             os.makedirs(os.path.dirname(self._paths[rank]), exist_ok=True)
             self._descriptor = os.open(self._paths[rank], os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             with contextlib.suppress(OSError):  # a filesystem without locks
@@ -234,6 +248,11 @@ class Survivors:
             self._tell(_TRAINING)
         except OSError as error:
             self._give_up(str(error))
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether this rank sees the files of all others, once each has made its own."""
+        return self._descriptor is not None and all(self._head(other) is not None for other in self._others)
 
     # ---- while training ----------------------------------------------------------------------------------------------
 
@@ -438,6 +457,17 @@ class Survivors:
             except OSError as error:
                 return error.errno in (errno.EAGAIN, errno.EACCES)  # else a filesystem without locks: nobody knows
         return False
+
+
+def _local_place(url: str) -> str:
+    """Return a directory of this user alone for the files of a run whose checkpoints are on a store."""
+    home = os.path.join(tempfile.gettempdir(), f"ckpt-{os.geteuid()}")
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(home, 0o700)
+    status = os.lstat(home)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise PermissionError(errno.EPERM, "others have the directory, or may write to it", home)
+    return os.path.join(home, hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16])
 
 
 def _offset(number: int) -> int:

@@ -254,11 +254,16 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         if self._survivors_wait is None or trainer.world_size == 1 or trainer.fast_dev_run:
             return
         if self._just_in_time is None and self._state is not None and self._state.at_moment is None:
-            problem = JustInTime.problem_of(trainer, self.dirpath)
+            problem = JustInTime.problem_of(trainer)
             if problem is None:
                 options = self._storage_options
-                self._just_in_time = JustInTime(trainer, self._state, str(self.dirpath), options, self._survivors_wait)
-            elif trainer.is_global_zero:
+                just_in_time = JustInTime(trainer, self._state, str(self.dirpath), options, self._survivors_wait)
+                problem = just_in_time.problem_of_place()
+                if problem is None:
+                    self._just_in_time = just_in_time
+                else:
+                    just_in_time.close()
+            if problem is not None and trainer.is_global_zero:
                 warnings.warn(no_rescue(problem), stacklevel=2)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:

@@ -27,6 +27,7 @@ EXPORTED = {
     "ckpt_core.ending": {"End", "EndWatch"},
     "ckpt_core.survivors": {
         "EVERYTHING",
+        "NO_PLACE",
         "WAIT_SECONDS",
         "BufferCopies",
         "Rescue",

@@ -16,9 +16,11 @@ from accelerate_ckpt._state.preemption import target_of_run
 from accelerate_ckpt._state.resume import directory_of_run
 from accelerate_ckpt._state.save import metadata_of, rank_state
 from accelerate_ckpt._state.session import Session, live_sessions
+from ckpt_core.errors import RankFailedError
 from ckpt_core.separate import SeparateSaves
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.survivors import (
+    NO_PLACE,
     BufferCopies,
     Rescue,
     Survivors,
@@ -50,7 +52,13 @@ def note_step(session: Session) -> None:
         if problem is not None:
             session.tell_once("just-in-time", no_rescue(problem))
             return
-        session.just_in_time = JustInTime(session)
+        just_in_time = JustInTime(session)
+        if not just_in_time.meets():
+            just_in_time.close(remove=True)
+            session.tell_once("just-in-time", no_rescue(NO_PLACE))
+            session.note_step = lambda _: None
+            return
+        session.just_in_time = just_in_time
     session.just_in_time.note()
 
 
@@ -63,8 +71,6 @@ def save_if_rank_was_lost(error: BaseException) -> None:
 
 def _problem_of(session: Session) -> str | None:
     accelerator = session.accelerator
-    if is_url(directory_of_run(session)):
-        return "survivors meet in files, and the checkpoints are on a store: set checkpoint_dir to a shared directory"
     kind, optimizers = accelerator.distributed_type, [item.optimizer for item in accelerator._optimizers]
     problem = why_not_replicas(kind.value, accelerator._models, optimizers, are_replicas=kind in _REPLICAS)
     if problem is not None:
@@ -127,6 +133,22 @@ class JustInTime:
         self._buffers.take()
         self._versions, self._step = self._parameter_versions(), session.step
 
+    def meets(self) -> bool:
+        """Return whether survivors could meet; called on all ranks together."""
+        if not is_url(directory_of_run(self._session)):
+            return True
+
+        def look() -> None:
+            if not self._survivors.sees_all:
+                raise RankFailedError(NO_PLACE)
+
+        try:
+            self._session.agreement.all_succeeded("just_in_time", lambda: None)  # each has made its file
+            self._session.agreement.all_succeeded("just_in_time", look)
+        except RankFailedError:
+            return False
+        return True
+
     def close(self, *, remove: bool) -> None:
         """Take part no longer; delete the file if training came to its end."""
         self._survivors.close(remove=remove)
@@ -172,7 +194,8 @@ class JustInTime:
     def _save(self, rescue: Rescue) -> None:
         session = self._session
         target = target_of_run(session)
-        saves, save_id = SeparateSaves(directory_of_run(session)), uuid.uuid4().hex
+        saves = SeparateSaves(directory_of_run(session), storage_options=session.config.storage_options)
+        save_id = uuid.uuid4().hex
         metadata = metadata_of(session, target)
         metadata[FORMAT]["not_exact"] = [*rescue.notes(session.rank, "own"), *self._not_exact]
         saves.begin(target, save_id)
@@ -184,7 +207,7 @@ class JustInTime:
                     save_id,
                     rank=rank,
                     world_size=session.world_size,
-                    suffix="",
+                    suffix=f"-{save_id}" if saves.is_remote else "",  # where they are written to their final place
                     local=_refuse_sharded,
                 )
                 for rank in range(session.world_size)

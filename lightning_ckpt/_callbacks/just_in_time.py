@@ -9,7 +9,7 @@ from typing import Any
 
 from ckpt_core import Checkpointer
 from ckpt_core.state.kinds import join_ranks
-from ckpt_core.survivors import BufferCopies, Rescue, Survivors, ignoring_signals, why_not_replicas
+from ckpt_core.survivors import NO_PLACE, BufferCopies, Rescue, Survivors, ignoring_signals, why_not_replicas
 from lightning_ckpt._callbacks.lookup import is_remote
 from lightning_ckpt._exact.state import ExactState
 from lightning_ckpt._private.loops import whole_checkpoint
@@ -42,17 +42,23 @@ class JustInTime:
         state.at_moment = self._note
 
     @staticmethod
-    def problem_of(trainer: Any, directory: Any) -> str | None:
+    def problem_of(trainer: Any) -> str | None:
         """Return why nothing can be saved when a rank of this Trainer dies, in words; None if it can."""
         strategy = trainer.strategy
-        if is_remote(directory):
-            return "survivors meet in files, and the checkpoints are on a store: give a dirpath that all machines share"
         if getattr(strategy, "_model_averager", None) is not None or getattr(strategy, "_ddp_comm_state", None):
             return "with a state in the communication hook of DDP, each rank has weights or errors of its own"
         bases = {cls.__name__ for cls in type(strategy).__mro__}
         are_replicas = "DDPStrategy" in bases and not bases & {"DeepSpeedStrategy", "XLAStrategy"}
         modules = [trainer.lightning_module]
         return why_not_replicas(type(strategy).__name__, modules, trainer.optimizers, are_replicas=are_replicas)
+
+    def problem_of_place(self) -> str | None:
+        """Return why survivors could not meet, in words; called on all ranks together."""
+        strategy = self._trainer.strategy
+        if not is_remote(self._directory):
+            return None
+        strategy.barrier("lightning_ckpt.just_in_time")  # each has made its file
+        return None if strategy.reduce_boolean_decision(self._survivors.sees_all, all=True) else NO_PLACE
 
     def close(self) -> None:
         """Training came to its end, or is given up."""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.accelerate_ckpt.test_save_state_fsdp import PREPARED as FSDP
 from tests.support.accelerate_ranks import RankResult, Ranks
+from tests.support.server_fixtures import server_of, servers
+from tests.support.servers import Server
+
+__all__ = ["server_of", "servers"]  # fixtures
 
 TRAINING = """
     import os, signal
 
-    accelerator = attach(Accelerator(project_dir=folder), resume="auto", just_in_time=10.0)
+    accelerator = attach(Accelerator(project_dir=folder), resume="auto", just_in_time=10.0, **options)
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     data = torch.utils.data.DataLoader(torch.arange(160.0).reshape(40, 4) / 100, batch_size=2, shuffle=True)
@@ -35,23 +43,25 @@ TRAINING = """
     tell(resumed=point and point.step)
     tell(weights=[value.tolist() for value in accelerator.unwrap_model(model).parameters()])
 """
-REFUSED = """
+LISTENS = """
     import logging
 
     texts = []
+    tell(texts=texts)
     handler = logging.Handler()
-    handler.emit = lambda record: texts.append(record.getMessage())
+    handler.emit = lambda record: "just_in_time" in record.getMessage() and texts.append(record.getMessage())
     logging.getLogger("accelerate_ckpt").addHandler(handler)
+"""
+REFUSED = """
     attach(accelerator, "sharded", just_in_time=True)
     train(3)
-    tell(texts=[text for text in texts if "just_in_time" in text])
 """
 
 
 def test_a_survivor_saves_the_last_step(ranks: Ranks, tmp_path: Path) -> None:
     def run(name: str, kill: int) -> list[RankResult]:
         (tmp_path / name).mkdir(exist_ok=True)
-        return ranks.run(TRAINING, 2, folder=str(tmp_path / name), kill=kill)
+        return ranks.run(TRAINING, 2, folder=str(tmp_path / name), kill=kill, options={})
 
     whole = run("whole", -1)
     killed = run("run", 7)
@@ -61,9 +71,46 @@ def test_a_survivor_saves_the_last_step(ranks: Ranks, tmp_path: Path) -> None:
     assert [result.told["weights"] for result in resumed] == [result.told["weights"] for result in whole]
 
 
+@pytest.mark.slow
+def test_a_survivor_saves_to_a_store(ranks: Ranks, tmp_path: Path, server_of: Callable[[str], Server]) -> None:
+    server = server_of("moto")
+    url = f"{server.new_bucket()}/run"
+
+    def run(kill: int, **options: Any) -> list[RankResult]:
+        return ranks.run(TRAINING, 2, folder=str(tmp_path), kill=kill, options=options)
+
+    store = {"checkpoint_dir": url, "storage_options": dict(server.options)}
+    killed = run(7, **store)
+    assert killed[1].error == "RuntimeError"  # of gloo
+    resumed = run(-1, **store)
+    whole = run(-1, checkpoint_dir=str(tmp_path / "whole"))
+    assert [result.told["resumed"] for result in resumed] == [7, 7]
+    assert [result.told["weights"] for result in resumed] == [result.told["weights"] for result in whole]
+
+
+@pytest.mark.slow
+def test_on_a_store_ranks_that_see_no_common_files_say_so(
+    ranks: Ranks, tmp_path: Path, server_of: Callable[[str], Server]
+) -> None:
+    server = server_of("moto")
+    apart = "import tempfile\ntempfile.tempdir = f'{folder}/{rank}'\nPath(tempfile.tempdir).mkdir()\n"
+    options = {"checkpoint_dir": f"{server.new_bucket()}/run", "storage_options": dict(server.options)}
+    results = ranks.run(
+        apart + textwrap.dedent(LISTENS) + textwrap.dedent(TRAINING),
+        2,
+        folder=str(tmp_path),
+        kill=-1,
+        options=options,
+    )
+    assert [result.error for result in results] == [None, None]
+    ((text,), none) = (result.told["texts"] for result in results)
+    assert none == []
+    assert "the checkpoints are on a store, and the ranks are on several machines" in text
+
+
 def test_shards_are_refused_at_the_first_step(ranks: Ranks, tmp_path: Path) -> None:
     names: dict[str, Any] = {"version": 2, "accumulation": 1, "seed": 0, "alone": False, "saved": str(tmp_path)}
-    zero, one = (result.told["texts"] for result in ranks.run(FSDP + REFUSED, 2, **names))
+    zero, one = (result.told["texts"] for result in ranks.run(FSDP + LISTENS + REFUSED, 2, **names))
     assert one == []
     (text,) = zero
     assert text == (

@@ -29,6 +29,8 @@ TRAINING = """
     point = accelerator.resumed
     tell(resumed=None if point is None else [os.path.basename(point.path), point.step, point.epoch, point.batch])
     step = point.step if point else 0
+    evaluated = []
+    tell(evaluated=evaluated)
     for epoch in range(point.epoch if point else 0, 2):
         for batch in data:
             accelerator.backward(model(batch).pow(2).mean())
@@ -47,6 +49,10 @@ TRAINING = """
                     os.kill(os.getpid(), number)
             for _ in held_out:
                 pass  # an evaluation, in which nothing ends
+        for index, _ in enumerate(held_out):
+            if epoch == in_evaluation and index == 1 and rank in told:
+                os.kill(os.getpid(), number)
+        evaluated.append(epoch)
         schedule.step()
     accelerator.end_training()
     tell(step=step, weights=accelerator.unwrap_model(model).weight.tolist())
@@ -56,7 +62,7 @@ TRAINING = """
 def run(ranks: Ranks, folder: Path, world_size: int = 1, **names: Any) -> list[RankResult]:
     defaults: dict[str, Any] = {"automatic": True, "told": [0], "at": None, "number": 15, "save_at": None}
     options = {"resume": "auto", "preempt": True, **names.pop("options", {})}
-    defaults |= {"crash_at": None, "folder": str(folder), "options": options}
+    defaults |= {"in_evaluation": None, "crash_at": None, "folder": str(folder), "options": options}
     folder.mkdir(exist_ok=True)
     return ranks.run(TRAINING, world_size, **{**defaults, **names})
 
@@ -90,6 +96,25 @@ def test_what_a_script_does_at_the_end_of_an_epoch_is_done_though_it_is_told_to_
     (resumed,) = run(ranks, tmp_path / "run", automatic=False)
     assert resumed.told["resumed"] == ["checkpoint_20", last_batch, 1, 0]  # saved when the next epoch began
     assert resumed.told["weights"] == whole.told["weights"]
+
+
+@pytest.mark.parametrize(("world_size", "told"), [(1, [0]), (2, [1]), (2, [0, 1])], ids=str)
+def test_an_evaluation_after_an_epoch_is_brought_to_its_end_once(
+    ranks: Ranks, tmp_path: Path, world_size: int, told: list[int]
+) -> None:
+    whole = run(ranks, tmp_path / "whole", world_size)
+    ended = run(ranks, tmp_path / "run", world_size, told=told, in_evaluation=0)
+    assert [(result.error, result.message.strip()) for result in ended] == [("SystemExit", "143")] * world_size
+    resumed = run(ranks, tmp_path / "run", world_size)
+    for before, found, expected in zip(ended, resumed, whole, strict=True):
+        assert found.told["resumed"][2] == 1  # in the epoch after it, at its begin if all ranks knew by then
+        assert (before.told["evaluated"], found.told["evaluated"]) == ([0], [1])
+        assert (found.told["step"], found.told["weights"]) == (expected.told["step"], expected.told["weights"])
+
+
+def test_in_the_last_evaluation_the_run_comes_to_its_end(ranks: Ranks, tmp_path: Path) -> None:
+    (result,) = run(ranks, tmp_path, in_evaluation=1)
+    assert (result.error, result.told["evaluated"]) == (None, [0, 1])
 
 
 def test_a_notice_has_a_status_of_its_own(ranks: Ranks, tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def callback_of(name: str, directory: Path, settings: dict[str, Any]) -> list[An
         return []
     kind = {"ours": ResumableCheckpoint, "stock": ModelCheckpoint, "on_exception": ResumableCheckpoint}[name]
     also = [OnExceptionCheckpoint(directory / "saved", filename="on_exception")] if name == "on_exception" else []
-    return [*also, kind(directory / "saved", **{"filename": "{step}", "save_top_k": -1, **settings})]
+    return [*also, kind(**{"dirpath": directory / "saved", "filename": "{step}", "save_top_k": -1, **settings})]
 
 
 def main(spec: dict[str, Any], rank: int) -> None:
@@ -80,7 +80,7 @@ def main(spec: dict[str, Any], rank: int) -> None:
     callbacks += callback_of(spec.get("callback", "ours"), directory, spec.get("settings", {}))
     plugins: list[Any] = []
     if spec.get("io"):
-        plugins.append(getattr(lightning_ckpt, spec["io"])())
+        plugins.append(getattr(lightning_ckpt, spec["io"])(**spec.get("io_settings", {})))
     if spec.get("slurm"):
         plugins.append(SLURMEnvironment(auto_requeue=True))
     settings = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,10 @@ from lightning_ckpt import ResumableCheckpoint
 from lightning_ckpt._callbacks.just_in_time import JustInTime
 from tests.lightning_ckpt.exact_cases import make_trainer
 from tests.lightning_ckpt.test_signals import START, Job
+from tests.support.server_fixtures import server_of, servers
+from tests.support.servers import Server
+
+__all__ = ["server_of", "servers"]  # fixtures
 
 SETTINGS = {"every_n_train_steps": 1000, "resume": "auto", "just_in_time": True}
 BACKWARD = "on_before_backward"
@@ -89,6 +93,20 @@ def test_other_losses(job: Job, tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_survivor_saves_to_a_store(job: Job, tmp_path: Path, server_of: Callable[[str], Server]) -> None:
+    server = server_of("moto")
+    url, options = f"{server.new_bucket()}/run", {"storage_options": dict(server.options)}
+    spec = {"settings": {**SETTINGS, "dirpath": url}, "io_settings": options, "own_generators": True}
+    (tmp_path / "whole").mkdir()
+    whole = job.run(tmp_path / "whole", "whole", settings=SETTINGS, own_generators=True)
+    job.run(tmp_path, "first", **spec, signals=[[0, "SIGKILL", BACKWARD, 7]], killed=[0])
+    resumed = job.run(tmp_path, "resumed", **spec, seed=77)
+    for found, expected in zip(resumed, whole, strict=True):
+        assert found["ckpt_path"] in (f"{url}/just-in-time-step=6.ckpt", f"{url}/just-in-time-step=7.ckpt")
+        assert (found["weights"], found["warnings"]) == (expected["weights"], [])
+
+
+@pytest.mark.slow
 def test_an_error_of_all_ranks_saves_nothing(job: Job, tmp_path: Path) -> None:
     signals = [[rank, "raise", START, 5] for rank in range(2)]
     job.run(tmp_path, "first", settings=SETTINGS, signals=signals)
@@ -101,11 +119,11 @@ def test_the_option_makes_sense() -> None:
 
 
 @pytest.mark.parametrize("strategy", [DDPStrategy, FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy])
-def test_strategies_whose_ranks_hold_parts_are_refused(strategy: type, tmp_path: Path) -> None:
+def test_strategies_whose_ranks_hold_parts_are_refused(strategy: type) -> None:
     trainer = SimpleNamespace(  # DeepSpeed is not installed, and FSDP asks for a GPU
         strategy=strategy.__new__(strategy), lightning_module=BoringModel(), optimizers=[]
     )
-    problem = JustInTime.problem_of(trainer, tmp_path)
+    problem = JustInTime.problem_of(trainer)
     words = f"it is for ranks that each hold the whole state (DDP), and this is {strategy.__name__}"
     assert problem == (None if strategy is DDPStrategy else words)
 
