@@ -259,3 +259,9 @@ def test_importing_the_options_imports_nothing_that_reads_variables(run_script: 
         """
     )
     assert done.stdout == "[]\n"
+
+
+def test_every_option_is_in_the_documentation() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "accelerate_launch.md").read_text(encoding="utf-8")
+    documented = re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)
+    assert set(documented) == {field.name for field in dataclasses.fields(CheckpointConfig)}
