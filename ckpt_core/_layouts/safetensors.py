@@ -182,10 +182,10 @@ def read_header(reader: FileReader) -> dict[str, StoredTensor]:
         CheckpointFormatError: A tensor has a type that is not known here.
     """
     try:
-        length: int = _LENGTH.unpack(_read(reader, 0, _LENGTH.size))[0] if reader.size >= _LENGTH.size else 0
+        length: int = _LENGTH.unpack(reader.read(0, _LENGTH.size))[0] if reader.size >= _LENGTH.size else 0
         if not 2 <= length <= min(LARGEST_HEADER, reader.size - _LENGTH.size):
             raise ValueError(f"it cannot be {length} bytes long in a file of {reader.size}")
-        entries = json.loads(_read(reader, _LENGTH.size, length), object_pairs_hook=_unique)
+        entries = json.loads(reader.read(_LENGTH.size, _LENGTH.size + length), object_pairs_hook=_unique)
         entries.pop("__metadata__", None)
         begin = _LENGTH.size + length
         found = {name: _stored_tensor(name, entry, begin, reader.path) for name, entry in entries.items()}
@@ -208,12 +208,6 @@ def read_header(reader: FileReader) -> dict[str, StoredTensor]:
             f"a safetensors file has {reader.size} bytes and not {end}", path=reader.path, remedy=_REMEDY
         )
     return found
-
-
-def _read(reader: FileReader, begin: int, nbytes: int) -> bytes:
-    data = bytearray(nbytes)
-    reader.read_into(begin, memoryview(data))
-    return bytes(data)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

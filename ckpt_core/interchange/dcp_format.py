@@ -130,12 +130,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_dcp_metadata(data: bytes, *, path: str) -> list[DcpEntry]:
-    """Return what is in a DCP checkpoint.
-
-    Raises:
-        UnsafeCheckpointError: There is more in it than descriptions of tensors.
-        CheckpointFormatError: It makes no sense.
-    """
+    """Return what is in a DCP checkpoint, by the bytes of ``.metadata``; refuse more than descriptions of tensors."""
     try:
         metadata = _Unpickler(data, path).load()
         if not isinstance(metadata, _Metadata):

@@ -35,37 +35,22 @@ _HAS = {"data": 1, "generators": 2, "rates": 4, "weights": 8, "loss": 16}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Record:
-    """One step.
+    """One step."""
 
-    Attributes:
-        branch: Which course of training it belongs to: runs that have been seen to do the same have the same number.
-        number: Counts the steps of a training, those before a resume too.
-        epoch, batch, step: Where the training was, as its framework counts.
-        data: Digest of the batch.
-        generators: Digest of the random generators before the batch was fetched.
-        rates: Digest of the learning rates.
-        weights: Digest of a sample of the weights after the step.
-        loss: The loss.
-        is_noisy: Whether the loss comes from a device whose kernels were not asked to be deterministic.
-        rate: The first of the learning rates, for people.
-        seconds: Duration of the step.
-        time: Unix time at its end.
-    """
-
-    branch: int
-    number: int
-    epoch: int
+    branch: int  # which course of training it belongs to: runs that have been seen to do the same have the same number
+    number: int  # counts the steps of a training, those before a resume too
+    epoch: int  # this and the next two: where the training was, as its framework counts
     batch: int
     step: int
-    data: int | None = None
-    generators: int | None = None
-    rates: int | None = None
-    weights: int | None = None
+    data: int | None = None  # digest of the batch
+    generators: int | None = None  # digest of the random generators before the batch was fetched
+    rates: int | None = None  # digest of the learning rates
+    weights: int | None = None  # digest of a sample of the weights after the step
     loss: float | None = None
-    is_noisy: bool = False
-    rate: float = 0.0
-    seconds: float = 0.0
-    time: float = 0.0
+    is_noisy: bool = False  # whether the loss comes from a device whose kernels were not asked to be deterministic
+    rate: float = 0.0  # the first of the learning rates, for people
+    seconds: float = 0.0  # duration of the step
+    time: float = 0.0  # Unix time at its end
 
     def pack(self) -> bytes:
         """Return the record in 128 bytes."""

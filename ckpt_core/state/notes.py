@@ -43,9 +43,6 @@ def note_of(value: Any) -> bytes:
 def read_note(data: bytes) -> Any:
     """Return what :func:`note_of` was given; tensors are on the CPU.
 
-    Raises:
-        pickle.UnpicklingError: The bytes are not from there.
-
     Example:
         >>> read_note(note_of({"step": 3, "state": (torch.ones(2), None)}))
         {'step': 3, 'state': (tensor([1., 1.]), None)}

@@ -145,11 +145,16 @@ class FileReader(abc.ABC):
             self.read_into(offset, target)
             offset += len(target)
 
+    def read(self, begin: int, end: int) -> bytes:
+        """Return the bytes from ``begin`` up to ``end``."""
+        data = bytearray(end - begin)
+        if data:
+            self.read_into(begin, memoryview(data))
+        return bytes(data)
+
     def read_whole(self) -> bytes:
         """Return the bytes of a small file."""
-        data = bytearray(self.size)
-        self.read_into(0, memoryview(data))
-        return bytes(data)
+        return self.read(0, self.size)
 
     @abc.abstractmethod
     def close(self) -> None:

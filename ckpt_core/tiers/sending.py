@@ -43,15 +43,10 @@ class Sender:
         self._lock = threading.Lock()
 
     def send(self, path: str, say: Callable[[int, int, float], None]) -> int | None:
-        """Upload a checkpoint and return its size in bytes; None if there is nothing to upload.
+        """Upload a checkpoint, by its local path, and return its size in bytes; None if there is nothing to upload.
 
-        Args:
-            path: Its local path.
-            say: Called now and then, if it takes long, with the bytes that are sent, those in all, and the seconds.
-
-        Raises:
-            CheckpointCorruptedError: The local copy is damaged.
-            CheckpointError: The storage refused; what was uploaded before is untouched.
+        If it takes long, ``say`` is called now and then with the bytes that are sent, those in all, and the seconds. If
+        it fails, what was uploaded before is untouched.
         """
         identity = identity_of(path)
         remote = self._tiers.remote_path(path)

@@ -238,11 +238,10 @@ def _is_ours(storage: Storage, file: FileInfo) -> bool:
         return True
     if not name.endswith(".safetensors"):
         return False
-    begin = bytearray(min(file.size, _LENGTH_BYTES + len(_METADATA) + _LONGEST_METADATA))
+    end = min(file.size, _LENGTH_BYTES + len(_METADATA) + _LONGEST_METADATA)
     try:
         with storage.open(file.path) as reader:
-            reader.read_into(0, memoryview(begin))
-        header = bytes(begin[_LENGTH_BYTES:])
+            header = reader.read(0, end)[_LENGTH_BYTES:]
         if not header.startswith(_METADATA):
             return False
         text = header[len(_METADATA) :].decode("ascii", "replace")

@@ -50,23 +50,12 @@ _REMEDY = (
 def encode_plain(
     tree: Any, *, key: str, objects: dict[str, str] | None = None, any_tensor: bool = False
 ) -> tuple[Json, list[tuple[str, torch.Tensor]]]:
-    """Take a state apart.
+    """Take a state apart: the structure, in which tensors are references, and the tensors by unique names.
 
-    Args:
-        tree: Nested dictionaries, lists, tuples and sets of tensors, arrays and plain values.
-        key: Name of the state, for errors.
-        objects: There may be objects that are not plain data, and this is filled with the types of those that the
-            default way of reading refuses, by key. None: there may be none.
-        any_tensor: Tensors that are more than their elements (sparse, quantized, nested) are such objects, and not
-            refused later.
-
-    Returns:
-        The structure, in which tensors are references; and the tensors, each with a name that is unique: its path below
-        ``tree``. Tensors that are the same part of the same memory (tied weights) are in it once, under the first name.
-
-    Raises:
-        SerializationError: An object is not plain data and there may be none, or pickle refuses it, or something
-            contains itself; the error names its key.
+    These are their paths below ``tree``. Tensors that are the same part of the same memory (tied weights) are in it
+    once, under the first name. With ``objects``, there may be some that are not plain data, and it is filled with the
+    types of those that the default way of reading refuses, by key; ``any_tensor`` says that tensors that are more than
+    their elements (sparse, quantized, nested) are such, and not refused later.
 
     Examples:
         >>> encode_plain({"weight": torch.ones(2), "sizes": (1, 2)}, key="model")
@@ -277,18 +266,11 @@ def decode_plain(
     rebuilds: bool = False,
     weights_only: bool | None = None,
 ) -> Any:
-    """Put a state together again.
+    """Put a state together again, from a valid ``skeleton`` (or a ``ValueError``).
 
-    Args:
-        skeleton: From :func:`encode_plain`.
-        tensors: The tensors, or a function that returns the one of an index; it is called for every reference, in
-            order.
-        rebuilds: Whether objects that are not plain data are rebuilt; if not, there is an :class:`Opaque` for each.
-        weights_only: As for ``torch.load``, which rebuilds them; None means True.
-
-    Raises:
-        UnsafeCheckpointError: Rebuilding an object would run code, and ``weights_only`` is not False.
-        ValueError: ``skeleton`` is not valid.
+    ``tensors`` may be a function that returns the one of an index; it is called for every reference, in order. Unless
+    objects that are not plain data are to be rebuilt (by ``torch.load``, as ``weights_only`` says), there is an
+    :class:`Opaque` for each.
     """
     resolve = tensors if callable(tensors) else tensors.__getitem__
     make = (lambda kind, data: _rebuilt(kind, data, weights_only is not False)) if rebuilds else _opaque

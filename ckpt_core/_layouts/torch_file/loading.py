@@ -63,20 +63,10 @@ _OLD_PICKLES = 5  # magic number, version, machine, state, names of its storages
 def load_torch_file(
     reader: FileReader, *, map_location: MapLocation = None, weights_only: bool | None = None
 ) -> tuple[Any, bool]:
-    """Load a torch file.
+    """Load a torch file; also return whether every byte was verified: files that others wrote hold no digests.
 
-    Args:
-        reader: The open file.
-        map_location: As for ``torch.load``.
-        weights_only: As for ``torch.load``.
-
-    Returns:
-        The object, and whether every byte was verified: False for files that others wrote, which hold no digests.
-
-    Raises:
-        CheckpointCorruptedError: The file is empty, truncated, or a byte differs; the error names the tensor.
-        CheckpointFormatError: The file is not a torch file, or of a newer format.
-        UnsafeCheckpointError: Reading it would run code and ``weights_only`` is not False.
+    Damage is a ``CheckpointCorruptedError`` that names the tensor, what is no torch file a ``CheckpointFormatError``,
+    and what would run code, where that was not asked for, an ``UnsafeCheckpointError``.
     """
     opened = open_torch_file(reader)
     if opened is None:

@@ -297,12 +297,9 @@ def _check_archive(file: io.RawIOBase, size: int, path: str) -> list[zipfile.Zip
 
 def _read(reader: FileReader, begin: int, end: int) -> bytes:
     try:
-        data = bytearray(end - begin)
+        return reader.read(begin, end)
     except MemoryError as error:  # a sparse file can claim any size
         raise _damaged(f"a part of {end - begin} bytes that holds no tensor is too large", reader.path) from error
-    if data:
-        reader.read_into(begin, memoryview(data))
-    return bytes(data)
 
 
 def _record_bytes(segments: Segments, record: RecordDigests) -> bytes:
