@@ -5,8 +5,8 @@
 
 Each case trains once without interruption and is resumed from several points, in processes of their own. A resume that
 is not exact has to be said, by a Python warning or by the flight recorder, and one that is exact must be silent. Cases
-whose packages are not installed are skipped by name (`pip install datasets webdataset litdata`). Exits with 1 if a
-resume was silently inexact, falsely warned of, or crashed.
+whose packages are not installed are skipped by name (`pip install datasets webdataset litdata`; mosaicml-streaming
+wants an older environment). Exits with 1 if a resume was silently inexact, falsely warned of, or crashed.
 """
 
 from __future__ import annotations

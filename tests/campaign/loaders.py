@@ -144,6 +144,25 @@ def _litdata(streaming: bool) -> Callable[[], Any]:
     return loader
 
 
+def _mosaic(stateful: bool) -> Callable[[], Any]:
+    def loader() -> Any:
+        import tempfile
+
+        import streaming
+
+        streaming.base.util.clean_stale_shared_memory()
+        directory = tempfile.mkdtemp(prefix="campaign-mds-")
+        items = Items()
+        with streaming.MDSWriter(out=directory, columns={"x": "ndarray:float32", "y": "int"}) as writer:
+            for i in range(48):
+                writer.write({"x": items.x[i].numpy(), "y": int(items.y[i])})
+        data = streaming.StreamingDataset(local=directory, shuffle=True, shuffle_seed=3, batch_size=8)
+        made = streaming.StreamingDataLoader if stateful else DataLoader
+        return made(data, batch_size=8)
+
+    return loader
+
+
 LOADERS: dict[str, Callable[[], Any]] = {
     "shuffled": mapped(),
     "in order": mapped(shuffle=False),
@@ -254,4 +273,6 @@ NEEDS = {
     "webdataset, shuffled, worker": (_webdataset(1, shardshuffle=4, seed=1), "webdataset"),
     "litdata": (_litdata(streaming=False), "litdata"),
     "litdata, streaming loader": (_litdata(streaming=True), "litdata"),
+    "mosaicml": (_mosaic(stateful=False), "streaming"),
+    "mosaicml, streaming loader": (_mosaic(stateful=True), "streaming"),
 }
