@@ -258,9 +258,11 @@ def test_a_browser_shows_the_page_of_a_long_run(long_page: Path, way: str) -> No
     if way == "command":
         assert main(["report", log, "--png", str(picture)]) == 0
     else:
-        options = CheckpointerOptions(event_log=log, report=str(picture))
+        options = CheckpointerOptions(
+            event_log=str(shutil.copy(log, picture.with_suffix(".jsonl"))), report=str(picture)
+        )
         for listener in options.settings()["listeners"]:
-            listener(SaveStarted(path="/run/<100000>.ckpt"))
+            listener(SaveStarted(path="/run/<100000>.ckpt", time=1e9 + 100_000))
         options.write_report()
     matplotlib = pytest.importorskip("matplotlib.image")
     pixels = (matplotlib.imread(picture)[:, :, :3] * 255).round().astype(int).reshape(-1, 3)
