@@ -28,7 +28,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from ckpt_core import Checkpointer
 from ckpt_core._layouts.torch_file import opening
-from ckpt_core.storage.obstore_client import PART_BYTES
+from ckpt_core.storage.uploads import PART_BYTES
 from tests.support.servers import ACCESS_KEY, SECRET_KEY, STARTERS, Server
 
 __all__ = ["table"]

@@ -30,16 +30,15 @@ from ckpt_core.storage.base import (
     Storage,
 )
 from ckpt_core.storage.failures import Describe, Secrets, describer, translated
-from ckpt_core.storage.fsspec_writers import S3Writer, StreamWriter, WholeObjectWriter
 from ckpt_core.storage.lease import LEASE_PREFIX, Lease, has_others, remove_dead_leases
 from ckpt_core.storage.obstore_client import (
     OBSTORE_OPTIONS,
     NotSuitableError,
     ObstoreClient,
-    ObstoreWriter,
 )
 from ckpt_core.storage.retry import Retries
-from ckpt_core.storage.s3 import abandoned_uploads, s3_defaults
+from ckpt_core.storage.s3_settings import s3_defaults
+from ckpt_core.storage.uploads import ObstoreWriter, S3Writer, StreamWriter, WholeObjectWriter, abandoned_uploads
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,6 @@ import contextlib
 import datetime
 import logging
 import os
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,21 +18,16 @@ from urllib.parse import urlsplit
 import fsspec.asyn
 import numpy as np
 
-from ckpt_core.errors import StorageError
-from ckpt_core.storage.base import FileWriter
-from ckpt_core.storage.failures import Describe, translated
-from ckpt_core.storage.retry import IncompleteAnswerError, Retries
+from ckpt_core.storage.retry import IncompleteAnswerError
 
 logger = logging.getLogger(__name__)
 
-PART_BYTES = 16 * 2**20
 OBSTORE_OPTIONS = (
     "client_options",
     "retry_config",
 )  # in storage_options, by obstore's own names; fsspec's clients know neither
 _MARK = "ckptupload"  # metadata: tells whether an object is the one that an upload has made; Azure takes letters only
 _PARTS_UNDER_WAY = 6
-_MOST_PARTS = 10_000  # that S3 takes
 _CREDENTIALS_LAST = datetime.timedelta(minutes=9)  # botocore replaces its own 10 minutes before they end
 _AZURE_SCOPE = "https://storage.azure.com/.default"
 # A read that fails is made again by fsspec's client; nobody can make a part of an upload again but obstore.
@@ -180,98 +174,6 @@ def _incomplete_answers() -> Iterator[None]:
         if is_final or "retries" in text:
             raise
         raise IncompleteAnswerError(text) from None
-
-
-class ObstoreWriter(FileWriter):
-    """Uploads parts from a few buffers of its own; takes them in order.
-
-    ``expected_size`` decides how large parts must be: how many bytes will be written, or a few less. ``retries``
-    carries out the requests that obstore does not repeat.
-    """
-
-    def __init__(
-        self, client: ObstoreClient, path: str, expected_size: int, retries: Retries, describe: Describe
-    ) -> None:
-        self._client = client
-        self._path = path
-        self._describe = describe
-        self._retries = retries
-        self._mark = uuid.uuid4().hex
-        # A tenth more parts than expected are allowed for.
-        self._part_bytes = PART_BYTES * max(1, -(-expected_size * 11 // (10 * PART_BYTES * _MOST_PARTS)))
-        self._file: Any = None
-        self._slots: list[tuple[bytearray, memoryview]] = []
-        self._slot = bytearray()
-        self._filled = 0
-        self._position = 0
-
-    def write_at(self, offset: int, data: memoryview) -> None:
-        assert offset == self._position
-        self._position += len(data)
-        while data:
-            if self._filled == self._part_bytes:
-                self._send()
-            if not self._slot:
-                self._slot = self._free_slot()
-            piece = data[: self._part_bytes - self._filled]
-            begin, self._filled = self._filled, self._filled + len(piece)
-            np.copyto(np.frombuffer(self._slot, np.uint8)[begin : self._filled], np.frombuffer(piece, np.uint8))
-            data = data[len(piece) :]
-
-    def _free_slot(self) -> bytearray:
-        for index, (slot, view) in enumerate(self._slots):
-            try:
-                view.release()
-            except BufferError:
-                continue  # obstore still reads from it
-            del self._slots[index]
-            return slot
-        return bytearray(self._part_bytes)
-
-    def _send(self) -> None:
-        # obstore continues to read from what it was given after write() has returned: until it has released the view.
-        view = memoryview(self._slot)[: self._filled]
-        self._slots.append((self._slot, view))
-        self._slot, self._filled = bytearray(), 0
-        if self._file is None:
-            self._file = self._retries.call(lambda: self._client.begin(self._path, view, self._mark), self._describe)
-            return
-        with translated(self._describe):
-            self._file.write(view)
-
-    def commit(self, size: int) -> None:
-        assert size == self._position
-        if self._file is None:
-            last = memoryview(self._slot)[: self._filled]
-            self._retries.call(lambda: self._client.put(self._path, last), self._describe)
-            return
-        self._send()
-        failure: Exception | None = None
-        try:
-            self._file.close()
-        except Exception as error:  # noqa: BLE001 - raised below, unless only the answer was lost
-            failure = error
-        found = self._client.size_made_by(self._mark, self._path)
-        if failure is not None and found is None:
-            raise self._describe(failure)
-        self._file = None
-        if found not in (None, size):
-            raise StorageError(
-                f"the store has {found} bytes of the object, of which {size} were sent",
-                path=self._path,
-                remedy="find out what stands between this machine and the store, and save again",
-            )
-
-    def abort(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            error = RuntimeError("the upload was abandoned")
-            try:
-                file.__exit__(type(error), error, None)
-            except Exception as failure:  # noqa: BLE001 - the first one counts; what stays is an orphan
-                logger.info("an abandoned upload could not be ended: %s", self._describe(failure).message)
-        self._slots.clear()
-        self._slot = bytearray()
 
 
 def refuse_fork() -> None:

@@ -18,7 +18,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples"))
 
 from train_gpt import StepLog
 
-from ckpt_core.storage import fsspec_writers, obstore_client
+from ckpt_core.storage import uploads
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO, SyncCheckpointIO
 from tests.chaos.training import EVERY_N_STEPS, KEPT, common_arguments, network, samples, sha256
 
@@ -48,7 +48,7 @@ class Model(L.LightningModule):
 def train(options: argparse.Namespace) -> None:
     """Train, or continue training, and write what came out of it to ``result.json``."""
     # Parts of the usual size would take states so large that a thousand kills would take a day.
-    fsspec_writers.PART_BYTES = obstore_client.PART_BYTES = SMALLEST_PART_OF_S3
+    uploads.PART_BYTES = SMALLEST_PART_OF_S3
     L.seed_everything(7, verbose=False)
     by_loss = options.keep == "best"
     callback = ResumableCheckpoint(

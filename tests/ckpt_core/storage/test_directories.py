@@ -19,8 +19,7 @@ LARGE = 11 * 2**20 // 4  # elements: three parts of the smallest size that S3 ta
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("obstore_client", "fsspec_writers"):
-        monkeypatch.setattr(f"ckpt_core.storage.{module}.PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr("ckpt_core.storage.uploads.PART_BYTES", 5 * 2**20)
 
 
 @pytest.fixture(params=PLACES)

@@ -20,8 +20,8 @@ import torch
 from ckpt_core import Checkpointer, StorageError
 from ckpt_core.storage import fsspec_storage, obstore_client, storage_for
 from ckpt_core.storage.base import REMOTE_REQUEST_BYTES
-from ckpt_core.storage.fsspec_writers import S3Writer, StreamWriter
-from ckpt_core.storage.obstore_client import ObstoreClient, ObstoreWriter
+from ckpt_core.storage.obstore_client import ObstoreClient
+from ckpt_core.storage.uploads import ObstoreWriter, S3Writer, StreamWriter
 from tests.ckpt_core.storage.test_s3_tls import certificate
 from tests.support.fault_proxy import FOREIGN, HttpFault, start_proxy
 from tests.support.servers import ACCESS_KEY, SECRET_KEY, Server, start_rclone
@@ -35,8 +35,7 @@ pytest.importorskip("obstore")
 
 @pytest.fixture(autouse=True)
 def _small_parts_and_no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in ("obstore_client", "fsspec_writers"):
-        monkeypatch.setattr(f"ckpt_core.storage.{module}.PART_BYTES", 5 * 2**20)
+    monkeypatch.setattr("ckpt_core.storage.uploads.PART_BYTES", 5 * 2**20)
     monkeypatch.setattr(fsspec_storage, "_TOLD", set())
     stamina.set_testing(True, attempts=4, cap=True)
     yield

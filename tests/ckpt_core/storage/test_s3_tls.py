@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from ckpt_core import Checkpointer
-from ckpt_core.storage.s3 import s3_defaults
+from ckpt_core.storage.s3_settings import s3_defaults
 from tests.support.server_fixtures import server_of, servers
 from tests.support.servers import Server, start_rclone
 

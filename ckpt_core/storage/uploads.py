@@ -1,28 +1,128 @@
-"""Uploads through fsspec's own clients, for the stores and processes in which obstore cannot be used.
+"""Uploads of objects, in parts where they are large: through obstore, and through fsspec's own clients.
 
 fsspec publishes a file that is closed or forgotten, whole or not: nothing here does.
 """
 
 from __future__ import annotations
 
+import datetime
+import email.utils
 import io
 import logging
+import math
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_core.storage.base import FileWriter
 from ckpt_core.storage.failures import Describe, translated
-from ckpt_core.storage.obstore_client import PART_BYTES
+from ckpt_core.storage.obstore_client import ObstoreClient
 from ckpt_core.storage.retry import IncompleteAnswerError, Retries, is_transient
 
 logger = logging.getLogger(__name__)
 
+PART_BYTES = 16 * 2**20
 _MARK = "ckpt-upload"  # user metadata: tells whether an object is the one that an upload has made
-_MOST_PARTS = 10_000
+_MOST_PARTS = 10_000  # that S3 takes
+
+
+def _part_bytes(expected_size: int) -> int:
+    """Return how large parts must be for as many as S3 takes; a tenth more than expected are allowed for."""
+    return PART_BYTES * max(1, -(-expected_size * 11 // (10 * PART_BYTES * _MOST_PARTS)))
+
+
+class ObstoreWriter(FileWriter):
+    """Uploads parts from a few buffers of its own; takes them in order.
+
+    ``expected_size`` decides how large parts must be: how many bytes will be written, or a few less. ``retries``
+    carries out the requests that obstore does not repeat.
+    """
+
+    def __init__(
+        self, client: ObstoreClient, path: str, expected_size: int, retries: Retries, describe: Describe
+    ) -> None:
+        self._client = client
+        self._path = path
+        self._describe = describe
+        self._retries = retries
+        self._mark = uuid.uuid4().hex
+        self._part_bytes = _part_bytes(expected_size)
+        self._file: Any = None
+        self._slots: list[tuple[bytearray, memoryview]] = []
+        self._slot = bytearray()
+        self._filled = 0
+        self._position = 0
+
+    def write_at(self, offset: int, data: memoryview) -> None:
+        assert offset == self._position
+        self._position += len(data)
+        while data:
+            if self._filled == self._part_bytes:
+                self._send()
+            if not self._slot:
+                self._slot = self._free_slot()
+            piece = data[: self._part_bytes - self._filled]
+            begin, self._filled = self._filled, self._filled + len(piece)
+            np.copyto(np.frombuffer(self._slot, np.uint8)[begin : self._filled], np.frombuffer(piece, np.uint8))
+            data = data[len(piece) :]
+
+    def _free_slot(self) -> bytearray:
+        for index, (slot, view) in enumerate(self._slots):
+            try:
+                view.release()
+            except BufferError:
+                continue  # obstore still reads from it
+            del self._slots[index]
+            return slot
+        return bytearray(self._part_bytes)
+
+    def _send(self) -> None:
+        # obstore continues to read from what it was given after write() has returned: until it has released the view.
+        view = memoryview(self._slot)[: self._filled]
+        self._slots.append((self._slot, view))
+        self._slot, self._filled = bytearray(), 0
+        if self._file is None:
+            self._file = self._retries.call(lambda: self._client.begin(self._path, view, self._mark), self._describe)
+            return
+        with translated(self._describe):
+            self._file.write(view)
+
+    def commit(self, size: int) -> None:
+        assert size == self._position
+        if self._file is None:
+            last = memoryview(self._slot)[: self._filled]
+            self._retries.call(lambda: self._client.put(self._path, last), self._describe)
+            return
+        self._send()
+        failure: Exception | None = None
+        try:
+            self._file.close()
+        except Exception as error:  # noqa: BLE001 - raised below, unless only the answer was lost
+            failure = error
+        found = self._client.size_made_by(self._mark, self._path)
+        if failure is not None and found is None:
+            raise self._describe(failure)
+        self._file = None
+        if found not in (None, size):
+            raise StorageError(
+                f"the store has {found} bytes of the object, of which {size} were sent",
+                path=self._path,
+                remedy="find out what stands between this machine and the store, and save again",
+            )
+
+    def abort(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            error = RuntimeError("the upload was abandoned")
+            try:
+                file.__exit__(type(error), error, None)
+            except Exception as failure:  # noqa: BLE001 - the first one counts; what stays is an orphan
+                logger.info("an abandoned upload could not be ended: %s", self._describe(failure).message)
+        self._slots.clear()
+        self._slot = bytearray()
 
 
 class S3Writer(FileWriter):
@@ -46,8 +146,7 @@ class S3Writer(FileWriter):
         self._retries = retries
         self._describe = describe
         self._mark = uuid.uuid4().hex
-        # A tenth more parts than expected are allowed for.
-        self._part_bytes = PART_BYTES * max(1, -(-expected_size * 11 // (10 * PART_BYTES * _MOST_PARTS)))
+        self._part_bytes = _part_bytes(expected_size)
         self._part = bytearray()
         self._filled = 0
         self._position = 0
@@ -194,3 +293,45 @@ class WholeObjectWriter(FileWriter):
 
     def abort(self) -> None:
         self._buffer = io.BytesIO()
+
+
+def abandoned_uploads(
+    filesystem: Any, directory: str, silent_seconds: float, *, empty: bool
+) -> Iterator[dict[str, str]]:
+    """Yield the uploads into ``directory``, or a directory directly in it, to which nobody has added for so long.
+
+    Time is that of the store's clock. With ``empty``, those count of which no part has arrived: they cost nothing, and
+    some servers do not tell when they began. Each is given as arguments of ``abort_multipart_upload``.
+    """
+    bucket, key, _ = filesystem.split_path(directory)
+    prefix = f"{key.rstrip('/')}/" if key else ""
+    more: dict[str, str] = {}
+    while True:
+        page = filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **more)
+        for upload in page.get("Uploads", []):
+            name = upload["Key"].removeprefix(prefix)
+            if upload["Key"].startswith(prefix) and name.count("/") <= 1:
+                arguments = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                begun = upload["Initiated"] if empty else None
+                if _seconds_silent(filesystem, arguments, begun, page) >= silent_seconds:
+                    yield arguments
+        if not page.get("IsTruncated"):
+            return
+        more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+
+def _seconds_silent(
+    filesystem: Any, upload: dict[str, str], begun: datetime.datetime | None, page: dict[str, Any]
+) -> float:
+    now = email.utils.parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
+    times = [begun] if begun is not None else []
+    more: dict[str, int] = {}
+    try:
+        while True:
+            parts = filesystem.call_s3("list_parts", **upload, **more)
+            times += [part["LastModified"] for part in parts.get("Parts", [])]
+            if not parts.get("IsTruncated"):
+                return float((now - max(times)).total_seconds()) if times else -math.inf
+            more = {"PartNumberMarker": parts["NextPartNumberMarker"]}
+    except FileNotFoundError:
+        return 0.0  # completed or aborted meanwhile
