@@ -1,32 +1,71 @@
-"""The callback that makes a Lightning run resume bit for bit."""
+"""The callback that makes a Lightning run resume bit for bit.
+
+It is a ``ModelCheckpoint`` that knows our plugins besides: failures, copies instead of second saves, verified look-ups.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
 import time
 import warnings
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
+from weakref import proxy
 
 import torch
 
-from ckpt_core.policies import RetentionPolicy
+from ckpt_core import Catalog, CheckpointInfo
+from ckpt_core.catalog import newest_first
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
+from ckpt_core.pins import pin_path
+from ckpt_core.policies import RetentionHistory, RetentionPolicy, SaveInterval, numbers_in, policy_of_words
 from ckpt_core.preemption import Preemption
+from ckpt_core.resume import ResumeAttempts, ResumePoint
 from ckpt_core.survivors import no_rescue, wait_seconds_of
-from ckpt_core.tiers import MEMORY_ROOT
+from ckpt_core.tiers import MEMORY_ROOT, MemoryTier, Tiers
+from lightning_ckpt._bases import ModelCheckpointBase
+from lightning_ckpt._boundaries import watch_boundaries
+from lightning_ckpt._callbacks.interval import AutoInterval
 from lightning_ckpt._callbacks.just_in_time import JustInTime
-from lightning_ckpt._callbacks.model_checkpoint import ReliableModelCheckpoint
+from lightning_ckpt._callbacks.lookup import (
+    is_remote,
+    left_in_another_version,
+    newest_requeued,
+    older_requeued,
+    open_filesystem,
+    stock_hint,
+    tell_of_checkpoint,
+)
+from lightning_ckpt._callbacks.memory import MemorySnapshots
+from lightning_ckpt._callbacks.outcomes import OutcomeWatch, raise_as_rank_0
+from lightning_ckpt._callbacks.resume import AutoResume, find_resume, point_of, stable_directory
 from lightning_ckpt._exact.mismatch import name_mismatches, unwrap
 from lightning_ckpt._exact.state import KEY, ExactState
 from lightning_ckpt._private.guard import check_callback
+from lightning_ckpt._private.hooks import before_look_ups, without_a_path
+from lightning_ckpt._private.loops import checkpoint_directory
 from lightning_ckpt._recording import Recording
-from lightning_ckpt._report import RunReport
-from lightning_ckpt.io import NO_STATE_KEY
+from lightning_ckpt._rehearsing import rehearse_if_asked
+from lightning_ckpt._report import RunReport, announce
+from lightning_ckpt._routing.trainer import is_routed, raise_on_all_ranks
+from lightning_ckpt.io import NO_STATE_KEY, AsyncCheckpointIO, TorchFileIO
+from lightning_ckpt.sharded import ShardedCheckpointIO
 
 __all__ = ["ResumableCheckpoint"]
 
+logger = logging.getLogger(__name__)
 
-class ResumableCheckpoint(ReliableModelCheckpoint):
+_PLUGINS = (TorchFileIO, ShardedCheckpointIO)
+_PREEMPTED = "preempted-step="
+_JUST_IN_TIME = "just-in-time-step="
+_NOT_EMPTY = "exists and is not empty"  # in Lightning's warning
+
+
+class ResumableCheckpoint(ModelCheckpointBase):
     """A ``ModelCheckpoint`` with which a resumed run ends with the bits of a run that was never interrupted.
 
     While it is on the Trainer, *every* checkpoint saved through the Trainer (by this callback, by another one, by
@@ -137,6 +176,45 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
     ) -> None:
         if data_resume not in ("auto", "replay"):
             raise ValueError(f"data_resume must be 'auto' or 'replay', not {data_resume!r}")
+        if resume not in (None, "auto"):
+            raise ValueError(
+                f"resume must be 'auto' or None, not {resume!r}: a path is given to trainer.fit(ckpt_path=)"
+            )
+        self._interval = SaveInterval.of(interval, mtbf, max_overhead)
+        if self._interval is not None:
+            ranked = {"monitor": monitor, "every_n_train_steps": every_n_train_steps}
+            _check_alone(interval, {**ranked, "train_time_interval": train_time_interval})
+            every_n_epochs = every_n_epochs or 0
+        self._auto_interval: AutoInterval | None = None
+        self._memory_options = None if memory_every_n_steps is None else (memory_every_n_steps, memory_dir)
+        if memory_every_n_steps is not None:
+            MemoryTier("", every=memory_every_n_steps, root=memory_dir)  # refuses what makes no sense
+            if resume is None and dirpath is None:
+                raise ValueError(
+                    "memory_every_n_steps needs dirpath or resume='auto': without them each start has another "
+                    "directory, by which the next one would not find the snapshots"
+                )
+        self._memory: MemorySnapshots | None = None
+        self._known_of_failures: dict[str, Any] = {}
+        retention = policy_of_words(retention) if isinstance(retention, str) else retention
+        if retention is not None and not isinstance(retention, RetentionPolicy):
+            raise TypeError(f"retention must be a policy such as ckpt_core.policies.KeepLatest, not {retention!r}")
+        self._retention = RetentionHistory(retention) if retention is not None else None
+        self._metrics: dict[str, float] = {}  # of the checkpoint that is being saved
+        self._best_model_path = self._last_model_path = ""
+        self._plugin: TorchFileIO | ShardedCheckpointIO | None = None
+        self._has_trained = False
+        self._best_of_earlier_run: str | None = None
+        self._passed_over: set[str] = set()
+        self._is_deciding = False
+        self._storage_options: dict[str, Any] | None = None
+        self._tiers: Tiers | None = None
+        # since Lightning 2.5.6
+        has_option = hasattr(ModelCheckpointBase.__mro__[1], "_should_save_on_exception")
+        if save_on_exception and not has_option:
+            raise ValueError("save_on_exception=True needs Lightning 2.5.6 or newer")
+        self.save_on_exception = False  # where Lightning does not set it
+        newer: dict[str, Any] = {"save_on_exception": save_on_exception} if has_option else {}
         super().__init__(
             dirpath=dirpath,
             filename=filename,
@@ -144,7 +222,6 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
             verbose=verbose,
             save_last=save_last,
             save_top_k=save_top_k,
-            save_on_exception=save_on_exception,
             save_weights_only=save_weights_only,
             mode=mode,
             auto_insert_metric_name=auto_insert_metric_name,
@@ -153,17 +230,17 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
             every_n_epochs=every_n_epochs,
             save_on_train_epoch_end=save_on_train_epoch_end,
             enable_version_counter=enable_version_counter,
-            retention=retention,
-            resume=resume,
-            resume_attempts=resume_attempts,
-            preempt=preempt,
-            interval=interval,
-            mtbf=mtbf,
-            max_overhead=max_overhead,
-            memory_every_n_steps=memory_every_n_steps,
-            memory_dir=memory_dir,
+            **newer,
         )
         check_callback(self)
+        self._watch: OutcomeWatch | None = None
+        self._not_empty: warnings.WarningMessage | None = None
+        self._saved_by_this_trigger: str | None = None
+        self._copy_of: str | None = None
+        self._resumed: ResumePoint | None = None
+        self._preemption = Preemption.of(preempt)
+        self._is_ending = False
+        self._auto = AutoResume(resume_attempts) if resume == "auto" else None
         self.exact = exact
         self.data_resume = data_resume
         self.log_metrics = log_metrics
@@ -176,16 +253,121 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         self._seconds_since_check: float | None = None
         self._being_saved: tuple[str, int] | None = None
         self._resumes = True
+        before_look_ups(_introduce)
+        if self._auto is not None:
+            without_a_path(find_resume)
+        rehearse_if_asked()
 
-    # ---- the exact state ---------------------------------------------------------------------------------------------
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        before_look_ups(_introduce)  # in a process that was spawned, too
+        if self._auto is not None:
+            without_a_path(find_resume)
+        rehearse_if_asked()
+
+    def meet(self, trainer: Any) -> None:
+        """Learn from the plugin of a Trainer how to reach the checkpoints."""
+        plugin = trainer.strategy.checkpoint_io
+        self._plugin = plugin if isinstance(plugin, _PLUGINS) else None
+        if self._auto is not None and self.dirpath is None:
+            self.dirpath = stable_directory(trainer)  # not that of the logger, which is another one at each start
+        known = self._storage_options, self._tiers
+        self._storage_options, self._tiers = _storage_options_of(trainer), _tiers_of(trainer)
+        if known != (self._storage_options, self._tiers):
+            self._best_of_earlier_run = None  # may not have been found without them
+
+    # ---- background saves --------------------------------------------------------------------------------------------
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        super().setup(trainer, pl_module, stage)
+        stock_hint(is_shown=True)
+        watch_boundaries(trainer)
+        self.meet(trainer)
+        with warnings.catch_warnings(record=True) as caught:
+            super().setup(trainer, pl_module, stage)
+        for each in caught:  # of a run that resumes, the directory is not empty on purpose
+            if stage == "fit" and _NOT_EMPTY in str(each.message):
+                self._not_empty = each
+            else:
+                _warn_again(each)
+        if self._auto is not None and stage == "fit":
+            self._auto.begin(trainer)
+        if stage == "fit":
+            self._is_ending = False
+            self._has_trained = True
+            # One watch per Trainer: several would announce a failure several times. The last callback has it, which
+            # must wait for what all of them save on an exception.
+            if [cb for cb in trainer.callbacks if isinstance(cb, ResumableCheckpoint)][-1] is self:
+                self._watch = OutcomeWatch(trainer)
+            self._auto_interval = None if self._interval is None else AutoInterval(self._interval, trainer)
+            self._begin_memory(trainer)
         name_mismatches(trainer)
         if stage == "fit" and self._is_first_callback(trainer):
             self._report = RunReport(trainer, log_metrics=self.log_metrics)
         if self.exact and stage == "fit" and trainer.lightning_module is not None:  # which a test may leave out
             self._state = ExactState.of(trainer, self.data_resume == "replay", self._warn_inexact)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._recording is not None:
+            self._recording.batch_ended(outputs, batch_idx)
+        if self._state is not None:
+            self._state.batch_ends()
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        if self._auto_interval is not None:
+            self._auto_interval.after_batch(lambda: self._save_for_restart(trainer))
+        if self._memory is not None:
+            self._memory.after_batch()
+        if self._watch is not None:
+            self._watch.after_batch(trainer)
+        if self._report is not None:
+            self._report.after_batch()
+
+    def _save_for_restart(self, trainer: Any) -> None:
+        if self._should_skip_saving_checkpoint(trainer):
+            return
+        candidates = self._monitor_candidates(trainer)
+        self._save_topk_checkpoint(trainer, candidates)
+        self._save_last_checkpoint(trainer, candidates)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._recording is not None:
+            self._recording.finish()
+        if self._auto_interval is not None:
+            self._save_for_restart(trainer)
+        super().on_train_end(trainer, pl_module)
+        if self._watch is not None:
+            self._watch.after_training(trainer)
+        if self._state is not None:
+            self._state.training_ended()
+        if self._report is not None:
+            self._report.training_ends(self.dirpath)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if self._just_in_time is not None and not self._is_ending:
+            self._save_just_in_time(trainer, self._just_in_time, exception)
+        plugin = trainer.strategy.checkpoint_io
+        if isinstance(plugin, _PLUGINS):
+            plugin.checkpointer.drain()  # so that no rank hears of a failure later than others, in the save below
+            plugin.checkpointer.take_failure()  # was logged, and would be raised in place of what happened now
+        try:
+            if self._is_ending:
+                pass  # saved what there is
+            elif not self.save_on_exception or self._all_ranks_are_here():
+                super().on_exception(trainer, pl_module, exception)
+            else:
+                logger.error("no checkpoint is saved on %r, because not all ranks have stopped", exception)
+        except CheckpointError:
+            logger.exception("could not save a checkpoint on the exception %r", exception)
+        if self._watch is not None:
+            self._watch.after_exception()
+        self._end_memory(keep=not self._is_ending)
+        if self._auto is not None and _was_told_to_end(exception):
+            self._auto.end(trainer)
+
+    def _all_ranks_are_here(self) -> bool:
+        # an exception on one rank only: Lightning's part of a save would wait for the others for ever
+        return self._state is None or self._state.all_ranks_are_here()
+
+    # ---- the exact state ---------------------------------------------------------------------------------------------
 
     def _warn_inexact(self, causes: str) -> None:
         warnings.warn(f"this resume cannot be promised to be exact: {causes}", stacklevel=2)
@@ -204,31 +386,13 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         # The callbacks on a Trainer share the exact state; all ranks take part in each gathering of it.
         return next(cb for cb in trainer.callbacks if isinstance(cb, ResumableCheckpoint) and cb.exact) is self
 
-    def _all_ranks_are_here(self) -> bool:
-        # an exception on one rank only: Lightning's part of a save would wait for the others for ever
-        return self._state is None or self._state.all_ranks_are_here()
-
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        super().on_load_checkpoint(trainer, pl_module, checkpoint)
-        self._resumes = True
-        if self._state is not None and trainer.state.fn == "fit":
-            self._resumes = self._state.load(checkpoint)
-
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if self._state is not None:
             self._state.fit_started()
 
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        super().on_train_start(trainer, pl_module)
-        if self._seconds_since_check is not None:
-            self._last_time_checked = time.monotonic() - self._seconds_since_check
-            self._seconds_since_check = None
-        if self._state is not None:
-            self._begin_recording(trainer)
-            self._state.training_starts()
-            self._begin_just_in_time(trainer)
-        if self._report is not None:
-            self._report.training_starts(self.dirpath)
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        if self._state is not None and self._is_first(trainer):
+            self._state.fit_ended()
 
     def on_validation_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if self._state is not None:
@@ -266,11 +430,6 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
             if problem is not None and trainer.is_global_zero:
                 warnings.warn(no_rescue(problem), stacklevel=2)
 
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        if self._just_in_time is not None and not self._is_ending:
-            self._save_just_in_time(trainer, self._just_in_time, exception)
-        super().on_exception(trainer, pl_module, exception)
-
     def _begin_recording(self, trainer: Any) -> None:
         # one record of a Trainer: the first callback that wants it
         wants = (cb for cb in trainer.callbacks if isinstance(cb, ResumableCheckpoint) and cb.exact and cb.recorder)
@@ -279,27 +438,47 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
             self._recording = Recording(trainer, self.dirpath)
             self._state.record(self._recording)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if self._recording is not None:
-            self._recording.batch_ended(outputs, batch_idx)
-        if self._state is not None:
-            self._state.batch_ends()
-        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._report is not None:
-            self._report.after_batch()
+    # ---- snapshots in memory -----------------------------------------------------------------------------------------
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._recording is not None:
-            self._recording.finish()
-        super().on_train_end(trainer, pl_module)
-        if self._state is not None:
-            self._state.training_ended()
-        if self._report is not None:
-            self._report.training_ends(self.dirpath)
+    def _memory_tier(self, trainer: Any) -> MemoryTier | None:
+        if self._memory_options is None:
+            return None
+        every, root = self._memory_options
+        return MemoryTier(checkpoint_directory(self, trainer), every=every, root=root)
 
-    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        if self._state is not None and self._is_first(trainer):
-            self._state.fit_ended()
+    def _begin_memory(self, trainer: Any) -> None:
+        tier = self._memory_tier(trainer)
+        if tier is None or trainer.fast_dev_run:
+            return
+        problem, plugin = None, trainer.strategy.checkpoint_io
+        if trainer.num_nodes > 1:
+            problem = "the ranks are on several machines, and snapshots in memory are for one"
+        elif not isinstance(plugin, _PLUGINS) or not _saves_through_plugin(trainer.strategy):
+            problem = f"{type(plugin).__name__} does not save them: add AsyncCheckpointIO or ShardedCheckpointIO"
+        elif plugin.memory is not None:
+            problem = "another callback of this Trainer takes some already"
+        self._memory = MemorySnapshots.begin(tier, trainer, problem, "step={}" + self.FILE_EXTENSION)
+
+    def _end_memory(self, *, keep: bool) -> None:
+        memory, self._memory = self._memory, None
+        if memory is not None:
+            memory.close(keep=keep)
+
+    def _forget_what_was_not_saved(self, trainer: Any) -> None:
+        """Forget saves that were under way when a snapshot in memory was taken, and that a crash has ended."""
+        tier, directory = self._memory_tier(trainer), os.fspath(self.dirpath or "")
+        if tier is None or not tier.covers(trainer.ckpt_path or ""):
+            return
+        infos = self._catalog(directory, trainer).checkpoints()
+        there = {info.name for info in infos}
+        for path in [path for path in self.best_k_models if os.path.basename(path) not in there]:
+            del self.best_k_models[path]
+        for name in ("best_model_path", "last_model_path", "kth_best_model_path"):
+            if os.path.basename(getattr(self, name)) not in there:
+                setattr(self, name, "")
+        if self.monitor is None and not self.best_model_path:  # the one before it is to be replaced by the next
+            own = (info.path for info in infos if not self._is_last(info.path) and not info.name.startswith(_PREEMPTED))
+            self.best_model_path = next(own, "")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         unwrap(trainer)
@@ -310,24 +489,193 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
         if just_in_time is not None:
             just_in_time.close()
         super().teardown(trainer, pl_module, stage)
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()  # some strategies never tear their plugin down
+        self._end_memory(keep=False)
+        if self._auto is not None and stage == "fit":
+            self._auto.end(trainer)
         report, self._report = self._report, None
         if report is not None:
             report.close()
         if self._state is not None:
             self._state.release()
 
-    # ---- what ModelCheckpoint forgets --------------------------------------------------------------------------------
+    def file_exists(self, filepath: Any, trainer: Any) -> bool:
+        plugin = trainer.strategy.checkpoint_io
+        under_way = isinstance(plugin, _PLUGINS) and plugin.checkpointer.is_pending(filepath)
+        if self._tiers is not None and isinstance(plugin, _PLUGINS) and trainer.is_global_zero:
+            under_way = plugin.checkpointer.is_taken(filepath)  # also by an upload whose local copy is gone
+        found: bool = trainer.strategy.reduce_boolean_decision(under_way, all=False)
+        return found or super().file_exists(filepath, trainer)
+
+    # ---- directories on a store --------------------------------------------------------------------------------------
+
+    @property
+    def _fs(self) -> Any:
+        """Where ``ModelCheckpoint`` looks for files."""
+        return self._filesystem
+
+    @_fs.setter
+    def _fs(self, filesystem: Any) -> None:
+        directory = getattr(self, "dirpath", None)
+        if is_remote(directory):
+            filesystem = open_filesystem(os.fspath(directory or ""), self._storage_options)
+        self._filesystem = filesystem
+
+    # ---- save_last: the same state under a second name ---------------------------------------------------------------
+
+    def _monitor_candidates(self, trainer: Any) -> Any:
+        self._saved_by_this_trigger = None  # called at the beginning of each trigger
+        return super()._monitor_candidates(trainer)
+
+    def _save_last_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
+        self._copy_of = self._saved_by_this_trigger if _saves_through_plugin(trainer.strategy) else None
+        if self._last_checkpoint_saved == self._last_model_path:
+            self._last_checkpoint_saved = ""  # Lightning 2.5.0 would put a link to itself in its place
+        try:
+            with self._decides():
+                super()._save_last_checkpoint(trainer, monitor_candidates)
+        finally:
+            self._copy_of = None
 
     def _save_checkpoint(self, trainer: Any, filepath: str) -> None:
         # the state is taken in the middle of the save, when ModelCheckpoint does not count it yet
         self._being_saved = (filepath, trainer.global_step)
         try:
-            super()._save_checkpoint(trainer, filepath)
+            self._save_or_copy(trainer, filepath)
         finally:
             self._being_saved = None
 
+    def _save_or_copy(self, trainer: Any, filepath: str) -> None:
+        source, plugin = self._copy_of, trainer.strategy.checkpoint_io
+        if source is None or source == filepath or not isinstance(plugin, _PLUGINS):
+            self._save_and_record(trainer, filepath)
+            self._saved_by_this_trigger = filepath
+            return
+        _copy(trainer, plugin, source, filepath)
+        self._last_global_step_saved = trainer.global_step
+        self._last_checkpoint_saved = filepath
+        if trainer.is_global_zero:
+            for logger_ in trainer.loggers:
+                logger_.after_save_checkpoint(proxy(self))
+
+    def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:  # type: ignore[override]
+        plugin = trainer.strategy.checkpoint_io
+        if isinstance(plugin, (AsyncCheckpointIO, ShardedCheckpointIO)) and _saves_through_plugin(trainer.strategy):
+            # A symbolic link would lead nowhere until the file is written.
+            _copy(trainer, plugin, filepath, linkpath)
+        else:
+            super()._link_checkpoint(trainer, filepath, linkpath)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        not_empty, self._not_empty = self._not_empty, None
+        if not_empty is not None and trainer.ckpt_path is None:
+            _warn_again(not_empty)
+        if self._auto_interval is not None:
+            self._auto_interval.begin()
+            self._auto_interval.schedule.load_state_dict(self._known_of_failures)
+            self._known_of_failures = {}
+        # A copy holds the state of its original, which was saved before the name of the copy was known.
+        resumed = os.path.basename(trainer.ckpt_path or "")
+        if resumed.startswith(self.CHECKPOINT_NAME_LAST) and self._is_in_dirpath(trainer.ckpt_path):
+            self.last_model_path = os.path.join(os.fspath(self.dirpath or ""), resumed)  # as Lightning spells it
+        if not self._is_in_dirpath(self._last_checkpoint_saved):
+            self._last_checkpoint_saved = ""  # that of another directory: nothing to link to
+        self._leave_passed_over_alone()
+        self._forget_what_was_not_saved(trainer)
+        if self._memory is not None:
+            self._memory.training_starts()
+        if self._preemption is not None:
+            self._remove_on_rank_0(trainer, lambda: self._older_of_requeues(trainer))
+        self._remove_on_rank_0(trainer, lambda: self._older_of_losses(trainer))
+        if self._seconds_since_check is not None:
+            self._last_time_checked = time.monotonic() - self._seconds_since_check
+            self._seconds_since_check = None
+        if self._state is not None:
+            self._begin_recording(trainer)
+            self._state.training_starts()
+            self._begin_just_in_time(trainer)
+        if self._report is not None:
+            self._report.training_starts(self.dirpath)
+
+    def _leave_passed_over_alone(self) -> None:
+        """Let new checkpoints have other names than the damaged ones, which somebody may still want to look at."""
+        for path in [path for path in self.best_k_models if self._was_passed_over(path)]:
+            del self.best_k_models[path]
+        for name in ("best_model_path", "last_model_path", "kth_best_model_path"):
+            if getattr(self, name) and self._was_passed_over(getattr(self, name)):
+                setattr(self, name, "")
+
+    def _was_passed_over(self, path: str) -> bool:
+        return any(_same(path, other) for other in self._passed_over)
+
+    # ---- what stays --------------------------------------------------------------------------------------------------
+
+    def _save_and_record(self, trainer: Any, filepath: str) -> None:
+        # before the save, so that the checkpoint knows of itself
+        self._metrics = self._measured(trainer, filepath)
+        is_chosen = self._retention is not None and not self._is_last(filepath)
+        if self._retention is not None and is_chosen:
+            self._retention.record(filepath, trainer.global_step, self._metrics)
+        try:
+            super()._save_checkpoint(trainer, filepath)
+        except CheckpointError:
+            if self._retention is not None and is_chosen:
+                self._retention.forget(filepath)
+            raise
+        finally:
+            self._metrics = {}
+
+    def _measured(self, trainer: Any, filepath: str) -> dict[str, float]:
+        """Return the metrics that a checkpoint tells of itself.
+
+        Without a policy, that is the monitored one, and only where its value is known without waiting for a device.
+        """
+        if self._retention is not None:
+            return numbers_in(trainer.callback_metrics)
+        value = self.best_k_models.get(filepath)  # was compared with the others a moment ago
+        if value is None and self.monitor is not None:
+            value = trainer.callback_metrics.get(self.monitor)
+            value = None if isinstance(value, torch.Tensor) and value.device.type != "cpu" else value
+        return {} if value is None or self.monitor is None else numbers_in({self.monitor: value})
+
+    def _save_topk_checkpoint(self, trainer: Any, monitor_candidates: Any) -> None:
+        with self._decides():
+            super()._save_topk_checkpoint(trainer, monitor_candidates)
+        if self._retention is None:
+            return
+        protected = {self._best_model_path, self._last_model_path, os.fspath(trainer.ckpt_path or "")}
+        if self.save_top_k != -1:
+            protected |= self.best_k_models.keys()
+        # the clocks of the ranks differ
+        for path in trainer.strategy.broadcast(self._retention.surplus(protected)):
+            self.best_k_models.pop(path, None)
+            self._remove_checkpoint(trainer, path)
+
+    def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
+        if self._was_passed_over(filepath):
+            logger.warning(
+                "kept the checkpoint %s, which was passed over: look at it, and delete it yourself", filepath
+            )
+            return
+        if self._plugin is None and os.path.exists(pin_path(filepath)):
+            logger.info("kept the checkpoint %s, which is pinned: ckpt drop lets go of it", filepath)
+            return  # a plugin of ours looks for itself
+        if self._retention is not None:
+            self._retention.forget(filepath)
+        super()._remove_checkpoint(trainer, filepath)
+
     def state_dict(self) -> dict[str, Any]:
-        state = dict(super().state_dict())
+        with self._decides():
+            state: dict[str, Any] = dict(super().state_dict())
+        if self._metrics:
+            state["metrics"] = dict(self._metrics)
+        if self._auto_interval is not None:
+            state["interval"] = self._auto_interval.schedule.state_dict()
+        if self._retention is not None:
+            state["retention"] = self._retention.state_dict()
         checked = self._last_time_checked
         state["seconds_since_check"] = None if checked is None else time.monotonic() - checked
         path, step = self._being_saved or (self._last_checkpoint_saved, self._last_global_step_saved)
@@ -335,8 +683,351 @@ class ResumableCheckpoint(ReliableModelCheckpoint):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
-        if not self._resumes:
+        self._known_of_failures = state_dict.get("interval", {})
+        if self._retention is not None and self.dirpath is not None:
+            known = state_dict.get("retention", ())
+            self._retention.load_state_dict(known, os.fspath(self.dirpath), looks=self._tiers is None)
+        if self._resumes:
+            self._seconds_since_check = state_dict.get("seconds_since_check")
+            self._last_checkpoint_saved = state_dict.get("last_checkpoint_saved", "")
+            self._last_global_step_saved = state_dict.get("last_global_step_saved", 0)
+
+    def _should_remove_checkpoint(self, trainer: Any, previous: str, current: str) -> bool:
+        if self._retention is not None and self._retention.wants(previous):
+            return False
+        # Lightning keeps the checkpoint that the run was resumed from, but not on remote filesystems.
+        resumed = trainer.ckpt_path
+        if resumed and "://" in previous and (_same(previous, resumed) or not self._is_in_dirpath(previous)):
+            return False
+        decision: bool = super()._should_remove_checkpoint(trainer, previous, current)
+        return decision
+
+    def _is_last(self, path: str) -> bool:
+        return os.path.basename(path).startswith(self.CHECKPOINT_NAME_LAST)
+
+    def _is_in_dirpath(self, path: Any) -> bool:
+        return self.dirpath is not None and _same(os.path.dirname(os.fspath(path)), self.dirpath)
+
+    # ---- a run that is told to end -----------------------------------------------------------------------------------
+
+    @property
+    def preemption(self) -> Preemption | None:
+        """What tells a run to save and end; None if nothing does."""
+        return self._preemption
+
+    def save_before_end(self, trainer: Any, reason: str) -> None:
+        """Save a checkpoint, and return when it is durable; called on all ranks together, between two batches."""
+        if trainer.fast_dev_run:
             return
-        self._seconds_since_check = state_dict.get("seconds_since_check")
-        self._last_checkpoint_saved = state_dict.get("last_checkpoint_saved", "")
-        self._last_global_step_saved = state_dict.get("last_global_step_saved", 0)
+        path = os.path.join(os.fspath(self.dirpath or ""), f"{_PREEMPTED}{trainer.global_step}{self.FILE_EXTENSION}")
+        candidates = self._monitor_candidates(trainer)
+        if self.save_on_exception:  # then scripts look for the name that Lightning gives it
+            path = self.format_checkpoint_name(metrics=candidates)
+        announce(trainer, f"This run ends because of {reason}: it saves {path} first.")
+        if self._auto_interval is not None:
+            self._auto_interval.schedule.is_ending = True
+        try:
+            # Not as one of the callback's own, which it would count: a resumed run does what is still due at this step.
+            trainer.save_checkpoint(path)
+            if self.save_last and self._plugin is not None and _saves_through_plugin(trainer.strategy):
+                self._saved_by_this_trigger = self._last_checkpoint_saved = path
+                self._save_last_checkpoint(trainer, candidates)
+            self._wait_until_durable(trainer)
+        except CheckpointError:
+            logger.exception("no checkpoint could be saved before this run ends")
+            return
+        self._is_ending = True
+        self._remove_on_rank_0(trainer, lambda: self._older(trainer, _PREEMPTED, path))
+        self._wait_until_durable(trainer)
+
+    def _save_just_in_time(self, trainer: Any, just_in_time: JustInTime, error: BaseException) -> None:
+        if isinstance(trainer.strategy.checkpoint_io, TorchFileIO):
+            trainer.strategy.checkpoint_io.checkpointer.drain()  # what is committed later would count as newer
+        directory = os.fspath(self.dirpath or "")
+        try:
+            path = just_in_time.rescue(
+                error, lambda step: os.path.join(directory, f"{_JUST_IN_TIME}{step}{self.FILE_EXTENSION}")
+            )
+        except Exception:  # whatever users' hooks raise: the exception that ends the training is the one to be seen
+            logger.exception("no checkpoint could be saved when a rank had died: resume from the last one")
+        else:
+            self._is_ending = path is not None
+
+    def _older_of_losses(self, trainer: Any) -> list[str]:
+        resumed = os.path.basename(trainer.ckpt_path or "")
+        if not resumed.startswith(_JUST_IN_TIME):
+            return []
+        return self._older(trainer, _JUST_IN_TIME, trainer.ckpt_path)
+
+    def _wait_until_durable(self, trainer: Any) -> None:
+        """Wait, and raise what has failed, on all ranks together: a launcher kills the others when one has ended."""
+        plugin = trainer.strategy.checkpoint_io
+        if isinstance(plugin, _PLUGINS):
+            plugin.checkpointer.drain()
+            raise_as_rank_0(trainer, plugin.checkpointer.raise_failure)
+        else:
+            trainer.strategy.barrier("lightning_ckpt.save_before_end")
+
+    def _older(self, trainer: Any, prefix: str, newest: str) -> list[str]:
+        paths = self._catalog(os.fspath(self.dirpath or ""), trainer).paths()
+        others = [path for path in paths if os.path.basename(path).startswith(prefix) and not _same(path, newest)]
+        return [path for path in others if self._should_remove_checkpoint(trainer, path, newest)]
+
+    def _older_of_requeues(self, trainer: Any) -> list[str]:
+        root, directory = os.fspath(trainer.default_root_dir), os.fspath(self.dirpath or "")
+        if is_remote(root) or not trainer.ckpt_path:
+            return []
+        return older_requeued(self._catalog(root, trainer), root, directory, os.fspath(trainer.ckpt_path))
+
+    def _remove_on_rank_0(self, trainer: Any, find: Callable[[], list[str]]) -> None:
+        if not trainer.is_global_zero:
+            return
+        try:
+            for path in find():
+                if not self._was_passed_over(path):
+                    trainer.strategy.remove_checkpoint(path)
+        except CheckpointError:
+            logger.exception("older checkpoints of interruptions could not be deleted")
+
+    # ---- resume ------------------------------------------------------------------------------------------------------
+
+    @property
+    def auto_resume(self) -> AutoResume | None:
+        """What ``resume="auto"`` does; None without it."""
+        return self._auto
+
+    def look_for_resume(self, trainer: Any) -> CheckpointInfo | None:
+        """Return the checkpoint that ``resume="auto"`` continues from; called on each rank by itself."""
+        if self._auto is None:
+            return None
+        self.meet(trainer)
+        options = {"storage_options": _storage_options_of(trainer), "tiers": _tiers_of(trainer)}
+        attempts = self._auto.look(checkpoint_directory(self, trainer), **options)
+        found = self.newest(trainer, attempts)
+        self._passed_over |= set(attempts.stepped_over)
+        return found
+
+    @property
+    def resumed(self) -> ResumePoint | None:
+        """Where the last ``fit`` has continued; None if there was nothing to resume, or it was not asked to."""
+        return self._resumed
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        super().on_load_checkpoint(trainer, pl_module, checkpoint)
+        if trainer.state.fn == "fit":
+            self._resumed = point_of(os.fspath(trainer.ckpt_path or ""), checkpoint)
+        self._resumes = True
+        if self._state is not None and trainer.state.fn == "fit":
+            self._resumes = self._state.load(checkpoint)
+
+    # ---- ckpt_path="last" and "best" ---------------------------------------------------------------------------------
+
+    def _find_last_checkpoints(self, trainer: Any) -> set[str]:
+        """Return the newest checkpoint of the directory that verifies, whatever its name."""
+        directory = checkpoint_directory(self, trainer)
+        found = self.newest(trainer)
+        is_local = not is_remote(directory) and _tiers_of(trainer) is None
+        if found is None:
+            left = left_in_another_version(directory) if self.dirpath is None else None
+            if left is not None:
+                logger.warning(
+                    "there is no checkpoint in %s, where this run saves, but there are some in %s: give "
+                    "ResumableCheckpoint a dirpath, or resume='auto', so that each start finds those of the one before",
+                    directory,
+                    left,
+                )
+            others = super()._find_last_checkpoints(trainer) if is_local else set()
+            if not others:
+                stock_hint(is_shown=False)  # until setup
+                if left is None:
+                    announce(trainer, f"There is nothing to resume in {directory}: this run starts from the beginning.")
+            return others
+        if os.path.dirname(found.path) != directory:
+            return {found.path}  # of a requeue
+        # Of what several callbacks have found, the Trainer takes the last one by date.
+        if not is_local or len(trainer.checkpoint_callbacks) > 1:
+            tell_of_checkpoint(trainer, found.path, found.modified if found.committed is None else found.committed)
+        return {found.path}
+
+    def newest(self, trainer: Any, attempts: ResumeAttempts | None = None) -> CheckpointInfo | None:
+        """Return the newest checkpoint of the directory that verifies, whatever its name, or one of a requeue.
+
+        ``attempts`` know which are stepped over. Where there are checkpoints, and none verifies, that is an error.
+        """
+        directory = checkpoint_directory(self, trainer)
+        order = list if attempts is None else attempts.in_order
+        requeued = self._newest_requeued(directory, trainer, order)
+        try:
+            tier = self._memory_tier(trainer)
+            memory = None if tier is None or trainer.num_nodes > 1 else tier.found()  # another machine has none of it
+            found = self._newest_verified(directory, trainer, order, memory)
+        except CheckpointCorruptedError:
+            if requeued is None:
+                raise
+            found = None
+        infos = order(newest_first([info for info in (requeued, found) if info is not None]))
+        return infos[0] if infos else None
+
+    def _newest_requeued(self, directory: str, trainer: Any, order: Any) -> CheckpointInfo | None:
+        root = os.fspath(trainer.default_root_dir)
+        if is_remote(root) or not os.path.isdir(root):
+            return None
+        return newest_requeued(self._catalog(root, trainer), root, directory, order)
+
+    def _catalog(self, directory: Any, trainer: Any = None, memory: str | None = None) -> Catalog:
+        options = _storage_options_of(trainer) if trainer is not None else self._storage_options
+        tiers = _tiers_of(trainer) if trainer is not None else self._tiers
+        return Catalog(directory, suffix=self.FILE_EXTENSION, storage_options=options, tiers=tiers, memory=memory)
+
+    def _newest_verified(
+        self, directory: Any, trainer: Any = None, order: Any = None, memory: str | None = None
+    ) -> CheckpointInfo | None:
+        catalog = self._catalog(directory, trainer, memory)
+        newest = catalog.newest_verified(_is_training_state, order)
+        self._passed_over = set(catalog.passed_over)
+        if newest is None:
+            return None
+        # Under both of its names it is the same file; resumed from the other name, that one would never be deleted.
+        others = [info for info in catalog.checkpoints() if self._is_last(info.path)]
+        return next((info for info in others if _is_same_file(info.path, newest.path)), newest)
+
+    @contextlib.contextmanager
+    def _decides(self) -> Iterator[None]:
+        """Let ModelCheckpoint itself, which decides by its paths what to delete, read them without waiting."""
+        before, self._is_deciding = self._is_deciding, True
+        try:
+            yield
+        finally:
+            self._is_deciding = before
+
+    def _once_on_store(self, path: str) -> str:
+        # Whoever touches a local path waits; nobody sees who asks a store.
+        if is_remote(path) and self._has_trained and self._plugin is not None and not self._is_deciding:
+            checkpointer = self._plugin.checkpointer
+            if checkpointer.is_pending(path):
+                checkpointer.drain()
+        return path
+
+    @property
+    def last_model_path(self) -> str:
+        """Path of the newest checkpoint under the name ``last``; a URL once it is durable, a local path at once."""
+        return self._once_on_store(self._last_model_path)
+
+    @last_model_path.setter
+    def last_model_path(self, path: str) -> None:
+        self._last_model_path = path
+
+    @property
+    def best_model_path(self) -> str:
+        """Path of the best checkpoint, as above; in a process that has not trained, what the newest says it is."""
+        self._once_on_store(self._best_model_path)
+        if self._best_model_path or self._has_trained or self.dirpath is None:
+            return self._best_model_path
+        # Kept apart: a run that begins later must not take it for its own and delete it.
+        if self._best_of_earlier_run is None:
+            self._best_of_earlier_run = self._look_up_best(os.fspath(self.dirpath))
+        return self._best_of_earlier_run
+
+    @best_model_path.setter
+    def best_model_path(self, path: str) -> None:
+        self._best_model_path = path
+
+    def _look_up_best(self, directory: str) -> str:
+        found = self._newest_verified(directory)
+        if found is None:
+            return ""
+        newest = found.path
+        catalog = self._catalog(directory)
+        best = catalog.peek(newest).get("callbacks", {}).get(self.state_key, {}).get("best_model_path")
+        if not best:
+            if self.monitor is not None:
+                logger.warning("took %s for the best checkpoint: it does not know the best %s", newest, self.monitor)
+            return newest
+        # The directory may have been moved or copied since.
+        moved = f"{directory.rstrip('/')}/{os.path.basename(best)}"
+        for path in dict.fromkeys([moved, best]):
+            try:
+                catalog.check(path)
+            except CheckpointNotFoundError:
+                continue
+            except CheckpointError as error:
+                logger.warning("took %s instead of the best checkpoint %s: %s", newest, path, error.message)
+                return newest
+            return str(path)
+        logger.warning("took %s instead of the best checkpoint %s, which is not there", newest, best)
+        return newest
+
+
+def _introduce(trainer: Any) -> None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, ResumableCheckpoint):
+            callback.meet(trainer)
+
+
+def _copy(trainer: Any, plugin: TorchFileIO | ShardedCheckpointIO, source: str, target: str) -> None:
+    def copy() -> None:
+        plugin.before_change(target, removes=False)
+        plugin.checkpointer.copy(source, target)
+        plugin.checkpointer.wait_when_touched(target)
+
+    if isinstance(plugin, ShardedCheckpointIO):
+        raise_on_all_ranks(copy, world_size=trainer.world_size)
+    else:
+        raise_as_rank_0(trainer, copy if trainer.is_global_zero else _nothing)
+
+
+def _check_alone(interval: str | None, settings: Mapping[str, Any]) -> None:
+    for name in ("monitor", "every_n_train_steps", "train_time_interval"):
+        if settings.get(name) is not None:
+            raise ValueError(
+                f"interval={interval!r} and {name} are for two callbacks: one that saves for a restart, when that is "
+                f"due, and a second ResumableCheckpoint({name}=...)"
+            )
+
+
+def _was_told_to_end(exception: BaseException) -> bool:
+    return isinstance(exception, KeyboardInterrupt) or type(exception).__name__ == "SIGTERMException"
+
+
+def _warn_again(found: warnings.WarningMessage) -> None:
+    warnings.warn_explicit(found.message, found.category, found.filename, found.lineno)
+
+
+def _nothing() -> None:
+    """What the ranks that do not write do."""
+
+
+def _storage_options_of(trainer: Any) -> dict[str, Any] | None:
+    plugin = trainer.strategy.checkpoint_io
+    return plugin.storage_options if isinstance(plugin, _PLUGINS) else None
+
+
+def _tiers_of(trainer: Any) -> Tiers | None:
+    plugin = trainer.strategy.checkpoint_io
+    return plugin.tiers if isinstance(plugin, _PLUGINS) else None
+
+
+def _is_same_file(path: str, other: str) -> bool:
+    return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
+
+
+def _is_training_state(state: Any) -> bool:
+    return isinstance(state, Mapping) and "optimizer_states" in state
+
+
+def _same(path: Any, other: Any) -> bool:
+    return _normal(os.fspath(path)) == _normal(os.fspath(other))
+
+
+def _normal(path: str) -> str:
+    protocol, found, rest = path.partition("://")
+    # fsspec spells one path in several ways: memory://a and memory:///a
+    return f"{protocol}://{rest.strip('/')}" if found else os.path.abspath(path)
+
+
+def _saves_through_plugin(strategy: Any) -> bool:
+    if is_routed(strategy):
+        return True
+    # Sharded strategies write by themselves and leave the plugin out.
+    base: Any = next((cls for cls in type(strategy).__mro__ if cls.__name__ == "Strategy"), None)
+    return base is not None and type(strategy).save_checkpoint is base.save_checkpoint
