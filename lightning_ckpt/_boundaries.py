@@ -16,13 +16,14 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ckpt_core import Checkpointer
 from ckpt_core.preemption import Notices, Preemption, SignalNotes, exit_status
 from ckpt_core.ranks import Call, Meeting, connect_store
 from lightning_ckpt._observers import Observers
+from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._private.boundaries import TrainerBoundaries
 from lightning_ckpt._private.guard import missing_boundaries
 from lightning_ckpt._private.replacing import Live
-from lightning_ckpt._reserving import reserve_memory
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,7 @@ class _Between(Live):
         is_last = is_over or (is_end and not is_training)
         if is_training and not self._has_reserved and not is_end and self._trainer.global_step > 0:
             self._has_reserved = True
-            reserve_memory(self._trainer)
+            _reserve_memory(self._trainer)
         call = self._meeting.at_last(position) if is_last else self._meeting.at(position)
         if call.requests:
             self._act(call, is_over=is_over)
@@ -108,3 +109,17 @@ class _Between(Live):
         self._signals.close()
         self._meeting.close()
         self._observers.close()
+
+
+def _reserve_memory(trainer: Any) -> None:
+    """Let the plugin of a Trainer allocate memory for its asynchronous saves, when its optimizers have their state."""
+    strategy, plugin = trainer.strategy, trainer.strategy.checkpoint_io
+    callbacks = trainer.checkpoint_callbacks
+    if not isinstance(plugin, ReliableCheckpointIO) or plugin.options.strategy == "sync" or not callbacks:
+        return
+    if isinstance(plugin.checkpointer, Checkpointer) and (
+        not trainer.is_global_zero or strategy.restore_checkpoint_after_setup
+    ):
+        return  # one rank writes the file; what it gathers of sharded strategies is not known here
+    weights_only = all(getattr(callback, "save_weights_only", False) for callback in callbacks)
+    plugin.checkpointer.reserve([trainer.lightning_module], [] if weights_only else trainer.optimizers)

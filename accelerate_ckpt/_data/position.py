@@ -554,13 +554,9 @@ class _SkippedLoader:
         self._leave_out = leave_out
 
     # scripts and Accelerate ask isinstance(..., DataLoader)
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return self._loader.__class__
-
-    @__class__.setter
-    def __class__(self, value: type) -> None:
-        raise TypeError(f"the class of this loader cannot be changed to {value.__name__}")
 
     def __getattr__(self, name: str) -> Any:
         if name in ("_loader", "_batches", "_leave_out"):

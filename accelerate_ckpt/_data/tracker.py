@@ -49,13 +49,9 @@ class ShardSampler(RecordingSampler):
         self.plain = PlainState(self.source, skip=(loader, getattr(loader, "dataset", None)))
 
     # Accelerate asks isinstance(..., BatchSampler)
-    @property
+    @property  # type: ignore[misc]
     def __class__(self) -> Any:
         return type(self.whole)
-
-    @__class__.setter
-    def __class__(self, value: type) -> None:
-        raise TypeError(f"the class of this sampler cannot be changed to {value.__name__}")
 
     def __getattr__(self, name: str) -> Any:
         if name in ShardSampler._kept:

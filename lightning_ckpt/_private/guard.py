@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
 from torchmetrics import SumMetric
@@ -67,6 +68,15 @@ _MODEL_CHECKPOINT = (
     "_save_last_checkpoint",
     "_should_remove_checkpoint",
 )
+_INTERNALS = (
+    ("fit_loop", _FIT_LOOP),
+    ("fit_loop.epoch_loop", _EPOCH_LOOP),
+    ("fit_loop.epoch_loop.automatic_optimization", ("optim_progress",)),
+    ("fit_loop.epoch_loop.manual_optimization", ("optim_step_progress",)),
+    ("fit_loop.epoch_loop.val_loop", _VAL_LOOP),
+    ("_logger_connector", _CONNECTOR),
+    ("_checkpoint_connector", _CHECKPOINTS),
+)
 _BOUNDARIES = (
     ("_signal_connector", ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn", "received_sigterm", "teardown")),
     ("_accelerator_connector", ("cluster_environment",)),
@@ -82,32 +92,22 @@ _METRIC = ("_computed", "_defaults", "_update_count")
 
 
 def missing_internals(trainer: Any) -> list[str]:
-    """Return the private attributes this file uses that the Trainer does not have."""
-    fit_loop = getattr(trainer, "fit_loop", None)
-    epoch_loop = getattr(fit_loop, "epoch_loop", None)
-    owners = (
-        ("fit_loop", fit_loop, _FIT_LOOP),
-        ("fit_loop.epoch_loop", epoch_loop, _EPOCH_LOOP),
-        ("fit_loop.epoch_loop.val_loop", getattr(epoch_loop, "val_loop", None), _VAL_LOOP),
-        ("_logger_connector", getattr(trainer, "_logger_connector", None), _CONNECTOR),
-        ("_checkpoint_connector", getattr(trainer, "_checkpoint_connector", None), _CHECKPOINTS),
-    )
-    missing = [f"trainer.{path}.{name}" for path, owner, names in owners for name in names if not hasattr(owner, name)]
-    optimization = getattr(epoch_loop, "automatic_optimization", None)
-    if not hasattr(optimization, "optim_progress"):
-        missing.append("trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress")
-    if not hasattr(getattr(epoch_loop, "manual_optimization", None), "optim_step_progress"):
-        missing.append("trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress")
+    """Return the private attributes that exact resume uses and the Trainer does not have."""
+    missing = _missing(trainer, _INTERNALS)
     if any(cls.__name__ == "DDPStrategy" for cls in type(trainer.strategy).__mro__):
-        missing += [f"trainer.strategy.{name}" for name in _DDP_STRATEGY if not hasattr(trainer.strategy, name)]
+        missing += _missing(trainer, (("strategy", _DDP_STRATEGY),))
     metric = SumMetric()
     return missing + [f"torchmetrics.Metric.{name}" for name in _METRIC if not hasattr(metric, name)]
 
 
 def missing_boundaries(trainer: Any) -> list[str]:
     """Return the attributes between two batches and of the signal handlers that the Trainer does not have."""
+    return _missing(trainer, _BOUNDARIES)
+
+
+def _missing(trainer: Any, wanted: Iterable[tuple[str, tuple[str, ...]]]) -> list[str]:
     missing = []
-    for path, names in _BOUNDARIES:
+    for path, names in wanted:
         owner = functools.reduce(lambda found, name: getattr(found, name, None), path.split("."), trainer)
         missing += [f"trainer.{path}.{name}" for name in names if not hasattr(owner, name)]
     return missing

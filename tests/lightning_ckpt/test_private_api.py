@@ -97,7 +97,7 @@ def test_ddp_reducer() -> None:
 
 
 def test_a_moved_attribute_is_named(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "_FIT_LOOP", (*guard._FIT_LOOP, "_renamed"))
+    monkeypatch.setattr(guard, "_INTERNALS", (*guard._INTERNALS, ("fit_loop", ("_renamed",))))
     trainer = pl.Trainer(
         callbacks=[ResumableCheckpoint(dirpath=str(tmp_path))], logger=False, accelerator="cpu", devices=1
     )
