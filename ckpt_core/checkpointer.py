@@ -13,10 +13,10 @@ import torch
 
 from ckpt_core._layouts.image import WINDOW
 from ckpt_core._pipeline import reader
+from ckpt_core._pipeline.device_copy import wait_staged
 from ckpt_core._pipeline.file_save import FileSave
 from ckpt_core._pipeline.jobs import OnError
 from ckpt_core._pipeline.save import Pipeline
-from ckpt_core._pipeline.staging import wait_staged
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import CheckpointLoaded, Event, Listener, notify
 from ckpt_core.paths import StrPath

@@ -1,24 +1,17 @@
-"""Where checkpoints are: Accelerate's automatic names, which of them exist, and which a policy or limit gives up."""
+"""Where checkpoints are: Accelerate's automatic names, and which of them exist."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-from accelerate_ckpt._state.parts import FORMAT
-from accelerate_ckpt.config import OptionError
 from ckpt_core import Catalog, CheckpointInfo
 from ckpt_core.catalog import newest_first
-from ckpt_core.checkpointer import full_path
-from ckpt_core.directory import DirectoryCheckpointer
-from ckpt_core.errors import CheckpointError
 from ckpt_core.paths import StrPath
-from ckpt_core.policies import RetentionHistory, RetentionPolicy, SavedCheckpoint
 from ckpt_core.tiers import Tiers
 
 log = logging.getLogger(__name__)
@@ -27,7 +20,7 @@ _FOLDER = "checkpoints"
 _PREFIX = "checkpoint"  # as Accelerate and the Trainer name theirs
 _NAME = _PREFIX + "_{}"
 # Accelerate's own rule: the first run of digits in the last component of the path.
-_NUMBER = re.compile(r"[0-9]+")
+NUMBER = re.compile(r"[0-9]+")
 
 
 def is_url(path: str) -> bool:
@@ -58,7 +51,7 @@ def target_of(accelerator: Any, output_dir: StrPath | None) -> str:
 def number_of(path: str) -> int | None:
     """Return the number in the name of a checkpoint, None if there is none or the name is hidden."""
     name = os.path.basename(path.rstrip("/"))
-    found = None if name.startswith(".") else _NUMBER.search(name)
+    found = None if name.startswith(".") else NUMBER.search(name)
     return int(found.group()) if found else None
 
 
@@ -92,16 +85,6 @@ def by_number(paths: Iterable[str]) -> dict[int, str]:
     return {number: path for path in paths if (number := number_of(path)) is not None}
 
 
-def unwanted(committed: dict[int, str], pending: list[str], keep: int) -> list[str]:
-    """Return which committed checkpoints to delete, the oldest first, so that the ``keep`` highest numbers stay.
-
-    Those whose save is ``pending`` count, and are not deleted.
-    """
-    under_way = {number for path in pending if (number := number_of(path)) is not None}
-    kept = set(sorted(under_way | set(committed), reverse=True)[:keep])
-    return [path for number, path in sorted(committed.items()) if number not in kept | under_way]
-
-
 def next_iteration(
     accelerator: Any, loaded: int | None, storage_options: dict[str, Any] | None, tiers: Tiers | None = None
 ) -> int:
@@ -119,88 +102,3 @@ def next_iteration(
     taken = [number for name in names if (number := number_of(name)) is not None]
     known = [int(accelerator.project_configuration.iteration), *(number + 1 for number in taken)]
     return max(known if loaded is None else [*known, loaded + 1])
-
-
-class Retention:
-    """What is known of the checkpoints of one Accelerator, and which of them its policy gives up.
-
-    Checkpoints whose names in one directory differ in nothing but numbers (``step_100``, ``step_200``) are a series, in
-    which the policy chooses; what has another name, or one that does not begin with ``prefix``, is left alone. What a
-    policy needs to know is in each checkpoint's metadata, so that a run that is resumed knows of those of the runs
-    before. The policy may be the mapping that names its class; if that is none, it is refused with an ``OptionError``.
-    """
-
-    def __init__(
-        self,
-        policy: Any,
-        checkpointer: DirectoryCheckpointer,
-        storage_options: dict[str, Any] | None,
-        prefix: str = "",
-    ) -> None:
-        self._prefix = prefix
-        self._history = RetentionHistory(_built(policy) if isinstance(policy, Mapping) else policy)
-        self._checkpointer = checkpointer
-        self._storage_options = storage_options
-
-    def covers(self, target: str) -> bool:
-        """Return whether the policy is for a checkpoint of that name."""
-        return os.path.basename(target.rstrip("/")).startswith(self._prefix)
-
-    def record(self, target: str, step: int, metrics: Mapping[str, float], time: float) -> None:
-        """Note a checkpoint whose save has begun: steps taken, what was logged, Unix time in seconds."""
-        self._history.record(self._checkpointer.known_as(target), step, metrics, time)
-
-    def surplus(
-        self, target: str, pending: Collection[str], protected: Collection[str], ignored: Collection[str] = ()
-    ) -> list[str]:
-        """Return the checkpoints to delete, the oldest first, of the series of which ``target`` is the newest.
-
-        Paths that are pending (their save is under way) count and stay, protected ones stay, and ignored ones stay and
-        do not count, because they are damaged.
-        """
-        newest = self._checkpointer.known_as(target)
-        directory, name = os.path.split(newest)
-        options = self._storage_options if is_url(directory) else None
-        there = [full_path(path) for path in Catalog(directory, suffix="", storage_options=options).paths()]
-        there += self._checkpointer.uploaded_in(directory)
-        under_way = {newest, *map(self._checkpointer.known_as, pending)}
-        series = _series_of(name)
-        paths = {path for path in {*there, *under_way} if os.path.dirname(path) == directory}
-        paths = {path for path in paths if _series_of(os.path.basename(path)) == series} - set(ignored)
-        self._history.read_back(paths, self._read)
-        return self._history.surplus({*under_way, *map(self._checkpointer.known_as, protected)}, among=paths)
-
-    def _read(self, path: str) -> SavedCheckpoint | None:
-        """Return what the checkpoint of an earlier run says of itself, None if it cannot or is not one of ours."""
-        try:
-            with self._checkpointer.load(path) as checkpoint:
-                about, committed = checkpoint.metadata.get(FORMAT), checkpoint.stamp.committed
-        except CheckpointError as error:
-            log.warning("the checkpoint %s stays, because it cannot be read: %s", path, error.message)
-            return None
-        if about is None:
-            return None
-        step = about.get("step", number_of(path) or 0)
-        return SavedCheckpoint(path, int(step), about.get("time", committed or 0.0), about.get("metrics", {}))
-
-
-def _series_of(name: str) -> str:
-    return _NUMBER.sub("#", name)
-
-
-def _built(policy: Any) -> Any:
-    """Return the object that a mapping of class and arguments describes; anything else as it is, lists item by item."""
-    if isinstance(policy, (list, tuple)):
-        return [_built(item) for item in policy]
-    if not isinstance(policy, Mapping) or "class_path" not in policy:
-        return policy
-    path = policy["class_path"]
-    arguments = {name: _built(value) for name, value in (policy.get("init_args") or {}).items()}
-    module, _, name = path.rpartition(".")
-    try:
-        built = getattr(importlib.import_module(module), name)(**arguments)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise OptionError(f"retention: {path} cannot be made: {error}") from error
-    if not isinstance(built, RetentionPolicy):
-        raise OptionError(f"retention: {path} is no policy such as ckpt_core.policies.KeepLatest")
-    return built

@@ -26,11 +26,12 @@ from accelerate_ckpt._report import RunReport, announce, forget_reports
 from accelerate_ckpt._state.changes import Changes
 from accelerate_ckpt._state.interval import PREFIX, AutoInterval
 from accelerate_ckpt._state.memory import MemorySnapshots
-from accelerate_ckpt._state.naming import Retention, automatic_root, by_number, numbered, unwanted
+from accelerate_ckpt._state.naming import automatic_root, by_number, numbered
 from accelerate_ckpt._state.outcomes import OutcomeWatch
 from accelerate_ckpt._state.parts import is_sharded
 from accelerate_ckpt._state.preemption import PreemptionWatch
 from accelerate_ckpt._state.resume import AutoResume, directory_of_run
+from accelerate_ckpt._state.retention import Retention, unwanted
 from accelerate_ckpt.config import CheckpointConfig, OptionError
 from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.errors import StateMismatchError

@@ -13,8 +13,8 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ckpt_core._commit.announcement import Announcement
 from ckpt_core._commit.errors_as_data import decode_error, encode_error, names_of
-from ckpt_core._commit.outcome import raise_together
 from ckpt_core._commit.progress import Progress
+from ckpt_core._commit.shared_failures import raise_together
 from ckpt_core._commit.store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError
 

@@ -30,7 +30,7 @@ from ckpt_core._pipeline.directories import (
     unchangeable,
 )
 from ckpt_core._pipeline.save import Pipeline
-from ckpt_core._pipeline.snapshot import Snapshot, given_up
+from ckpt_core._pipeline.staging import Snapshot, given_up
 from ckpt_core._pipeline.unchanged import IncrementalSave
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core._plan import LocalTensor, Piece, WritePlanCache, local_tensor

@@ -1,343 +1,374 @@
-"""Copies of a state into a staging buffer: in which order, on which streams, and who waits for them.
+"""State to host copy: a reused, page-aligned, pre-faulted buffer, and the guard against torn snapshots.
 
-Tensors of accelerators are copied on a side stream behind the work that is queued. Where copies overlap with training,
-the training thread waits for none of them, and the devices wait as late as is right:
-
-- What only an optimizer's step changes, its parameters and their state, is copied late: while the next forward and
-  backward pass run. The step's stream waits for it, in a hook that torch calls before every step of every optimizer.
-- Everything else is copied early: the streams of the thread that saves wait for it when the save returns. So no rule
-  is needed for buffers, gradients and averages of weights, whose changes nobody announces.
-- That nothing else has written to what is copied late is not believed but checked, by sums over its bytes: before
-  anything that comes after the save, and after the copy. If they differ, the save fails.
+Copying into memory that is used again and again runs at memory speed; copying into fresh memory runs at a fifth of it,
+because every page must first be found and cleared. So buffers are kept between saves.
 """
 
 from __future__ import annotations
 
-import bisect
-import collections
-import os
-import sys
+import contextlib
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt_core._devices import ROW, Events, RowSums, SideStreams, let_devices_wait
-from ckpt_core._layouts.image import ImageAbandonedError
-from ckpt_core._layouts.safetensors import resolved
-from ckpt_core.parallel import wait_through
-
-COPY_GROUP = 64 * 2**20  # bytes copied by one call: long enough that taking the GIL between two does not count
-LATE_PIECE = 2**20  # bytes: to copy less takes no longer than to queue its sums
-_WIDEST = 4  # bytes of a number: of wider ones, the sums do not see the signs
-EARLY_BYTES = 64 * 2**20  # of devices that a save may hold when it returns; what is copied late stays there anyway
-
-Piece = tuple[int, torch.Tensor, torch.Tensor]
-_Ranges = dict[torch.device, list[tuple[int, int]]]
-
-_lock = threading.Lock()
-_hooks: list[Any] = []  # one, when there is a checkpointer that overlaps
-_stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since they are watched: the hook reaches them
-_under_way: list[BackgroundCopy] = []  # those that copy something late
+from ckpt_core._devices import is_capturing, on_this_device, wait_for_devices
+from ckpt_core._layouts.image import WINDOW, Image, ImageAbandonedError
+from ckpt_core._pipeline.device_copy import COPY_GROUP, BackgroundCopy, Piece
+from ckpt_core._pipeline.host_copy import HOST_PIECE, HostCopy
+from ckpt_core._pipeline.passing import PassedImage, PassingWindows
+from ckpt_core.errors import CheckpointError, OutOfMemoryError, SnapshotTornError
+from ckpt_core.memory import StagingBuffer
 
 
-class BackgroundCopy:
-    """Copies tensors of accelerators into host memory, behind the work that is queued, while the caller pickles.
+class BufferPool:
+    """At most ``limit`` staging buffers, lent one by one and kept for the next save.
 
-    They are copied on a side stream of their device, which starts after the work already queued on the current one. The
-    calling thread queues what it has to wait for, or its devices have to (with ``overlaps``); a thread of this class
-    queues the rest, and waits. It starts when the caller has pickled: both would take the GIL from each other, at every
-    tensor. However it ends, nothing is written to the targets afterwards, and no tensor is held.
-
-    ``pieces`` are ``(end, target, source)``: ``uint8`` tensors of the same size, and the offset that is reached with
-    them.
+    All of them together take ``most_bytes`` at the most (None: any number): each gets an equal share, of whole windows.
     """
 
-    def __init__(self, pieces: Iterable[Piece], *, overlaps: bool = False) -> None:
-        early, late = list(pieces), list[Piece]()
-        if overlaps:
-            early, late = _divide(early)
-        # In this order: the copies begin behind the sums.
-        self._sums = RowSums([source for _, _, source in late])
-        self._streams = SideStreams(source for _, _, source in [*early, *late])
-        self._overlaps = overlaps and self._streams.may_be_late
-        if late and not self._overlaps:  # a device without streams, for which the host has waited
-            early, late = sorted([*early, *late], key=_end), []
-            self._sums = RowSums([])
-        self._late = late
-        self._reached = 0
-        self._error: BaseException | None = None
-        self._is_torn = False
-        self._progress = threading.Condition()
-        self._late_events: Events = {}
-        self._is_late_queued = threading.Event()
-        self._claim = threading.Lock()  # for the thread, or for whoever gives up on it, whichever comes first
-        self._ended = threading.Event()
-        # What a save holds for its own sake must not stay when it returns, if it is much.
-        self._waits_for_early = sum(source.numel() for _, _, source in early if not source.is_cpu) > EARLY_BYTES
-        try:
-            with self._streams.entered(), torch.inference_mode(False), torch.no_grad():
-                self._queued = self._queue(early)
-                self._early_events = self._streams.record(source for _, _, source in early)
-        except BaseException:
-            self._streams.synchronize()
-            raise
-        if late:
-            _under_way.append(self)
+    def __init__(self, limit: int, most_bytes: int | None = None) -> None:
+        self._limit = limit
+        self._share = None if most_bytes is None else most_bytes // limit // WINDOW * WINDOW
+        self._lent = 0
+        self._idle: list[StagingBuffer] = []
+        self._outside: list[StagingBuffer] = []  # those that are lent and may be kept when they come back
+        self._changed = threading.Condition()
+        self._reserving: threading.Thread | None = None
 
-    # ---- the thread that copies --------------------------------------------------------------------------------------
+    def reserve(self, nbytes: int) -> None:
+        """Allocate a buffer of ``nbytes`` in the background, for a save to come; one that comes sooner waits for it.
 
-    def _run(self) -> None:
-        if not self._claim.acquire(blocking=False):
-            return
-        try:
-            with self._streams.entered(), torch.no_grad():
-                try:
-                    self._copy_late()
-                    self._is_torn = self._sums.differ()
-                finally:
-                    self._streams.synchronize()  # whatever has failed: the targets are about to be used again
-        except BaseException as error:  # noqa: BLE001 - raised again by wait()
-            self._error = error
-        finally:
-            self._end()
-
-    def _copy_late(self) -> None:
-        late, self._late = self._late, []
-        queued = self._queue(late, sums=self._sums)
-        self._late_events = self._streams.record(source for _, _, source in late)
-        self._is_late_queued.set()
-        # Early ones are not in the order of the buffer where there are late ones.
-        self._follow(self._queued, advances=not late)
-        late = []
-        self._follow(queued)
-
-    def _end(self) -> None:
-        self._late = []  # what the caller has let go of is free from now on
-        self._queued.clear()
-        self._sums = RowSums([])
-        self._is_late_queued.set()
-        self._ended.set()
-        if self in _under_way:
-            _under_way.remove(self)
-        self._advance(sys.maxsize)
-
-    def _queue(self, pieces: list[Piece], *, sums: RowSums | None = None) -> _Queued:
-        """Queue copies, group by group, or make those that no stream is needed for."""
-        queued: _Queued = collections.deque()
-        for end, targets, sources in _groups(pieces):
-            # What does not block needs a stream to wait for afterwards.
-            torch._foreach_copy_(targets, list(map(resolved, sources)), non_blocking=self._streams.may_be_late)
-            if sums is not None:
-                sums.add(sources)
-            queued.append((end, self._streams.record(sources), sources))
-        return queued
-
-    def _follow(self, queued: _Queued, *, advances: bool = True) -> None:
-        """Wait for queued copies, and let go of what they have copied."""
-        while queued:
-            end, events, _ = queued.popleft()
-            for event in events.values():
-                event.synchronize()
-            if advances:
-                self._advance(end)
-
-    def _advance(self, offset: int) -> None:
-        with self._progress:
-            self._reached = offset
-            self._progress.notify_all()
-
-    # ---- the thread that trains --------------------------------------------------------------------------------------
-
-    def hand_over(self, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Return when the caller may change the state, by a step of an optimizer what is copied late.
-
-        The calling thread does ``meanwhile`` first. What that or the copy raises is raised, but for what is copied
-        late: :meth:`wait` does.
+        Where there is no memory for it, that save says so; where one is under way, it has allocated.
         """
-        meanwhile()
-        if self._overlaps and self._waits_for_early:
-            self._follow(self._queued, advances=False)
+
+        def allocate() -> None:
+            if not self.exhausted:
+                with contextlib.suppress(OutOfMemoryError):
+                    self.release(self.acquire(nbytes))
+
+        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down: no new threads
+            reserving = threading.Thread(target=on_this_device(allocate), name="ckpt-reserve")
+            reserving.start()
+            self._reserving = reserving
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the next :meth:`acquire` would have to wait."""
+        return self._lent >= self._limit
+
+    def acquire(self, nbytes: int) -> StagingBuffer:
+        """Lend a buffer of ``nbytes`` or a save's share, waiting until one is free."""
+        if self._share is not None:
+            nbytes = min(nbytes, self._share)
+        with self._changed:
+            self._changed.wait_for(lambda: self._lent < self._limit)
+            self._lent += 1
+            idle = sorted(self._idle, key=lambda buffer: buffer.nbytes)
+            buffer = next((b for b in idle if b.nbytes >= nbytes), None)
+            if buffer is not None:
+                self._idle.remove(buffer)
+                self._outside.append(buffer)
+                return buffer
+            if len(idle) + self._lent > self._limit:
+                # Replace one that is too small, so that memory never exceeds the limit.
+                self._idle.remove(idle[0])
+                idle[0].close()
         try:
-            threading.Thread(target=self._run, name="ckpt-staging").start()
-        except RuntimeError:  # the interpreter is shutting down: no new threads
-            self._run()
-        if self._overlaps:
-            let_devices_wait(self._early_events)
+            try:
+                buffer = StagingBuffer(nbytes, pinned=True)
+            except OutOfMemoryError:
+                with self._changed:
+                    self._free_idle()  # those that are too small
+                buffer = StagingBuffer(nbytes, pinned=True)
+        except BaseException:
+            with self._changed:
+                self._lent -= 1
+                self._changed.notify_all()
+            raise
+        self._outside.append(buffer)
+        return buffer
+
+    def wait(self) -> None:
+        """Return when a buffer is free."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lent < self._limit)
+
+    def release(self, buffer: StagingBuffer) -> None:
+        """Take a lent buffer back."""
+        with self._changed:
+            self._lent -= 1
+            if buffer in self._outside:
+                self._outside.remove(buffer)
+                self._idle.append(buffer)
+            else:
+                buffer.close()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Free the buffers, those that are lent when they come back."""
+        reserving, self._reserving = self._reserving, None
+        if reserving is not None:
+            reserving.join()
+        with self._changed:
+            self._outside.clear()
+            self._free_idle()
+
+    def _free_idle(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+
+class TornSnapshotGuard:
+    """Detects that a tensor was changed, through torch, between the beginning and the end of a snapshot.
+
+    Compares the version counters that autograd keeps; changes through ``tensor.data`` or through a NumPy view do not
+    count there and are not seen.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def check(self, *, path: str) -> None:
+        """Raise a ``SnapshotTornError`` if a tensor has changed since this guard was made."""
+        changed = sum(tensor._version != version for tensor, version in zip(self._tensors, self._versions, strict=True))
+        if changed:
+            raise SnapshotTornError(
+                f"{changed} of {len(self._tensors)} tensors changed while they were being copied; nothing was saved",
+                path=path,
+                remedy="do not let another thread train while a checkpoint is saved, or save between its steps",
+            )
+
+
+class Layout(Protocol):
+    """Which tensors a state has, and where in a buffer they go."""
+
+    @property
+    def tensors(self) -> Sequence[torch.Tensor]:
+        """The live tensors that are written."""
+
+    @property
+    def staged_size(self) -> int:
+        """Bytes of the buffer that all of them need; 0 if they need none."""
+
+    def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterable[Piece]:
+        """Yield pieces of at most ``nbytes`` to copy into ``buffer``, in order, as ``(end, target, source)``.
+
+        ``end`` is the offset in the buffer at which one ends.
+        """
+
+
+class Snapshot:
+    """The tensors of one save: being copied into a buffer of ours, or live while training waits.
+
+    Two threads share it. The training thread takes the state, and seals it or gives up; the other one writes what is
+    there already, and gives the buffer back, whatever has happened. In the foreground (without ``buffers``) both are
+    one thread. With ``overlaps``, the copy of what an accelerator has goes on after :meth:`finish`, until the next step
+    of an optimizer (:mod:`ckpt_core._pipeline.device_copy`).
+    """
+
+    def __init__(self, path: str, buffers: BufferPool | None = None, *, overlaps: bool = False) -> None:
+        self.is_live = buffers is None  # the save is in the foreground
+        self.buffer: StagingBuffer | None = None  # what the tensors are copied into, all of them, if they are
+        self.not_copied: OutOfMemoryError | None = None  # in the background: training has to wait for the save
+        self.may_pass = True  # through a smaller buffer, because another thread writes
+        self.sealed_at = 0.0  # by time.perf_counter()
+        self._path = path
+        self._buffers = buffers
+        self._overlaps = overlaps
+        self._guard = TornSnapshotGuard(())
+        self._copy: BackgroundCopy | HostCopy | None = None
+        self._lent: StagingBuffer | None = None
+        self._passing: PassingWindows | None = None
+        self._failure: CheckpointError | None = None
+        self._taken = threading.Event()
+        self._sealed = threading.Event()
+
+    # ---- the training thread -----------------------------------------------------------------------------------------
+
+    def take(self, layout: Layout) -> None:
+        """Begin to copy the tensors; those that are not copied may be read by other threads from now on."""
+        if is_capturing(layout.tensors):
+            raise CheckpointError(
+                "save was called while a CUDA graph is being captured: the work that computes the state is only "
+                "recorded, and nothing of it was done",
+                path=self._path,
+                remedy="save outside of torch.cuda.graph(), before the capture or after a replay",
+            )
+        self._guard = TornSnapshotGuard(layout.tensors)
+        if self._buffers is not None and layout.staged_size:
+            try:
+                self._lend(self._buffers.acquire(layout.staged_size), layout.staged_size)
+            except OutOfMemoryError as error:
+                self.not_copied = error
+        if self.buffer is None:
+            wait_for_devices(layout.tensors)
+        elif all(tensor.is_cpu for tensor in layout.tensors):
+            self._copy = HostCopy(layout.pieces_in(self.buffer, HOST_PIECE))
         else:
-            self.wait()
+            self._copy = BackgroundCopy(layout.pieces_in(self.buffer, COPY_GROUP), overlaps=self._overlaps)
 
-    def let_training_wait(self) -> None:
-        """Let what this thread queues from now on wait for the late copies, too."""
-        wait_through(self._is_late_queued)
-        let_devices_wait(self._late_events)
+    def _lend(self, buffer: StagingBuffer, nbytes: int) -> None:
+        self._lent = buffer
+        if buffer.nbytes >= nbytes:
+            self.buffer = buffer
+        elif self.may_pass:
+            self._passing = PassingWindows(buffer, self._raise_why_not_copied)
+        else:
+            raise OutOfMemoryError(
+                f"the state has {nbytes} bytes, and max_host_bytes leaves {buffer.nbytes} for a copy",
+                remedy="raise max_host_bytes, or leave it out",
+            )
 
-    def abandon(self) -> None:
-        """Return when nothing is copied any more; :meth:`hand_over` has raised, or is never called."""
-        if not self._claim.acquire(blocking=False):
-            self.settle()
+    @property
+    def is_copied(self) -> bool:
+        """Whether the live tensors are not needed any more when :meth:`finish` has returned."""
+        return self._lent is not None and self.not_copied is None
+
+    @property
+    def seconds_without_memory(self) -> float:
+        """How long the copy has waited for memory, because ``max_host_bytes`` is less than the state."""
+        return 0.0 if self._passing is None else self._passing.seconds_without_room
+
+    def begin_writing(self) -> None:
+        """Let the other thread write what there is."""
+        self._taken.set()
+
+    def finish(self, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Return when the caller may change the state, if the copy overlaps only by a step of an optimizer.
+
+        The calling thread does ``meanwhile`` while the state is being copied. The other thread begins to write when
+        that has ended, or with :meth:`seal` if the copy overlaps: sooner, the two would take the GIL from each other,
+        and training wait for it.
+        """
+
+        def then_write() -> None:
+            meanwhile()
+            if not self._overlaps or self._copy is None:
+                self.begin_writing()
+
+        if self._passing is not None:
+            then_write()
+            self._passing.wait()
+        elif self._copy is not None:
+            self._copy.hand_over(then_write)
+        else:
+            then_write()
             return
-        self._error = ImageAbandonedError("the save was given up")
+        self._guard.check(path=self._path)
+        self._guard = TornSnapshotGuard(())
+
+    def seal(self) -> None:
+        """Declare that all is there: it may be committed."""
+        self.sealed_at = time.perf_counter()
+        self._taken.set()
+        self._sealed.set()
+
+    def give_up(self, error: BaseException) -> None:
+        """Declare that there is nothing to save, and why; returns when nothing is copied any more."""
+        self._failure = given_up(error, self._path)
         try:
-            self._streams.synchronize()
+            if self._copy is not None:
+                self._copy.abandon()
+            if self._passing is not None:
+                self._passing.abandon()
         finally:
-            self._end()
+            self._taken.set()
+            self._sealed.set()
 
-    def settle(self) -> None:
-        """Return when nothing is copied any more, whatever has become of the copy."""
-        wait_through(self._ended)
-
-    def wait(self) -> bool:
-        """Return when all bytes are copied: whether they are the bytes of one moment; raise what the copy raised."""
-        self.settle()
-        if self._error is not None:
-            raise self._error
-        return not self._is_torn
+    @property
+    def is_given_up(self) -> bool:
+        """Whether there is nothing to save."""
+        return self._failure is not None
 
     # ---- the thread that writes --------------------------------------------------------------------------------------
 
+    def wait_begun(self) -> None:
+        """Return when there is something to write, or nothing will be."""
+        self._taken.wait()
+
+    def wait_taken(self) -> None:
+        """Return when it is known what is to be written; raise if that is nothing."""
+        self._taken.wait()
+        self._raise_failure()
+
+    def pass_through(
+        self, files: Sequence[tuple[str, Image]], is_there: Callable[[str, Image], bool] = lambda *_: False
+    ) -> list[tuple[str, PassedImage]] | None:
+        """Begin to copy files of live tensors through a buffer that is smaller than they are; None if it is not.
+
+        ``files`` are in the order in which they are going to be written; ``is_there`` is called before one is copied:
+        whether it need not be written.
+        """
+        return None if self._passing is None else self._passing.begin(files, is_there)
+
     def wait_until(self, offset: int) -> None:
-        """Return when everything up to ``offset`` is copied; if that failed, :meth:`wait` raises why."""
-        with self._progress:
-            self._progress.wait_for(lambda: self._reached >= offset)
-        if self._error is not None:
-            raise ImageAbandonedError("the state could not be copied")
+        """Return when everything up to ``offset`` of the buffer is copied; raise if there is nothing to save."""
+        self._raise_failure()
+        assert self._copy is not None
+        try:
+            self._copy.wait_until(offset)
+        except ImageAbandonedError:
+            self._raise_why_not_copied()
+            self._check_copy(self._copy)
+            raise
+
+    def _raise_why_not_copied(self) -> None:
+        self._sealed.wait()  # the training thread is about to say why, if it has not gone on
+        self._raise_failure()
+
+    def wait_sealed(self) -> None:
+        """Return when the whole state was taken; called when all tensors that were not copied have been written."""
+        if not self.is_live:
+            self._sealed.wait()
+        self._raise_failure()
+        if self._copy is None:
+            self._guard.check(path=self._path)
+        else:
+            self._check_copy(self._copy)
+
+    def _check_copy(self, copy: BackgroundCopy | HostCopy) -> None:
+        try:
+            is_whole = copy.wait()
+        except BaseException as error:  # its thread has ended: this one says it
+            raise given_up(error, self._path) from error
+        if not is_whole:
+            raise SnapshotTornError(
+                "parameters or an optimizer's state were changed by something else than the optimizer's step while "
+                "they were being copied; nothing was saved, and later saves wait for their copies",
+                path=self._path,
+                remedy="call wait_staged() of the checkpointer before you change them (weights that are swapped for "
+                "validation, clamped or loaded, replays of CUDA graphs), or set overlap=False",
+            )
+
+    def release(self) -> None:
+        """Give the buffer back when nothing is copied into it any more."""
+        if self._passing is not None:
+            self._passing.abandon()  # where nothing is written any more, training must not wait for it
+        if not self.is_live:
+            self._sealed.wait()
+        if self._copy is not None:
+            self._copy.settle()
+        if self._passing is not None:
+            self._passing.settle()
+        buffer, self._lent, self.buffer = self._lent, None, None
+        if buffer is not None and self._buffers is not None:
+            self._buffers.release(buffer)
+        self._guard = TornSnapshotGuard(())  # lets go of the tensors
+        self._copy = None
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
 
-_Queued = collections.deque[tuple[int, Events, list[torch.Tensor]]]
-
-
-def _end(piece: Piece) -> int:
-    return piece[0]
-
-
-def _groups(pieces: Iterable[Piece]) -> Iterator[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
-    nbytes = end = 0
-    for end, target, source in pieces:
-        targets.append(target)
-        sources.append(source)
-        nbytes += source.numel()
-        if nbytes >= COPY_GROUP:
-            yield end, targets, sources
-            targets, sources, nbytes = [], [], 0
-    if targets:
-        yield end, targets, sources
-
-
-# ---- what is copied late ---------------------------------------------------------------------------------------------
-
-
-def _divide(pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
-    """Divide pieces into what is copied early, and what only the step of an optimizer changes."""
-    ranges = _ranges_of_optimizers()
-    early, late = list[Piece](), list[Piece]()
-    for end, target, source in pieces:
-        if not _may_be_late(source, ranges):
-            early.append((end, target, source))
-            continue
-        size = source.numel() // ROW * ROW
-        late.append((end - source.numel() + size, target[:size], source[:size]))
-        if size < source.numel():
-            early.append((end, target[size:], source[size:]))
-    return early, late
-
-
-def _may_be_late(source: torch.Tensor, ranges: _Ranges) -> bool:
-    known = ranges.get(source.device)
-    if not known or source.dtype is not torch.uint8 or source.ndim != 1 or source.numel() < LATE_PIECE:
-        return False
-    begin = source.data_ptr()
-    if source.stride() != (1,) or begin % 8 or source.storage_offset() % 8:
-        return False
-    index = bisect.bisect_right(known, (begin, sys.maxsize)) - 1
-    return index >= 0 and begin + source.numel() <= known[index][1]
-
-
-def _ranges_of_optimizers() -> _Ranges:
-    """Return the addresses of what the optimizers change whose steps the hook sees; those that touch are one."""
-    with _lock:
-        optimizers = list(_stepped)
-    found: dict[torch.device, list[tuple[int, int]]] = {}
-    for optimizer in optimizers:
-        for tensor in _tensors_of(optimizer):
-            if tensor.is_cpu or tensor.is_meta or tensor.layout is not torch.strided or not _is_dense(tensor):
-                continue
-            if tensor.element_size() > _WIDEST:
-                continue
-            begin = tensor.data_ptr()
-            found.setdefault(tensor.device, []).append((begin, begin + tensor.nbytes))
-    merged: _Ranges = {}
-    for device, ranges in found.items():
-        into = merged[device] = list[tuple[int, int]]()
-        for begin, end in sorted(ranges):
-            if into and begin <= into[-1][1]:
-                into[-1] = (into[-1][0], max(end, into[-1][1]))
-            else:
-                into.append((begin, end))
-    return merged
-
-
-def _tensors_of(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            state = optimizer.state.get(parameter)
-            for tensor in (parameter, *(state.values() if isinstance(state, dict) else ())):
-                # Of a DTensor, what this process has of it.
-                local = tensor.to_local().detach() if hasattr(tensor, "to_local") else tensor
-                if type(local) in (torch.Tensor, torch.nn.Parameter):
-                    yield local
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.numel() == last + 1
-
-
-# ---- who waits for it ------------------------------------------------------------------------------------------------
-
-
-def watch_optimizers() -> None:
-    """Learn of every optimizer that steps from now on, so that a step can wait for what is copied late."""
-    with _lock:
-        if not _hooks:
-            _hooks.append(register_optimizer_step_pre_hook(_before_step))
-            os.register_at_fork(after_in_child=_under_way.clear)  # a forked child has no streams, and no such thread
-
-
-def wait_staged() -> None:
-    """Let what the caller queues on accelerators from now on wait until the state of the saves so far is copied.
-
-    For what changes parameters or an optimizer's state, and is no step of a ``torch.optim.Optimizer``, where saves
-    overlap with training. The devices wait; this returns at once.
-    """
-    for copy in tuple(_under_way):
-        copy.let_training_wait()
-
-
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-    if torch.compiler.is_compiling():  # it would not be called again
-        return None
-    if optimizer not in _stepped:
-        with _lock:
-            _stepped.add(optimizer)
-    if not _under_way:
-        return None
-    closure = kwargs["closure"] if "closure" in kwargs else next(iter(args[1:]), None)
-    # torch's own optimizers call it before they change anything. Lightning computes the whole step in it.
-    if not callable(closure) or not type(optimizer).__module__.startswith("torch.optim."):
-        wait_staged()
-        return None
-
-    def closure_then_wait() -> Any:
-        result = closure()
-        wait_staged()
-        return result
-
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": closure_then_wait}
-    return (args[0], closure_then_wait, *args[2:]), kwargs
+def given_up(error: BaseException, path: str) -> CheckpointError:
+    """Return the error that other ranks raise for an exception that ended the save on one."""
+    if isinstance(error, CheckpointError):
+        return error
+    failure = CheckpointError(f"the save failed: {type(error).__name__}: {error}", path=path)
+    failure.__cause__ = error
+    return failure

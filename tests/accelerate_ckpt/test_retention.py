@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 from accelerate_ckpt import attach
-from accelerate_ckpt._state.naming import Retention
+from accelerate_ckpt._state.retention import Retention
 from accelerate_ckpt._state.session import session_of
 from accelerate_ckpt.config import CheckpointConfig, OptionError
 from ckpt_core.cli import main

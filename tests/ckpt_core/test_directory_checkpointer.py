@@ -29,7 +29,7 @@ from ckpt_core import (
     StorageError,
     verify,
 )
-from ckpt_core._pipeline import snapshot
+from ckpt_core._pipeline import staging
 from ckpt_core._pipeline.host_copy import HostCopy
 from ckpt_core.events import CheckpointRemoved, Event, SaveCommitted, SaveFailed, SaveStarted, SnapshotTaken
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
@@ -271,7 +271,7 @@ def test_a_tensor_that_changes_while_it_is_taken_fails_the_save(
             change()
 
     if strategy == "async":
-        monkeypatch.setattr(snapshot, "HostCopy", ChangingCopy)
+        monkeypatch.setattr(staging, "HostCopy", ChangingCopy)
     else:  # while the files are written
         monkeypatch.setattr(checkpointer_module, "storage_for", lambda *_: FaultyStorage(LocalStorage(), [during]))
     during = Fault(lambda operation: operation.name == "write_at" and change(operation))

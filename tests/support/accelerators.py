@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from ckpt_core._devices import streams
-from ckpt_core._pipeline import staging
+from ckpt_core._pipeline import device_copy
 
 __all__ = [
     "CUDA",
@@ -34,15 +34,15 @@ _HELD_SECONDS = 0.6  # where nobody waits: longer than it takes to come to the n
 
 def late_copies(monkeypatch: pytest.MonkeyPatch) -> Callable[[], bool]:
     """Let small tensors be copied beside the training, too, and return what says whether any was so far."""
-    divide, found = staging._divide, [False]
+    divide, found = device_copy._divide, [False]
 
     def watch(pieces: Any) -> Any:
         early, late = divide(pieces)
         found.append(bool(late))
         return early, late
 
-    monkeypatch.setattr(staging, "LATE_PIECE", staging.ROW)
-    monkeypatch.setattr(staging, "_divide", watch)
+    monkeypatch.setattr(device_copy, "LATE_PIECE", device_copy.ROW)
+    monkeypatch.setattr(device_copy, "_divide", watch)
     return lambda: any(found)
 
 
@@ -59,7 +59,11 @@ def hold_late_copies(patch: Callable[[Any, str, Any], None] = setattr) -> Callab
     """
     from tests import simulated_device
 
-    copy_late, wait, found = staging.BackgroundCopy._copy_late, staging.BackgroundCopy.let_training_wait, [False]
+    copy_late, wait, found = (
+        device_copy.BackgroundCopy._copy_late,
+        device_copy.BackgroundCopy.let_training_wait,
+        [False],
+    )
     is_waited_for = threading.Event()
 
     def resume(side_streams: list[torch.Stream]) -> None:
@@ -68,11 +72,11 @@ def hold_late_copies(patch: Callable[[Any, str, Any], None] = setattr) -> Callab
         for stream in side_streams:
             simulated_device.resume(stream)
 
-    def noticed(self: staging.BackgroundCopy) -> None:
+    def noticed(self: device_copy.BackgroundCopy) -> None:
         wait(self)
         is_waited_for.set()
 
-    def held(self: staging.BackgroundCopy) -> None:
+    def held(self: device_copy.BackgroundCopy) -> None:
         if self._late:
             found.append(True)
             for event in self._early_events.values():  # what the save's own stream waits for
@@ -84,9 +88,9 @@ def hold_late_copies(patch: Callable[[Any, str, Any], None] = setattr) -> Callab
             threading.Thread(target=resume, args=(side_streams,)).start()
         copy_late(self)
 
-    patch(staging, "LATE_PIECE", staging.ROW)
-    patch(staging.BackgroundCopy, "_copy_late", held)
-    patch(staging.BackgroundCopy, "let_training_wait", noticed)
+    patch(device_copy, "LATE_PIECE", device_copy.ROW)
+    patch(device_copy.BackgroundCopy, "_copy_late", held)
+    patch(device_copy.BackgroundCopy, "let_training_wait", noticed)
     return lambda: any(found)
 
 

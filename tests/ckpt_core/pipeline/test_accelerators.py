@@ -20,9 +20,9 @@ import torch
 from ckpt_core import CheckpointCorruptedError, Checkpointer, DirectoryCheckpointer, Kind, Part
 from ckpt_core._devices import DeviceGenerators, LateNumber, pin
 from ckpt_core._layouts.image import ImageAbandonedError
-from ckpt_core._pipeline import staging
-from ckpt_core._pipeline.snapshot import BufferPool
-from ckpt_core._pipeline.staging import BackgroundCopy
+from ckpt_core._pipeline import device_copy
+from ckpt_core._pipeline.device_copy import BackgroundCopy
+from ckpt_core._pipeline.staging import BufferPool
 from ckpt_core.memory import StagingBuffer
 from ckpt_core.recorder.fingerprints import digest_generators
 from ckpt_core.state.rng import RngState
@@ -238,7 +238,7 @@ def test_a_buffer_that_comes_back_to_a_closed_pool_is_freed(accelerator: Acceler
 def test_a_copy_that_fails_half_way_writes_nothing_afterwards(
     accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "COPY_GROUP", MIB)
+    monkeypatch.setattr(device_copy, "COPY_GROUP", MIB)
     sources = [torch.full((MIB,), 7, dtype=torch.uint8, device=accelerator.type) for _ in range(2)]
     needs_a_temporary = torch.full((1024, 1024), 7, dtype=torch.uint8, device=accelerator.type).t()
     buffer = StagingBuffer(3 * MIB, pinned=True)
@@ -357,7 +357,7 @@ def test_a_device_without_streams_is_waited_for(
 def test_writing_begins_while_the_rest_is_still_being_copied(
     accelerator: SimulatedAccelerator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(staging, "COPY_GROUP", MIB)
+    monkeypatch.setattr(device_copy, "COPY_GROUP", MIB)
     buffer = StagingBuffer(2 * MIB, pinned=True)
     late = torch.Stream(device="simulated:1")
     sources = [torch.ones(MIB, dtype=torch.uint8, device=f"simulated:{index}") for index in range(2)]

@@ -26,7 +26,7 @@ from ckpt_core import (
     wait_staged,
 )
 from ckpt_core._devices import ROW, RowSums, streams
-from ckpt_core._pipeline import staging
+from ckpt_core._pipeline import device_copy
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 from tests.support.accelerators import SIMULATED, SimulatedAccelerator, hold_late_copies
 from tests.support.states import assert_same_state
@@ -435,7 +435,7 @@ def test_much_that_no_optimizer_owns_is_copied_before_the_save_returns(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     side = training.side_stream()
-    monkeypatch.setattr(staging, "EARLY_BYTES", MIB)
+    monkeypatch.setattr(device_copy, "EARLY_BYTES", MIB)
     # A full state that was gathered for the save must not stay when it returns.
     assert waits_on_the_host(training.save, side, training)
     training.checkpointer.wait()

@@ -14,7 +14,7 @@ from ckpt_core._commit.reports import SaveSeries
 from ckpt_core._pipeline.directory_save import DirectorySave, DirectoryState
 from ckpt_core._pipeline.file_save import FileSave
 from ckpt_core._pipeline.save import Pipeline, Save
-from ckpt_core._pipeline.snapshot import Snapshot
+from ckpt_core._pipeline.staging import Snapshot
 from ckpt_core._pipeline.unchanged import UnchangedFiles
 from ckpt_core._plan import WritePlanCache
 from ckpt_core.errors import OutOfMemoryError
