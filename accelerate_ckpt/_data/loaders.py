@@ -31,7 +31,8 @@ class LoaderPositions:
     then, so that the first step after a resume adds the gradients in the order in which an uninterrupted run adds them.
     A release of Accelerate that is built in another way is refused. ``warn`` is called on the main process with a
     message that says why a resume is not exact; a Python warning by default. ``before_epoch`` is called before the
-    script takes the first batch of an epoch after one in which it has trained.
+    script takes the first batch of an epoch after one in which it has trained; ``before_offer`` before a resumed script
+    is given a batch of which it may make no use.
 
     Examples:
         >>> positions = LoaderPositions(accelerator)
@@ -57,6 +58,7 @@ class LoaderPositions:
         self._rng_of_save: RngState | None = None
         self.recording: Recording | None = None
         self.before_epoch: Callable[[], None] | None = None
+        self.before_offer: Callable[[], None] | None = None
         self.uses = Uses()
         self._keep_ddp_buckets()
         private_data.register(self)
@@ -209,6 +211,11 @@ class LoaderPositions:
     def watch_models(self) -> None:
         """Note the next forward pass of a prepared model."""
         self.uses.watch(self._accelerator._models)
+
+    def offers(self) -> None:
+        """Note that a resumed script is given a batch, perhaps not for the first time."""
+        if self.before_offer is not None:
+            self.before_offer()
 
     def begins(self, position: LoaderPosition) -> None:
         """Note that the script begins to iterate over a loader; warn if a resume would not repeat what it draws."""

@@ -54,6 +54,9 @@ class Run(Protocol):
     def watch_models(self) -> None:
         """Note the next forward pass."""
 
+    def offers(self) -> None:
+        """Note that the script is given a batch of which it may make no use."""
+
     def begins(self, position: LoaderPosition) -> None:
         """Note that the script begins to iterate over a loader."""
 
@@ -481,6 +484,7 @@ class LoaderPosition:
         while True:
             opening.count = self._run.uses.count
             self._run.watch_models()
+            self._run.offers()
             yield batch
             if self._opening is not opening:
                 return Next.BATCH

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import functools
 import itertools
 import logging
 import os
@@ -215,6 +216,7 @@ class Session:
         self.backwards = 0
         self.changes = Changes(log.warning)
         self.variables = Variables(self._held, _warn_of_loss)
+        self.data.before_offer = functools.partial(self.variables.handed_out, begins=False)
         self.rehearsal = Rehearsal.asked_for(self)
         self.just_in_time: Any = None
         self.note_step: Callable[[Session], None] = lambda _: None
