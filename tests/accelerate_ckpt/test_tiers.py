@@ -125,6 +125,7 @@ def test_a_store_that_is_down(
     on_error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     place = Place(tmp_path)
+    monkeypatch.chdir(tmp_path)  # where the local storage makes a directory of the store's name
     down = FaultyStorage(LocalStorage(), [Fault("create", number=None, error=OSError(5, "it is down"))])
     monkeypatch.setattr("ckpt_core.tiers.Tiers.storage", lambda *_: down)
     run = Run(place.accelerator(on_error=on_error))
