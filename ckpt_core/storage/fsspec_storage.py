@@ -8,6 +8,7 @@ import datetime
 import logging
 import os
 import threading
+import time
 import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -258,7 +259,7 @@ class FsspecStorage(Storage):
             if info["type"] == "file" and not path.rpartition("/")[2].startswith(_NOT_LISTED)
         ]
 
-    def hidden_objects(self, directory: str, prefix: str) -> Sequence[FileInfo]:
+    def hidden_objects(self, directory: str, prefix: str | tuple[str, ...]) -> Sequence[FileInfo]:
         return [
             FileInfo(path, int(info["size"] or 0), _modified(info))
             for path, info in self._listing(directory)
@@ -306,15 +307,27 @@ class FsspecStorage(Storage):
     def remove_orphans(self, directory: str) -> Sequence[str]:
         """Abort the uploads into ``directory`` to which nobody has added for :attr:`abandoned_after_seconds` (S3).
 
-        GCS and Azure delete unfinished uploads by themselves after a week; elsewhere there are none. Leases of dead
-        processes go, too.
+        GCS and Azure delete unfinished uploads by themselves after a week; elsewhere there are none. Leases and old
+        probes of dead processes go, too.
         """
+        probes: Sequence[str] = []
         if self._is_in(*_OBJECT_STORES):
-            remove_dead_leases(self, directory)
-        return self._abort_uploads(directory, empty=True)
+            hidden = self.hidden_objects(directory, _NOT_LISTED)
+            remove_dead_leases(self, [info for info in hidden if LEASE_PREFIX in info.path])
+            probes = self._dead_probes(hidden)
+            for probe in probes:
+                self.delete(probe)
+        return [*probes, *self._abort_uploads(directory, empty=True)]
+
+    def _dead_probes(self, hidden: Sequence[FileInfo]) -> Sequence[str]:
+        """Return the objects that processes have left which died while they tried obstore."""
+        latest = time.time() - self.abandoned_after_seconds
+        return [info.path for info in hidden if _PROBE_PREFIX in info.path and 0 < info.modified < latest]
 
     def orphans(self, directory: str) -> Sequence[str]:
-        return self._abort_uploads(directory, empty=True, dry_run=True)
+        is_object_store = self._is_in(*_OBJECT_STORES)
+        probes = self._dead_probes(self.hidden_objects(directory, _PROBE_PREFIX)) if is_object_store else []
+        return [*probes, *self._abort_uploads(directory, empty=True, dry_run=True)]
 
     def remove_abandoned(self, directory: str) -> Sequence[str]:
         return self._abort_uploads(directory, empty=False)

@@ -26,7 +26,7 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -266,13 +266,13 @@ def has_others(store: LeaseStore, directory: str) -> bool:
     lease = claim_on(directory)
     if isinstance(lease, Lease):
         return lease.others()
-    remove_dead_leases(store, directory)
+    remove_dead_leases(store, store.hidden_objects(directory, LEASE_PREFIX))
     return bool(store.hidden_objects(directory, LEASE_PREFIX))
 
 
-def remove_dead_leases(store: LeaseStore, directory: str) -> None:
-    """Delete the leases of processes of this machine that are dead."""
-    for info in store.hidden_objects(directory, LEASE_PREFIX):
+def remove_dead_leases(store: LeaseStore, leases: Iterable[FileInfo]) -> None:
+    """Delete those of some leases whose processes were on this machine and are dead."""
+    for info in leases:
         if _lives(_owner_of(store, info.path)) is False:
             store.delete(info.path)
 

@@ -24,6 +24,7 @@ FOLDER = "checkpoints"
 FILE_SUFFIX = ".ckpt"
 MANIFEST = "manifest.json"
 LEASE_PREFIX = ".ckpt-lease-"
+PROBE_PREFIX = ".ckpt-probe-"
 ORPHAN = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{12}[-0-9]*(-replaced)?\.ckpt-part")
 
 
@@ -180,7 +181,7 @@ class StorePlace(Place):
                 inside.setdefault(name, {})[file] = identity
             elif name.endswith(FILE_SUFFIX):
                 listing.committed[name] = Committed(f"{self.root}/{path}", identity)
-            elif name.startswith(LEASE_PREFIX):
+            elif name.startswith((LEASE_PREFIX, PROBE_PREFIX)):
                 listing.unfinished[name] = ""  # made for none
             else:
                 listing.unexpected.append(name)

@@ -139,3 +139,18 @@ def test_a_store_that_does_not_tell_of_uploads_is_saved_to(
         finally:
             stamina.set_testing(False)
     assert caplog.text.count("could not look for unfinished uploads") == 1
+
+
+def test_an_object_to_try_obstore_goes_when_its_process_must_be_dead(server_of: Callable[[str], Server]) -> None:
+    server = server_of("moto")
+    root = f"{server.new_bucket()}/runs"
+    storage: Any = storage_for(root, dict(server.options))
+    probe = f"{root}/.ckpt-probe-0123456789abcdef"
+    for path in (probe, f"{root}/a.ckpt"):
+        storage.put(path, b"x")
+    assert list(storage.orphans(root)) == list(storage.remove_orphans(root)) == []
+    storage.abandoned_after_seconds = -1.0  # the clock of the store shows whole seconds
+    assert list(storage.orphans(root)) == [probe]
+    assert list(storage.remove_orphans(root)) == [probe]
+    assert not storage.exists(probe)
+    assert storage.exists(f"{root}/a.ckpt")
