@@ -25,6 +25,7 @@ FILE_SUFFIX = ".ckpt"
 MANIFEST = "manifest.json"
 LEASE_PREFIX = ".ckpt-lease-"
 PROBE_PREFIX = ".ckpt-probe-"
+PREFLIGHT = ".ckpt-preflight"  # which the next run deletes
 ORPHAN = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{12}[-0-9]*(-replaced)?\.ckpt-part")
 
 
@@ -181,7 +182,7 @@ class StorePlace(Place):
                 inside.setdefault(name, {})[file] = identity
             elif name.endswith(FILE_SUFFIX):
                 listing.committed[name] = Committed(f"{self.root}/{path}", identity)
-            elif name.startswith((LEASE_PREFIX, PROBE_PREFIX)):
+            elif name.startswith((LEASE_PREFIX, PROBE_PREFIX, PREFLIGHT)):
                 listing.unfinished[name] = ""  # made for none
             else:
                 listing.unexpected.append(name)
