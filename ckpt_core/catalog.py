@@ -32,9 +32,8 @@ __all__ = [
     "RECORD_OF_RESUMES",
     "Catalog",
     "CheckpointInfo",
-    "disagreement",
+    "first_usable",
     "newest_first",
-    "warn_of_passed_over",
 ]
 
 logger = logging.getLogger(__name__)
@@ -149,7 +148,7 @@ def _by_date(info: CheckpointInfo) -> tuple[Any, ...]:
     return not info.is_readable, info.modified, *_by_name(info)
 
 
-def disagreement(newest: CheckpointInfo, other: CheckpointInfo) -> str | None:
+def _disagreement(newest: CheckpointInfo, other: CheckpointInfo) -> str | None:
     """Return what speaks for ``other`` as the newest one, against :func:`newest_first`; None if nothing does."""
     if newest.committed is not None and (newest.committed, newest.step) == (other.committed, other.step):
         return None  # a copy
@@ -167,8 +166,71 @@ def disagreement(newest: CheckpointInfo, other: CheckpointInfo) -> str | None:
     return None
 
 
-def warn_of_passed_over(problems: Mapping[str, CheckpointError], taken: str | None) -> None:
-    """Log a warning for each checkpoint that a look-up has passed over, the newest first, and what it took instead."""
+def first_usable(
+    root: str,
+    by_age: Sequence[CheckpointInfo],
+    check: Callable[[CheckpointInfo], None],
+    *,
+    passed_over: dict[str, CheckpointError],
+    order: Callable[[list[CheckpointInfo]], list[CheckpointInfo]] = list,
+    is_wanted: Callable[[CheckpointInfo], bool] = lambda info: True,
+    is_gone: Callable[[CheckpointInfo, CheckpointError], bool] = lambda info, error: False,
+) -> CheckpointInfo | None:
+    """Walk back to the newest checkpoint that can be used; None if there is none at all.
+
+    A warning names each that is passed over, and what is taken instead; or another one that steps or the file system's
+    dates call newer.
+
+    Args:
+        root: Where they are, for errors.
+        by_age: The checkpoints, the newest first.
+        check: Raises if one cannot be used.
+        passed_over: Receives what is wrong with each that is passed over, by path.
+        order: Returns them in the order in which they are tried.
+        is_wanted: Whether one that can be used is of the kind that is looked for.
+        is_gone: Whether one that cannot be used was deleted meanwhile, which is no problem.
+
+    Raises:
+        CheckpointCorruptedError: There are some, and none can be used: nothing may start from scratch then.
+        UnsafeCheckpointError: Reading one would run code, which the user has to decide: an older one would lose what
+            was trained since.
+    """
+    ordered = order(list(by_age))
+    for index, info in enumerate(ordered):
+        try:
+            check(info)
+            if not is_wanted(info):
+                continue
+        except UnsafeCheckpointError as error:
+            if ordered[index + 1 :]:
+                error.remedy = f"{error.remedy}; to go back to an older one, name it: {ordered[index + 1].path!r}"
+            raise
+        except CheckpointError as error:
+            if not is_gone(info, error):
+                passed_over[info.path] = error
+            continue
+        if ordered == by_age:  # otherwise something newer was stepped over, and is named already
+            _warn_of_disagreement(info, ordered[index + 1 :], is_wanted)
+        _warn_of_passed_over(passed_over, info.path)
+        return info
+    if passed_over:
+        _warn_of_passed_over(passed_over, None)
+        raise none_verifies(root, passed_over)
+    return None
+
+
+def _warn_of_disagreement(
+    newest: CheckpointInfo, older: Iterable[CheckpointInfo], is_wanted: Callable[[CheckpointInfo], bool]
+) -> None:
+    for other in older:
+        reason = _disagreement(newest, other)
+        with contextlib.suppress(CheckpointError):
+            if reason is not None and is_wanted(other):
+                logger.warning("took %s for the newest checkpoint: %s", newest.path, reason)
+                return
+
+
+def _warn_of_passed_over(problems: Mapping[str, CheckpointError], taken: str | None) -> None:
     instead = "" if taken is None else f"; took {taken} instead"
     for path, error in problems.items():
         logger.warning("passed over the checkpoint %s: %s%s", path, error.message, instead)
@@ -296,38 +358,26 @@ class Catalog:
         """
         self.passed_over = {}
         by_age, in_memory = self.checkpoints(), [] if self._memory is None else self._memory.checkpoints()
-        by_age = newest_first([*by_age, *in_memory]) if in_memory else by_age
-        infos = by_age if order is None else order(by_age)
-        for index, info in enumerate(infos):
-            place = self._memory if self._memory is not None and info in in_memory else self
-            try:
-                place.check(info.path)
-                if accept is not None and not place._is_accepted(info.path, accept):
-                    continue
-            except CheckpointNotFoundError:
-                continue  # deleted meanwhile
-            except CheckpointError as error:
-                notify(self._listeners, CheckpointSkipped(path=info.path, reason=error.message))
-                self.passed_over[info.path] = error
-                continue
-            if infos == by_age:  # otherwise something newer was stepped over, and is named already
-                self._warn_of_disagreement(info, infos[index + 1 :], accept)
-            warn_of_passed_over(self.passed_over, info.path)
-            return info
-        if self.passed_over:
-            warn_of_passed_over(self.passed_over, None)
-            raise none_verifies(self.root, self.passed_over)
-        return None
 
-    def _warn_of_disagreement(
-        self, newest: CheckpointInfo, older: Iterable[CheckpointInfo], accept: Callable[[Any], bool] | None
-    ) -> None:
-        for other in older:
-            reason = disagreement(newest, other)
-            with contextlib.suppress(CheckpointError):
-                if reason is not None and (accept is None or self._is_accepted(other.path, accept)):
-                    logger.warning("took %s for the newest checkpoint: %s", newest.path, reason)
-                    return
+        def place(info: CheckpointInfo) -> Catalog:
+            return self._memory if self._memory is not None and info in in_memory else self
+
+        def is_wanted(info: CheckpointInfo) -> bool:
+            return accept is None or place(info)._is_accepted(info.path, accept)
+
+        try:
+            return first_usable(
+                self.root,
+                newest_first([*by_age, *in_memory]) if in_memory else by_age,
+                lambda info: place(info).check(info.path),
+                passed_over=self.passed_over,
+                order=order or list,
+                is_wanted=is_wanted,
+                is_gone=lambda _, error: isinstance(error, CheckpointNotFoundError),
+            )
+        finally:
+            for path, error in self.passed_over.items():
+                notify(self._listeners, CheckpointSkipped(path=path, reason=error.message))
 
     def peek(self, path: str) -> Any:
         """Return a checkpoint's state, its tensors without values, or the metadata of a directory.

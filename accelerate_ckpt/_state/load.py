@@ -29,15 +29,13 @@ from accelerate_ckpt._state.parts import (
 from accelerate_ckpt._state.resume import AutoResume, directory_of_run, point_of
 from accelerate_ckpt._state.session import Session
 from accelerate_ckpt._state.stock import StockCheckpoint, check_custom_objects
-from ckpt_core.catalog import Catalog, CheckpointInfo, disagreement, newest_first, warn_of_passed_over
+from ckpt_core.catalog import Catalog, CheckpointInfo, first_usable, newest_first
 from ckpt_core.directory import DirectoryCheckpoint
 from ckpt_core.errors import (
     CheckpointError,
     CheckpointFormatError,
     CheckpointNotFoundError,
     StateMismatchError,
-    UnsafeCheckpointError,
-    none_verifies,
 )
 from ckpt_core.events import size_in_words
 from ckpt_core.paths import StrPath
@@ -201,7 +199,7 @@ def _newest(session: Session) -> str:
 def _newest_usable(session: Session) -> str | None:
     root = automatic_root(session.accelerator)
     found = _and_in_memory(session, candidates(root, session.config.storage_options, session.tiers))
-    return first_usable(session, root, found, lambda path: _check_usable(session, path))
+    return newest_usable(session, root, found, lambda path: _check_usable(session, path))
 
 
 def _newest_of_run(session: Session, root: str, auto: AutoResume) -> str | None:
@@ -212,7 +210,7 @@ def _newest_of_run(session: Session, root: str, auto: AutoResume) -> str | None:
         found = Catalog(root, suffix="", storage_options=options, tiers=session.tiers).checkpoints()
         found = [info for info in found if info.is_directory]
     found = _and_in_memory(session, found)
-    return first_usable(session, root, found, lambda path: _check_usable(session, path), auto)
+    return newest_usable(session, root, found, lambda path: _check_usable(session, path), auto)
 
 
 def _and_in_memory(session: Session, found: list[CheckpointInfo]) -> list[CheckpointInfo]:
@@ -220,51 +218,24 @@ def _and_in_memory(session: Session, found: list[CheckpointInfo]) -> list[Checkp
     return newest_first([*found, *in_memory]) if in_memory else found
 
 
-def first_usable(
+def newest_usable(
     session: Session,
     root: str,
     found: Sequence[CheckpointInfo],
     check: Callable[[str], None],
     auto: AutoResume | None = None,
 ) -> str | None:
-    """Return the first checkpoint that can be used, None if there are none; warn of what was passed over.
+    """Return the first checkpoint that can be used (:func:`ckpt_core.catalog.first_usable`), None if there are none.
 
-    With ``auto``, those on which the run crashes come last, and the attempt is counted. Where there are some, and none
-    can be used, that is an error, for nothing may start from scratch then; and so is that reading the newest would run
-    code.
+    With ``auto``, those on which the run crashes come last, and the attempt is counted.
     """
     problems: dict[str, CheckpointError] = {}
-    by_age, found = list(found), list(found) if auto is None else auto.in_order(found)
-    for index, info in enumerate(found):
-        problem = _problem(check, info.path)
-        if problem is None:
-            session.note_passed_over(problems)
-            if auto is not None:
-                auto.begin(info)
-            for other in found[index + 1 :] if found == by_age else []:
-                if (reason := disagreement(info, other)) is not None:
-                    log.warning("took %s for the newest checkpoint: %s", info.path, reason)
-                    break
-            warn_of_passed_over(problems, info.path)
-            return info.path
-        if isinstance(problem, UnsafeCheckpointError):
-            # An older one would lose what was trained since, and this one would run its code: the user decides.
-            if found[index + 1 :]:
-                problem.remedy = f"{problem.remedy}; to go back to an older one, name it: {found[index + 1].path!r}"
-            raise problem
-        problems[info.path] = problem
-    if problems:
-        warn_of_passed_over(problems, None)
-        raise none_verifies(root, problems)
-    return None
-
-
-def _problem(check: Callable[[str], None], path: str) -> CheckpointError | None:
-    try:
-        check(path)
-    except CheckpointError as error:
-        return error
-    return None
+    order = list if auto is None else auto.in_order
+    info = first_usable(root, found, lambda info: check(info.path), passed_over=problems, order=order)
+    session.note_passed_over(problems)
+    if auto is not None and info is not None:
+        auto.begin(info)
+    return None if info is None else info.path
 
 
 def _check_usable(session: Session, path: str) -> None:

@@ -41,7 +41,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from accelerate_ckpt._attach import attach
 from accelerate_ckpt._private.trainers import trainer_being_made
-from accelerate_ckpt._state.load import FolderNotFoundError, find_resume, first_usable
+from accelerate_ckpt._state.load import FolderNotFoundError, find_resume, newest_usable
 from accelerate_ckpt._state.naming import candidates
 from accelerate_ckpt._state.parts import FORMAT, indexed, load_model
 from accelerate_ckpt._state.resume import AutoResume
@@ -465,7 +465,7 @@ def _surplus(trainer: Any, pending: list[str]) -> list[str] | None:
 
 def _newest_usable(session: Session, folder: str, auto: AutoResume | None) -> str | None:
     found = [info for info in candidates(folder) if _NAME.fullmatch(info.name)]
-    return first_usable(session, folder, found, lambda path: _verify(session, path), auto)
+    return newest_usable(session, folder, found, lambda path: _verify(session, path), auto)
 
 
 def _check_weights(path: str) -> None:

@@ -20,9 +20,9 @@ import torch
 from ckpt_async.consistent_cut import ConsistentCut, InconsistentCutError
 from ckpt_async.parameter_server.model import BlockTable, mean_of
 from ckpt_async.parameter_server.state import ServerState
-from ckpt_core.catalog import Catalog
+from ckpt_core.catalog import Catalog, CheckpointInfo, first_usable
 from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer, Kind, Part
-from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, StateMismatchError
+from ckpt_core.errors import CheckpointError, StateMismatchError
 from ckpt_core.paths import StrPath
 from ckpt_core.separate import LocalTensor, Piece, SeparateSaves
 
@@ -190,27 +190,24 @@ class CutStore:
         Raises:
             CheckpointCorruptedError: There are checkpoints, and none verifies.
         """
-        reasons: dict[str, str] = {}
+        problems: dict[str, CheckpointError] = {}
         found = self._found()
-        for path in found:
-            try:
-                checkpoint = self._verified(path)
-            except CheckpointError as error:
-                if path in self._found():  # not deleted meanwhile
-                    reasons[path] = error.message
-                    self._pass_over(path, error)
-            else:
-                self._passed_over.update(checkpoint.passed_over)
-                self._passed_over.discard(os.path.basename(path))
-                return checkpoint
-        if reasons:
-            listed = "".join(f"\n  {path}: {reason}" for path, reason in reasons.items())
-            raise CheckpointCorruptedError(
-                f"none of the {len(reasons)} checkpoints in {self.root} can be used:{listed}",
-                path=self.root,
-                remedy="restore one of them from a copy; to begin from nothing, move them away or give another root",
+        try:
+            info = first_usable(
+                self.root,
+                [CheckpointInfo(path, size=0, modified=0.0, is_directory=True) for path in found],
+                lambda info: self._verify(info.path),
+                passed_over=problems,
+                is_gone=lambda info, _: info.path not in self._found(),
             )
-        return self.newest() if found else None
+        finally:
+            self._passed_over |= {os.path.basename(path) for path in problems}
+        if info is None:
+            return self.newest() if found else None
+        checkpoint = self.open(info.path)
+        self._passed_over.update(checkpoint.passed_over)
+        self._passed_over.discard(os.path.basename(info.path))
+        return checkpoint
 
     def _found(self) -> list[str]:
         """Paths of all that was committed, the newest first, also where the manifest is missing now."""
@@ -218,18 +215,9 @@ class CutStore:
             return self.committed()  # there, a directory without a manifest may be one that was never committed
         return _newest_first(self._saves.directories())
 
-    def _verified(self, path: str) -> CutCheckpoint:
-        checkpoint = self.open(path)
-        try:
+    def _verify(self, path: str) -> None:
+        with self.open(path) as checkpoint:
             checkpoint.verify()
-        except BaseException:
-            checkpoint.close()
-            raise
-        return checkpoint
-
-    def _pass_over(self, path: str, error: CheckpointError) -> None:
-        self._passed_over.add(os.path.basename(path))
-        logger.warning("passed over the checkpoint %s, which is kept: %s", path, error.message)
 
     def open(self, path: str) -> CutCheckpoint:
         """A committed checkpoint."""
@@ -325,9 +313,10 @@ class CutStore:
         good = [path for path in self.committed() if os.path.basename(path) not in self._passed_over]
         if keep == 1 and len(good) > 1:
             try:
-                self._verified(good[0]).close()
+                self._verify(good[0])
             except CheckpointError as error:
-                self._pass_over(good[0], error)
+                self._passed_over.add(os.path.basename(good[0]))
+                logger.warning("passed over the checkpoint %s, which is kept: %s", good[0], error.message)
                 return
         for path in good[keep:]:
             self._saves.remove(path)
