@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
@@ -34,6 +35,7 @@ class EndWatch:
         preempt: What tells the run to end: True (SIGTERM), names of signals, or a
             :class:`ckpt_core.preemption.Preemption`.
         ranks: The ranks of the run; None for a single process.
+        is_rank_gone: Called on a thread while this rank waits for answers: whether another one will not answer.
 
     Raises:
         ValueError: ``preempt`` makes no sense.
@@ -49,11 +51,14 @@ class EndWatch:
         >>> watch.close()
     """
 
-    def __init__(self, preempt: Any = True, ranks: RankGroup | None = None) -> None:
+    def __init__(
+        self, preempt: Any = True, ranks: RankGroup | None = None, is_rank_gone: Callable[[], bool] = lambda: False
+    ) -> None:
         preemption = Preemption.of(preempt) or Preemption(signals=())
         rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
         store: Store | None = None if ranks is None else ranks.store
-        self._meeting = Meeting(None if store is None else PrefixStore("preemption", store), rank, world_size)
+        store = None if store is None else PrefixStore("preemption", store)
+        self._meeting = Meeting(store, rank, world_size, is_rank_gone=is_rank_gone)
         self._notices = Notices(preemption, self._meeting.ask)
         self._signals = SignalNotes(preemption.signals, self._meeting.ask)
         self._steps = 0

@@ -236,6 +236,7 @@ class Survivors:
         self._ended = threading.Event()
         self._descriptor: int | None = None
         self.last = 0
+        self._unseen = [other for other in range(world_size) if other != rank]  # whose locks were never seen here
         self._saved: int | None = None
         try:
             place = _local_place(directory) if is_remote(directory) else directory
@@ -272,6 +273,7 @@ class Survivors:
         head = _RECORD.pack(self._mark, self.last, len(data), xxhash.xxh3_64_intdigest(data))
         try:
             os.pwrite(self._descriptor, head + data, _offset(self.last))
+            self._unseen = [other for other in self._unseen if self._head(other) is None or not self._is_alive(other)]
         except OSError as error:
             self._give_up(str(error))
 
@@ -310,8 +312,9 @@ class Survivors:
             if isinstance(seen, (RuntimeError, OSError)) and _LOST.search(f"{type(seen).__name__} {seen}"):
                 return True
             seen = seen.__cause__ or seen.__context__
+        is_alone = isinstance(error, SystemExit)  # was told to end, and the others did not answer
         deadline = time.monotonic() + _LOSS_SECONDS
-        while not self.is_rank_lost():
+        while not self.is_rank_lost() and not (is_alone and self.is_rank_gone()):
             if time.monotonic() > deadline:
                 return False
             time.sleep(_PAUSE_SECONDS)
@@ -321,6 +324,14 @@ class Survivors:
         """Return whether another rank was here and is dead, or has seen that one is."""
         states = [self._state_of(other) for other in self._others]
         return any(doing in (_STOPPED, _OVER) or (doing == _TRAINING and not alive) for doing, _, alive in states)
+
+    def is_rank_gone(self) -> bool:
+        """Return whether another rank has left, or is certainly dead: its lock was seen here, and is free."""
+        for other in self._others:
+            doing, _, alive = self._state_of(other)
+            if doing in (_LEFT, _STOPPED, _OVER) or (doing == _TRAINING and not alive and other not in self._unseen):
+                return True
+        return False
 
     def leave(self) -> None:
         """Say that this rank takes part no longer, because of an exception of its own; what it has noted stays."""
@@ -421,7 +432,10 @@ class Survivors:
     def _state_of(self, rank: int) -> tuple[str | None, int | None, bool]:
         """Return what a rank says that it does, at which step, and whether it is alive; None if it is not seen."""
         head = self._head(rank)
-        return (None, None, False) if head is None else (*head, self._is_alive(rank))
+        try:
+            return (None, None, False) if head is None else (*head, self._is_alive(rank))
+        except FileNotFoundError:  # came to its end, and deleted it
+            return None, None, False
 
     def _head(self, rank: int) -> tuple[str, int | None] | None:
         data = self._read(rank, _HEAD_BYTES, 0)

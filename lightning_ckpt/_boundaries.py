@@ -62,7 +62,7 @@ class _Between(Live):
         if is_connected:
             rank, world_size = trainer.global_rank, trainer.world_size
             store = connect_store(rank, world_size, trainer.strategy.broadcast)
-        self._meeting = Meeting(store, rank, world_size)
+        self._meeting = Meeting(store, rank, world_size, is_rank_gone=self._is_rank_gone)
         self._requeue = self._terminate = None
         if is_connected or trainer.world_size == 1:
             self._requeue = self._boundaries.instead_of_requeue(lambda: self._meeting.ask(_REQUEUE))
@@ -102,6 +102,9 @@ class _Between(Live):
             elif self._saver is not None and self._trainer.state.fn == "fit":
                 self._saver.save_before_end(self._trainer, " and ".join(reasons))
             self._terminate(exit_status(reasons))
+
+    def _is_rank_gone(self) -> bool:
+        return any(getattr(callback, "is_rank_gone", False) for callback in self._trainer.callbacks)
 
     def _close(self) -> None:
         vars(self._trainer).pop(_ATTRIBUTE, None)

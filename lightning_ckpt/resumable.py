@@ -740,6 +740,12 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._remove_on_rank_0(trainer, lambda: self._older(trainer, _PREEMPTED, path))
         self._wait_until_durable(trainer)
 
+    @property
+    def is_rank_gone(self) -> bool:
+        """Whether another rank is known to be dead, so that nobody need wait for its answer."""
+        just_in_time = self._just_in_time
+        return just_in_time is not None and just_in_time.is_rank_gone
+
     def _save_just_in_time(self, trainer: Any, just_in_time: JustInTime, error: BaseException) -> None:
         if isinstance(trainer.strategy.checkpoint_io, TorchFileIO):
             trainer.strategy.checkpoint_io.checkpointer.drain()  # what is committed later would count as newer

@@ -154,6 +154,11 @@ class JustInTime:
         self._survivors.close(remove=remove)
 
     @property
+    def is_rank_gone(self) -> bool:
+        """Whether another rank is dead or has left, so that this one need not wait for it."""
+        return self._survivors.is_rank_gone()
+
+    @property
     def is_rank_lost(self) -> bool:
         """Whether another rank is dead, so that this one has something to do."""
         return self._survivors.is_rank_lost()

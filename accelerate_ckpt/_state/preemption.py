@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 from accelerate_ckpt._state.naming import target_of
@@ -34,9 +35,9 @@ class PreemptionWatch:
         close: Watches no longer.
     """
 
-    def __init__(self, value: Any, ranks: RankGroup) -> None:
+    def __init__(self, value: Any, ranks: RankGroup, is_rank_gone: Callable[[], bool]) -> None:
         try:
-            watch = EndWatch(value, ranks)
+            watch = EndWatch(value, ranks, is_rank_gone)
         except ValueError as error:
             raise OptionError(f"preempt {error}") from None
         self.due, self.close = watch.due, watch.close

@@ -225,7 +225,7 @@ class Session:
         self.preemption: PreemptionWatch | None = None
         if config.preempt is not None and all(other.preemption is None for other in live_sessions()):
             self.preemption = PreemptionWatch(
-                config.preempt, RankGroup(ranks.rank, ranks.world_size, store, ranks.session)
+                config.preempt, RankGroup(ranks.rank, ranks.world_size, store, ranks.session), self._is_rank_gone
             )
         if self.saves_by_itself:
             self.data.before_epoch = self.after_batch
@@ -360,6 +360,9 @@ class Session:
     def work_done(self) -> tuple[int, int]:
         """Grows when the script trains on a batch."""
         return self.backwards, self.step
+
+    def _is_rank_gone(self) -> bool:
+        return self.just_in_time is not None and self.just_in_time.is_rank_gone
 
     @property
     def _directory(self) -> str:

@@ -12,6 +12,7 @@ import json
 import queue
 import threading
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -40,7 +41,8 @@ class Meeting:
     """The ranks of a training loop; made on all of them, with a store that rank 0 serves, or None for a single process.
 
     ``look_every`` is in seconds, between two looks at what other ranks were asked for; after ``answer_within``, a rank
-    that does not say where it is counts as lost.
+    that does not say where it is counts as lost, and at once where ``is_rank_gone`` says that one will not answer. That
+    is called on a thread.
 
     Examples:
         >>> from ckpt_core._commit.meeting import Meeting
@@ -58,10 +60,11 @@ class Meeting:
         *,
         look_every: float = 0.5,
         answer_within: float = 30.0,
+        is_rank_gone: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store = TimedStore(store, answer_within=answer_within) if store is not None else None
         self._rank, self._world_size = rank, world_size
-        self._look_every, self._answer_within = look_every, answer_within
+        self._look_every, self._answer_within, self._is_rank_gone = look_every, answer_within, is_rank_gone
         self._asked: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._passed: Position = _START
@@ -178,7 +181,8 @@ class Meeting:
         store.set(f"{number}/{self._rank}", json.dumps([passed, sorted(mine)]))
         store.set(f"{number}/asked", "")
         ranks = [f"{number}/{rank}" for rank in range(self._world_size)]
-        if not store.wait(ranks, self._answer_within):
+        store.wait_until(lambda: store.have(ranks) or self._is_rank_gone(), self._answer_within)
+        if not store.have(ranks):
             return Call(frozenset(mine), together=False), passed
         answers = [json.loads(store.get(rank)) for rank in ranks]
         requests = frozenset(request for _, asked in answers for request in asked)

@@ -156,7 +156,11 @@ class TimedStore:
 
     def has(self, key: str) -> bool:
         """Return whether there is a value under ``key``."""
-        return bool(self._ask(lambda: self._store.check([key])))
+        return self.have([key])
+
+    def have(self, keys: Sequence[str]) -> bool:
+        """Return whether there is a value under each of ``keys``."""
+        return bool(self._ask(lambda: self._store.check(list(keys))))
 
     def add(self, key: str, amount: int) -> int:
         """Add to the number under ``key``, which is 0 if there is none, and return the sum."""
@@ -171,7 +175,7 @@ class TimedStore:
 
         It asks again and again: a request that waits would keep others of this process from the store meanwhile.
         """
-        return self.wait_until(lambda: bool(self._ask(lambda: self._store.check(list(keys)))), seconds)
+        return self.wait_until(lambda: self.have(keys), seconds)
 
     def wait_until(self, is_there: Callable[[], bool], seconds: float) -> bool:
         """Return whether ``is_there``, which asks this store, gets true within so many seconds."""

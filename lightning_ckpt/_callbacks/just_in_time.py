@@ -60,6 +60,11 @@ class JustInTime:
         strategy.barrier("lightning_ckpt.just_in_time")  # each has made its file
         return None if strategy.reduce_boolean_decision(self._survivors.sees_all, all=True) else NO_PLACE
 
+    @property
+    def is_rank_gone(self) -> bool:
+        """Whether another rank is dead or has left, so that this one need not wait for it."""
+        return self._survivors.is_rank_gone()
+
     def close(self) -> None:
         """Training came to its end, or is given up."""
         self._state.at_moment = None

@@ -5,7 +5,7 @@ Reads one specification per line from its standard input, forks a process per ra
 
     {"directory": "...", "ranks": 2, "port": 29500, "limit_seconds": 60, "io": "AsyncCheckpointIO", "callback": "ours",
      "trainer": {...}, "options": {...}, "settings": {...}, "resume": "path" | null, "slurm": true,
-     "signals": [[rank, "SIGUSR1", "on_train_batch_start", count], ...], "name": "first"}
+     "answers": 1e6, "signals": [[rank, "SIGUSR1", "on_train_batch_start", count], ...], "name": "first"}
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 import lightning_ckpt
+from ckpt_core._commit.meeting import Meeting
 from lightning_ckpt import ResumableCheckpoint
 from lightning_ckpt._routing import gathering
 from tests.lightning_ckpt.exact_cases import MemoryLogger, Model, PlannedError, outcome
@@ -52,7 +53,8 @@ class Signals(pl.Callback):
             if self.left == 0 and what == "notice":
                 (Path(trainer.default_root_dir) / "notice").touch()
             elif self.left == 0:
-                os.kill(os.getpid(), getattr(signal, what))
+                os.kill(os.getpid(), getattr(signal, what.removesuffix(" and wait")))
+                time.sleep(0.5 if what.endswith(" and wait") else 0.0)  # until threads know of it
             if what == "notice" and self.left < 0:
                 time.sleep(0.05)  # until the thread that looks for it has found it
 
@@ -71,6 +73,8 @@ def main(spec: dict[str, Any], rank: int) -> None:
     torch.set_num_threads(1)
     gathering._INTERRUPTED_TIMEOUT = datetime.timedelta(seconds=2)  # type: ignore[attr-defined]
     directory = Path(spec["directory"])
+    if "answers" in spec:  # how long ranks wait for those who do not say where they are
+        Meeting.__init__.__kwdefaults__["answer_within"] = spec["answers"]  # type: ignore[attr-defined,index]
     pl.seed_everything(spec.get("seed", 1), verbose=False)
     model = Model(spec.get("options", {}))
     if spec.get("own_generators"):

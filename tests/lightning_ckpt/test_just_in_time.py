@@ -58,6 +58,11 @@ def test_rank_0_is_killed_in_backward(job: Job, tmp_path: Path) -> None:
     assert [result["warnings"] for result in resumed] == [[], []]
 
 
+def test_a_survivor_is_told_to_end_while_no_collective_waits(job: Job, tmp_path: Path) -> None:
+    signals = [[1, "SIGKILL", START, 5], [0, "SIGTERM and wait", START, 5]]  # as launchers do when a rank has died
+    check_resumes(job, tmp_path, 2, signals=signals, killed=[1], trainer={"accumulate_grad_batches": 2}, answers=1e6)
+
+
 MORE: dict[str, tuple[int, dict[str, Any]]] = {
     "rank 1 of 3, between steps": (6, {"signals": [[1, "SIGKILL", START, 6]], "killed": [1], "ranks": 3}),
     "rank 0 of 3 has an error of its own": (6, {"signals": [[0, "raise", START, 6]], "ranks": 3}),

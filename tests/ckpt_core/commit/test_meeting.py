@@ -121,6 +121,25 @@ def test_a_rank_whose_others_are_gone_acts_alone() -> None:
     del first
 
 
+def test_nobody_waits_for_the_answer_of_a_rank_that_is_known_to_be_dead() -> None:
+    first, _ = stores(2)
+    is_dead = threading.Event()
+    meeting = Meeting(first, 0, 2, look_every=0.01, answer_within=1e6, is_rank_gone=is_dead.is_set)
+    meeting.ask("end")
+    calls = []
+
+    def train() -> None:
+        while not calls or not calls[-1].requests:
+            calls.append(meeting.at((len(calls), 0)))
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    is_dead.set()
+    thread.join(LIMIT_SECONDS)
+    assert calls[-1] == (frozenset({"end"}), False)
+    meeting.close()
+
+
 def test_a_single_process_acts_at_its_next_boundary() -> None:
     meeting = Meeting(None)
     assert not meeting.at((1, 0)).requests
