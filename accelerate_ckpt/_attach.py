@@ -30,7 +30,7 @@ from accelerate_ckpt._state.session import (
 )
 from accelerate_ckpt._termination import unprotect
 from accelerate_ckpt.config import CheckpointConfig
-from ckpt_core.errors import CheckpointError
+from ckpt_core.errors import CheckpointError, RankFailedError
 
 __all__ = ["CheckpointProjectConfiguration", "attach", "drain", "install", "uninstall"]
 
@@ -180,7 +180,11 @@ def _save_state(
         return original(accelerator, output_dir, safe_serialization, **kwargs)
     if session.rehearsal is not None and not session.rehearsal.is_saving:
         output_dir = session.rehearsal.target(output_dir)
-    return save_state(session, output_dir)
+    try:
+        return save_state(session, output_dir)
+    except RankFailedError as error:
+        save_if_rank_was_lost(error)
+        raise
 
 
 def _load_state(

@@ -236,6 +236,7 @@ class Survivors:
         self._ended = threading.Event()
         self._descriptor: int | None = None
         self.last = 0
+        self._has_left = False
         self._unseen = [other for other in range(world_size) if other != rank]  # whose locks were never seen here
         self._saved: int | None = None
         try:
@@ -269,6 +270,9 @@ class Survivors:
         if len(data) > _SLOT_BYTES - _RECORD.size:
             self._give_up(f"a rank's own state has {len(data)} bytes, and at most {_SLOT_BYTES} are noted")
             return
+        if self._has_left:  # the exception was caught, and the training continues
+            self._has_left = False
+            self._tell(_TRAINING)
         self.last += 1
         head = _RECORD.pack(self._mark, self.last, len(data), xxhash.xxh3_64_intdigest(data))
         try:
@@ -334,9 +338,13 @@ class Survivors:
         return False
 
     def leave(self) -> None:
-        """Say that this rank takes part no longer, because of an exception of its own; what it has noted stays."""
+        """Say that this rank takes part no longer, because of an exception of its own; what it has noted stays.
+
+        If it notes another step, it takes part again.
+        """
         with contextlib.suppress(OSError):
             self._tell(_LEFT)
+        self._has_left = True
         self._ended.set()
 
     def rescue(self, holds: int | None, save: Callable[[Rescue], None]) -> bool:

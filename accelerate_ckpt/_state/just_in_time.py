@@ -59,7 +59,7 @@ def note_step(session: Session) -> None:
             session.note_step = lambda _: None
             return
         session.just_in_time = just_in_time
-    session.just_in_time.note()
+    session.just_in_time.step_is_done()
 
 
 def save_if_rank_was_lost(error: BaseException) -> None:
@@ -114,6 +114,11 @@ class JustInTime:
         self._not_exact: list[str] = []
         _termination.protect()
         _hook_exceptions()
+
+    def step_is_done(self) -> None:
+        """Note the state; what may have been raised in the step, the script has caught."""
+        self._is_over = False
+        self.note()
 
     def note(self) -> None:
         """Note the state after a step, unless it is inside of an accumulation window."""

@@ -37,6 +37,10 @@ TRAINING = """
             optimizer.step()
             optimizer.zero_grad()
             step += 1
+            if step == saves:
+                if rank == 0:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                accelerator.save_state(f"{folder}/checkpoints/mine")
             if step == 12:
                 break
     accelerator.end_training()
@@ -59,11 +63,13 @@ REFUSED = """
 
 
 def test_a_survivor_saves_the_last_step(ranks: Ranks, tmp_path: Path) -> None:
-    def run(name: str, kill: int) -> list[RankResult]:
+    def run(name: str, kill: int, saves: int = -1) -> list[RankResult]:
         (tmp_path / name).mkdir(exist_ok=True)
-        return ranks.run(TRAINING, 2, folder=str(tmp_path / name), kill=kill, options={})
+        return ranks.run(TRAINING, 2, folder=str(tmp_path / name), kill=kill, saves=saves, options={})
 
     whole = run("whole", -1)
+    assert run("saving", -1, saves=7)[1].error == "RankFailedError"  # of its own save, and caught by the harness
+    assert [path.name for path in (tmp_path / "saving/checkpoints").iterdir()] == ["checkpoint_7"]
     killed = run("run", 7)
     assert killed[1].error == "RuntimeError"  # of gloo
     resumed = run("run", -1)
@@ -77,7 +83,7 @@ def test_a_survivor_saves_to_a_store(ranks: Ranks, tmp_path: Path, server_of: Ca
     url = f"{server.new_bucket()}/run"
 
     def run(kill: int, **options: Any) -> list[RankResult]:
-        return ranks.run(TRAINING, 2, folder=str(tmp_path), kill=kill, options=options)
+        return ranks.run(TRAINING, 2, folder=str(tmp_path), kill=kill, saves=-1, options=options)
 
     store = {"checkpoint_dir": url, "storage_options": dict(server.options)}
     killed = run(7, **store)
@@ -100,6 +106,7 @@ def test_on_a_store_ranks_that_see_no_common_files_say_so(
         2,
         folder=str(tmp_path),
         kill=-1,
+        saves=-1,
         options=options,
     )
     assert [result.error for result in results] == [None, None]

@@ -86,6 +86,17 @@ def test_what_another_run_has_noted_or_a_kill_has_torn_does_not_count(tmp_path: 
     assert not path.exists()
 
 
+def test_a_rank_that_catches_its_error_takes_part_again(tmp_path: Path) -> None:
+    one, other = (Survivors(str(tmp_path / "saved"), rank, 2, "run") for rank in range(2))
+    one.note({}), other.note({})
+    assert not one.is_rank_gone()
+    other.leave()
+    assert one.is_rank_gone() and not one.is_rank_lost()
+    other.note({})
+    assert not one.is_rank_gone()
+    one.close(), other.close()
+
+
 def test_a_state_that_is_too_large_is_not_noted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     mine = Survivors(str(tmp_path / "saved"), 0, 1, "run")
     mine.note(torch.zeros(1 << 21))
