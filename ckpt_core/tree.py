@@ -9,6 +9,9 @@ import torch
 
 __all__ = ["join_key", "leaves", "tensors"]
 
+_SMALL = 8  # values
+_PLAIN = (int, float, str, type(None))
+
 
 def join_key(prefix: str, key: object) -> str:
     """Return the name of a child: ``join_key("state_dict", "layer.weight")`` is ``"state_dict.layer.weight"``."""
@@ -18,7 +21,8 @@ def join_key(prefix: str, key: object) -> str:
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield ``(name, leaf)`` for everything in ``tree`` that is not a dict, list or tuple, in pickling order.
 
-    A container met again (the same object) is walked once, so a cycle ends.
+    A container met again (the same object) is walked once, so a cycle ends; but one of few plain values, such as the
+    ``betas`` that all groups of an optimizer share, each time.
 
     Examples:
         >>> list(leaves({"a": [1, {"b": 2}]}))
@@ -31,7 +35,7 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
             children = _children(node, name)
             if children is None:
                 yield name, node
-            elif id(node) not in seen:
+            elif id(node) not in seen or _is_small(node):
                 seen.add(id(node))
                 stack.append(children)
                 break
@@ -42,6 +46,10 @@ def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def tensors(tree: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield ``(name, tensor)`` for every tensor among the leaves of ``tree``."""
     return ((name, leaf) for name, leaf in leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _is_small(node: Any) -> bool:
+    return isinstance(node, (list, tuple)) and len(node) <= _SMALL and all(isinstance(item, _PLAIN) for item in node)
 
 
 def _children(node: Any, name: str) -> Iterator[tuple[str, Any]] | None:

@@ -68,6 +68,7 @@ EXPORTED = {
         "recognize",
         "check_dcp",
         "convert_to_accelerate",
+        "convert_to_dcp",
         "convert_to_directory",
         "convert_to_file",
         "export_dcp",

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_commands"]
 
-_LAYOUTS = ("file", "directory", "dcp", "safetensors", "accelerate")
+_OURS = ("file", "directory")
+_LAYOUTS = (*_OURS, "dcp", "safetensors", "accelerate")
 
 
 def add_commands(commands: Commands) -> None:
@@ -47,12 +48,12 @@ def add_commands(commands: Commands) -> None:
     )
 
     export = commands.add("export", _export, help="write a checkpoint in the format of another program")
-    export.add_argument("path", help="a checkpoint that is a directory; for safetensors, a torch file too")
+    export.add_argument("path", help="a checkpoint; path or URL")
     export.add_argument("target", help="a local directory that is not there yet")
     _add_format(export)
     export.add_argument("--part", help="safetensors: where the model is (model; in a torch file, state_dict)")
     export.add_argument(
-        "--prefix", default="", help="safetensors: only tensors whose names begin so, without it (model.)"
+        "--prefix", help="safetensors: only tensors whose names begin so, without it (that which all of them have)"
     )
     export.add_argument(
         "--max-shard-size", type=nbytes, default="5GB", metavar="SIZE", help="safetensors: of one file (5GB)"
@@ -75,11 +76,13 @@ def _add_format(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _convert(options: Options) -> int:
+def _convert(options: Options, what: str = "convert") -> int:
     from ckpt_core.cli.progress import progress
 
     size = size_at(options.source, options.storage_options)  # what is not there is an error that says so
-    with progress(options, "convert", size * (2 if options.to in ("file", "directory") else 1)):
+    # DCP writes for itself; what is one file becomes a directory first.
+    times = 3 if options.to == "dcp" and os.path.isfile(options.source) else 2 if options.to in _OURS else 1
+    with progress(options, what, times * size):
         written = _converted(options)
     return _wrote(options, options.to, written)
 
@@ -99,18 +102,16 @@ def _converted(options: Options) -> int | None:
     is_model = is_model and not interchange.is_stock_accelerate(path, options.storage_options)
     weights_only = False if options.trust_pickle else None
     given = {"storage_options": options.storage_options}
-    if interchange.is_stock_accelerate(path, options.storage_options) and options.to in ("dcp", "safetensors"):
+    if options.to == "safetensors" and interchange.is_stock_accelerate(path, options.storage_options):
         raise CheckpointFormatError(
-            f"a checkpoint of stock Accelerate is not written as {options.to} at once; its model may be "
+            "a checkpoint of stock Accelerate is not written as safetensors at once; its model may be "
             "model.safetensors already",
             path=options.source,
             remedy=f"ckpt convert {options.source} DIRECTORY --to directory, and convert that",
         )
     size: int | None = None
     if options.to == "dcp":
-        if not is_ours:
-            raise _needs_a_directory(options.source)
-        interchange.export_dcp(path, options.target, **given)
+        interchange.convert_to_dcp(path, options.target, weights_only=weights_only, **given)
     elif options.to == "safetensors":
         prefix = options.prefix
         if prefix is None:
@@ -144,14 +145,6 @@ def _wrote(options: Options, layout: str, size: int | None = None) -> int:
     return Exit.OK
 
 
-def _needs_a_directory(path: str) -> CheckpointFormatError:
-    return CheckpointFormatError(
-        "dcp needs a checkpoint that is a directory",
-        path=path,
-        remedy=f"ckpt convert {path} DIRECTORY --to directory, and convert that",
-    )
-
-
 def _holds_a_model(storage: Storage, path: str) -> bool:
     return any(file.path.endswith((".safetensors", ".safetensors.index.json")) for file in storage.list(path))
 
@@ -174,24 +167,8 @@ def _common_prefix(path: str, part: str | None, storage: Storage) -> str:
 
 
 def _export(options: Options) -> int:
-    from ckpt_core import interchange  # it needs torch.distributed, which takes a second that other commands do not
-    from ckpt_core.cli.progress import progress
-
-    if options.format == "dcp" and os.path.isfile(options.path):
-        raise _needs_a_directory(options.path)
-    with progress(options, "export", size_at(options.path, options.storage_options)):
-        if options.format == "dcp":
-            interchange.export_dcp(options.path, options.target, storage_options=options.storage_options)
-        else:
-            interchange.export_model(
-                options.path,
-                options.target,
-                part=options.part,
-                prefix=options.prefix,
-                max_shard_size=options.max_shard_size,
-                storage_options=options.storage_options,
-            )
-    return _wrote(options, options.format)
+    options.source, options.to, options.trust_pickle = options.path, options.format, False
+    return _convert(options, "export")
 
 
 def _import(options: Options) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import logging
 import warnings
 from collections.abc import Collection, Hashable, Iterator
 from typing import Any
@@ -39,12 +40,14 @@ from ckpt_core.interchange.dcp_format import (
 )
 from ckpt_core.interchange.dcp_reader import TensorBatches, describe, entries_by_name, load_values
 from ckpt_core.interchange.dcp_writer import value_chunks
+from ckpt_core.interchange.exported import STRUCTURE, Exported, structure
 from ckpt_core.interchange.naming import ROOT, EntryPath, entry_name, nested, split_path
 from ckpt_core.interchange.saving import Chunk, Value, save_alone
 from ckpt_core.interchange.streaming import DiskMemory, TensorMemory, new_directory
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, storage_for
 
+_logger = logging.getLogger(__name__)
 _REMEDY = "copy the checkpoint again, or import another one"
 
 
@@ -82,6 +85,14 @@ class _ExportPlanner(SavePlanner):
 
     def __init__(self, checkpoint: DirectoryCheckpoint) -> None:
         self._checkpoint = checkpoint
+        if added := checkpoint.extra_files:
+            _logger.warning(
+                "left out %d files that others have added to %s, such as %s: DCP has no place for them",
+                len(added),
+                checkpoint.path,
+                added[0],
+            )
+        self._structure = structure(checkpoint, _states_of(checkpoint))
         self._entries = entries_by_name(checkpoint, _states_of(checkpoint))
         wanted: dict[tuple[str, int], list[tuple[tuple[Hashable, ...], torch.Tensor]]] = {}
         for part, rank, entry in self._entries.values():
@@ -95,16 +106,21 @@ class _ExportPlanner(SavePlanner):
         """Do nothing: the state is the checkpoint."""
 
     def create_local_plan(self) -> SavePlan:
-        return SavePlan([_item(name, entry.value) for name, (_, _, entry) in self._entries.items()])
+        items = [_item(name, entry.value) for name, (_, _, entry) in self._entries.items()]
+        return SavePlan([*items, _item(STRUCTURE, None)])
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         described = {name: describe(entry.value) for name, (_, _, entry) in self._entries.items()}
-        return all_plans, Metadata(described, planner_data={n: e.path for n, (_, _, e) in self._entries.items()})
+        paths = {name: entry.path for name, (_, _, entry) in self._entries.items()}
+        described[STRUCTURE], paths[STRUCTURE] = describe(None), (STRUCTURE,)
+        return all_plans, Metadata(described, planner_data=paths)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        if write_item.index.fqn == STRUCTURE:
+            return io.BytesIO(self._structure)
         part, rank, entry = self._entries[write_item.index.fqn]
         if isinstance(entry.value, torch.Tensor):
             return self._batches[part, rank].load(entry.where)
@@ -133,33 +149,13 @@ def _item(name: str, value: Any) -> WriteItem:
     return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.TENSOR, tensor_data=data)
 
 
-def import_dcp(
-    source: StrPath,
-    target: StrPath,
-    *,
-    only: Collection[str] | None = None,
-    storage_options: dict[str, Any] | None = None,
+def import_entries(
+    source: StrPath, target: StrPath, *, only: Collection[str] | None, storage_options: dict[str, Any] | None
 ) -> int:
-    """Make a directory checkpoint of one in DCP's own format, and return its size in bytes.
-
-    One tensor, or DCP's part of one, is in memory at a time. No code from the checkpoint is run: its metadata are read
-    by a reader that knows descriptions of tensors only, and its objects by ``torch.load(weights_only=True)``. DCP keeps
-    no digests, so what was damaged before the import stays so.
-
-    Args:
-        source: The DCP checkpoint: a directory or a URL.
-        target: Path or URL of the directory checkpoint, which replaces the one that is there.
-        only: First keys of the state (``"model"``), where not all of it is wanted.
-        storage_options: Passed to fsspec for URLs.
-
-    Raises:
-        UnsafeCheckpointError: An object in the checkpoint is not plain data; the error names it.
-        CheckpointFormatError: It is no DCP checkpoint.
-        CheckpointCorruptedError: A file is missing or truncated, or does not hold what the metadata say.
-    """
+    """Make a directory checkpoint of the entries as they are in DCP: keys are text, and every part is sharded."""
     origin, path = full_path(source), full_path(target)
     storage = storage_for(origin, storage_options)
-    entries = entries_of_dcp(origin, storage)
+    entries = [entry for entry in entries_of_dcp(origin, storage) if entry.path != (STRUCTURE,)]
     if only is not None:
         missing = sorted(set(only) - {entry.path[0] for entry in entries})
         if missing:
@@ -196,16 +192,33 @@ def read_dcp(origin: str, storage: Storage, memory: DiskMemory | None = None) ->
     for entry in entries_of_dcp(origin, storage):
         if entry.info is None:
             found[entry.path] = _Leaf(load_stored(storage, origin, entry, entry.chunks[0][1], chunk))
-            continue
-        whole = entry.info.empty() if memory is None else memory.empty(entry.info)
-        for box, location in entry.chunks:
-            if box.numel:
-                begins = zip(box.offset, box.end, strict=True)
-                target = whole[tuple(slice(begin, end) for begin, end in begins)]
-                target.copy_(_ChunkLoader(storage, origin, entry, box, location, chunk)())
-        found[entry.path] = _Leaf(whole)
+        else:
+            found[entry.path] = _Leaf(_whole(origin, storage, entry, chunk, None if memory is None else memory.empty))
     state: dict[str, Any] = _without_leaves(nested(found))
     return state
+
+
+def _whole(origin: str, storage: Storage, entry: DcpEntry, chunk: TensorMemory, where: Any) -> torch.Tensor:
+    """Return a tensor, in memory that ``where`` makes, or on that device."""
+    assert entry.info is not None
+    whole: torch.Tensor = where(entry.info) if callable(where) else entry.info.empty(where)
+    for box, location in entry.chunks:
+        if box.numel:
+            begins = zip(box.offset, box.end, strict=True)
+            target = whole[tuple(slice(begin, end) for begin, end in begins)]
+            target.copy_(_ChunkLoader(storage, origin, entry, box, location, chunk)())
+    return whole
+
+
+def open_exported(origin: str, storage: Storage) -> Exported | None:
+    """Return what :func:`export_dcp` has made of a checkpoint of ours; None if it is not known to be its work."""
+    entries = {entry_name(entry.path): entry for entry in entries_of_dcp(origin, storage)}
+    about = entries.get(STRUCTURE)
+    if about is None or about.info is not None:
+        return None
+    memory = TensorMemory()
+    record = load_stored(storage, origin, about, about.chunks[0][1], memory)
+    return Exported(origin, record, entries, lambda entry, where: _whole(origin, storage, entry, TensorMemory(), where))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -226,7 +239,7 @@ def _without_leaves(node: Any) -> Any:
 def check_dcp(source: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
     """Make sure that ``torch.distributed.checkpoint.load`` would run no code from a checkpoint.
 
-    Its metadata and its objects are read as :func:`import_dcp` reads them. Tensors are not read.
+    Its metadata and its objects are read as ``import_dcp`` reads them. Tensors are not read.
 
     Args:
         source: The DCP checkpoint: a directory or a URL.

@@ -15,6 +15,7 @@ from ckpt_core.errors import UnsafeCheckpointError
 from ckpt_core.interchange.accelerate_files import is_file_of_stock, is_stock_accelerate
 from ckpt_core.interchange.dcp_files import entries_of_dcp, verify_dcp
 from ckpt_core.interchange.dcp_format import METADATA_NAME
+from ckpt_core.interchange.exported import STRUCTURE
 from ckpt_core.interchange.model_files import holds_model, infos_of_model
 from ckpt_core.interchange.naming import entry_name
 from ckpt_core.paths import StrPath
@@ -96,6 +97,7 @@ def _accelerate(path: str, storage: Storage) -> Foreign:
 def _dcp(path: str, storage: Storage) -> Foreign:
     entries = entries_of_dcp(path, storage)
     state = {entry_name(each.path): "an object" if each.info is None else _meta(each.info) for each in entries}
+    is_ours = state.pop(STRUCTURE, None) is not None
     has_rest = storage.exists(f"{path}/{_REST}")
 
     def check() -> None:
@@ -104,8 +106,13 @@ def _dcp(path: str, storage: Storage) -> Foreign:
             with storage.open(f"{path}/{_REST}") as reader:
                 verify_torch_file(reader)
 
-    what = "a checkpoint in DCP's format" + (", of Lightning" if has_rest else "")
-    return Foreign(what, state, "every entry is there, and CRC-32 of each record of torch's", check)
+    whose = ", of Lightning" if has_rest else ", of this package" if is_ours else ""
+    return Foreign(
+        f"a checkpoint in DCP's format{whose}",
+        state,
+        "every entry is there, and CRC-32 of each record of torch's",
+        check,
+    )
 
 
 def _meta(info: Any) -> torch.Tensor:

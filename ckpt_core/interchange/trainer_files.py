@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+import tempfile
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ckpt_core._layouts.torch_file.loading import load_torch_file
+from ckpt_core._pipeline.reader import is_directory_checkpoint
 from ckpt_core.checkpointer import Checkpointer, full_path
 from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer
-from ckpt_core.errors import CheckpointFormatError
+from ckpt_core.errors import CheckpointFormatError, StateMismatchError
 from ckpt_core.interchange.accelerate_files import is_stock_accelerate, parts_of_stock, read_stock, write_stock
-from ckpt_core.interchange.dcp_files import read_dcp
+from ckpt_core.interchange.dcp_files import export_dcp, import_entries, open_exported, read_dcp
 from ckpt_core.interchange.dcp_format import METADATA_NAME
+from ckpt_core.interchange.exported import Exported
 from ckpt_core.interchange.model_files import holds_model, read_model
-from ckpt_core.interchange.streaming import DiskMemory
+from ckpt_core.interchange.streaming import DiskMemory, new_directory
 from ckpt_core.paths import StrPath
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.state.trainer_parts import is_of_trainer, metadata_of, parts_of, whole
@@ -64,17 +67,11 @@ def load_whole(
         if directories.exists(path):
             empty = None if memory is None else memory.empty
             with directories.load(path, weights_only=weights_only) as opened:
-                if is_of_trainer(opened):
-                    return whole(opened, range(opened.world_size), map_location=map_location, empty=empty)
-                if of_trainer:
-                    raise CheckpointFormatError(
-                        f"the directory holds the parts {', '.join(opened.parts)}, which are not those of a Trainer's "
-                        "checkpoint",
-                        path=path,
-                        remedy="load it with what saved it, or take its weights: ckpt convert --to safetensors",
-                    )
-                return _parts(opened, empty)
+                return _collected(opened, of_trainer, map_location, empty)
     storage = storage_for(path, storage_options)
+    exported = _exported(path, storage_options)
+    if exported is not None:
+        return _collected(exported, of_trainer, map_location, None if memory is None else memory.empty)
     if is_stock_distributed(path, storage_options):
         return _load_stock(path, storage, weights_only, memory)
     if not of_trainer and is_stock_accelerate(path, storage_options):
@@ -87,7 +84,19 @@ def load_whole(
         return files.load(path, map_location=location, weights_only=weights_only)
 
 
-def _parts(opened: DirectoryCheckpoint, empty: Any) -> dict[str, Any]:
+def _collected(opened: DirectoryCheckpoint | Exported, of_trainer: bool, map_location: Any, empty: Any) -> Any:
+    if is_of_trainer(opened):
+        return whole(opened, range(opened.world_size), map_location=map_location, empty=empty)
+    if of_trainer:
+        raise CheckpointFormatError(
+            f"the directory holds the parts {', '.join(opened.parts)}, which are not those of a Trainer's checkpoint",
+            path=opened.path,
+            remedy="load it with what saved it, or take its weights: ckpt convert --to safetensors",
+        )
+    return _parts(opened, empty)
+
+
+def _parts(opened: DirectoryCheckpoint | Exported, empty: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, part in opened.parts.items():
         if part.kind != "per-rank":
@@ -211,8 +220,103 @@ def convert_to_directory(
         SerializationError: Something in the state is no plain data; it names the key.
         CheckpointError: See :func:`load_whole`; or the storage refused.
     """
+    path = full_path(source)
+    exported = _exported(path, storage_options)
+    if exported is not None and not is_of_trainer(exported):
+        return _write_exported(exported, target, storage_options)
     with _state_on_disk(source, target, weights_only, storage_options) as state:
         return _write_directory(_as_dictionary(state, source), source, target, storage_options)
+
+
+def _exported(path: str, storage_options: dict[str, Any] | None) -> Exported | None:
+    if not is_stock_distributed(path, storage_options):
+        return None
+    return open_exported(path, storage_for(path, storage_options))
+
+
+def _write_exported(exported: Exported, target: StrPath, storage_options: dict[str, Any] | None) -> int:
+    own = [name for name, part in exported.parts.items() if part.kind == Kind.PER_RANK.value]
+    if exported.world_size > 1 and own:
+        raise StateMismatchError(
+            f"the checkpoint was saved by {exported.world_size} processes, each with {', '.join(own)} of its own",
+            path=exported.path,
+            key=own[0],
+            remedy="take the rest of it: ckpt import --format dcp --only model optimizer",
+        )
+    with (
+        contextlib.closing(DiskMemory(full_path(target))) as memory,
+        DirectoryCheckpointer(strategy="sync", storage_options=storage_options) as directories,
+    ):
+        parts = [
+            Part(name, exported.load(name, map_location=memory.empty), Kind(part.kind))
+            for name, part in exported.parts.items()
+        ]
+        return directories.save(parts, target, metadata=exported.metadata, step=exported.step)
+
+
+def convert_to_dcp(
+    source: StrPath,
+    target: StrPath,
+    *,
+    weights_only: bool | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint of any layout in DCP's own format.
+
+    What :func:`convert_to_file` and :func:`convert_to_directory` make of that has the same bits. What is no directory
+    of ours is made one first, beside the target, which needs room for it until then.
+
+    Args:
+        source: Path or URL.
+        target: A local directory in which nothing is yet.
+        weights_only: As for ``torch.load``.
+        storage_options: Passed to fsspec for URLs.
+
+    Raises:
+        SerializationError: Something in the state is no plain data; it names the key.
+        CheckpointError: See :func:`load_whole`; or there is something at the target.
+    """
+    path = full_path(source)
+    if is_directory_checkpoint(storage_for(path, storage_options), path):
+        export_dcp(source, target, storage_options=storage_options)
+        return
+    with (
+        new_directory(target) as directory,
+        tempfile.TemporaryDirectory(prefix=".", suffix=".export", dir=os.path.dirname(directory)) as between,
+    ):
+        ours = os.path.join(between, "checkpoint")
+        convert_to_directory(source, ours, weights_only=weights_only, storage_options=storage_options)
+        export_dcp(ours, directory)
+
+
+def import_dcp(
+    source: StrPath,
+    target: StrPath,
+    *,
+    only: Collection[str] | None = None,
+    storage_options: dict[str, Any] | None = None,
+) -> int:
+    """Make a directory checkpoint of one in DCP's own format, and return its size in bytes.
+
+    One tensor, or DCP's part of one, is in memory at a time. No code from the checkpoint is run: its metadata are read
+    by a reader that knows descriptions of tensors only, and its objects by ``torch.load(weights_only=True)``. DCP keeps
+    no digests, so what was damaged before the import stays so. What :func:`convert_to_dcp` wrote comes back as
+    :func:`convert_to_directory` has it.
+
+    Args:
+        source: The DCP checkpoint: a directory or a URL.
+        target: Path or URL of the directory checkpoint, which replaces the one that is there.
+        only: First keys of the state (``"model"``), where not all of it is wanted.
+        storage_options: Passed to fsspec for URLs.
+
+    Raises:
+        UnsafeCheckpointError: An object in the checkpoint is not plain data; the error names it.
+        CheckpointFormatError: It is no DCP checkpoint.
+        CheckpointCorruptedError: A file is missing or truncated, or does not hold what the metadata say.
+    """
+    if only is None and _exported(full_path(source), storage_options) is not None:
+        return convert_to_directory(source, target, storage_options=storage_options)
+    return import_entries(source, target, only=only, storage_options=storage_options)
 
 
 def _write_directory(

@@ -185,6 +185,7 @@ MOVING = [
     "convert dcp new --to file",
     "convert big new --to safetensors",
     "convert big new --to dcp",
+    "convert big.ckpt new --to dcp",
     "export big new --format dcp",
     "import dcp new --format dcp",
 ]

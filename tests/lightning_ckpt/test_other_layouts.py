@@ -95,11 +95,15 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     )
     state.pop("optimizer_states")
     torch.save(state, root / "stock" / "meta.pt")
-    return {
+    paths = {
         "file": root / "file" / "step=5.ckpt",
         "directory": root / "directory" / "step=5.ckpt",
         "stock": root / "stock",
     }
+    for layout in ("file", "directory"):
+        paths[f"dcp of the {layout}"] = root / layout / "dcp"
+        assert main(["convert", str(paths[layout]), str(paths[f"dcp of the {layout}"]), "--to", "dcp"]) == 0
+    return paths
 
 
 @pytest.mark.parametrize(
@@ -110,6 +114,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         ("directory", SyncCheckpointIO),
         ("stock", ShardedCheckpointIO),
         ("stock", AsyncCheckpointIO),
+        ("dcp of the file", AsyncCheckpointIO),
     ],
 )
 def test_a_run_resumes_exactly_from_a_checkpoint_of_another_layout(
@@ -119,7 +124,7 @@ def test_a_run_resumes_exactly_from_a_checkpoint_of_another_layout(
     assert same(found, uninterrupted)
 
 
-@pytest.mark.parametrize("layout", ["directory", "stock"])
+@pytest.mark.parametrize("layout", ["directory", "stock", "dcp of the file"])
 def test_a_converted_file_is_one_that_lightning_loads_and_resumes_from(
     uninterrupted: dict[str, Any], saved: dict[str, Path], tmp_path: Path, layout: str
 ) -> None:
@@ -130,7 +135,7 @@ def test_a_converted_file_is_one_that_lightning_loads_and_resumes_from(
     assert same(train(FILE, tmp_path / "run", END, target)[1], uninterrupted)
 
 
-@pytest.mark.parametrize("layout", ["file", "stock"])
+@pytest.mark.parametrize("layout", ["file", "stock", "dcp of the directory"])
 def test_a_converted_directory_is_one_that_a_run_resumes_from(
     uninterrupted: dict[str, Any], saved: dict[str, Path], tmp_path: Path, layout: str
 ) -> None:

@@ -137,6 +137,11 @@ class DirectoryCheckpoint:
             found[name] = PartInfo(name, kind, tensors)
         return found
 
+    @property
+    def extra_files(self) -> list[str]:
+        """Names of the files that others have added."""
+        return [file.name for rank in self._manifest.ranks for file in rank.extra_files]
+
     def ranks_with(self, part: str) -> tuple[int, ...]:
         """Return the ranks that have saved a part of their own under this name."""
         return tuple(rank for rank, record in enumerate(self._manifest.ranks) if part in record.parts)

@@ -6,6 +6,7 @@ import copy
 import io
 import json
 import os
+import pathlib
 import pickle
 import shutil
 import struct
@@ -52,6 +53,7 @@ from ckpt_core.interchange import (
     import_dcp,
     import_model,
 )
+from ckpt_core.interchange.exported import Exported
 from tests.conftest import ScriptRunner
 from tests.support.states import DTYPES, assert_same_state, tensor_of
 
@@ -216,6 +218,86 @@ def test_dcp_files_come_and_go(tmp_path: Path) -> None:
         assert list(checkpoint.parts) == ["model"]
     with pytest.raises(StateMismatchError, match="nothing below"):
         import_dcp(tmp_path / "stock", tmp_path / "d", only=["modle"])
+
+
+def test_dcp_gives_back_what_it_has_no_words_for(tmp_path: Path) -> None:
+    tensor = tensor_of(torch.bfloat16, 3, 5)
+    state = {
+        "state_dict": OrderedDict({"a.weight": tensor, "b": torch.empty(0, 2), "step": torch.tensor(3)}),
+        "optimizer_states": [
+            {"state": {0: {"m": tensor}, 1: {}}, "param_groups": [{"params": [0, 1], "betas": (1, 2)}]}
+        ],
+        "global_step": 3,
+        "callbacks": {},
+        "rng": {"seeds": ("MT19937", (7, 8), 3), 5: (1, tensor), None: float("nan"), "$x": "$0"},
+        "lr_schedulers": [],
+    }
+    with Checkpointer(strategy="sync") as files:
+        files.save(state, tmp_path / "file")
+        for source, layout in (("file", "dcp"), ("dcp", "file"), ("dcp", "directory"), ("directory", "dcp")):
+            target = tmp_path / f"{source}-{layout}"
+            origin = tmp_path / {"file": "file", "dcp": "file-dcp", "directory": "dcp-directory"}[source]
+            assert main(["convert", str(origin), str(target), "--to", layout]) == 0
+        assert main(["import", str(tmp_path / "directory-dcp"), str(tmp_path / "again"), "--format", "dcp"]) == 0
+        for name in ("dcp-file", "dcp-directory", "again"):
+            assert main(["diff", str(tmp_path / "file"), str(tmp_path / name)]) == 0
+        found = files.load(tmp_path / "dcp-file")
+    assert found.keys() == state.keys()
+    for key in ("optimizer_states", "global_step", "callbacks", "rng", "lr_schedulers"):
+        assert_same_state(found[key], state[key])
+    asked = {"optimizer": {"state": {"0": {"m": torch.zeros(3, 5, dtype=torch.bfloat16)}}}}
+    dcp.load(asked, checkpoint_id=tmp_path / "file-dcp", no_dist=True)  # without this package, by DCP's names
+    assert torch.equal(asked["optimizer"]["state"]["0"]["m"].view(torch.uint8), tensor.view(torch.uint8))
+
+
+def test_parts_and_metadata_come_back_from_dcp(tmp_path: Path) -> None:
+    parts = [
+        Part("model", {"w": torch.ones(3)}, Kind.SHARDED),
+        Part("rng", {"seed": {0: ("MT19937", np.arange(7, dtype=np.uint32))}}, Kind.PER_RANK),
+        Part("empty", {}, Kind.REPLICATED),
+    ]
+    with DirectoryCheckpointer(strategy="sync") as checkpointer:
+        checkpointer.save(parts, tmp_path / "a", metadata={"x": {1: None}}, step=4)
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "dcp"), "--to", "dcp"]) == 0
+    assert main(["convert", str(tmp_path / "dcp"), str(tmp_path / "b"), "--to", "directory"]) == 0
+    with DirectoryCheckpointer().load(tmp_path / "b") as found:
+        assert found.metadata == {"x": {1: None}} and found.stamp.step == 4
+        assert {name: part.kind for name, part in found.parts.items()} == {p.name: p.kind.value for p in parts}
+        for part in parts:
+            assert_same_state(found.load(part.name), part.state)
+
+
+def test_what_dcp_cannot_say_is_refused_by_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"model": {"w": torch.ones(1)}, "more": {"x": [pathlib.PurePath, Attack]}}, tmp_path / "a.ckpt")
+    words = ["convert", str(tmp_path / "a.ckpt"), str(tmp_path / "dcp"), "--to", "dcp", "--trust-pickle"]
+    assert main(words) == 1
+    assert "more.x.0" in capsys.readouterr().err
+    assert os.listdir(tmp_path) == ["a.ckpt"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: record.clear(),
+        lambda record: record.update(structure="{"),
+        lambda record: record.update(structure="[]"),
+        lambda record: record.update(structure=record["structure"].replace("model.w", "model.v")),
+        lambda record: record.update(structure=record["structure"].replace('"sharded"', '"other"')),
+        lambda record: record.update(structure=record["structure"].replace("$0", "$1")),
+        lambda record: record.update(structure=record["structure"].replace('"version": 1', '"version": 2')),
+    ],
+)
+def test_a_structure_that_makes_no_sense_is_refused(tmp_path: Path, change: Callable[[Any], Any]) -> None:
+    export_dcp(save(tmp_path / "a", Part("model", {"w": torch.ones(1)}, Kind.SHARDED)), tmp_path / "b")
+    found: dict[str, Any] = {"__ckpt_structure__": None}
+    dcp.load(found, checkpoint_id=tmp_path / "b", no_dist=True)
+    entries: Any = {"model.w": None}
+    assert Exported("b", found["__ckpt_structure__"], entries, lambda *_: torch.ones(1)).load("model")[
+        "w"
+    ].tolist() == [1]
+    change(found["__ckpt_structure__"])
+    with pytest.raises((CheckpointCorruptedError, CheckpointFormatError), match="structure of the export"):
+        Exported("b", found["__ckpt_structure__"], entries, lambda *_: torch.ones(1)).load("model")
 
 
 class Attack:
@@ -458,7 +540,7 @@ def memory(name):
 import_dcp("warm", "warm-again")  # what is loaded once
 export_model("warm-again", "warm-model")
 for act, source, target in (
-    (export_dcp, "a", "dcp"), (import_dcp, "dcp", "b"), (export_model, "a", "model"), (import_model, "model", "c")
+    (export_dcp, "a", "exported"), (import_dcp, "dcp", "b"), (export_model, "a", "model"), (import_model, "model", "c")
 ):
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # begins the peak anew
@@ -469,6 +551,7 @@ for act, source, target in (
 for act, source, target in (
     (convert_to_file, "a", "file-again.ckpt"),
     (convert_to_directory, "file.ckpt", "d"),
+    (convert_to_directory, "exported", "e"),
 ):
     before, peak, ended = memory("RssAnon"), 0, threading.Event()  # mapped files give way where memory is short
     def watch():
@@ -490,13 +573,14 @@ for act, source, target in (
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, run_script: ScriptRunner) -> None:
     stock(tmp_path / "warm")
     state = {f"w{number}": torch.full((TENSOR * 2**18,), float(number)) for number in range(COUNT)}
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     save(tmp_path / "a", Part("model", state, Kind.REPLICATED))
     Checkpointer(strategy="sync").save({"model": state}, tmp_path / "file.ckpt")
     peaks = dict(line.split() for line in run_script(MEMORY).stdout.splitlines())
-    for name in ("b", "c", "d"):
+    for name in ("b", "c", "d", "e"):
         assert_same_state(load(tmp_path / name), state)
     assert_same_state(Checkpointer().load(tmp_path / "file-again.ckpt")["model"], state)
     # One tensor, one window of 16 MiB or a few reads of 8 MiB, and some room; all tensors together are 128 MiB.
     assert {name: int(peak) for name, peak in peaks.items() if int(peak) > 2 * TENSOR + 24} == {}
-    assert len(peaks) == 6
+    assert len(peaks) == 7
     shutil.rmtree(tmp_path)
