@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from ckpt_core import policies, storage
     from ckpt_core._pipeline.device_copy import wait_staged
-    from ckpt_core._pipeline.reader import verify
+    from ckpt_core._pipeline.loading import verify
     from ckpt_core.catalog import Catalog, CheckpointInfo
     from ckpt_core.checkpointer import Checkpointer
     from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer
@@ -76,7 +76,7 @@ _HOMES = {
     "RankGroup": "ranks",
     "Tiers": "tiers",
     "load_into": "interchange",
-    "verify": "_pipeline.reader",
+    "verify": "_pipeline.loading",
     "wait_staged": "_pipeline.device_copy",
 }
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ckpt_core._layouts.sharded.files import remove_leftovers
-from ckpt_core._pipeline.reader import peek, stamp_of, verify
+from ckpt_core._pipeline.loading import peek, stamp_of, verify
 from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.errors import (
     CheckpointError,
@@ -349,7 +349,7 @@ class Catalog:
 
         Args:
             accept: Called with a checkpoint's state, its tensors without values, or with the metadata of a directory
-                (:func:`ckpt_core._pipeline.reader.peek`); says whether it is of the kind that is looked for.
+                (:func:`ckpt_core._pipeline.loading.peek`); says whether it is of the kind that is looked for.
             order: Called with all of them, the newest first; returns them in the order in which they are tried, such as
                 :meth:`ckpt_core.resume.ResumeAttempts.in_order`.
 
@@ -386,7 +386,7 @@ class Catalog:
             path: The checkpoint, in this directory or another of the same storage.
 
         Raises:
-            CheckpointError: As :func:`ckpt_core._pipeline.reader.peek`.
+            CheckpointError: As :func:`ckpt_core._pipeline.loading.peek`.
         """
         return peek(path, storage=self._storage)
 

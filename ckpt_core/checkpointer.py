@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from ckpt_core._layouts.image import WINDOW
-from ckpt_core._pipeline import reader
+from ckpt_core._pipeline import loading
 from ckpt_core._pipeline.device_copy import wait_staged
 from ckpt_core._pipeline.file_save import FileSave
 from ckpt_core._pipeline.jobs import OnError
@@ -399,7 +399,7 @@ class Checkpointer(CheckpointerBase):
         """
         source = self._wait_to_read(path)
         started = time.perf_counter()
-        state, verified, size = reader.load(
+        state, verified, size = loading.load(
             source, map_location=map_location, weights_only=weights_only, storage=self._to_read(source)
         )
         seconds = time.perf_counter() - started

@@ -12,8 +12,8 @@ import torch
 
 from ckpt_core._commit.rank_group import RankGroup
 from ckpt_core._commit.reports import SaveSeries
-from ckpt_core._layouts.sharded import reading
 from ckpt_core._layouts.sharded.matching import LocalView
+from ckpt_core._layouts.sharded.reading import DirectoryReader, PartInfo, Placement
 from ckpt_core._pipeline.directories import copy_directory, names_of_files
 from ckpt_core._pipeline.directory_save import AddedFiles, DirectorySave, DirectoryState, WriteFiles
 from ckpt_core._pipeline.jobs import OnError
@@ -68,7 +68,7 @@ class DirectoryCheckpoint:
         storage.nearest(path, self._open)
 
     def _open(self, storage: Storage, path: str) -> None:
-        self._reader = reader = reading.DirectoryCheckpoint(path, storage, weights_only=self._weights_only)
+        self._reader = reader = DirectoryReader(path, storage, weights_only=self._weights_only)
         self._is_local = self._tiers is not None and storage is self._tiers.local
         self.path, self.files, self.size = reader.path, reader.files, reader.size
         self.metadata, self.world_size = reader.metadata, reader.world_size
@@ -90,7 +90,7 @@ class DirectoryCheckpoint:
         return self._reader.bytes_read
 
     @property
-    def parts(self) -> Mapping[str, reading.PartInfo]:
+    def parts(self) -> Mapping[str, PartInfo]:
         """The parts of the state by name."""
         return self._reader.parts
 
@@ -107,16 +107,16 @@ class DirectoryCheckpoint:
         into: Any = None,
         local: LocalView | None = None,
         rank: int | None = None,
-        map_location: reading.Placement = None,
+        map_location: Placement = None,
         strict: bool = True,
     ) -> Any:
-        """Return a part of the state; see :meth:`ckpt_core._layouts.sharded.reading.DirectoryCheckpoint.load`.
+        """Return a part of the state; see :meth:`ckpt_core._layouts.sharded.reading.DirectoryReader.load`.
 
         ``into`` may hold distributed tensors, of which this rank's pieces are read; ``rank`` is this process's by
         default.
         """
 
-        def read(reader: reading.DirectoryCheckpoint) -> Any:
+        def read(reader: DirectoryReader) -> Any:
             return reader.load(
                 part,
                 into=into,
@@ -152,7 +152,7 @@ class DirectoryCheckpoint:
     def _local(self, key: str, tensor: torch.Tensor) -> LocalTensor:
         return local_tensor(tensor, key=key, rank=self._ranks.rank, world_size=self._ranks.world_size, replicated=True)
 
-    def _from_whole_copy(self, read: Callable[[reading.DirectoryCheckpoint], Result]) -> Result:
+    def _from_whole_copy(self, read: Callable[[DirectoryReader], Result]) -> Result:
         try:
             return read(self._reader)
         except DAMAGE as error:

@@ -1,7 +1,7 @@
 """How ranks agree without a collective: who they are, what became of a save, and when to act together."""
 
 from ckpt_core._commit.agreement import Agreement
-from ckpt_core._commit.errors_as_data import decode_error, encode_error, names_of
+from ckpt_core._commit.announcement import decode_error, encode_error, names_of
 from ckpt_core._commit.meeting import Call, Meeting
 from ckpt_core._commit.rank_group import RankGroup
 from ckpt_core._commit.shared_failures import RunOutcome, raise_together

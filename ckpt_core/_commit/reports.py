@@ -11,8 +11,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Sequence
 
-from ckpt_core._commit.announcement import Announcement
-from ckpt_core._commit.errors_as_data import decode_error, encode_error, names_of
+from ckpt_core._commit.announcement import Announcement, decode_error, encode_error, names_of
 from ckpt_core._commit.rank_group import RankGroup
 from ckpt_core._commit.store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
 
 from ckpt_core._layouts.image import ImageAbandonedError
-from ckpt_core._pipeline import reader
+from ckpt_core._pipeline import loading
 from ckpt_core._pipeline.device_copy import watch_optimizers
 from ckpt_core._pipeline.jobs import Job, JobQueue, OnError
 from ckpt_core._pipeline.refused_keys import RefusedKeys
@@ -359,7 +359,7 @@ class SavedDirectories:
         directory = os.path.dirname(path)
         if directory not in self._read and not is_remote(path):
             self._read.add(directory)
-            reader.note_commits(storage, directory, os.path.splitext(path)[1])
+            loading.note_commits(storage, directory, os.path.splitext(path)[1])
 
     def release(self) -> None:
         """End the claims."""

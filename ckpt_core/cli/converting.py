@@ -90,7 +90,7 @@ def _convert(options: Options, what: str = "convert") -> int:
 def _converted(options: Options) -> int | None:
     """Convert, and return the size of what is written, None where only the directory is known."""
     from ckpt_core import interchange
-    from ckpt_core._pipeline.reader import is_directory_checkpoint
+    from ckpt_core._pipeline.loading import is_directory_checkpoint
     from ckpt_core.checkpointer import full_path
     from ckpt_core.storage import storage_for
 
@@ -151,12 +151,12 @@ def _holds_a_model(storage: Storage, path: str) -> bool:
 
 def _common_prefix(path: str, part: str | None, storage: Storage) -> str:
     """Return the first name, with its dot, that all tensors of a model have in common; none if they have none."""
-    from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
-    from ckpt_core._pipeline.reader import is_directory_checkpoint, peek
+    from ckpt_core._layouts.sharded.reading import DirectoryReader
+    from ckpt_core._pipeline.loading import is_directory_checkpoint, peek
     from ckpt_core.tree import tensors
 
     if is_directory_checkpoint(storage, path):
-        with DirectoryCheckpoint(path, storage) as checkpoint:
+        with DirectoryReader(path, storage) as checkpoint:
             names = list(checkpoint.parts[part or "model"].tensors) if (part or "model") in checkpoint.parts else []
     else:
         state = peek(path, storage=storage)

@@ -70,7 +70,7 @@ def missing(path: str) -> CheckpointNotFoundError:
 
 def find(path: str, storage_options: dict[str, Any] | None) -> Found:
     """Return what is at a path or URL: a checkpoint, or a directory of checkpoints."""
-    from ckpt_core._pipeline.reader import is_directory_checkpoint
+    from ckpt_core._pipeline.loading import is_directory_checkpoint
     from ckpt_core.catalog import Catalog
     from ckpt_core.storage import is_remote, local_path, storage_for
 
@@ -95,7 +95,7 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
 
 def find_foreign(path: str, storage_options: dict[str, Any] | None) -> Foreign | None:
     """Return what checkpoint of another program is at a path, if there is one that torch alone does not read."""
-    from ckpt_core._pipeline.reader import is_directory_checkpoint
+    from ckpt_core._pipeline.loading import is_directory_checkpoint
     from ckpt_core.storage import is_remote, local_path, storage_for
 
     place = local_path(path).rstrip("/")

@@ -90,11 +90,11 @@ def _inspect(options: Options) -> int:
 
 
 def _verified(path: str, options: Options) -> bool:
-    from ckpt_core._pipeline import reader
+    from ckpt_core._pipeline import loading
     from ckpt_core.cli.progress import progress
 
     with progress(options, "verify", find(path, options.storage_options).checkpoints[0].size):
-        return reader.verify(path, storage_options=options.storage_options)
+        return loading.verify(path, storage_options=options.storage_options)
 
 
 # ---- the card --------------------------------------------------------------------------------------------------------
@@ -121,8 +121,8 @@ def _about(
     info: CheckpointInfo, storage_options: dict[str, Any] | None
 ) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
     """Return what a checkpoint says of itself, and its leaves by key, tensors without values."""
-    from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
-    from ckpt_core._pipeline import reader
+    from ckpt_core._layouts.sharded.reading import DirectoryReader
+    from ckpt_core._pipeline import loading
     from ckpt_core.storage import storage_for
     from ckpt_core.tree import leaves
 
@@ -131,7 +131,7 @@ def _about(
     storage = storage_for(info.path, storage_options)
     if not info.is_directory:
         try:
-            state = reader.peek(info.path, storage=storage)
+            state = loading.peek(info.path, storage=storage)
         except UnsafeCheckpointError as error:
             card["problem"] = error.message
             return card, []
@@ -139,7 +139,7 @@ def _about(
         if isinstance(state, Mapping):
             _say(card, state, state)
         return card, list(leaves(state))
-    with DirectoryCheckpoint(info.path, storage) as checkpoint:
+    with DirectoryReader(info.path, storage) as checkpoint:
         card["ranks"] = checkpoint.world_size
         card["bytes_by_part"] = dict(checkpoint.bytes_of_parts)
         ranks = {name: checkpoint.ranks_with(name) for name in checkpoint.parts}

@@ -227,14 +227,14 @@ def _only_at_target(info: CheckpointInfo, source: list[CheckpointInfo]) -> _Step
 
 
 def _copied(step: _Step, options: Options, target_options: dict[str, Any] | None) -> _Step:
-    from ckpt_core._pipeline import reader
+    from ckpt_core._pipeline import loading
 
     try:
         if step.action in ("copy", "replace"):
             is_new = _transfer(step.info, step.target, options.storage_options, target_options, True)
             return step if is_new else dataclasses.replace(step, action="was there", why="")
         if step.action == "was there" and options.verify:
-            reader.verify(step.target, storage_options=target_options)
+            loading.verify(step.target, storage_options=target_options)
     except CheckpointError as error:
         if not _is_there(step.path, options.storage_options):
             return dataclasses.replace(step, action="gone", why="deleted meanwhile, by the run's retention")
@@ -290,7 +290,7 @@ def _take_pin_along(
 
 
 def _is_plain_directory(path: str, storage_options: dict[str, Any] | None) -> bool:
-    from ckpt_core._pipeline.reader import is_directory_checkpoint
+    from ckpt_core._pipeline.loading import is_directory_checkpoint
     from ckpt_core.storage import is_remote, storage_for
 
     return (
@@ -313,7 +313,7 @@ def _transfer(
     """
     from ckpt_core._commit.rank_group import RankGroup
     from ckpt_core._commit.reports import SaveSeries
-    from ckpt_core._pipeline import reader
+    from ckpt_core._pipeline import loading
     from ckpt_core._pipeline.directories import copy_directory
     from ckpt_core.checkpointer import full_path
     from ckpt_core.storage import storage_for
@@ -328,16 +328,16 @@ def _transfer(
     if not is_there and there is not None and not force:
         raise StorageError("there is another checkpoint at the target", path=path, remedy="--force replaces it")
     if is_there:
-        reader.verify(path, storage=storage)
+        loading.verify(path, storage=storage)
         return False
     # What is damaged at the source must not replace anything: it is compared there, and what has arrived, once more.
-    reader.verify(source, storage=origin)
+    loading.verify(source, storage=origin)
     if info.is_directory:
         joint = SaveSeries(RankGroup.alone()).open(path, timeout=600.0)
         copy_directory(storage, source, path, joint, origin=origin)
     else:
         transfer(origin, source, storage, path)
-    reader.verify(path, storage=storage)
+    loading.verify(path, storage=storage)
     return True
 
 
@@ -358,12 +358,12 @@ def _is_same(origin: Storage, source: str, storage: Storage, path: str) -> bool:
 
 def _identity(storage: Storage, path: str) -> tuple[str, Any] | None:
     """Return what tells a checkpoint from any other; None if nothing is there."""
-    from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
-    from ckpt_core._pipeline import reader
+    from ckpt_core._layouts.sharded.reading import DirectoryReader
+    from ckpt_core._pipeline import loading
 
-    if reader.is_directory_checkpoint(storage, path):
+    if loading.is_directory_checkpoint(storage, path):
         try:
-            with DirectoryCheckpoint(path, storage) as checkpoint:
+            with DirectoryReader(path, storage) as checkpoint:
                 return "directory", (checkpoint.save_id, checkpoint.stamp)
         except (CheckpointCorruptedError, CheckpointFormatError):
             return "damaged", object()  # like no other

@@ -42,7 +42,7 @@ def listen(infos: Sequence[CheckpointInfo], storage_options: dict[str, Any] | No
 
 
 def _ask(info: CheckpointInfo, storage_options: dict[str, Any] | None) -> Told:
-    from ckpt_core._pipeline import reader
+    from ckpt_core._pipeline import loading
     from ckpt_core.pins import note_of_pin
     from ckpt_core.state.trainer_parts import metrics_of
     from ckpt_core.storage import storage_for
@@ -52,7 +52,7 @@ def _ask(info: CheckpointInfo, storage_options: dict[str, Any] | None) -> Told:
     if info.committed is None or not info.is_readable:
         return Told(note=note)
     try:
-        values = reader.glance(info.path, storage=storage)
+        values = loading.glance(info.path, storage=storage)
     except CheckpointError:
         return Told(note=note)
     if not isinstance(values, Mapping):

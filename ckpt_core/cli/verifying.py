@@ -94,14 +94,14 @@ def _verify(options: Options) -> int:
 
 
 def _verdict(path: str, size: int, storage_options: dict[str, Any] | None) -> _Verdict:
-    from ckpt_core._pipeline import reader
+    from ckpt_core._pipeline import loading
 
     try:
         foreign = find_foreign(path, storage_options)
         if foreign is not None:
             foreign.check()
             return _Verdict(path, "no digests", f"{foreign.what}; compared: {foreign.checked}", size=size)
-        verified = reader.verify(path, storage_options=storage_options)
+        verified = loading.verify(path, storage_options=storage_options)
     except CheckpointError as error:
         return _Verdict(path, _STATE.get(type(error), "ERROR"), error.message, error.key, error.path, size)
     return _Verdict(path, "whole" if verified else "no digests", size=size)

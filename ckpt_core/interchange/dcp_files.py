@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from ckpt_core._layouts.safetensors import dtype_name
-from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
+from ckpt_core._layouts.sharded.reading import DirectoryReader
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import (
     CheckpointCorruptedError,
@@ -69,7 +69,7 @@ def export_dcp(source: StrPath, target: StrPath, *, storage_options: dict[str, A
     """
     path = full_path(source)
     storage = storage_for(path, storage_options)
-    with DirectoryCheckpoint(path, storage) as checkpoint, new_directory(target) as directory:
+    with DirectoryReader(path, storage) as checkpoint, new_directory(target) as directory:
         # No copy ahead, one thread: tensors are asked for one after the other.
         writer = FileSystemWriter(directory, thread_count=1, per_thread_copy_ahead=0)
         with warnings.catch_warnings():
@@ -83,7 +83,7 @@ def export_dcp(source: StrPath, target: StrPath, *, storage_options: dict[str, A
 class _ExportPlanner(SavePlanner):
     """Gives DCP's writer the entries of a checkpoint, each when it is asked for."""
 
-    def __init__(self, checkpoint: DirectoryCheckpoint) -> None:
+    def __init__(self, checkpoint: DirectoryReader) -> None:
         self._checkpoint = checkpoint
         if added := checkpoint.extra_files:
             _logger.warning(
@@ -130,7 +130,7 @@ class _ExportPlanner(SavePlanner):
         return data
 
 
-def _states_of(checkpoint: DirectoryCheckpoint) -> Iterator[tuple[str, int, EntryPath]]:
+def _states_of(checkpoint: DirectoryReader) -> Iterator[tuple[str, int, EntryPath]]:
     for name, part in checkpoint.parts.items():
         prefix: EntryPath = () if name == ROOT else (name,)
         if part.kind != "per-rank":

@@ -24,7 +24,7 @@ from torch.futures import Future
 
 from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._layouts.sharded.matching import tensor_paths
-from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
+from ckpt_core._layouts.sharded.reading import DirectoryReader
 from ckpt_core._plan import LocalTensor, Piece
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import StateMismatchError
@@ -82,7 +82,7 @@ class CkptStorageReader(StorageReader):
         self._rank = rank
         self._storage_options = storage_options
         self._storage = storage
-        self._checkpoint: DirectoryCheckpoint | None = None
+        self._checkpoint: DirectoryReader | None = None
         self._entries: dict[str, tuple[str, Entry]] = {}
 
     @property
@@ -102,7 +102,7 @@ class CkptStorageReader(StorageReader):
         if self._path is None:
             raise ValueError("name the checkpoint: CkptStorageReader(path), or load(..., checkpoint_id=path)")
         storage = self._storage or storage_for(self._path, self._storage_options)
-        with DirectoryCheckpoint(self._path, storage) as checkpoint:
+        with DirectoryReader(self._path, storage) as checkpoint:
             self._checkpoint = checkpoint
             rank = self._own_rank()
             names = list(checkpoint.parts) if self._part is None else [self._part]
@@ -177,13 +177,13 @@ class CkptStorageReader(StorageReader):
         return isinstance(checkpoint_id, (str, os.PathLike))
 
 
-def structure_of(checkpoint: DirectoryCheckpoint, part: str, rank: int = 0) -> Any:
+def structure_of(checkpoint: DirectoryReader, part: str, rank: int = 0) -> Any:
     """Return a part of the state with tensors that have no values, on the ``meta`` device."""
     return checkpoint.load(part, into={}, rank=rank, strict=False)
 
 
 def entries_by_name(
-    checkpoint: DirectoryCheckpoint, states: Iterable[tuple[str, int, EntryPath]]
+    checkpoint: DirectoryReader, states: Iterable[tuple[str, int, EntryPath]]
 ) -> dict[str, tuple[str, int, Entry]]:
     """Return the entries of states (part, rank, path of the part's state) by their names in DCP, with part and rank.
 
@@ -209,7 +209,7 @@ def entries_by_name(
 
 
 def load_values(
-    checkpoint: DirectoryCheckpoint,
+    checkpoint: DirectoryReader,
     part: str,
     rank: int,
     tensors: Mapping[tuple[Hashable, ...], LocalTensor],
@@ -246,7 +246,7 @@ class TensorBatches:
 
     def __init__(
         self,
-        checkpoint: DirectoryCheckpoint,
+        checkpoint: DirectoryReader,
         part: str,
         rank: int,
         wanted: Sequence[tuple[tuple[Hashable, ...], torch.Tensor]],

@@ -20,10 +20,10 @@ import torch
 
 from ckpt_core._layouts.safetensors import StoredTensor, TensorInfo, can_store, dtype_name, read_header
 from ckpt_core._layouts.sharded.matching import key_of, tensor_paths
-from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
+from ckpt_core._layouts.sharded.reading import DirectoryReader
 from ckpt_core._layouts.sharded.safetensors_file import SafetensorsImage, file_layout, file_order
 from ckpt_core._layouts.torch_file.loading import translated_errors
-from ckpt_core._pipeline import reader
+from ckpt_core._pipeline import loading
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import (
@@ -110,10 +110,10 @@ def export_model(
 @contextlib.contextmanager
 def _tensors_of(path: str, part: str | None, storage_options: dict[str, Any] | None) -> Iterator[dict[str, _Tensor]]:
     storage = storage_for(path, storage_options)
-    if not reader.is_directory_checkpoint(storage, path):
+    if not loading.is_directory_checkpoint(storage, path):
         yield _tensors_of_file(path, part or "state_dict", storage)
         return
-    with DirectoryCheckpoint(path, storage) as checkpoint:
+    with DirectoryReader(path, storage) as checkpoint:
         name = part or "model"
         state = structure_of(checkpoint, name)
         wanted = list(tensor_paths(state, torch.Tensor))
@@ -126,9 +126,9 @@ def _tensors_of(path: str, part: str | None, storage_options: dict[str, Any] | N
 
 def _tensors_of_file(path: str, key: str, storage: Storage) -> dict[str, _Tensor]:
     if is_remote(path):
-        state, _, _ = reader.load(path, map_location="cpu", storage=storage)
+        state, _, _ = loading.load(path, map_location="cpu", storage=storage)
     else:
-        reader.verify(path, storage=storage)
+        loading.verify(path, storage=storage)
         with translated_errors(path):
             # only archives can be mapped
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))

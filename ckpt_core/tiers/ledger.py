@@ -14,7 +14,7 @@ import os
 from collections.abc import Mapping
 
 from ckpt_core._pipeline.directories import read_manifest
-from ckpt_core._pipeline.reader import stamp_of
+from ckpt_core._pipeline.loading import stamp_of
 from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
 from ckpt_core.storage import MANIFEST_NAME, LocalStorage, Storage

@@ -23,7 +23,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
 from typing import Any, NamedTuple
 
-from ckpt_core._commit.errors_as_data import decode_error, encode_error
+from ckpt_core._commit.announcement import decode_error, encode_error
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, StorageError
 from ckpt_core.parallel import run_parallel
 from ckpt_core.storage import FileInfo, FileReader

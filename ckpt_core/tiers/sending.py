@@ -12,13 +12,13 @@ from collections.abc import Callable
 from ckpt_core._commit.rank_group import RankGroup
 from ckpt_core._commit.reports import SaveSeries
 from ckpt_core._pipeline.directories import copy_directory
-from ckpt_core._pipeline.reader import verify
+from ckpt_core._pipeline.loading import verify
 from ckpt_core.console import Progress
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_core.storage import MANIFEST_NAME
 from ckpt_core.storage.base import transfer
-from ckpt_core.storage.counting import counted, counting
 from ckpt_core.storage.lease import Claims
+from ckpt_core.storage.counting import counted, counting
 from ckpt_core.tiers.ledger import Identity, identity_of, read_ledger, write_ledger
 from ckpt_core.tiers.nearest import TieredStorage
 

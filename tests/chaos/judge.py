@@ -14,8 +14,8 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "crash_de
 from records import Save, pair_events, read_lines
 
 from ckpt_core import Catalog, CheckpointError, verify
-from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
-from ckpt_core._pipeline.reader import is_directory_checkpoint, peek
+from ckpt_core._layouts.sharded.reading import DirectoryReader
+from ckpt_core._pipeline.loading import is_directory_checkpoint, peek
 from ckpt_core.storage import storage_for
 from tests.chaos.places import FOLDER, Committed, Listing, Place
 
@@ -169,7 +169,7 @@ def step_in(path: str, options: dict[str, Any] | None) -> int:
     """Return the optimizer step that a checkpoint of either framework holds."""
     storage = storage_for(path, options)
     if is_directory_checkpoint(storage, path):
-        with DirectoryCheckpoint(path, storage) as checkpoint:
+        with DirectoryReader(path, storage) as checkpoint:
             if "custom_0" in checkpoint.parts:  # what train_accelerate.py has registered
                 return int(checkpoint.load("custom_0", rank=0)["steps"])
             return int(checkpoint.metadata["global_step"])

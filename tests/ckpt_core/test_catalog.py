@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_core import Catalog, CheckpointCorruptedError, Checkpointer
-from ckpt_core._pipeline.reader import peek
+from ckpt_core._pipeline.loading import peek
 from ckpt_core.events import CheckpointSkipped, Event
 
 

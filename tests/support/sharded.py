@@ -11,7 +11,7 @@ import torch
 
 from ckpt_core._layouts.sharded.manifest import ExtraFile
 from ckpt_core._layouts.sharded.plain import encode_plain
-from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
+from ckpt_core._layouts.sharded.reading import DirectoryReader
 from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, build_manifest
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core.digest import digest
@@ -147,8 +147,8 @@ def save_directory(
     return path
 
 
-def open_directory(path: Path) -> DirectoryCheckpoint:
-    return DirectoryCheckpoint(str(path), LocalStorage())
+def open_directory(path: Path) -> DirectoryReader:
+    return DirectoryReader(str(path), LocalStorage())
 
 
 def rewrite(path: Path, old: bytes, new: bytes) -> None:

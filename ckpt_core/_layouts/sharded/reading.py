@@ -63,7 +63,7 @@ def _made(info: TensorInfo, where: Placement) -> torch.Tensor:
     return where(info) if callable(where) else info.empty(where)
 
 
-class DirectoryCheckpoint:
+class DirectoryReader:
     """A committed directory checkpoint, open for reading.
 
     Opening it reads the manifest only. Use it as a context manager, or :meth:`close` it. Arguments, attributes and
@@ -112,7 +112,7 @@ class DirectoryCheckpoint:
                 remedy="check the path; a save that did not finish leaves none",
             ) from error
 
-    def __enter__(self) -> DirectoryCheckpoint:
+    def __enter__(self) -> DirectoryReader:
         return self
 
     def __exit__(self, *_: object) -> None:

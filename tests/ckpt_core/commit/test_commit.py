@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
-from ckpt_core._commit.errors_as_data import decode_error, encode_error
+from ckpt_core._commit.announcement import decode_error, encode_error
 from ckpt_core._commit.shared_failures import RunOutcome, raise_together
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError, StorageError
 from tests.conftest import ScriptRunner

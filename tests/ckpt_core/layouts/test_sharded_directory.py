@@ -31,7 +31,7 @@ from ckpt_core._layouts.sharded import fetching
 from ckpt_core._layouts.sharded.contents import Contents
 from ckpt_core._layouts.sharded.files import describe_file
 from ckpt_core._layouts.sharded.manifest import Manifest, PartRecord, encode_part
-from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
+from ckpt_core._layouts.sharded.reading import DirectoryReader
 from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, build_manifest
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core.geometry import Box
@@ -548,7 +548,7 @@ def test_no_manifest_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     for path in (tmp_path / "c", tmp_path / "nothing"):
         with pytest.raises(CheckpointNotFoundError, match=r"manifest\.json") as caught:
-            DirectoryCheckpoint(str(path), LocalStorage())
+            DirectoryReader(str(path), LocalStorage())
         assert caught.value.path == str(path)
 
 
@@ -592,5 +592,5 @@ def test_a_storage_is_asked_for_as_many_ranges_at_a_time_as_it_wants(
     monkeypatch.setattr(fetching, "_ONE_READ", 2**20)
     state = {"w": torch.randn(2 * _SlowReader.threads, 2**18)}
     path = save_directory(tmp_path / "c", [{"m": ("replicated", state)}])
-    with DirectoryCheckpoint(str(path), SlowStorage()) as checkpoint:
+    with DirectoryReader(str(path), SlowStorage()) as checkpoint:
         assert torch.equal(checkpoint.load("m")["w"], state["w"])

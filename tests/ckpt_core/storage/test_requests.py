@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ckpt_core import CheckpointCorruptedError, Checkpointer
-from ckpt_core._pipeline.reader import verify
+from ckpt_core._pipeline.loading import verify
 from ckpt_core.storage import storage_for
 from tests.support.fault_proxy import FaultProxy, start_proxy
 from tests.support.server_fixtures import server_of, servers

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from ckpt_core._layouts.sharded.manifest import read_stamp as read_stamp_of_manifest
-from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
+from ckpt_core._layouts.sharded.reading import DirectoryReader
 from ckpt_core._layouts.torch_file.loading import (
     glance_at_torch_file,
     load_torch_file,
@@ -57,7 +57,7 @@ def peek(path: StrPath, *, storage_options: dict[str, Any] | None = None, storag
 
 def _peek(storage: Storage, path: str) -> Any:
     if is_directory_checkpoint(storage, path):
-        with DirectoryCheckpoint(path, storage) as checkpoint:
+        with DirectoryReader(path, storage) as checkpoint:
             return checkpoint.metadata
     with storage.open(path) as reader:
         try:
@@ -72,7 +72,7 @@ def glance(path: str, *, storage: Storage) -> Any:
 
     def read(place: Storage, name: str) -> Any:
         if is_directory_checkpoint(place, name):
-            with DirectoryCheckpoint(name, place) as checkpoint:
+            with DirectoryReader(name, place) as checkpoint:
                 return checkpoint.metadata
         with place.open(name) as opened:
             return glance_at_torch_file(opened)
@@ -88,7 +88,7 @@ def stamp_of(path: str, *, storage: Storage, is_directory: bool) -> Stamp:
             with place.open(f"{name}/{MANIFEST_NAME}") as reader:
                 stamp = read_stamp_of_manifest(reader.read_whole(), path=reader.path)
             if stamp.committed is None and stamp.step is None:
-                with DirectoryCheckpoint(name, place) as checkpoint:
+                with DirectoryReader(name, place) as checkpoint:
                     stamp = Stamp(step=step_in(checkpoint.metadata, depth=_DEPTH))
             return stamp
         with place.open(name) as reader:
@@ -150,7 +150,7 @@ def _verify(storage: Storage, path: str) -> bool:
     except (CheckpointNotFoundError, StorageError):
         if not is_directory_checkpoint(storage, path):
             raise
-    with DirectoryCheckpoint(path, storage) as checkpoint:
+    with DirectoryReader(path, storage) as checkpoint:
         checkpoint.verify()
     return True
 
