@@ -34,7 +34,7 @@ from ckpt_core.events import (
 )
 from ckpt_core.memory import ScratchBuffers
 from ckpt_core.storage import Storage, is_remote
-from ckpt_core.storage.lease import Claims
+from ckpt_core.storage.claims import Claims
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,4 @@
-"""Two jobs pointed at one directory by mistake: the second is warned.
-
-While a process saves into a directory it has a claim on it, by which other processes know of it. A claim stops nobody
-and fails no save. On a local disk it is a lock on the directory itself, which ends with the process; on an object store
-it is a lease: a small object of this process, written again as long as it lives.
+"""A process's claim on a directory of an object store: a small object, written again as long as the process lives.
 
 Every process has a lease of its own, so nothing depends on conditional requests, which some stores ignore: a process
 writes its lease and then lists those of others. Of two that come at once, at least one sees the other. One that was
@@ -15,7 +11,6 @@ own. Of a process of this machine it is known at once. One of another machine th
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import json
@@ -26,13 +21,14 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from ckpt_core import at_exit
 from ckpt_core.errors import CheckpointError
 from ckpt_core.storage.base import Claim, FileInfo
+from ckpt_core.storage.claims import claim_on
 
 logger = logging.getLogger(__name__)
 
@@ -41,76 +37,9 @@ RENEW_SECONDS = 15.0
 ALIVE_SECONDS = 60.0  # since it was last written
 _ASK_AGAIN_SECONDS = 2.0  # while it is not known whether another job lives
 _SECONDS_TO_END = 10.0
-# Of one checkpointer: one that saves every checkpoint into a directory of its own would collect them.
-_MOST_DIRECTORIES = 16
 
-# The claims of this process: several checkpointers that save into one directory share one.
-_lock = threading.RLock()  # a signal handler that saves may interrupt a save
-_claims: dict[str, Claim] = {}
-_users: collections.Counter[Claim] = collections.Counter()
 _leases: weakref.WeakSet[Lease] = weakref.WeakSet()  # that are written, or not deleted yet
 _cleaned: set[str] = set()
-
-
-def claim_on(directory: str) -> Claim | None:
-    """Return this process's claim on ``directory``, if it has one."""
-    return _claims.get(_identity(directory))
-
-
-def _identity(directory: str) -> str:
-    return directory if "://" in directory else os.path.realpath(directory)
-
-
-class Claims:
-    """The directories that one checkpointer saves into."""
-
-    def __init__(self) -> None:
-        self._held: list[Claim] = []
-        weakref.finalize(self, _leave, self._held, wait=False)
-
-    def hold(self, directory: str, make: Callable[[str], Claim | None]) -> None:
-        """Claim ``directory`` by its storage's ``claim``, or renew the claim, and warn if another job has it."""
-        directory = _identity(directory)
-        with _lock:
-            claim = _claims.get(directory) or make(directory)
-            if claim is None:
-                return
-            _claims[directory] = claim
-            if claim not in self._held:
-                self._held.append(claim)
-                _users[claim] += 1
-            _leave(self._held, wait=False, but=_MOST_DIRECTORIES)
-            claim.renew()
-
-    def is_alone(self, directory: str) -> bool:
-        """Return whether no other job may be writing files of the same names into ``directory``."""
-        claim = claim_on(directory)
-        return claim is None or claim.is_alone()
-
-    def release(self) -> None:
-        """End what :meth:`hold` began."""
-        _leave(self._held, wait=True)
-
-
-def _leave(held: list[Claim], *, wait: bool, but: int = 0) -> None:
-    while len(held) > but:
-        claim = held.pop(0)
-        with _lock:
-            _users[claim] -= 1
-            if _users[claim] or _claims.get(claim.directory) is not claim:
-                continue  # others have it; or this is a fork of the process that had it
-            del _claims[claim.directory], _users[claim]
-        claim.release(wait=wait)
-
-
-def _forget_claims() -> None:
-    """In a forked process: a data loader's worker must not keep the claim of a training that was killed."""
-    global _lock  # noqa: PLW0603 - a thread that is not in the fork may have had it
-    _lock = threading.RLock()
-    for claim in _claims.values():
-        claim.forget()
-    for of_the_parent in (_claims, _users, _leases):
-        of_the_parent.clear()
 
 
 def _end_leases() -> None:
@@ -120,7 +49,7 @@ def _end_leases() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_claims)
+    os.register_at_fork(after_in_child=_leases.clear)
 at_exit.call_after_threads(_end_leases)
 
 

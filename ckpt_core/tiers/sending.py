@@ -17,7 +17,7 @@ from ckpt_core.console import Progress
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_core.storage import MANIFEST_NAME
 from ckpt_core.storage.base import transfer
-from ckpt_core.storage.lease import Claims
+from ckpt_core.storage.claims import Claims
 from ckpt_core.storage.counting import counted, counting
 from ckpt_core.tiers.ledger import Identity, identity_of, read_ledger, write_ledger
 from ckpt_core.tiers.nearest import TieredStorage

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part
-from ckpt_core.storage import FileInfo, lease, local, storage_for
+from ckpt_core.storage import FileInfo, claims, lease, local, storage_for
 from tests.conftest import ScriptRunner
 from tests.support.server_fixtures import server_of, servers
 from tests.support.servers import Server
@@ -273,7 +273,7 @@ def test_a_fork_does_not_keep_the_directory(tmp_path: Path) -> None:
         os._exit(0)
     assert locked(tmp_path)
     # What a killed parent does: the descriptor is closed and nothing is unlocked.
-    claim = lease.claim_on(str(tmp_path))
+    claim = claims.claim_on(str(tmp_path))
     assert claim is not None
     claim.forget()
     eventually(lambda: not locked(tmp_path))
@@ -482,7 +482,7 @@ def test_an_error_of_a_client_does_not_end_a_lease(caplog: pytest.LogCaptureFixt
 def test_a_lease_that_is_being_deleted_is_no_other_job(caplog: pytest.LogCaptureFixture) -> None:
     store = Store()
     store.may_delete.clear()
-    first, second = lease.Claims(), lease.Claims()
+    first, second = claims.Claims(), claims.Claims()
     first.hold("fake://bucket/runs", lambda directory: lease.Lease(store, directory))
     eventually(lambda: store.objects)
     del first

@@ -1,0 +1,89 @@
+"""The directories that this process saves into, so that two jobs pointed at one of them by mistake are warned.
+
+While a process saves into a directory it has a claim on it, by which other processes know of it. A claim stops nobody
+and fails no save. On a local disk it is a lock on the directory itself, which ends with the process; on an object store
+it is a lease (:mod:`ckpt_core.storage.lease`).
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import threading
+import weakref
+from collections.abc import Callable
+
+from ckpt_core.storage.base import Claim
+
+# Of one checkpointer: one that saves every checkpoint into a directory of its own would collect them.
+_MOST_DIRECTORIES = 16
+
+# The claims of this process: several checkpointers that save into one directory share one.
+_lock = threading.RLock()  # a signal handler that saves may interrupt a save
+_claims: dict[str, Claim] = {}
+_users: collections.Counter[Claim] = collections.Counter()
+
+
+def claim_on(directory: str) -> Claim | None:
+    """Return this process's claim on ``directory``, if it has one."""
+    return _claims.get(_identity(directory))
+
+
+def _identity(directory: str) -> str:
+    return directory if "://" in directory else os.path.realpath(directory)
+
+
+class Claims:
+    """The directories that one checkpointer saves into."""
+
+    def __init__(self) -> None:
+        self._held: list[Claim] = []
+        weakref.finalize(self, _leave, self._held, wait=False)
+
+    def hold(self, directory: str, make: Callable[[str], Claim | None]) -> None:
+        """Claim ``directory`` by its storage's ``claim``, or renew the claim, and warn if another job has it."""
+        directory = _identity(directory)
+        with _lock:
+            claim = _claims.get(directory) or make(directory)
+            if claim is None:
+                return
+            _claims[directory] = claim
+            if claim not in self._held:
+                self._held.append(claim)
+                _users[claim] += 1
+            _leave(self._held, wait=False, but=_MOST_DIRECTORIES)
+            claim.renew()
+
+    def is_alone(self, directory: str) -> bool:
+        """Return whether no other job may be writing files of the same names into ``directory``."""
+        claim = claim_on(directory)
+        return claim is None or claim.is_alone()
+
+    def release(self) -> None:
+        """End what :meth:`hold` began."""
+        _leave(self._held, wait=True)
+
+
+def _leave(held: list[Claim], *, wait: bool, but: int = 0) -> None:
+    while len(held) > but:
+        claim = held.pop(0)
+        with _lock:
+            _users[claim] -= 1
+            if _users[claim] or _claims.get(claim.directory) is not claim:
+                continue  # others have it; or this is a fork of the process that had it
+            del _claims[claim.directory], _users[claim]
+        claim.release(wait=wait)
+
+
+def _forget_claims() -> None:
+    """In a forked process: a data loader's worker must not keep the claim of a training that was killed."""
+    global _lock  # noqa: PLW0603 - a thread that is not in the fork may have had it
+    _lock = threading.RLock()
+    for claim in _claims.values():
+        claim.forget()
+    _claims.clear()
+    _users.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_claims)
