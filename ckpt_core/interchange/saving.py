@@ -35,10 +35,10 @@ from ckpt_core._layouts.sharded.safetensors_file import (
     file_layout,
     file_order,
 )
+from ckpt_core._layouts.sharded.writing import describe_chunks, describe_digests, describe_shard, name_of_chunk
 from ckpt_core._pipeline.directories import NOTHING, discard, errors_name, leave, previous_at, publish
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core.commit_time import Stamp, step_in
-from ckpt_core.digest import digest
 from ckpt_core.errors import SerializationError
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.naming import EntryPath, entry_name, nested
@@ -60,6 +60,10 @@ class Chunk:
     info: TensorInfo  # type and shape of the whole tensor
     box: Box  # what of it
     load: Callable[[], torch.Tensor]  # returns the elements, in the box's shape
+
+    def name_in_file(self, taken: set[str]) -> str:
+        key = entry_name((*self.path, self.number) if self.number else self.path) or "tensor"
+        return name_of_chunk(key, self.box, is_whole=self.box.shape == self.info.shape, taken=taken)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +133,10 @@ class UnconnectedSave:
                 infos = [TensorInfo(chunk.info.dtype, chunk.box.shape) for chunk in of_part]
                 order = file_order(infos)
                 ordered = [of_part[index] for index in order]
-                named = tuple(zip(_names(ordered), [infos[index] for index in order], strict=True))
+                taken: set[str] = set()
+                named = tuple(
+                    [(chunk.name_in_file(taken), infos[index]) for index, chunk in zip(order, ordered, strict=True)]
+                )
                 layout = file_layout(named, (("rank", str(rank)),))
                 loads = [chunk.load for chunk in ordered]
                 sources = LazyTensors(loads) if one_by_one else [load() for load in loads]
@@ -143,17 +150,14 @@ class UnconnectedSave:
                 images.append(image)
                 number_of = {tensor: number for number, tensor in enumerate(table)}
                 numbers = [number_of[chunk.path, chunk.number] for chunk in ordered]
-                offsets = [at for chunk in ordered for at in chunk.box.offset]
-                extents = [extent for chunk in ordered for extent in chunk.box.shape]
-                blocks = len(layout.blocks) - 1
-                files.append([name, part, layout.header_size, layout.size, blocks, [numbers, offsets, extents]])
+                held = describe_chunks(numbers, [chunk.box for chunk in ordered])
+                files.append(describe_shard(name, part, layout, held))
             digests = None
             if images:
                 name = digests_name(rank, world_size, self._suffix)
                 written = DigestsImage(images)
                 sizes[name] = write_file(name, written)
-                data = written.tail()
-                digests = [name, len(data), digest(data)]
+                digests = describe_digests(name, written)
             copied = {part: dict(of_part) for part, of_part in values.items()}
             return RankShards(rank, self.token, tensors, copied, files, digests, sizes)
 
@@ -210,18 +214,6 @@ def save_alone(
         raise
     save.leave()
     return size
-
-
-def _names(chunks: Iterable[Chunk]) -> list[str]:
-    names: dict[str, None] = {}
-    for chunk in chunks:
-        name = entry_name((*chunk.path, chunk.number) if chunk.number else chunk.path) or "tensor"
-        if chunk.box.shape != chunk.info.shape:
-            name += "@" + ",".join(map(str, chunk.box.offset))
-        while name in names or name == "__metadata__":
-            name += "~"
-        names[name] = None
-    return list(names)
 
 
 def _join_ranks(

@@ -275,11 +275,10 @@ class RankFiles:
         """Return what this rank has written, when it has: what :func:`build_manifest` takes."""
         for file in extra_files:
             check_extra_name(file.name)
-        digests = DigestsImage(self._images).tail()
         record = {
             "rank": self._rank,
             "files": [self._describe(file) for file in self._files],
-            "digests": [self._digests_name, len(digests), digest(digests)] if self._files else None,
+            "digests": describe_digests(self._digests_name, DigestsImage(self._images)) if self._files else None,
             "parts": {part.name: _encode(part) for part in self._parts if part.kind == "per-rank"},
             "extra": [[file.name, file.size, file.digest] for file in extra_files],
         }
@@ -309,13 +308,8 @@ class RankFiles:
     def _describe(self, file: _File) -> Json:
         chunks = None
         if not file.holds_all:
-            chunks = [
-                [chunk.tensor for chunk in file.chunks],
-                [begin for chunk in file.chunks for begin in chunk.box.offset],
-                [extent for chunk in file.chunks for extent in chunk.box.shape],
-            ]
-        layout = file.layout
-        described = [file.name, file.part, layout.header_size, layout.size, len(layout.blocks) - 1, chunks]
+            chunks = describe_chunks([chunk.tensor for chunk in file.chunks], [chunk.box for chunk in file.chunks])
+        described = describe_shard(file.name, file.part, file.layout, chunks)
         return described if file.save_id is None else [*described, file.save_id]
 
     def _written(self, parts: Iterable[str]) -> dict[str, int]:
@@ -343,17 +337,38 @@ def _chunks(part: PartContent, sources: list[torch.Tensor], *, first: int = 0, p
             shape = piece.box.shape
             if piece.tensor.dtype != tensor.dtype or piece.tensor.shape != shape:
                 raise ValueError(f"a piece of {key!r} is not of its tensor's type, or not of its box's shape")
-            name = prefix + key
             is_whole = shape == tensor.shape
-            if not is_whole:
-                name += "@" + ",".join(map(str, piece.box.offset))
-            while name in names:
-                name += "~"
-            names.add(name)
+            name = name_of_chunk(prefix + key, piece.box, is_whole=is_whole, taken=names)
             info = TensorInfo(tensor.dtype, shape)
             chunks.append(_Chunk(index, key, name, info, piece.box, is_whole, len(sources)))
             sources.append(piece.tensor)
     return chunks
+
+
+def name_of_chunk(key: str, box: Box, *, is_whole: bool, taken: set[str]) -> str:
+    """Return the name that a box of a tensor has in its file, and add it to those that are ``taken`` there."""
+    name = key if is_whole else f"{key}@{','.join(map(str, box.offset))}"
+    while name in taken or name == "__metadata__":
+        name += "~"
+    taken.add(name)
+    return name
+
+
+def describe_shard(name: str, part: str | None, layout: FileLayout, chunks: Json) -> list[Json]:
+    """Return what a report says of a file; ``chunks`` as of :func:`describe_chunks`, None for all tensors of a part."""
+    return [name, part, layout.header_size, layout.size, len(layout.blocks) - 1, chunks]
+
+
+def describe_chunks(tensors: Iterable[int], boxes: Sequence[Box]) -> list[Json]:
+    """Return which boxes of which tensors are in a file, in its order."""
+    offsets = [begin for box in boxes for begin in box.offset]
+    return [list(tensors), offsets, [extent for box in boxes for extent in box.shape]]
+
+
+def describe_digests(name: str, image: DigestsImage) -> list[Json]:
+    """Return what a report says of the file of digests."""
+    data = image.tail()
+    return [name, len(data), digest(data)]
 
 
 def _encode(part: PartContent) -> dict[str, Json]:
