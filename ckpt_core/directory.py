@@ -13,7 +13,7 @@ import torch
 from ckpt_core._commit.rank_group import RankGroup
 from ckpt_core._commit.reports import SaveSeries
 from ckpt_core._layouts.sharded.matching import LocalView
-from ckpt_core._layouts.sharded.reading import DirectoryReader, PartInfo, Placement
+from ckpt_core._layouts.sharded.reading import DirectoryReader, Placement
 from ckpt_core._pipeline.directories import copy_directory, names_of_files
 from ckpt_core._pipeline.directory_save import AddedFiles, DirectorySave, DirectoryState, WriteFiles
 from ckpt_core._pipeline.jobs import OnError
@@ -32,7 +32,7 @@ __all__ = ["AddedFiles", "DirectoryCheckpoint", "DirectoryCheckpointer", "Kind",
 Result = TypeVar("Result")
 
 
-class DirectoryCheckpoint:
+class DirectoryCheckpoint(DirectoryReader):
     """A committed checkpoint, open for reading on one of the ranks that load it; in two tiers, whichever copy is whole.
 
     Damage inside a tensor is found when its bytes arrive. What was asked for is then read once more, all of it, from
@@ -60,45 +60,16 @@ class DirectoryCheckpoint:
     """
 
     def __init__(self, path: str, storage: Storage, ranks: RankGroup, *, weights_only: bool | None = None) -> None:
-        self._name = path
+        self._name, self._ranks = path, ranks
         self._weights_only = weights_only
-        self._ranks = ranks
         self._tiers = storage if isinstance(storage, TieredStorage) else None
         self._identity = None if self._tiers is None else self._tiers.local_identity(path)
         storage.nearest(path, self._open)
 
     def _open(self, storage: Storage, path: str) -> None:
-        self._reader = reader = DirectoryReader(path, storage, weights_only=self._weights_only)
+        super().__init__(path, storage, weights_only=self._weights_only)
         self._is_local = self._tiers is not None and storage is self._tiers.local
-        self.path, self.files, self.size = reader.path, reader.files, reader.size
-        self.metadata, self.world_size = reader.metadata, reader.world_size
-        self.save_id, self.stamp = reader.save_id, reader.stamp
-
-    def __enter__(self) -> DirectoryCheckpoint:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the files."""
-        self._reader.close()
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of the checkpoint's files that were read so far, all kinds of files together."""
-        return self._reader.bytes_read
-
-    @property
-    def parts(self) -> Mapping[str, PartInfo]:
-        """The parts of the state by name."""
-        return self._reader.parts
-
-    def ranks_with(self, part: str) -> tuple[int, ...]:
-        """Return the ranks that have saved a part of their own under this name."""
-        return self._reader.ranks_with(part)
-
-    # ---- what is in it -----------------------------------------------------------------------------------------------
+        self.__dict__.pop("parts", None)  # of another copy
 
     def load(
         self,
@@ -115,17 +86,15 @@ class DirectoryCheckpoint:
         ``into`` may hold distributed tensors, of which this rank's pieces are read; ``rank`` is this process's by
         default.
         """
-
-        def read(reader: DirectoryReader) -> Any:
-            return reader.load(
-                part,
-                into=into,
-                local=self._local if local is None else local,
-                rank=self._ranks.rank if rank is None else rank,
-                map_location=map_location,
-                strict=strict,
-            )
-
+        read = functools.partial(
+            super().load,
+            part,
+            into=into,
+            local=self._local if local is None else local,
+            rank=self._ranks.rank if rank is None else rank,
+            map_location=map_location,
+            strict=strict,
+        )
         return self._from_whole_copy(read)
 
     def read_file(self, name: str) -> bytes:
@@ -138,7 +107,7 @@ class DirectoryCheckpoint:
             CheckpointNotFoundError: The checkpoint has no such file.
             CheckpointCorruptedError: It is missing, or a byte differs.
         """
-        return self._from_whole_copy(lambda reader: reader.read_file(name))
+        return self._from_whole_copy(functools.partial(super().read_file, name))
 
     def verify(self) -> None:
         """Compare every byte with its digest, and check that every element of every tensor is there once.
@@ -147,18 +116,18 @@ class DirectoryCheckpoint:
             CheckpointCorruptedError: A file is missing, truncated, of another save, or a byte differs; it names the
                 file and, where it can, the tensor.
         """
-        self._from_whole_copy(lambda reader: reader.verify())
+        self._from_whole_copy(super().verify)
 
     def _local(self, key: str, tensor: torch.Tensor) -> LocalTensor:
         return local_tensor(tensor, key=key, rank=self._ranks.rank, world_size=self._ranks.world_size, replicated=True)
 
-    def _from_whole_copy(self, read: Callable[[DirectoryReader], Result]) -> Result:
+    def _from_whole_copy(self, read: Callable[[], Result]) -> Result:
         try:
-            return read(self._reader)
+            return read()
         except DAMAGE as error:
             if not self._change_over(error):
                 raise
-        return read(self._reader)
+        return read()
 
     def _change_over(self, error: CheckpointError) -> bool:
         """Open the copy in the other tier, if it is one of the same save; return whether it is."""

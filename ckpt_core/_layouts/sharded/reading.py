@@ -6,7 +6,7 @@ import dataclasses
 import errno
 import functools
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +31,7 @@ from ckpt_core.memory import buffers_for
 from ckpt_core.parallel import run_parallel
 from ckpt_core.storage.base import MANIFEST_NAME, Storage
 
+Opened = TypeVar("Opened", bound="DirectoryReader")
 Placement = str | torch.device | Callable[[TensorInfo], torch.Tensor] | None
 
 _LARGEST_MANIFEST = 2**30  # bytes
@@ -112,7 +113,7 @@ class DirectoryReader:
                 remedy="check the path; a save that did not finish leaves none",
             ) from error
 
-    def __enter__(self) -> DirectoryReader:
+    def __enter__(self: Opened) -> Opened:
         return self
 
     def __exit__(self, *_: object) -> None:
