@@ -19,7 +19,7 @@ import torch
 
 from ckpt_core._layouts.sharded.matching import tensor_paths
 from ckpt_core._layouts.sharded.plain import Opaque, decode_plain, encode_plain
-from ckpt_core._layouts.sharded.reading import DirectoryCheckpoint
+from ckpt_core._layouts.sharded.reading import DirectoryReader
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError, SerializationError
 from ckpt_core.interchange.dcp_format import DcpEntry
 from ckpt_core.interchange.dcp_reader import load_values, structure_of
@@ -31,7 +31,7 @@ STRUCTURE = "__ckpt_structure__"  # the entry's name
 _VERSION = 1
 
 
-def structure(checkpoint: DirectoryCheckpoint, states: Iterable[tuple[str, int, EntryPath]]) -> bytes:
+def structure(checkpoint: DirectoryReader, states: Iterable[tuple[str, int, EntryPath]]) -> bytes:
     """Return the entry for states (part, rank, path of the part's state), as DCP stores what is no tensor.
 
     Raises:

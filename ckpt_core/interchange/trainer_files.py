@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ckpt_core._layouts.torch_file.loading import load_torch_file
-from ckpt_core._pipeline.reader import is_directory_checkpoint
+from ckpt_core._pipeline.loading import is_directory_checkpoint
 from ckpt_core.checkpointer import Checkpointer, full_path
 from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer
 from ckpt_core.errors import CheckpointFormatError, StateMismatchError
