@@ -172,7 +172,7 @@ def _bytes_needed(tensor: torch.Tensor) -> int:
     return int(tensor.storage_offset() + last + 1) * tensor.itemsize
 
 
-def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return the bytes of ``storage`` as a one-dimensional ``uint8`` tensor that shares its memory."""
+def bytes_of(storages: Iterable[torch.UntypedStorage]) -> list[torch.Tensor]:
+    """Return the bytes of storages as one-dimensional ``uint8`` tensors that share their memory."""
     with torch.inference_mode(False):  # for other threads, which are not in that mode
-        return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in storages]

@@ -228,16 +228,19 @@ class StateLayout:
     def __init__(self, state: Any) -> None:
         self._table = StorageTable()
         self.tensors = collect_storages(state, self._table)
-        self.sources = [bytes_of(storage) for storage in self._table.storages]
+        self.sources = bytes_of(self._table.storages)
         self._region = _region(tuple(source.numel() for source in self.sources))
         self.region_size = self._region.size
 
     def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Yield what is to be copied into ``buffer`` as ``(end, target, source)``, in file order."""
         for record, source in zip(self._region.records, self.sources, strict=True):
-            for begin in range(0, record.size, nbytes):
-                end = min(begin + nbytes, record.size)
-                at = record.offset
+            at, size = record.offset, record.size
+            if 0 < size <= nbytes:
+                yield at + size, buffer.tensor[at : at + size], source
+                continue
+            for begin in range(0, size, nbytes):
+                end = min(begin + nbytes, size)
                 yield at + end, buffer.tensor[at + begin : at + end], source[begin:end]
 
     def fill_gaps(self, buffer: StagingBuffer) -> None:
@@ -260,5 +263,5 @@ class StateLayout:
         known = len(self.sources)
         pickled, references = pickle_state(state, self._table)
         # Tensors inside objects that only pickle can open: met when the layout of the others is already fixed.
-        late = [bytes_of(storage).cpu().numpy().tobytes() for storage in self._table.storages[known:]]
+        late = [found.cpu().numpy().tobytes() for found in bytes_of(self._table.storages[known:])]
         image.add_pickle(pickled, references, late, step_in(state))

@@ -95,7 +95,7 @@ def load_torch_file(
                 remedy=RESUME_FROM_ANOTHER,
             )
         if record.size:
-            memories[name] = bytes_of(storage)
+            (memories[name],) = bytes_of([storage])
     with _named_by_key(opened, reader):
         opened.read_tensors(reader, memories)
     return result, True

@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from ckpt_core import Checkpointer, SerializationError, verify
 from ckpt_core._layouts.image import WINDOW
 from ckpt_core._layouts.torch_file import image as image_module
+from ckpt_core._layouts.torch_file import pickling
 from tests.support.states import DTYPES, assert_same_state, raw_bytes, states, tensor_of
 
 
@@ -369,6 +370,33 @@ def test_the_bytes_depend_on_nothing_but_the_state_and_the_time(tmp_path: Path) 
     state = {"a": torch.arange(5), "b": {"c": 1}}
     one, two = save(state, tmp_path / "one.ckpt"), save(state, tmp_path / "two.ckpt")
     assert one.read_bytes() == two.read_bytes()
+
+
+def test_tensors_are_reduced_as_torch_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_attribute = torch.zeros(2)
+    with_attribute.note = "kept"  # type: ignore[attr-defined]
+    with_metadata = collections.OrderedDict[str, Any]()  # as of a module without parameters
+    with_metadata._metadata = {"": 1}  # type: ignore[attr-defined]
+    base = torch.arange(6.0)
+    state: dict[str, Any] = {
+        **{str(dtype): tensor_of(dtype) for dtype in DTYPES},
+        "views": [base, base[2:4], base.view(2, 3).t(), base[::2], base.expand(2, 6), base[:0]],
+        "bits": [torch.zeros(2, dtype=torch.complex64).conj(), torch.zeros(2, dtype=torch.complex64).conj().imag],
+        "gradients": [torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(2)), torch.nn.Buffer(base)],
+        "dictionaries": [collections.OrderedDict(), with_metadata, with_attribute, torch.tensor(3)],
+        "kinds": [
+            torch.nested.nested_tensor([base, base[:2]]),
+            torch.eye(2).to_sparse(),
+            torch.empty(2, device="meta"),
+        ],
+    }
+    state["hooked"] = torch.ones(2, requires_grad=True) * 1
+    state["hooked"].register_hook(lambda gradient: gradient)
+    with pytest.warns(UserWarning, match="hooks"):
+        ours = save(state, tmp_path / "ours.ckpt").read_bytes()
+    monkeypatch.delattr(pickling._StoragePickler, "reducer_override")
+    with pytest.warns(UserWarning, match="hooks"):
+        assert save(state, tmp_path / "torch.ckpt").read_bytes() == ours
 
 
 def test_what_stock_torch_saved_loads_unverified(tmp_path: Path) -> None:
