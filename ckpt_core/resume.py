@@ -18,6 +18,7 @@ from typing import Any
 
 from ckpt_core.catalog import RECORD_OF_RESUMES, Catalog, CheckpointInfo
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_core.events import size_in_words
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import local_path, storage_for
 from ckpt_core.tiers import MemoryTier, Tiers
@@ -60,8 +61,33 @@ class ResumePoint:
     batch: int | None = None
 
     def __str__(self) -> str:
-        known = [f"{name} {value}" for name in ("step", "epoch", "batch") if (value := getattr(self, name)) is not None]
-        return f"{self.path} ({', '.join(known)})" if known else self.path
+        place = self._place("step", "epoch", "batch")
+        return f"{self.path} ({place})" if place else self.path
+
+    def _place(self, *names: str) -> str:
+        return ", ".join(f"{name} {value}" for name in names if (value := getattr(self, name)) is not None)
+
+    def in_words(
+        self, outcome: str, nbytes: int | None = None, seconds: float = 0.0, *, is_verified: bool = True
+    ) -> str:
+        """Return the line that a run prints when it resumes here.
+
+        Args:
+            outcome: Whether that is exact, or what else comes of it.
+            nbytes: How much was read; None if that is not known.
+            seconds: How long that took.
+            is_verified: Whether every byte was compared with its digest.
+
+        Examples:
+            >>> ResumePoint("run/step=5.ckpt", 5, 0, 5).in_words("exact", 2_000_000, 0.25)
+            'resuming from run/step=5.ckpt: epoch 0, batch 5, step 5; 2.0 MB read and verified in 0.2 s; exact'
+        """
+        place = self._place("epoch", "batch", "step")
+        words = [f"resuming from {self.path}: {place}" if place else f"resuming from {self.path}"]
+        if nbytes is not None:
+            checked = " and verified" if is_verified else ", not verified (it has no digests)"
+            words.append(f"{size_in_words(nbytes)} read{checked} in {seconds:.1f} s")
+        return "; ".join([*words, outcome])
 
 
 class ResumeAttempts:

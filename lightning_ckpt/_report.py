@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_core.console import beside_bars
-from ckpt_core.events import RunSummary, TrainingEnded, TrainingStarted, size_in_words
+from ckpt_core.events import RunSummary, TrainingEnded, TrainingStarted
+from ckpt_core.resume import ResumePoint
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._private.replacing import Live
 
@@ -37,13 +38,12 @@ def resumed_in_words(trainer: Any, path: Any, progress: Mapping[str, Any], outco
     ``progress`` are those of the training loop, and ``outcome`` says whether that is exact, or what else comes of it.
     """
     batch = progress["batch"]["current"]["processed"]
-    words = [f"resuming from {path}: epoch {trainer.current_epoch}, batch {batch}, step {trainer.global_step}"]
+    point = ResumePoint(path, trainer.global_step, trainer.current_epoch, batch)
     summary = summary_of(trainer)
-    if summary is not None and summary.loaded is not None:
-        loaded = summary.loaded
-        checked = " and verified" if loaded.verified else ", not verified (it has no digests)"
-        words.append(f"{size_in_words(loaded.bytes)} read{checked} in {loaded.seconds:.1f} s")
-    return "; ".join([*words, outcome])
+    if summary is None or summary.loaded is None:
+        return point.in_words(outcome)
+    loaded = summary.loaded
+    return point.in_words(outcome, loaded.bytes, loaded.seconds, is_verified=loaded.verified)
 
 
 class RunReport(Live):

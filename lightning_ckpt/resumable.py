@@ -28,7 +28,6 @@ from ckpt_core.resume import ResumeAttempts, ResumePoint
 from ckpt_core.survivors import no_rescue, wait_seconds_of
 from ckpt_core.tiers import MEMORY_ROOT, MemoryTier, Tiers
 from lightning_ckpt._bases import ModelCheckpointBase
-from lightning_ckpt._boundaries import watch_boundaries
 from lightning_ckpt._callbacks.interval import AutoInterval
 from lightning_ckpt._callbacks.just_in_time import JustInTime
 from lightning_ckpt._callbacks.lookup import (
@@ -52,6 +51,7 @@ from lightning_ckpt._recording import Recording
 from lightning_ckpt._rehearsing import rehearse_if_asked
 from lightning_ckpt._report import RunReport, announce
 from lightning_ckpt._routing.trainer import is_routed, raise_on_all_ranks
+from lightning_ckpt._signals import watch_boundaries
 from lightning_ckpt.io import NO_STATE_KEY, AsyncCheckpointIO, TorchFileIO
 from lightning_ckpt.sharded import ShardedCheckpointIO
 

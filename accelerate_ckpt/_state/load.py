@@ -37,7 +37,6 @@ from ckpt_core.errors import (
     CheckpointNotFoundError,
     StateMismatchError,
 )
-from ckpt_core.events import size_in_words
 from ckpt_core.paths import StrPath
 from ckpt_core.resume import ResumePoint
 from ckpt_core.state.elastic import average_gradients
@@ -154,8 +153,9 @@ class _Stock:
         session = self._session
         _tell_of_stock(session, self._path)
         self._checkpoint.load(self._original, self._load_kwargs)
-        session.note_resumed(ResumePoint(self._path))
-        session.announce(f"resuming from {self._path}; {_INEXACT}")
+        point = ResumePoint(self._path)
+        session.note_resumed(point)
+        session.announce(point.in_words(_INEXACT))
         _continue_counting(session, self._path, None)
 
 
@@ -332,11 +332,8 @@ class _Ours:
         if notes:
             session.tell_once("not exact", f"this resume cannot be promised to be exact: {'; '.join(notes)}")
         is_exact &= not notes and not self._about.get("of_stock") and len(self._saved_by) == self._saved_world_size
-        place = "" if point.epoch is None else f"epoch {point.epoch}, batch {point.batch}, "
-        session.announce(
-            f"resuming from {self._path}: {place}step {session.step}; {size_in_words(self._size)} read and verified in "
-            f"{time.monotonic() - self._begun:.1f} s; {'exact' if is_exact else _INEXACT}"
-        )
+        outcome = "exact" if is_exact else _INEXACT
+        session.announce(point.in_words(outcome, self._size, time.monotonic() - self._begun))
 
     def _load_models(self) -> None:
         accelerator = self._session.accelerator

@@ -2,19 +2,13 @@
 
 ``dcp_reader``, ``dcp_writer``: what ``torch.distributed.checkpoint`` needs to load and save our checkpoints.
 ``dcp_format``, ``dcp_files``: its own format; ``exported``: what that has no words for. ``model_files``: a model as
-safetensors files. ``trainer_files``: a Trainer's checkpoint, from any layout into one file or one directory.
+safetensors files. ``converting``: from any layout into one file or one directory.
 ``naming``, ``saving``, ``streaming``: what they share. ``foreign``: which program's a checkpoint is, and whether it is
 whole. ``partial``: into a model that is not quite the one that was saved.
 """
 
 from ckpt_core.interchange.accelerate_files import is_stock_accelerate
-from ckpt_core.interchange.dcp_files import check_dcp, export_dcp
-from ckpt_core.interchange.dcp_reader import CkptStorageReader
-from ckpt_core.interchange.dcp_writer import CkptStorageWriter
-from ckpt_core.interchange.foreign import Foreign, recognize
-from ckpt_core.interchange.model_files import export_model, import_model
-from ckpt_core.interchange.partial import LoadReport, load_into
-from ckpt_core.interchange.trainer_files import (
+from ckpt_core.interchange.converting import (
     convert_to_accelerate,
     convert_to_dcp,
     convert_to_directory,
@@ -23,6 +17,12 @@ from ckpt_core.interchange.trainer_files import (
     is_stock_distributed,
     load_whole,
 )
+from ckpt_core.interchange.dcp_files import check_dcp, export_dcp
+from ckpt_core.interchange.dcp_reader import CkptStorageReader
+from ckpt_core.interchange.dcp_writer import CkptStorageWriter
+from ckpt_core.interchange.foreign import Foreign, recognize
+from ckpt_core.interchange.model_files import export_model, import_model
+from ckpt_core.interchange.partial import LoadReport, load_into
 
 __all__ = [
     "CkptStorageReader",

@@ -15,8 +15,8 @@ from ckpt_core.checkpointer import full_path
 from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, StateMismatchError
 from ckpt_core.interchange.accelerate_files import is_stock_accelerate
+from ckpt_core.interchange.converting import load_whole
 from ckpt_core.interchange.model_files import holds_model
-from ckpt_core.interchange.trainer_files import load_whole
 from ckpt_core.paths import StrPath
 from ckpt_core.state.trainer_parts import is_of_trainer, optimizer_part, rest_of
 from ckpt_core.storage import storage_for

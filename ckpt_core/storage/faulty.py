@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from ckpt_core.errors import CheckpointError
-from ckpt_core.storage.base import FileInfo, FileReader, FileWriter, Storage
+from ckpt_core.storage.base import FileReader, FileWriter, Storage
 from ckpt_core.storage.failures import storage_error
 
 Result = TypeVar("Result")
@@ -62,6 +63,16 @@ class Fault:
     def is_meant_for(self, operation: Operation) -> bool:
         """Whether :attr:`at` is about this operation, whatever its number."""
         return operation.name == self.at if isinstance(self.at, str) else self.at(operation)
+
+
+def _performed(name: str, place: int = 0) -> Any:
+    """Return a method that has the inner storage do what it does; its argument at ``place`` is the path."""
+
+    def method(self: FaultyStorage, *arguments: Any, **options: Any) -> Any:
+        action = functools.partial(getattr(self._inner, name), *arguments, **options)
+        return self.perform(Operation(name, arguments[place]), action)
+
+    return method
 
 
 class FaultyStorage(Storage):
@@ -146,50 +157,27 @@ class FaultyStorage(Storage):
     def open(self, path: str) -> FileReader:
         return self.perform(Operation("open", path), lambda: _FaultyReader(self, self._inner.open(path)))
 
-    def exists(self, path: str) -> bool:
-        return self.perform(Operation("exists", path), lambda: self._inner.exists(path))
-
-    def remove(self, path: str) -> None:
-        self.perform(Operation("remove", path), lambda: self._inner.remove(path))
-
-    def copy(self, source: str, target: str) -> int:
-        return self.perform(Operation("copy", target), lambda: self._inner.copy(source, target))
-
-    def list(self, directory: str) -> Sequence[FileInfo]:
-        return self.perform(Operation("list", directory), lambda: self._inner.list(directory))
-
-    def remove_orphans(self, directory: str) -> Sequence[str]:
-        return self.perform(Operation("remove_orphans", directory), lambda: self._inner.remove_orphans(directory))
+    exists = _performed("exists")
+    remove = _performed("remove")
+    copy = _performed("copy", 1)
+    list = _performed("list")
+    remove_orphans = _performed("remove_orphans")
+    put_file = _performed("put_file", 1)
+    begin_directory = _performed("begin_directory")
+    discard_directory = _performed("discard_directory")
+    leave_directory = _performed("leave_directory")
+    remove_directory = _performed("remove_directory")
+    subdirectories = _performed("subdirectories")
+    list_directories = _performed("list_directories")
 
     def orphans(self, directory: str) -> Sequence[str]:
         return self._inner.orphans(directory)
-
-    def put_file(self, source: str, target: str) -> None:
-        self.perform(Operation("put_file", target), lambda: self._inner.put_file(source, target))
-
-    def begin_directory(self, path: str, token: str) -> str:
-        return self.perform(Operation("begin_directory", path), lambda: self._inner.begin_directory(path, token))
 
     def publish_directory(self, path: str, token: str, manifest: bytes, *, gone: Sequence[str] = ()) -> None:
         self.perform(
             Operation("publish_directory", path, len(manifest)),
             lambda: self._inner.publish_directory(path, token, manifest, gone=gone),
         )
-
-    def discard_directory(self, path: str, token: str, names: Sequence[str] = ()) -> None:
-        self.perform(Operation("discard_directory", path), lambda: self._inner.discard_directory(path, token, names))
-
-    def leave_directory(self, path: str, token: str) -> None:
-        self.perform(Operation("leave_directory", path), lambda: self._inner.leave_directory(path, token))
-
-    def remove_directory(self, path: str, *, names: Collection[str] = ()) -> None:
-        self.perform(Operation("remove_directory", path), lambda: self._inner.remove_directory(path, names=names))
-
-    def subdirectories(self, directory: str) -> Sequence[str]:
-        return self.perform(Operation("subdirectories", directory), lambda: self._inner.subdirectories(directory))
-
-    def list_directories(self, directory: str) -> Sequence[FileInfo]:
-        return self.perform(Operation("list_directories", directory), lambda: self._inner.list_directories(directory))
 
 
 class _FaultyWriter(FileWriter):

@@ -1,4 +1,4 @@
-"""A Trainer's checkpoint in any layout: one file, our directories, those of Lightning's sharded strategies."""
+"""From any layout into any other: one file, our directories, those of Lightning's and Accelerate's own saves."""
 
 from __future__ import annotations
 
