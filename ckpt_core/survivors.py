@@ -34,7 +34,7 @@ import xxhash
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
-from ckpt_core._collectives import abort_process_groups
+from ckpt_core._process_groups import abort_process_groups
 from ckpt_core.recorder import record_path
 from ckpt_core.state.notes import note_of, read_note
 from ckpt_core.storage import is_remote

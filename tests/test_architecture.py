@@ -35,7 +35,7 @@ LAYERS = (
     {"_plan"},
     {"storage"},
     {
-        "_collectives",
+        "_process_groups",
         "_devices",
         "at_exit",
         "awaited_paths",

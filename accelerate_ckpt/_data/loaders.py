@@ -9,8 +9,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from accelerate_ckpt._data.opening import Uses
 from accelerate_ckpt._data.position import LoaderPosition
+from accelerate_ckpt._data.skipped_batches import Uses
 from accelerate_ckpt._private import data as private_data
 from accelerate_ckpt._recording import Fetched, Recording
 from ckpt_core.errors import CheckpointFormatError

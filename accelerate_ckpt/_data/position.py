@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Protocol
 
-from accelerate_ckpt._data.opening import Habit, Next, Opening, Uses
+from accelerate_ckpt._data.skipped_batches import Habit, Next, Opening, Uses
 from accelerate_ckpt._data.tracker import Consumed, Division, InnerTracker
 from accelerate_ckpt._private.data import Internals, not_as_known
 from accelerate_ckpt._recording import Fetched

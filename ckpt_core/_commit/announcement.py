@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import Any
 
 from ckpt_core import errors
-from ckpt_core._commit.store import TimedStore
+from ckpt_core._commit.tcp_store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError, StorageError
 
 _NAMED_RANKS = 8

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ckpt_core._commit.store import TimedStore
+from ckpt_core._commit.tcp_store import TimedStore
 from ckpt_core.errors import RankFailedError
 
 Position = tuple[int, int]

@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from ckpt_core._commit.store import TimedStore, seal
+from ckpt_core._commit.tcp_store import TimedStore, seal
 from ckpt_core.errors import RankFailedError
 
 _SLEEP = datetime.timedelta(days=1)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ckpt_core._commit.store import connect_store, derived_key
+from ckpt_core._commit.tcp_store import connect_store, derived_key
 
 
 class RankGroup:

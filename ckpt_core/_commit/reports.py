@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from ckpt_core._commit.announcement import Announcement, decode_error, encode_error, names_of
 from ckpt_core._commit.rank_group import RankGroup
-from ckpt_core._commit.store import TimedStore
+from ckpt_core._commit.tcp_store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError
 
 _GRACE = 1.25  # rank 0, which collects for so long, must be the first to find out who is missing

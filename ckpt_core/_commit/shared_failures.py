@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ckpt_core._commit.announcement import Announcement, decode_error, encode_error
-from ckpt_core._commit.store import TimedStore
+from ckpt_core._commit.tcp_store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError
 
 

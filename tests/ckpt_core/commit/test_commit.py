@@ -18,7 +18,7 @@ WORKER = """
 import json, os, sys, time
 import torch.distributed as dist, torch
 from ckpt_core._commit.shared_failures import RunOutcome
-from ckpt_core._commit.store import connect_store
+from ckpt_core._commit.tcp_store import connect_store
 from ckpt_core.errors import CheckpointError, StorageError
 
 rank, world, failing_step = int(os.environ["LOCAL_RANK"]), int(os.environ["WORLD_SIZE"]), int(sys.argv[1])
