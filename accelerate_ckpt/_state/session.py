@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
+import dataclasses
 import functools
 import itertools
 import logging
@@ -154,20 +155,9 @@ class Session:
         serial = next(_serials)
         # Several Accelerators of one process share the store, each in a name space of its own.
         store = None if ranks.store is None else PrefixStore(f"accelerator-{serial}", ranks.store)
-        options = CheckpointerOptions(
-            strategy="async" if config.is_async else "sync",
-            max_pending=config.max_pending,
-            on_error=config.on_error,
-            storage_options=config.storage_options,
-            local_dir=config.local_dir,
-            upload_to=config.upload_to,
-            keep_local=config.keep_local,
-            event_log=config.event_log,
-            report=config.report,
-            listeners=config.made_listeners(),
-            overlap=config.overlap,
-            max_host_bytes=config.max_host_bytes,
-        )
+        alike = {option.name: getattr(config, option.name) for option in dataclasses.fields(CheckpointerOptions)}
+        own = {"strategy": "async" if config.is_async else "sync", "listeners": config.made_listeners()}
+        options = CheckpointerOptions(**{**alike, **own})
         self.tiers = options.tiers
         self.report = RunReport(options, log_metrics=config.log_metrics, rank=ranks.rank)
         self.checkpointer = DirectoryCheckpointer(

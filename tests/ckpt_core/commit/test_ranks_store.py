@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from ckpt_core._commit import announcement as announcement_module
-from ckpt_core._commit import store as store_module
+from ckpt_core._commit import tcp_store as store_module
 from ckpt_core._commit.rank_group import RankGroup
 from ckpt_core._commit.reports import JointSave, SaveSeries
 from ckpt_core._commit.shared_failures import RunOutcome
