@@ -100,7 +100,7 @@ class FaultyStorage(Storage):
         ...     print(error.message, error.errno == errno.ENOSPC, os.listdir(directory))
         cannot write the checkpoint: No space left on device True []
         >>> [operation.name for operation in storage.operations]
-        ['remove_orphans', 'create', 'write_at', 'write_at', 'abort']
+        ['remove_orphans', 'list', 'list_directories', 'create', 'write_at', 'write_at', 'abort']
     """
 
     def __init__(self, inner: Storage, faults: Sequence[Fault] = ()) -> None:
