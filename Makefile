@@ -69,6 +69,7 @@ lint: $(READY)
 	$(BIN)/python tools/check_lines.py
 	$(BIN)/mypy
 	$(BIN)/python tools/run_docs.py README.md $(sort $(wildcard docs/*.md))
+	$(BIN)/python -m pytest -q --doctest-modules ckpt_core ckpt_async lightning_ckpt accelerate_ckpt
 	$(MAKE) --no-print-directory docs
 
 # A broken link, or a page without a place in the navigation, is an error. The variable silences a notice of the theme.

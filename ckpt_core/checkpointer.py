@@ -337,7 +337,7 @@ class Checkpointer(CheckpointerBase):
         >>> from ckpt_core import Checkpointer
         >>> path = os.path.join(tempfile.mkdtemp(), "step=1.ckpt")
         >>> with Checkpointer(strategy="async") as checkpointer:
-        ...     checkpointer.save({"weight": torch.ones(2)}, path)
+        ...     size = checkpointer.save({"weight": torch.ones(2)}, path)
         >>> Checkpointer(strategy="sync").load(path)
         {'weight': tensor([1., 1.])}
     """

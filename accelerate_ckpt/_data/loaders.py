@@ -34,12 +34,13 @@ class LoaderPositions:
     script takes the first batch of an epoch after one in which it has trained; ``before_offer`` before a resumed script
     is given a batch of which it may make no use.
 
-    Examples:
-        >>> positions = LoaderPositions(accelerator)
-        >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        >>> for batch in loader:
-        ...     state = positions.capture()
-        >>> positions.restore(state, saved_world_size=1)  # the next iteration continues after that batch
+    Example::
+
+        positions = LoaderPositions(accelerator)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            state = positions.capture()
+        positions.restore(state, saved_world_size=1)  # the next iteration continues after that batch
     """
 
     def __init__(self, accelerator: Any, *, warn: Callable[[str], None] | None = None) -> None:

@@ -82,6 +82,7 @@ class FlightRecorder:
     ``compares_place`` says whether epoch and batch are the same wherever the training is.
 
     Example:
+        >>> from ckpt_core.recorder import digest_batch
         >>> recorder = FlightRecorder(None, tell=print)
         >>> recorder.record(number=0, epoch=0, batch=0, step=1, data=digest_batch([1, 2]), loss=torch.tensor(0.5))
         >>> recorder.capture()["branch"] == recorder.branch
