@@ -1,7 +1,7 @@
 """``python -m ckpt_core.gpu_check``: what saves cost a training on this machine's accelerator, in one table.
 
-It trains a small model with AdamW, without saves and with saves of each kind, and loads what was saved. The table is in
-Markdown, to be pasted.
+It trains a small model with AdamW, without saves and with saves of each kind, and loads what was saved. In a clone it
+runs the tests that need an accelerator first. The table is in Markdown, to be pasted.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import contextlib
 import os
 import shutil
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -269,8 +271,27 @@ def measure(
     return is_equal
 
 
-def main(arguments: Sequence[str] | None = None, contenders: Iterable[Callable[[], Contender]] = CONTENDERS) -> int:
-    """Measure, and print the table; return 1 where there is no accelerator or a checkpoint has other bits, else 0."""
+def _run_tests(tests: Path) -> bool:
+    """Run the tests that need an accelerator; print their last line, and what failed."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", str(tests)]
+    done = subprocess.run(command, cwd=tests.parent, capture_output=True, text=True, check=False)
+    lines = (done.stdout + done.stderr).strip().splitlines() or [f"pytest ended with {done.returncode}"]
+    if done.returncode:
+        print("\n".join(lines[:-1]), file=sys.stderr)
+    print(f"Tests that need an accelerator: {lines[-1].strip('= ')}\n", flush=True)
+    return done.returncode == 0
+
+
+def main(
+    arguments: Sequence[str] | None = None,
+    contenders: Iterable[Callable[[], Contender]] = CONTENDERS,
+    tests: Path = Path(__file__).parent.parent / "tests",
+) -> int:
+    """Test and measure, and print the table.
+
+    Returns:
+        0; 1 where there is no accelerator, a test fails or a checkpoint has other bits.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m ckpt_core.gpu_check", description="Measure what saves cost a training on this accelerator."
     )
@@ -280,6 +301,7 @@ def main(arguments: Sequence[str] | None = None, contenders: Iterable[Callable[[
     parser.add_argument("--every", type=int, default=20, help="how many steps lie between two saves (20)")
     parser.add_argument("--step-ms", type=float, default=250.0, help="about how long a step takes (250)")
     parser.add_argument("--batch", type=int, default=256, help="rows of a batch (256)")
+    parser.add_argument("--no-tests", action="store_true", help="only measure, also in a clone")
     options = parser.parse_args(arguments)
     if not 1 <= options.every <= options.steps:
         parser.error("--every must be from 1 to the number of --steps")
@@ -287,9 +309,11 @@ def main(arguments: Sequence[str] | None = None, contenders: Iterable[Callable[[
     if found is None:
         print(f"torch {torch.__version__} finds no accelerator on this machine: there is nothing to measure")
         return 1
+    # Not in an installed package, beside which somebody else's tests may lie.
+    passed = options.no_tests or not (tests / "support" / "accelerators.py").exists() or _run_tests(tests)
     options.path = tempfile.mkdtemp(prefix="ckpt-gpu-check-", dir=options.path)
     try:
-        return 0 if measure(options, *found, contenders) else 1
+        return 0 if measure(options, *found, contenders) and passed else 1
     finally:
         shutil.rmtree(options.path, ignore_errors=True)
 

@@ -12,7 +12,7 @@ import torch
 from ckpt_core import gpu_check
 from tests.support.accelerators import Accelerator
 
-TINY = ["--gigabytes", "0.002", "--steps", "4", "--every", "1", "--step-ms", "0", "--batch", "2"]
+TINY = ["--no-tests", "--gigabytes", "0.002", "--steps", "4", "--every", "1", "--step-ms", "0", "--batch", "2"]
 
 
 def test_one_table_says_what_saves_cost(
@@ -67,3 +67,21 @@ def test_where_there_is_no_accelerator_one_line_says_so(
     assert gpu_check.main([]) == 1
     (line,) = capsys.readouterr().out.splitlines()
     assert "finds no accelerator" in line
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_in_a_clone_the_tests_that_need_an_accelerator_are_run_first(
+    fails: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], accelerator: Accelerator
+) -> None:
+    (tmp_path / "tests/support").mkdir(parents=True)
+    (tmp_path / "tests/support/accelerators.py").touch()
+    (tmp_path / "tests/test_one.py").write_text(
+        f"import pytest\n@pytest.mark.gpu\ndef test_copy(): assert {not fails}\ndef test_of_the_host(): assert False\n"
+    )
+    assert gpu_check.main([str(tmp_path), *TINY[1:]], [], tmp_path / "tests") == fails
+    printed = capsys.readouterr()
+    assert printed.out.splitlines()[0].startswith(
+        f"Tests that need an accelerator: 1 {'failed' if fails else 'passed'}, 1 deselected"
+    )
+    assert ("test_copy" in printed.err) == fails
+    assert "bit for bit the state of the save." in printed.out
