@@ -371,3 +371,23 @@ def test_commit_times_grow_and_are_written_at_one_length() -> None:
     given = [commit_time.commit_time() for _ in range(2000)]
     assert given == sorted(set(given))
     assert {len(repr(moment).partition(".")[2]) for moment in given} == {6}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("gone", [1, 2])
+def test_what_is_deleted_during_the_look_up_is_not_taken_for_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, layout: str, gone: int
+) -> None:
+    for step in (1, 2):
+        save(tmp_path / name_of(step), step, layout)
+
+    def deleted_meanwhile(infos: list[CheckpointInfo]) -> list[CheckpointInfo]:
+        for info in infos[:gone]:
+            shutil.rmtree(info.path) if info.is_directory else os.remove(info.path)
+        return infos
+
+    catalog = Catalog(tmp_path)
+    found = catalog.newest_verified(order=deleted_meanwhile)
+    assert (found.name if found else None) == (name_of(1) if gone == 1 else None)
+    assert catalog.passed_over == {}
+    assert "passed over" not in caplog.text
