@@ -385,6 +385,11 @@ class _Run:
     def steps(self) -> list[int]:
         return [int(value) for moment, value in self.notes() if moment in ("step", "window")]
 
+    def steps_over(self) -> int:
+        """Return how often a start has stepped over a checkpoint, because three before it had ended at once."""
+        logs = [self.directory / "log.0", self.directory / "log.job"]
+        return sum(log.read_text(errors="replace").count("stepped over the checkpoint") for log in logs if log.exists())
+
     @property
     def has_ended(self) -> bool:
         return all((self.directory / f"end.{rank}").exists() for rank in range(self.ranks))
@@ -464,7 +469,7 @@ def campaign(
         found["runs"] += 1
         before: list[tuple[str, str, int]] = []  # what has interrupted since the last step: kind, moment, steps done
         while not run.has_ended:
-            seen, noted = len(run.steps()), len(run.notes())
+            seen, noted, stepped = len(run.steps()), len(run.notes()), run.steps_over()
             moment, times = chance.choice(["step", "window"] if just_in_time else MOMENTS), chance.randint(1, 12)
             job = _started(framework, run.directory, ranks, launcher)
             begin, delay = time.monotonic(), chance.uniform(0.0, 3.0)
@@ -499,7 +504,7 @@ def campaign(
             if len(steps) > seen:
                 for index, (earlier, when, done) in enumerate(before):
                     amount = done - steps[seen] if index == 0 and done else 0
-                    lost[earlier].append(amount)
+                    lost["killed at once, three times" if run.steps_over() > stepped else earlier].append(amount)
                     moments[when].append(amount)
                 before = []
             if kind != "nothing":
