@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
+from ckpt_core._layouts.sharded.manifest import ExtraFile
 from ckpt_core._layouts.sharded.plain import encode_plain
 from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, build_manifest
-from ckpt_core._pipeline.directory_save import plan_parts
+from ckpt_core._pipeline.directory_save import AddedFiles, plan_parts
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core._plan import LocalTensor, Piece, WritePlanCache
 from ckpt_core.commit_time import Stamp, commit_time
@@ -55,13 +56,15 @@ class SeparateSaves:
         world_size: int,
         suffix: str,
         local: Callable[[str, torch.Tensor], LocalTensor],
+        write_files: Callable[[str], None] | None = None,
     ) -> str:
         """Write one process's files, durably, straight from the live tensors; return what :meth:`commit` needs.
 
         ``parts`` are the same in all processes; what is replicated is written by rank 0. ``rank`` is the process's
         place in the checkpoint. ``suffix`` comes before the extension of the files' names, so that no two processes
         ever write the same file. ``local`` is called with key and tensor of each tensor in a sharded part: what this
-        process has of it. Of the tensor itself only type and shape count.
+        process has of it. Of the tensor itself only type and shape count. ``write_files`` is called with a directory,
+        and what it writes there becomes part of the checkpoint.
         """
         directory = self._storage.begin_directory(path, save_id)
         try:
@@ -69,9 +72,19 @@ class SeparateSaves:
             files = RankFiles(contents, rank=rank, world_size=world_size, save_id=save_id, suffix=suffix)
             for name, image in files.live_files():
                 write_image(image, self._storage, f"{directory}/{name}", scratch=self._scratch)
-            return files.report()
+            return files.report([] if write_files is None else self._add(write_files, path, directory))
         finally:
             self._storage.leave_directory(path, save_id)
+
+    def _add(self, write_files: Callable[[str], None], path: str, directory: str) -> list[ExtraFile]:
+        added = AddedFiles.collect(self._storage, path, write_files)
+        try:
+            files = added.describe()
+            for file in files:
+                self._storage.put_file(added.local_path(file.name), f"{directory}/{file.name}")
+            return files
+        finally:
+            added.close()
 
     def commit(
         self, reports: Sequence[str], path: str, save_id: str, *, metadata: Mapping[str, Any], step: int | None = None

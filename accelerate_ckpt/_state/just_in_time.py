@@ -16,6 +16,7 @@ from accelerate_ckpt._state.preemption import target_of_run
 from accelerate_ckpt._state.resume import directory_of_run
 from accelerate_ckpt._state.save import metadata_of, rank_state
 from accelerate_ckpt._state.session import Session, live_sessions
+from ckpt_core.at_exit import call_after_threads
 from ckpt_core.errors import RankFailedError
 from ckpt_core.separate import SeparateSaves
 from ckpt_core.state.kinds import Kind, Part
@@ -41,6 +42,7 @@ _CUT = (
     "a scheduler's step, is left out"
 )
 _hooked: list[bool] = []
+_kept: list[Any] = []  # the Accelerator, until training is over: a local of a function that raises is gone at the end
 
 
 def note_step(session: Session) -> None:
@@ -77,7 +79,7 @@ def _problem_of(session: Session) -> str | None:
         return problem
     if session.uneven or session.local_sgd.moments_differ:
         return "the ranks may take different numbers of steps, or have weights of their own"
-    if accelerator._save_model_state_pre_hook:
+    if len(accelerator._save_model_state_pre_hook) > (session.saves_alone is not None):
         return "hooks of the script write files into checkpoints, for which all ranks are needed"
     return None
 
@@ -94,6 +96,13 @@ def _hook_exceptions() -> None:
         before(kind, error, trace)
 
     sys.excepthook = hook
+    call_after_threads(_save_at_end)  # for programs that catch what is raised, and end
+
+
+def _save_at_end() -> None:
+    for session in live_sessions():
+        if session.just_in_time is not None:
+            session.just_in_time.at_end()
 
 
 class JustInTime:
@@ -107,11 +116,13 @@ class JustInTime:
         self._session = session
         wait = wait_seconds_of(session.config.just_in_time)
         assert wait is not None
-        self._survivors = Survivors(directory_of_run(session), session.rank, session.world_size, session.run_id, wait)
+        self._directory = directory_of_run(session) if session.saves_alone is None else session.saves_alone.directory
+        self._survivors = Survivors(self._directory, session.rank, session.world_size, session.run_id, wait)
         self._buffers = BufferCopies(session.accelerator._models)
         self._versions = self._step = 0
         self._is_over = False
         self._not_exact: list[str] = []
+        _kept[:] = [session.accelerator]
         _termination.protect()
         _hook_exceptions()
 
@@ -140,7 +151,7 @@ class JustInTime:
 
     def meets(self) -> bool:
         """Return whether survivors could meet; called on all ranks together."""
-        if not is_url(directory_of_run(self._session)):
+        if not is_url(self._directory):
             return True
 
         def look() -> None:
@@ -156,6 +167,7 @@ class JustInTime:
 
     def close(self, *, remove: bool) -> None:
         """Take part no longer; delete the file if training came to its end."""
+        _kept.clear()
         self._survivors.close(remove=remove)
 
     @property
@@ -171,6 +183,14 @@ class JustInTime:
     def wait_until_over(self) -> None:
         """Wait, on another thread, until this rank has done its part."""
         self._survivors.wait_until_over()
+
+    def at_end(self) -> None:
+        """The program ends, and has not said why: save if another rank is dead, else let the others know."""
+        if self._survivors.is_rank_lost():
+            self.rescue(RankFailedError("another rank is dead"))
+        elif not self._is_over:
+            self._is_over = True
+            self._survivors.leave()
 
     def rescue(self, error: BaseException) -> None:
         """Save if an exception comes of the loss of another rank, and this is the rank to do it."""
@@ -202,9 +222,11 @@ class JustInTime:
         )
 
     def _save(self, rescue: Rescue) -> None:
-        session = self._session
-        target = target_of_run(session)
-        saves = SeparateSaves(directory_of_run(session), storage_options=session.config.storage_options)
+        session, alone = self._session, self._session.saves_alone
+        target = target_of_run(session) if alone is None else alone.target()
+        if alone is not None and session.checkpointer.exists(target):
+            return  # was saved at the end of this step
+        saves = SeparateSaves(self._directory, storage_options=session.config.storage_options)
         save_id = uuid.uuid4().hex
         metadata = metadata_of(session, target)
         metadata[FORMAT]["not_exact"] = [*rescue.notes(session.rank, "own"), *self._not_exact]
@@ -219,6 +241,7 @@ class JustInTime:
                     world_size=session.world_size,
                     suffix=f"-{save_id}" if saves.is_remote else "",  # where they are written to their final place
                     local=_refuse_sharded,
+                    write_files=alone.write_files if alone is not None and rank == 0 else None,
                 )
                 for rank in range(session.world_size)
             ]

@@ -13,7 +13,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -50,6 +50,14 @@ _sessions: weakref.WeakKeyDictionary[Any, Session] = weakref.WeakKeyDictionary()
 _orphans: list[Session] = []  # their Accelerators are gone, and saves of theirs are not over
 _serials = itertools.count()
 _group: list[RankGroup] = []  # one at most, for all Accelerators of the process: they have the same ranks
+
+
+class SavesAlone(NamedTuple):
+    """How one rank saves what others held that were lost, where that is not as ``save_state`` does."""
+
+    directory: str  # of the checkpoints
+    target: Callable[[], str]  # says where
+    write_files: Callable[[str], None]  # writes files of the framework into a directory
 
 
 class LocalSgdState:
@@ -128,6 +136,7 @@ class Session:
         protected: Paths of checkpoints that no policy deletes.
         metrics: The last value of each number that the script has logged.
         just_in_time: What saves when another rank has died; None if nothing does.
+        saves_alone: Where and what it saves, if that is not as ``save_state`` does.
         note_step: Called after each step.
         rank_lost: Called with an exception that may come of the loss of a rank.
         run_id: Text that is the same on all ranks, and different for each Accelerator and run.
@@ -209,6 +218,7 @@ class Session:
         self.data.before_offer = functools.partial(self.variables.handed_out, begins=False)
         self.rehearsal = Rehearsal.asked_for(self)
         self.just_in_time: Any = None
+        self.saves_alone: SavesAlone | None = None
         self.note_step: Callable[[Session], None] = lambda _: None
         self.rank_lost: Callable[[BaseException], None] = lambda _: None
         self.run_id = f"{ranks.session}-{serial}"

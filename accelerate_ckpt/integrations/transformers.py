@@ -12,6 +12,8 @@ Trainer that is given and nowhere else:
 ``_load_from_checkpoint``   it reads ``model.safetensors`` as one file, unverified; ``load_state`` reads what any
                             strategy wrote
 ``_load_best_model``        the same, and with the last save still in the background
+``_maybe_log_save_``        with the option ``just_in_time``: what it logs and draws is part of the step
+``evaluate``
 ``_tr_loss``,               the losses since the last log, which are in no checkpoint of the Trainer: what it logs after
 ``_globalstep_last_logged`` a resume would not be what an uninterrupted run logs
 ``_total_loss_scalar``
@@ -41,11 +43,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from accelerate_ckpt._attach import attach
 from accelerate_ckpt._private.trainers import trainer_being_made
+from accelerate_ckpt._state.just_in_time import note_step, save_if_rank_was_lost
 from accelerate_ckpt._state.load import FolderNotFoundError, find_resume, newest_usable
 from accelerate_ckpt._state.naming import candidates
 from accelerate_ckpt._state.parts import FORMAT, indexed, load_model
 from accelerate_ckpt._state.resume import AutoResume
-from accelerate_ckpt._state.session import Session, session_of
+from accelerate_ckpt._state.session import SavesAlone, Session, session_of
 from accelerate_ckpt._state.stock import refuse_damaged_ours
 from accelerate_ckpt.config import OptionError
 from accelerate_ckpt.integrations.stock_trainer import StockCheckpointNotice
@@ -150,11 +153,13 @@ class ResumableCallback(TrainerCallback):
         ]
         handler.callbacks = [*others, self]
         if self._session.config.just_in_time:
-            raise OptionError(
-                "just_in_time is not for the Trainer of transformers, all of whose ranks write files into a checkpoint:"
-                " leave it out; after the loss of a rank the next start resumes from the last checkpoint, which "
-                "interval='auto' keeps recent"
-            )
+            if not hasattr(trainer, "_maybe_log_save_evaluate"):
+                raise _not_as_known("just_in_time needs _maybe_log_save_evaluate, which Trainer does not have")
+            stock = trainer._maybe_log_save_evaluate
+            trainer._maybe_log_save_evaluate = functools.wraps(stock)(functools.partial(self._end_step, stock))
+            self._session.note_step = lambda _: None  # the Trainer fetches all batches of a step before it
+            target = lambda: self._path_of_step(trainer.state.global_step)  # noqa: E731
+            self._session.saves_alone = SavesAlone(os.path.abspath(trainer.args.output_dir), target, self._add_files)
         if self._session.preemption is not None:
             self._session.preemption.asks_itself = False  # the Trainer fetches all batches of a step before it
         if self._session.interval is not None:
@@ -199,7 +204,8 @@ class ResumableCallback(TrainerCallback):
             refuse_damaged_ours(path)  # of which the Trainer would take the weights alone, without a word
         try:
             result = stock(path, trial, *args, **kwargs)
-        except BaseException:
+        except BaseException as error:
+            save_if_rank_was_lost(error)
             checkpointer = self._session.checkpointer
             checkpointer.drain()
             failure = checkpointer.take_failure()
@@ -210,6 +216,11 @@ class ResumableCallback(TrainerCallback):
         self._session.ended_as_told()
         self._session.training_ended()
         self._session.report.close()
+        return result
+
+    def _end_step(self, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = stock(*args, **kwargs)
+        note_step(self._session)
         return result
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -291,11 +302,11 @@ class ResumableCallback(TrainerCallback):
 
     def _save_checkpoint(self, _stock: Callable[..., Any], _model: Any, _trial: Any = None) -> None:
         trainer, session = self._trainer, self._session
-        state, folder = trainer.state, trainer.args.output_dir
+        state = trainer.state
         trainer.store_flos()
-        target = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        target = self._path_of_step(state.global_step)
         if state.best_global_step:
-            best = os.path.join(folder, f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
+            best = self._path_of_step(state.best_global_step)
             is_saved = best == target or session.checkpointer.exists(best)
             if session.agreement.from_rank_zero("save", is_saved):
                 state.best_model_checkpoint = best
@@ -303,11 +314,16 @@ class ResumableCallback(TrainerCallback):
         session.protected = {state.best_model_checkpoint} if state.best_model_checkpoint else set()
         trainer.accelerator.save_state(target)
 
+    def _path_of_step(self, step: int) -> str:
+        return os.path.join(self._trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
+
     def _write_files(self, _models: Any, _weights: Any, directory: str) -> None:
+        if self._trainer.is_world_process_zero():
+            self._add_files(directory)
+
+    def _add_files(self, directory: str) -> None:
         """Add what the Trainer puts beside the weights, but for the pickle of its arguments."""
         trainer = self._trainer
-        if not trainer.is_world_process_zero():
-            return
         model = trainer.accelerator.unwrap_model(trainer.model)
         if hasattr(model, "peft_config"):
             model.save_pretrained(directory)  # the adapters alone, for those who have the model under them

@@ -40,7 +40,7 @@ TRAINING = """
             if step == saves:
                 if rank == 0:
                     os.kill(os.getpid(), signal.SIGKILL)
-                accelerator.save_state(f"{folder}/checkpoints/mine")
+                accelerator.gather(torch.ones(1)) if gathers else accelerator.save_state(f"{folder}/checkpoints/mine")
             if step == 12:
                 break
     accelerator.end_training()
@@ -63,18 +63,25 @@ REFUSED = """
 
 
 def test_a_survivor_saves_the_last_step(ranks: Ranks, tmp_path: Path) -> None:
-    def run(name: str, kill: int, saves: int = -1) -> list[RankResult]:
+    def run(name: str, kill: int, **more: Any) -> list[RankResult]:
         (tmp_path / name).mkdir(exist_ok=True)
-        return ranks.run(TRAINING, 2, folder=str(tmp_path / name), kill=kill, saves=saves, options={})
+        names = {"folder": str(tmp_path / name), "kill": kill, "saves": -1, "gathers": False, "options": {}, **more}
+        return ranks.run(TRAINING, 2, **names)
 
     whole = run("whole", -1)
-    assert run("saving", -1, saves=7)[1].error == "RankFailedError"  # of its own save, and caught by the harness
-    assert [path.name for path in (tmp_path / "saving/checkpoints").iterdir()] == ["checkpoint_7"]
     killed = run("run", 7)
     assert killed[1].error == "RuntimeError"  # of gloo
     resumed = run("run", -1)
     assert [result.told["resumed"] for result in resumed] == [7, 7]
     assert [result.told["weights"] for result in resumed] == [result.told["weights"] for result in whole]
+
+
+@pytest.mark.parametrize("gathers", [True, False])
+def test_a_survivor_saves_in_a_script_that_catches_what_is_raised(ranks: Ranks, tmp_path: Path, gathers: bool) -> None:
+    names = {"folder": str(tmp_path), "kill": -1, "saves": 7, "gathers": gathers, "options": {}}
+    result = ranks.run(TRAINING, 2, real_exit=True, **names)[1]
+    assert result.error == ("RuntimeError" if gathers else "RankFailedError")  # of gloo, or of its own save
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_7"]
 
 
 @pytest.mark.slow
@@ -83,7 +90,8 @@ def test_a_survivor_saves_to_a_store(ranks: Ranks, tmp_path: Path, server_of: Ca
     url = f"{server.new_bucket()}/run"
 
     def run(kill: int, **options: Any) -> list[RankResult]:
-        return ranks.run(TRAINING, 2, folder=str(tmp_path), kill=kill, saves=-1, options=options)
+        names = {"folder": str(tmp_path), "kill": kill, "saves": -1, "gathers": False, "options": options}
+        return ranks.run(TRAINING, 2, **names)
 
     store = {"checkpoint_dir": url, "storage_options": dict(server.options)}
     killed = run(7, **store)
@@ -107,6 +115,7 @@ def test_on_a_store_ranks_that_see_no_common_files_say_so(
         folder=str(tmp_path),
         kill=-1,
         saves=-1,
+        gathers=False,
         options=options,
     )
     assert [result.error for result in results] == [None, None]

@@ -349,11 +349,6 @@ def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
         trainer_for(tmp_path, strategy="later")
 
 
-def test_what_the_trainer_cannot_do_names_what_is_left(tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"just_in_time is not for the Trainer .* resumes from the last checkpoint"):
-        ResumableCallback(trainer_for(tmp_path, callback=False), just_in_time=True)
-
-
 def test_resuming_without_the_data_position_is_refused(tmp_path: Path) -> None:
     trainer_for(tmp_path, max_steps=3).train()
     with pytest.raises(OptionError, match="ignore_data_skip"):

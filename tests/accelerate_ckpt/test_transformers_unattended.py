@@ -21,6 +21,7 @@ from tests.accelerate_ckpt.test_transformers import (  # noqa: E402
     trainer_for,
     weights,
 )
+from tests.support.accelerate_ranks import RankResult, Ranks  # noqa: E402
 
 
 class Sends(transformers.TrainerCallback):
@@ -64,6 +65,56 @@ def test_a_preempted_run_resumes_exactly(tmp_path: Path, stop: int) -> None:
     assert resumed.accelerator.resumed.step == stop + 1
     assert_same(weights(resumed), weights(whole))
     assert logged(resumed) == logged(whole)
+
+
+LOSS = """
+    import os, signal
+    from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+    from accelerate_ckpt.integrations.transformers import ResumableCallback
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 4))
+
+        def forward(self, inputs, labels):
+            return {"loss": (self.layers(inputs) - labels).pow(2).mean()}
+
+    class Dies(TrainerCallback):
+        def on_substep_end(self, args, state, control, **_):
+            if state.global_step == kill and rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    set_seed(1)
+    rows = [{"inputs": row, "labels": row} for row in torch.arange(160.0).reshape(40, 4) / 100]
+    arguments = TrainingArguments(
+        folder, max_steps=12, per_device_train_batch_size=2, gradient_accumulation_steps=2, save_strategy="no",
+        eval_strategy="steps", eval_steps=4, logging_steps=3, learning_rate=0.1, use_cpu=True, report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = Trainer(Model(), arguments, train_dataset=rows, eval_dataset=rows[:8], callbacks=[Dies()])
+    ResumableCallback(trainer, resume="auto", just_in_time=True)
+    torch.manual_seed(rank)
+    trainer.train()
+    tell(resumed=trainer.accelerator.resumed and trainer.accelerator.resumed.step)
+    tell(logged=[{name: item[name] for name in ("step", "loss", "eval_loss") if name in item}
+                 for item in trainer.state.log_history if "train_runtime" not in item])
+    tell(weights=[value.tolist() for value in trainer.accelerator.unwrap_model(trainer.model).parameters()])
+"""
+
+
+@pytest.mark.slow
+def test_when_rank_0_is_lost_the_other_saves_what_the_trainer_resumes_from(ranks: Ranks, tmp_path: Path) -> None:
+    def run(name: str, kill: int) -> list[RankResult]:
+        return ranks.run(LOSS, 2, folder=str(tmp_path / name), kill=kill, timeout=120)
+
+    whole = run("whole", -1)
+    assert run("run", 7)[1].error == "RuntimeError"  # of gloo
+    assert saved(tmp_path / "run") == ["checkpoint-7"]
+    resumed = run("run", -1)
+    assert [result.told["resumed"] for result in resumed] == [7, 7]
+    for found, expected in zip(resumed, whole, strict=True):
+        assert (found.told["weights"], found.told["logged"]) == (expected.told["weights"], expected.told["logged"])
 
 
 def test_false_is_a_fresh_start_and_auto_an_argument(tmp_path: Path) -> None:

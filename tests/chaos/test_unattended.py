@@ -23,7 +23,7 @@ def test_interrupted_runs_end_with_the_bits_of_one_that_was_not(framework: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("framework", ["lightning", "accelerate"])
+@pytest.mark.parametrize("framework", ["lightning", "accelerate", "transformers"])
 def test_the_loss_of_one_rank_costs_at_most_one_step(framework: str) -> None:
     # of two batches, in both trainings
     command = [sys.executable, str(ROOT / "tools/unattended.py"), framework, "--interruptions", "10", "--just-in-time"]

@@ -18,8 +18,8 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -234,7 +234,8 @@ def _train_transformers(directory: Path, rank: int, ranks: int, note: _Notes) ->
         eval_steps=5, learning_rate=0.01, use_cpu=True, report_to=[], disable_tqdm=True, logging_steps=100,
     )  # fmt: skip
     trainer = Trainer(Model(), arguments, train_dataset=rows, eval_dataset=rows[: 8 * ranks], callbacks=[Notes()])
-    ResumableCallback(trainer, resume="auto", preempt=",".join(SIGNALS))
+    own = _saves_just_in_time(directory, rank)
+    ResumableCallback(trainer, resume="auto", preempt=",".join(SIGNALS), just_in_time=own)
     trainer.train()
     _end(directory, rank, trainer.accelerator.unwrap_model(trainer.model).parameters())
 
@@ -284,12 +285,13 @@ class ForkedJob:
             status = 0
         except SystemExit as end:
             status = int(end.code or 0)
-        except BaseException:  # noqa: BLE001 - shown in the log
-            traceback.print_exc()
+        except BaseException as error:  # noqa: BLE001 - shown in the log
+            sys.excepthook(type(error), error, error.__traceback__)
         finally:
             import atexit
 
             with contextlib.suppress(BaseException):
+                threading._shutdown()
                 atexit._run_exitfuncs()
             os._exit(status)
 
