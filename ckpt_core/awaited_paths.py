@@ -12,7 +12,8 @@ Python:
 
 Neither can be undone, and so neither is there before the first save that asks for it. Compiled code that opens files
 itself has to call :func:`wait_for`. Our own accesses, those of writing threads and of log handlers (whose lock the
-writing thread may need) do not wait, nor do forked processes, in which nobody writes.
+writing thread may need) do not wait, nor do forked processes, in which nobody writes. Where our packages look for what
+to load, they call :func:`wait_for_saves`: another checkpointer of this process may be saving it.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["expect", "own_packages", "wait_for", "waiting_for_nothing"]
+__all__ = ["expect", "note", "own_packages", "wait_for", "wait_for_saves", "waiting_for_nothing"]
 
 # Nothing that is known to hold a lock waits here. If something did, this would end it.
 _LONGEST_WAIT_SECONDS = 600.0
@@ -41,8 +42,8 @@ class _Expected:
     """A path whose save is under way."""
 
     def __init__(self, path: str, ended: threading.Event) -> None:
-        directory, name = os.path.split(os.path.abspath(path))
-        self.directory = os.path.realpath(directory)
+        directory, name = os.path.split(_absolute(path))
+        self.directory = directory if _is_url(path) else os.path.realpath(directory)
         self.path = os.path.join(self.directory, name)
         self.ended = ended
 
@@ -75,6 +76,7 @@ _PROGRAMS = frozenset({"subprocess.Popen", "os.system", "os.exec", "os.posix_spa
 _MOVES = frozenset({"os.symlink", "os.rename", "os.remove", "os.rmdir"})
 
 _expected: list[_Expected] = []
+_saves: list[_Expected] = []  # and removals; all of this process, also those for which only we wait
 _real: dict[str, str] = {}  # directories and where they are, until links may have changed
 _thread = threading.local()
 
@@ -83,14 +85,44 @@ def expect(path: str, ended: threading.Event) -> Callable[[], None]:
     """Let whoever touches a local path from now on wait until ``ended`` is set; returned is what to call then."""
     _install()
     _real.clear()
-    item = _Expected(path, ended)
-    _expected.append(item)
+    return _add(_Expected(path, ended), _expected)
+
+
+def note(path: str, ended: threading.Event) -> Callable[[], None]:
+    """Let :func:`wait_for_saves` wait for a local path or URL until ``ended`` is set; returned is what to call then."""
+    return _add(_Expected(path, ended), _saves)
+
+
+def _add(item: _Expected, items: list[_Expected]) -> Callable[[], None]:
+    items.append(item)
 
     def forget() -> None:
         with contextlib.suppress(ValueError):  # in a forked process
-            _expected.remove(item)
+            items.remove(item)
 
     return forget
+
+
+def wait_for_saves(path: str) -> None:
+    """Return when no save of a checkpoint at a local path or URL, or in that directory, is under way in this process.
+
+    Failures are for those to raise whose save it is.
+    """
+    if not _saves or getattr(_thread, "is_free", False):
+        return
+    with waiting_for_nothing():
+        names = {_absolute(path)} if _is_url(path) else _names_of(path, _LISTING)
+        for item in _saves:
+            if any(item.is_touched(name, _LISTING) for name in names):
+                item.ended.wait()
+
+
+def _is_url(path: str) -> bool:
+    return "://" in path
+
+
+def _absolute(path: str) -> str:
+    return path.rstrip("/") if _is_url(path) else os.path.abspath(path)
 
 
 def wait_for(path: Any) -> None:
@@ -190,3 +222,4 @@ def _replace(name: str) -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_expected.clear)  # nobody writes there
+    os.register_at_fork(after_in_child=_saves.clear)

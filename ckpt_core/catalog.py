@@ -13,6 +13,7 @@ from typing import Any
 
 from ckpt_core._layouts.sharded.files import remove_leftovers
 from ckpt_core._pipeline.loading import peek, stamp_of, verify
+from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.errors import (
     CheckpointError,
@@ -270,11 +271,12 @@ class Catalog:
         tiers: Tiers | None = None,
         memory: str | None = None,
     ) -> None:
-        self.root = local_path(root)
+        self.root = self._saved_in = local_path(root)
         self._memory = None if memory is None else Catalog(memory, suffix=suffix)
         self._suffix = suffix
         if tiers is not None and tiers.covers(self.root):
             storage = TieredStorage(tiers, local=storage, storage_options=storage_options)
+            self._saved_in = tiers.local_path(self.root)
         self._storage = storage or storage_for(self.root, storage_options)
         self._listeners = listeners
         self._stamps: dict[CheckpointInfo, Stamp | None] = {}  # None: not readable
@@ -357,6 +359,7 @@ class Catalog:
             CheckpointCorruptedError: There are checkpoints, some of them damaged, and none that can be used.
         """
         self.passed_over = {}
+        wait_for_saves(self._saved_in)  # by whatever checkpointer of this process
         by_age, in_memory = self.checkpoints(), [] if self._memory is None else self._memory.checkpoints()
 
         def place(info: CheckpointInfo) -> Catalog:

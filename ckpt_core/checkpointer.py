@@ -17,6 +17,7 @@ from ckpt_core._pipeline.device_copy import wait_staged
 from ckpt_core._pipeline.file_save import FileSave
 from ckpt_core._pipeline.jobs import OnError
 from ckpt_core._pipeline.save import Pipeline
+from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import CheckpointLoaded, Event, Listener, notify
 from ckpt_core.paths import StrPath
@@ -278,6 +279,7 @@ class CheckpointerBase:
         """Return the name of a checkpoint that is about to be read, when no save of it is under way."""
         source = self.known_as(path)
         self._pipeline.queue.wait(source)
+        wait_for_saves(source)  # of another checkpointer
         self.wait_staged()  # it may be loaded into what is being copied
         uploader = self._uploader_of(source)
         if uploader is not None:

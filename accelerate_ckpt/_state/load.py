@@ -29,6 +29,7 @@ from accelerate_ckpt._state.parts import (
 from accelerate_ckpt._state.resume import AutoResume, directory_of_run, point_of
 from accelerate_ckpt._state.session import Session
 from accelerate_ckpt._state.stock import StockCheckpoint, check_custom_objects
+from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.catalog import Catalog, CheckpointInfo, first_usable, newest_first
 from ckpt_core.directory import DirectoryCheckpoint
 from ckpt_core.errors import (
@@ -74,8 +75,9 @@ def load_state(
         raise TypeError(
             "Unsupported optimizer map location passed, please choose one of `None`, `'cpu'`, or `'on_device'`"
         )
-    if session.rank == 0 and input_dir is not None and session.checkpointer.is_pending(input_dir):
-        session.checkpointer.drain()  # ranks that have no part in that save must find it
+    if session.rank == 0 and input_dir is not None:
+        # Ranks that have no part in a save must find it; it may be another Accelerator's.
+        wait_for_saves(session.checkpointer.known_as(input_dir))
     # Rank 0's path counts, as for saves.
     session.told.add("resume")
     path: str | None
@@ -109,12 +111,17 @@ def find_resume(
     ``newest`` is called on rank 0; it returns the newest checkpoint in ``root`` that can be used. Where there are some,
     and none can be used, that is an error. ``what`` is being done, for errors.
     """
-    session.checkpointer.drain()
+    _wait_for_saves(session, root)
     auto = session.auto_resume = AutoResume(session, root)
     path = session.agreement.asked_of_rank_zero(what, lambda: newest(session, root, auto))
     if path is None:
         session.tell_once("fresh", f"there is nothing to resume in {root}: this run starts from the beginning")
     return None if path is None else str(path)
+
+
+def _wait_for_saves(session: Session, root: str) -> None:
+    session.checkpointer.drain()
+    wait_for_saves(session.checkpointer.known_as(root))  # of an Accelerator that this process had before
 
 
 class _Loading(Protocol):
@@ -188,7 +195,7 @@ def _newest(session: Session) -> str:
     accelerator = session.accelerator
     if not accelerator.project_configuration.automatic_checkpoint_naming:
         raise ValueError("No input_dir provided and automatic checkpoint naming is disabled.")
-    session.checkpointer.drain()
+    _wait_for_saves(session, automatic_root(accelerator))
     path = session.agreement.asked_of_rank_zero("load_state", lambda: _newest_usable(session))
     if path is None:
         root = automatic_root(accelerator)

@@ -40,6 +40,11 @@ class Job:
         self.done = threading.Event()
         self.settled = threading.Event()
         self._forget: Callable[[], None] = _nothing
+        self._end_note: Callable[[], None] = _nothing
+
+    def note(self) -> None:
+        """Let other checkpointers of this process wait for the job before they load what it is about."""
+        self._end_note = awaited_paths.note(self.path, self.settled)
 
     def wait_when_touched(self) -> None:
         """Let others in this process who touch the path wait until the job is settled."""
@@ -53,6 +58,8 @@ class Job:
         self.settled.set()
         forget, self._forget = self._forget, _nothing
         forget()
+        end_note, self._end_note = self._end_note, _nothing
+        end_note()
 
     def end(self) -> None:
         """Declare that it is over, and let go of what it holds."""

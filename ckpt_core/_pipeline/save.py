@@ -232,6 +232,7 @@ class Pipeline:
             notify(self._listeners, committed)
 
         job = self._last_save = Job(path, action, "background save")
+        job.note()
         return self.queue.submit(job)
 
     def _report_taken(

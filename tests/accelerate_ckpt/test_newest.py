@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from accelerate import Accelerator
 from accelerate.utils import ProjectConfiguration
 
 from accelerate_ckpt import attach
-from accelerate_ckpt._state.session import close_sessions
+from accelerate_ckpt._state.session import close_sessions, session_of
 from ckpt_core import CheckpointCorruptedError, CheckpointNotFoundError
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -132,3 +133,22 @@ def test_the_trainers_own_checkpoints_must_be_whole(
     trainer.train(resume_from_checkpoint=True)
     assert f"passed over the checkpoint {saved / 'checkpoint-4'}" in caplog.text
     assert trainer.state.global_step == 6
+
+
+@pytest.mark.parametrize("options", [{"resume": "auto"}, {}], ids=["auto", "newest"])
+def test_what_another_accelerator_is_saving_is_waited_for(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = attach(Accelerator(project_config=named(tmp_path)), strategy="async")
+    model = first.prepare(torch.nn.Linear(300, 300))  # not so small that the save waits for it
+    monkeypatch.setattr(os, "fsync", lambda _: time.sleep(0.05))
+    first.save_state()
+    assert session_of(first).checkpointer.is_busy  # type: ignore[union-attr]
+    second = attach(Accelerator(project_config=named(tmp_path)), **options)
+    other = second.prepare(torch.nn.Linear(300, 300))
+    second.load_state()
+    assert torch.equal(other.weight, model.weight)
+
+
+def named(folder: Path) -> ProjectConfiguration:
+    return ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)

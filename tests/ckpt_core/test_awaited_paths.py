@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_core import DirectoryCheckpointer
+from ckpt_core import Catalog, DirectoryCheckpointer
 from ckpt_core.events import Event, SaveCommitted
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 from tests.ckpt_core.test_directory_checkpointer import SECONDS, parts
@@ -84,6 +84,27 @@ def test_a_touch_waits_until_it_is_there(held: HeldSave, touch: Callable[[Path],
     held.release.set()
     thread.join(SECONDS)
     assert found == [True]
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda path: "model" in DirectoryCheckpointer().load(path).parts,
+        lambda path: Catalog(path.parent, suffix="").newest_verified().path == str(path),  # type: ignore[union-attr]
+    ],
+)
+def test_another_checkpointer_of_the_process_waits_too(held: HeldSave, look: Callable[[Path], bool]) -> None:
+    thread, found = begin(lambda: look(held.path))
+    thread.join(A_MOMENT)
+    assert thread.is_alive()
+    held.release.set()
+    thread.join(SECONDS)
+    assert found == [True]
+
+
+def test_a_catalog_of_another_directory_does_not_wait(held: HeldSave) -> None:
+    assert Catalog(held.path.parent / "old", suffix="").newest_verified() is None
+    assert held.checkpointer.is_pending(held.path)
 
 
 def test_what_was_deleted_does_not_come_back(held: HeldSave) -> None:
@@ -203,5 +224,5 @@ def test_it_ends_with_the_save(tmp_path: Path) -> None:
             checkpointer.save(parts(), tmp_path / str(number))
             checkpointer.wait_when_touched(tmp_path / str(number))
     checkpointer.wait_when_touched(tmp_path / "0")
-    assert awaited_paths._expected == []
+    assert awaited_paths._expected == awaited_paths._saves == []
     assert sys.getsizeof(awaited_paths._expected) < 500
