@@ -1,9 +1,11 @@
-"""What will go wrong at a later save, said after the first one, when somebody may still look."""
+"""What will go wrong at a later save, or at a resume, said after the first save, when somebody may still look."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed
@@ -13,12 +15,13 @@ from ckpt_core.errors import CheckpointError
 from ckpt_core.events import Event, SaveCommitted, size_in_words
 from ckpt_core.storage import is_remote, storage_for
 
-__all__ = ["Preflight"]
+__all__ = ["Preflight", "RefusedKeys"]
 
 logger = logging.getLogger(__name__)
 
 _PROBE = ".ckpt-preflight"
 _CLOCK_SECONDS = 60.0
+_MOST_SHOWN = 5  # keys
 
 
 class Preflight:
@@ -84,3 +87,32 @@ def _of_disk(directory: str, size: int) -> str | None:
     if disk.f_files and disk.f_favail < 100:
         return f"the filesystem of {directory} has only {disk.f_favail} files (inodes) left: delete some"
     return None
+
+
+class RefusedKeys:
+    """Warns, of the first checkpoint that a checkpointer commits, of the keys that a load will refuse."""
+
+    def __init__(self) -> None:
+        self._has_looked = False
+
+    def warn_of(self, path: str, find: Callable[[], Mapping[str, str]]) -> None:
+        """Warn of what is in a committed checkpoint; ``find`` returns what is refused, by key the name of its type."""
+        if self._has_looked:
+            return
+        self._has_looked = True
+        refused: Mapping[str, str] = {}
+        with contextlib.suppress(MemoryError):  # the checkpoint is committed, whatever becomes of this
+            refused = find()
+        if not refused:
+            return
+        shown = "; ".join(f"{key or 'somewhere'}: {what}" for key, what in list(refused.items())[:_MOST_SHOWN])
+        more = f"; and {len(refused) - _MOST_SHOWN} more" if len(refused) > _MOST_SHOWN else ""
+        logger.warning(
+            "the checkpoint %s is saved, and a load with the default weights_only=True will refuse it: %s%s. "
+            "Save plain data in their place (numbers, strings, lists, dictionaries, tensors; float(x), x.tolist()), or "
+            "allow the types with torch.serialization.add_safe_globals, or load with weights_only=False "
+            "(with Accelerate: allow_pickle=True), which runs code from the checkpoint",
+            path,
+            shown,
+            more,
+        )

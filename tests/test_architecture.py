@@ -23,7 +23,7 @@ LAYERS = (
     {"report"},
     {"checkpointer", "directory", "separate"},
     {"policies"},
-    {"ending", "preflight", "resume", "survivors"},
+    {"ending", "resume", "survivors"},
     {"catalog"},
     {"tiers"},
     {"_pipeline"},
@@ -31,7 +31,7 @@ LAYERS = (
     {"_commit"},
     {"recorder"},
     {"state"},
-    {"_layouts", "pins"},
+    {"_layouts", "pins", "preflight"},
     {"_plan"},
     {"storage"},
     {

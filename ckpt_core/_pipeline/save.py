@@ -20,7 +20,6 @@ from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._pipeline import loading
 from ckpt_core._pipeline.device_copy import watch_optimizers
 from ckpt_core._pipeline.jobs import Job, JobQueue, OnError
-from ckpt_core._pipeline.refused_keys import RefusedKeys
 from ckpt_core._pipeline.staging import BufferPool, Snapshot
 from ckpt_core.errors import CheckpointError, OutOfMemoryError, SnapshotTornError
 from ckpt_core.events import (
@@ -33,6 +32,7 @@ from ckpt_core.events import (
     notify,
 )
 from ckpt_core.memory import ScratchBuffers
+from ckpt_core.preflight import RefusedKeys
 from ckpt_core.storage import Storage, is_remote
 from ckpt_core.storage.claims import Claims
 
