@@ -31,7 +31,7 @@ from ckpt_core._commit.rank_group import RankGroup
 from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, build_manifest
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core._plan import LocalTensor, Piece, WritePlanCache
-from ckpt_core.memory import ScratchBuffers
+from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.storage import LocalStorage
 from ckpt_core.tree import tensors
 

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from ckpt_core._commit.joint_save import SaveSeries
 from ckpt_core._commit.rank_group import RankGroup
-from ckpt_core._commit.reports import SaveSeries
 from ckpt_core._layouts.sharded.matching import LocalView
 from ckpt_core._layouts.sharded.reading import DirectoryReader, Placement
 from ckpt_core._pipeline.directories import copy_directory, names_of_files

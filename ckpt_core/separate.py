@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from ckpt_core._layouts.sharded.manifest import ExtraFile
-from ckpt_core._layouts.sharded.plain import encode_plain
+from ckpt_core._layouts.sharded.skeleton import encode_plain
 from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, build_manifest
 from ckpt_core._pipeline.directory_save import AddedFiles, plan_parts
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core._plan import LocalTensor, Piece, WritePlanCache
+from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.commit_time import Stamp, commit_time
-from ckpt_core.memory import ScratchBuffers
 from ckpt_core.paths import StrPath
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.storage import is_remote, local_path, storage_for

@@ -41,7 +41,7 @@ LAYERS = (
         "awaited_paths",
         "commit_time",
         "console",
-        "memory",
+        "buffers",
         "parallel",
         "geometry",
         "tree",

@@ -12,11 +12,11 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ckpt_core._commit.reports import JointSave
+from ckpt_core._commit.joint_save import JointSave
 from ckpt_core._layouts.image import Image
 from ckpt_core._layouts.sharded.files import describe_file
 from ckpt_core._layouts.sharded.manifest import ExtraFile
-from ckpt_core._layouts.sharded.plain import encode_plain
+from ckpt_core._layouts.sharded.skeleton import encode_plain
 from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, build_manifest
 from ckpt_core._pipeline.directories import (
     NOTHING,

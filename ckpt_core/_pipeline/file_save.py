@@ -12,7 +12,7 @@ from ckpt_core._layouts.torch_file.image import FileImage, StateLayout
 from ckpt_core._pipeline.save import Pipeline
 from ckpt_core._pipeline.staging import Snapshot
 from ckpt_core._pipeline.writer import write_image
-from ckpt_core.memory import StagingBuffer
+from ckpt_core.buffers import StagingBuffer
 from ckpt_core.storage import Storage
 
 

@@ -1,4 +1,4 @@
-"""The load pipeline: open, verify, build."""
+"""A checkpoint of either layout is loaded, looked into without its tensors' bytes, or verified."""
 
 from __future__ import annotations
 

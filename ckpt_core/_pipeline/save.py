@@ -21,6 +21,7 @@ from ckpt_core._pipeline import loading
 from ckpt_core._pipeline.device_copy import watch_optimizers
 from ckpt_core._pipeline.jobs import Job, JobQueue, OnError
 from ckpt_core._pipeline.staging import BufferPool, Snapshot
+from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.errors import CheckpointError, OutOfMemoryError, SnapshotTornError
 from ckpt_core.events import (
     CheckpointRemoved,
@@ -31,7 +32,6 @@ from ckpt_core.events import (
     SnapshotTaken,
     notify,
 )
-from ckpt_core.memory import ScratchBuffers
 from ckpt_core.preflight import RefusedKeys
 from ckpt_core.storage import Storage, is_remote
 from ckpt_core.storage.claims import Claims

@@ -18,9 +18,9 @@ from ckpt_core._devices import is_capturing, on_this_device, wait_for_devices
 from ckpt_core._layouts.image import WINDOW, Image, ImageAbandonedError
 from ckpt_core._pipeline.device_copy import COPY_GROUP, BackgroundCopy, Piece
 from ckpt_core._pipeline.host_copy import HOST_PIECE, HostCopy
-from ckpt_core._pipeline.passing import PassedImage, PassingWindows
+from ckpt_core._pipeline.low_memory_copy import PassedImage, PassingWindows
+from ckpt_core.buffers import StagingBuffer
 from ckpt_core.errors import CheckpointError, OutOfMemoryError, SnapshotTornError
-from ckpt_core.memory import StagingBuffer
 
 
 class BufferPool:

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from ckpt_core._layouts.image import WINDOW, Image
-from ckpt_core.memory import ScratchBuffers, StagingBuffer
+from ckpt_core.buffers import ScratchBuffers, StagingBuffer
 from ckpt_core.parallel import run_parallel
 from ckpt_core.storage.base import FileWriter, Storage
 

@@ -10,9 +10,9 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from ckpt_core.buffers import storage_of
 from ckpt_core.errors import SerializationError
 from ckpt_core.geometry import Box, Sharding, sharded_boxes
-from ckpt_core.memory import storage_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

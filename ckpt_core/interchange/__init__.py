@@ -4,7 +4,7 @@
 ``dcp_format``, ``dcp_files``: its own format; ``exported``: what that has no words for. ``model_files``: a model as
 safetensors files. ``converting``: from any layout into one file or one directory.
 ``naming``, ``saving``, ``streaming``: what they share. ``foreign``: which program's a checkpoint is, and whether it is
-whole. ``partial``: into a model that is not quite the one that was saved.
+whole. ``into_model``: into a model that is not quite the one that was saved.
 """
 
 from ckpt_core.interchange.accelerate_files import is_stock_accelerate
@@ -21,8 +21,8 @@ from ckpt_core.interchange.dcp_files import check_dcp, export_dcp
 from ckpt_core.interchange.dcp_reader import CkptStorageReader
 from ckpt_core.interchange.dcp_writer import CkptStorageWriter
 from ckpt_core.interchange.foreign import Foreign, recognize
+from ckpt_core.interchange.into_model import LoadReport, load_into
 from ckpt_core.interchange.model_files import export_model, import_model
-from ckpt_core.interchange.partial import LoadReport, load_into
 
 __all__ = [
     "CkptStorageReader",

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from ckpt_core._layouts.sharded.matching import tensor_paths
-from ckpt_core._layouts.sharded.plain import Opaque, decode_plain, encode_plain
 from ckpt_core._layouts.sharded.reading import DirectoryReader
+from ckpt_core._layouts.sharded.skeleton import Opaque, decode_plain, encode_plain
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError, SerializationError
 from ckpt_core.interchange.dcp_format import DcpEntry
 from ckpt_core.interchange.dcp_reader import load_values, structure_of

@@ -25,6 +25,7 @@ from ckpt_core._layouts.sharded.safetensors_file import SafetensorsImage, file_l
 from ckpt_core._layouts.torch_file.loading import translated_errors
 from ckpt_core._pipeline import loading
 from ckpt_core._pipeline.writer import write_image
+from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import (
     CheckpointCorruptedError,
@@ -37,7 +38,6 @@ from ckpt_core.geometry import Box
 from ckpt_core.interchange.dcp_reader import TensorBatches, structure_of
 from ckpt_core.interchange.saving import Chunk, save_alone
 from ckpt_core.interchange.streaming import DiskMemory, LazyTensors, TensorMemory, given, new_directory
-from ckpt_core.memory import ScratchBuffers
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import LocalStorage, Storage, is_remote, storage_for
 

@@ -28,22 +28,22 @@ from ckpt_core._layouts.sharded.manifest import (
     piece_name,
     shard_name,
 )
-from ckpt_core._layouts.sharded.plain import Json, encode_plain
 from ckpt_core._layouts.sharded.safetensors_file import (
     DigestsImage,
     SafetensorsImage,
     file_layout,
     file_order,
 )
+from ckpt_core._layouts.sharded.skeleton import Json, encode_plain
 from ckpt_core._layouts.sharded.writing import describe_chunks, describe_digests, describe_shard, name_of_chunk
 from ckpt_core._pipeline.directories import NOTHING, discard, errors_name, leave, previous_at, publish
 from ckpt_core._pipeline.writer import write_image
+from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.commit_time import Stamp, step_in
 from ckpt_core.errors import SerializationError
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.naming import EntryPath, entry_name, nested
 from ckpt_core.interchange.streaming import LazyTensors
-from ckpt_core.memory import ScratchBuffers
 from ckpt_core.storage import Storage, storage_for
 
 Image = SafetensorsImage | DigestsImage

@@ -9,8 +9,8 @@ import os
 import threading
 from collections.abc import Callable
 
+from ckpt_core._commit.joint_save import SaveSeries
 from ckpt_core._commit.rank_group import RankGroup
-from ckpt_core._commit.reports import SaveSeries
 from ckpt_core._pipeline.directories import copy_directory
 from ckpt_core._pipeline.loading import verify
 from ckpt_core.console import Progress

@@ -155,7 +155,7 @@ def test_fsdp_on_one_rank_alone_is_an_error_at_once(ranks: Ranks, tmp_path: Path
 
 def test_this_release_of_torch_counts_collectives(ranks: Ranks) -> None:
     body = """
-        from ckpt_core._commit.progress import collectives_begun
+        from ckpt_core._commit.absent_ranks import collectives_begun
         accelerator = Accelerator()
         counts = [collectives_begun()]
         accelerator.wait_for_everyone()

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt_core import checkpointer
 from ckpt_core._pipeline import staging
-from ckpt_core.memory import StagingBuffer
+from ckpt_core.buffers import StagingBuffer
 
 __all__ = ["allocations", "wait_until_reserved"]
 

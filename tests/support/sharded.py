@@ -10,13 +10,13 @@ from typing import Any
 import torch
 
 from ckpt_core._layouts.sharded.manifest import ExtraFile
-from ckpt_core._layouts.sharded.plain import encode_plain
 from ckpt_core._layouts.sharded.reading import DirectoryReader
+from ckpt_core._layouts.sharded.skeleton import encode_plain
 from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, build_manifest
 from ckpt_core._pipeline.writer import write_image
+from ckpt_core.buffers import ScratchBuffers, StagingBuffer
 from ckpt_core.digest import digest
 from ckpt_core.geometry import Box
-from ckpt_core.memory import ScratchBuffers, StagingBuffer
 from ckpt_core.storage import LocalStorage
 from ckpt_core.storage.base import MANIFEST_NAME
 

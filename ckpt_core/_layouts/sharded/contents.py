@@ -19,8 +19,8 @@ import torch
 from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._layouts.sharded.manifest import Kind, Manifest, PartRecord, ShardFile
 from ckpt_core._layouts.sharded.matching import Reference, key_of, tensor_paths
-from ckpt_core._layouts.sharded.plain import Unresolved, decode_structure
 from ckpt_core._layouts.sharded.safetensors_file import IntArray, block_begins, file_order
+from ckpt_core._layouts.sharded.skeleton import Unresolved, decode_structure
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StateMismatchError
 from ckpt_core.geometry import Box
 from ckpt_core.storage.base import MANIFEST_NAME

@@ -18,8 +18,8 @@ from ckpt_core._layouts.safetensors import bits_of, is_memory
 from ckpt_core._layouts.sharded.contents import Placed, Shard
 from ckpt_core._layouts.sharded.files import Files
 from ckpt_core._layouts.sharded.safetensors_file import LARGEST_BLOCK, block_size
+from ckpt_core.buffers import ScratchBuffers, StagingBuffer, copy_late
 from ckpt_core.geometry import Box, byte_runs
-from ckpt_core.memory import ScratchBuffers, StagingBuffer, copy_late
 
 _ONE_READ = 8 * 2**20  # bytes that one job covers, but for the rest of the blocks at its ends
 _DIRECT = 2**20  # bytes from which on a run of its own is worth a call of its own

@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 from ckpt_core._layouts.safetensors import DTYPES, LARGEST_HEADER, TensorInfo, dtype_name
-from ckpt_core._layouts.sharded.plain import Json, decode_plain
 from ckpt_core._layouts.sharded.safetensors_file import ALIGNMENT, DIGEST_BYTES
+from ckpt_core._layouts.sharded.skeleton import Json, decode_plain
 from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.digest import ALGORITHM, digest
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError

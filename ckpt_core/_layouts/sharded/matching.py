@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ckpt_core._layouts.safetensors import TensorInfo, dtype_name
-from ckpt_core._layouts.sharded.plain import identity_of
+from ckpt_core._layouts.sharded.skeleton import identity_of
 from ckpt_core._plan import LocalTensor
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.tree import join_key

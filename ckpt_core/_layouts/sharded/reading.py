@@ -23,11 +23,11 @@ from ckpt_core._layouts.sharded.matching import (
     match,
     unique_targets,
 )
-from ckpt_core._layouts.sharded.plain import decode_plain
+from ckpt_core._layouts.sharded.skeleton import decode_plain
 from ckpt_core._plan import LocalTensor
+from ckpt_core.buffers import buffers_for
 from ckpt_core.errors import CheckpointFormatError, CheckpointNotFoundError, StorageError, UnsafeCheckpointError
 from ckpt_core.geometry import Box
-from ckpt_core.memory import buffers_for
 from ckpt_core.parallel import run_parallel
 from ckpt_core.storage.base import MANIFEST_NAME, Storage
 

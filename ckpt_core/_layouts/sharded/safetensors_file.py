@@ -34,9 +34,9 @@ from ckpt_core._layouts.safetensors import (
     packed_header,
     resolved,
 )
+from ckpt_core.buffers import StagingBuffer
 from ckpt_core.digest import digest
 from ckpt_core.errors import SerializationError
-from ckpt_core.memory import StagingBuffer
 
 ALIGNMENT = 4096  # bytes: windows of the file can be written by direct I/O, and elements are aligned in memory
 SMALLEST_BLOCK = 16 * 2**10  # bytes

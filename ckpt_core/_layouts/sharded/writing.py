@@ -30,7 +30,6 @@ from ckpt_core._layouts.sharded.manifest import (
     shard_name,
     with_suffix,
 )
-from ckpt_core._layouts.sharded.plain import Json, encode_plain
 from ckpt_core._layouts.sharded.safetensors_file import (
     ALIGNMENT,
     DigestsImage,
@@ -41,12 +40,13 @@ from ckpt_core._layouts.sharded.safetensors_file import (
     file_layout,
     file_order,
 )
+from ckpt_core._layouts.sharded.skeleton import Json, encode_plain
 from ckpt_core._plan import LocalTensor, Piece
+from ckpt_core.buffers import StagingBuffer
 from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.digest import digest
 from ckpt_core.errors import CheckpointError, SerializationError
 from ckpt_core.geometry import Box
-from ckpt_core.memory import StagingBuffer
 from ckpt_core.storage.base import MANIFEST_NAME
 
 _SMALL = 16 * 2**10  # bytes: handing them to another thread takes longer than copying them

@@ -9,8 +9,8 @@ import torch
 
 from ckpt_core._devices import on_current_streams
 from ckpt_core._layouts.torch_file.manifest import RecordDigests
+from ckpt_core.buffers import StagingBuffer, buffers_for, copy_late
 from ckpt_core.errors import CheckpointCorruptedError
-from ckpt_core.memory import StagingBuffer, buffers_for, copy_late
 from ckpt_core.parallel import run_parallel
 from ckpt_core.storage.base import FileReader
 

@@ -28,9 +28,9 @@ from ckpt_core._layouts.torch_file.manifest import (
 )
 from ckpt_core._layouts.torch_file.pickling import StorageTable, collect_storages, pickle_state
 from ckpt_core._layouts.torch_file.zip_format import ZipRecord, central_directory, local_header
+from ckpt_core.buffers import StagingBuffer, bytes_of
 from ckpt_core.commit_time import Stamp, commit_time, step_in
 from ckpt_core.digest import digest, digest_of_parts
-from ckpt_core.memory import StagingBuffer, bytes_of
 
 _ALIGNMENT = 64  # bytes, torch's own: a mapped tensor can be used as it lies
 _BLOCK = 4096  # bytes: the region's size is a multiple, so that the tail begins at a block of the disk

@@ -30,13 +30,13 @@ from ckpt_core._layouts.torch_file.opening import (
 )
 from ckpt_core._layouts.torch_file.segments import SegmentIO
 from ckpt_core._layouts.torch_file.storage_collector import MapLocation, StorageCollector
+from ckpt_core.buffers import bytes_of
 from ckpt_core.errors import (
     CheckpointCorruptedError,
     CheckpointError,
     CheckpointFormatError,
     UnsafeCheckpointError,
 )
-from ckpt_core.memory import bytes_of
 from ckpt_core.storage.base import FileReader, ReaderIO
 from ckpt_core.tree import tensors
 

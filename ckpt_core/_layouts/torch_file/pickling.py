@@ -23,8 +23,8 @@ import torch
 from torch._utils import _rebuild_tensor_v2
 from torch.serialization import location_tag, normalize_storage_type
 
+from ckpt_core.buffers import storage_of
 from ckpt_core.errors import SerializationError
-from ckpt_core.memory import storage_of
 from ckpt_core.tree import leaf_values, leaves, tensors
 
 _PROTOCOL = 2  # torch's default, which every torch.load reads

@@ -34,8 +34,8 @@ from ckpt_core._layouts.sharded.manifest import Manifest, PartRecord, encode_par
 from ckpt_core._layouts.sharded.reading import DirectoryReader
 from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, build_manifest
 from ckpt_core._pipeline.writer import write_image
+from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.geometry import Box
-from ckpt_core.memory import ScratchBuffers
 from ckpt_core.storage import LocalStorage, local_reader
 from ckpt_core.storage.base import MANIFEST_NAME, FileReader
 from tests.support.sharded import (

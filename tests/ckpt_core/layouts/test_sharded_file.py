@@ -28,8 +28,8 @@ from ckpt_core._layouts.sharded.safetensors_file import (
 )
 from ckpt_core._layouts.sharded.writing import RankFiles
 from ckpt_core._pipeline.writer import write_image
+from ckpt_core.buffers import ScratchBuffers, StagingBuffer
 from ckpt_core.geometry import Box
-from ckpt_core.memory import ScratchBuffers, StagingBuffer
 from ckpt_core.storage import LocalStorage
 from tests.support.sharded import open_directory, part_of, save_directory
 from tests.support.states import raw_bytes, tensor_of

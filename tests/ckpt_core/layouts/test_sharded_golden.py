@@ -14,8 +14,8 @@ from ckpt_core._layouts.sharded.manifest import FORMAT_VERSION, MANIFEST_NAME
 from ckpt_core._layouts.sharded.safetensors_file import DIGEST_BYTES
 from ckpt_core._layouts.sharded.writing import RankFiles, build_manifest
 from ckpt_core._pipeline.writer import write_image
+from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.geometry import Box
-from ckpt_core.memory import ScratchBuffers
 from ckpt_core.storage import LocalStorage
 from tests.support.sharded import Local, Piece, cut, open_directory, part_of, save_directory
 from tests.support.states import assert_same_state

@@ -23,7 +23,7 @@ from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._pipeline import device_copy
 from ckpt_core._pipeline.device_copy import BackgroundCopy
 from ckpt_core._pipeline.staging import BufferPool
-from ckpt_core.memory import StagingBuffer
+from ckpt_core.buffers import StagingBuffer
 from ckpt_core.recorder.fingerprints import digest_generators
 from ckpt_core.state.rng import RngState
 from ckpt_core.storage import LocalStorage
@@ -470,8 +470,8 @@ def test_memory_that_queued_work_still_uses_is_not_loaded_into_too_early(
 
 def make_pinned_loads_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let loads of a few MiB pass through pinned memory, two buffers of it."""
-    monkeypatch.setattr("ckpt_core.memory._WORTH_PINNING", 1)
-    monkeypatch.setattr("ckpt_core.memory._MOST_PINNED", 2)
+    monkeypatch.setattr("ckpt_core.buffers._WORTH_PINNING", 1)
+    monkeypatch.setattr("ckpt_core.buffers._MOST_PINNED", 2)
 
 
 def saved_many(layout: str, path: Path) -> dict[str, torch.Tensor]:

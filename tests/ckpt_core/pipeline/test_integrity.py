@@ -24,7 +24,7 @@ from ckpt_core._layouts.image import WINDOW
 from ckpt_core._layouts.torch_file.image import StateLayout
 from ckpt_core._layouts.torch_file.manifest import FOOTER_SIZE, FORMAT_VERSION
 from ckpt_core._pipeline.writer import write_image
-from ckpt_core.memory import ScratchBuffers
+from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.storage import LocalStorage
 from tests.support.states import tensor_of
 

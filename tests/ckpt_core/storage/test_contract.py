@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ckpt_core import StorageError
-from ckpt_core.memory import StagingBuffer
+from ckpt_core.buffers import StagingBuffer
 from ckpt_core.parallel import run_parallel
 from ckpt_core.storage import Storage, storage_for
 from tests.ckpt_core.storage.test_storage import StorageContract

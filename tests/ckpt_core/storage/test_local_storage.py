@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ckpt_core import Catalog, Checkpointer, DirectoryCheckpointer, Kind, Part, StorageError, verify
-from ckpt_core.memory import StagingBuffer
+from ckpt_core.buffers import StagingBuffer
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage, local_reader
 from ckpt_core.storage import local as local_module
 from tests.ckpt_core.storage.test_storage import StorageContract

@@ -28,7 +28,7 @@ from ckpt_core import (
     StorageError,
     verify,
 )
-from ckpt_core.memory import StagingBuffer
+from ckpt_core.buffers import StagingBuffer
 from ckpt_core.storage import FileWriter, LocalStorage, Storage, is_remote, local_path, storage_for
 from ckpt_core.storage.base import ReaderIO
 from tests.support.states import assert_same_state, tensor_of

@@ -14,8 +14,8 @@ from torch.distributed import TCPStore
 
 from ckpt_core._commit import announcement as announcement_module
 from ckpt_core._commit import tcp_store as store_module
+from ckpt_core._commit.joint_save import JointSave, SaveSeries
 from ckpt_core._commit.rank_group import RankGroup
-from ckpt_core._commit.reports import JointSave, SaveSeries
 from ckpt_core._commit.shared_failures import RunOutcome
 from ckpt_core.errors import CheckpointError, RankFailedError
 from tests.conftest import ScriptRunner
@@ -25,7 +25,7 @@ SCRIPT = """
 import json, os, sys
 sys.path.insert(0, os.getcwd())
 from tests.support.ranks import Ranks
-from tests.ckpt_core.commit.test_ranks_store import listening
+from tests.ckpt_core.commit.test_tcp_store import listening
 
 def work(rank, group):
     found = listening(group.store.port) if rank == 0 else []

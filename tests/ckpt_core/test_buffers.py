@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_core import memory
+from ckpt_core import buffers as buffers_module
 from ckpt_core.errors import OutOfMemoryError
 from tests.conftest import ScriptRunner
 
@@ -80,7 +80,7 @@ def test_where_there_is_no_room_for_anything_the_old_checkpoint_stays(
 
 
 def test_threads_that_all_find_no_memory_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    buffers, may_fail, failures = memory.ScratchBuffers(), threading.Event(), []
+    buffers, may_fail, failures = buffers_module.ScratchBuffers(), threading.Event(), []
 
     def allocate(_: int, **__: Any) -> None:
         if threading.current_thread().name == "first":
@@ -93,7 +93,7 @@ def test_threads_that_all_find_no_memory_do_not_wait_for_each_other(monkeypatch:
         except OutOfMemoryError as error:
             failures.append(error)
 
-    monkeypatch.setattr(memory, "StagingBuffer", allocate)
+    monkeypatch.setattr(buffers_module, "StagingBuffer", allocate)
     threads = [threading.Thread(target=take, name=name, daemon=True) for name in ("first", "second")]
     for thread in threads:
         thread.start()

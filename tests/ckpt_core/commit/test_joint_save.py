@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, TCPStore
 
+from ckpt_core._commit.joint_save import JointSave, SaveSeries
 from ckpt_core._commit.rank_group import RankGroup
-from ckpt_core._commit.reports import JointSave, SaveSeries
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError, StorageError
 
 SECONDS = 60.0  # longer than anything here takes

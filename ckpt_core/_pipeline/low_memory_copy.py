@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from ckpt_core._layouts.image import WINDOW, Image, ImageAbandonedError, Memory
-from ckpt_core.memory import StagingBuffer
+from ckpt_core.buffers import StagingBuffer
 from ckpt_core.parallel import run_parallel, wait_through
 
 
