@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import logging
 import os
 import pickle
@@ -284,6 +285,30 @@ def test_a_tensor_that_changes_while_it_is_taken_fails_the_save(
     checkpointer.save(state, tmp_path / "a")
     checkpointer.close()
     assert value_at(tmp_path / "a") == 2.0
+
+
+@pytest.mark.parametrize(
+    "hold",
+    [
+        lambda tensor: collections.deque([tensor], maxlen=2),
+        lambda tensor: collections.deque([collections.deque([{"a": (tensor,)}])]),
+        lambda tensor: collections.deque([tensor.numpy()]),
+        lambda tensor: collections.defaultdict(list, {"a": [tensor]}),
+        lambda tensor: collections.OrderedDict(a=tensor),
+        lambda tensor: collections.Counter({"a": tensor}),
+        lambda tensor: {(1, "a"): tensor, "\ud83d\ude00": 1},  # which is not the character of that pair
+    ],
+)
+def test_whatever_holds_a_tensor_can_be_read_again(hold: Callable[[torch.Tensor], Any], tmp_path: Path) -> None:
+    state = hold(torch.arange(5.0))
+    with DirectoryCheckpointer() as checkpointer:
+        checkpointer.save([Part("model", state, Kind.PER_RANK)], tmp_path / "a")
+        with checkpointer.load(tmp_path / "a") as checkpoint:
+            loaded = checkpoint.load("model")
+            checkpoint.load("model", into=(into := hold(torch.zeros(5))))
+    assert type(loaded) is type(state)
+    assert repr(loaded) == repr(state)
+    assert "array" in repr(state) or repr(into) == repr(state)
 
 
 def test_an_async_save_returns_before_it_is_there(tmp_path: Path) -> None:

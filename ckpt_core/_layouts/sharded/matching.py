@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -42,14 +43,14 @@ class Match:
 
 
 def tensor_paths(tree: Any, kind: type) -> Iterator[tuple[KeyPath, Any]]:
-    """Yield ``(path, leaf)`` for every leaf of a kind in the dictionaries, lists and tuples of ``tree``, in order."""
+    """Yield ``(path, leaf)`` for every leaf of a kind in the dictionaries and sequences of ``tree``, in order."""
     if isinstance(tree, kind):
         yield (), tree
     elif isinstance(tree, Mapping):
         for key, value in tree.items():
             for path, leaf in tensor_paths(value, kind):
                 yield (key, *path), leaf
-    elif isinstance(tree, (list, tuple)):
+    elif isinstance(tree, (list, tuple, deque)):
         for index, value in enumerate(tree):
             for path, leaf in tensor_paths(value, kind):
                 yield (index, *path), leaf

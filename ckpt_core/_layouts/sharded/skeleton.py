@@ -33,6 +33,7 @@ Json = Any  # what json.dumps takes and json.loads returns
 _MAXIMUM_DEPTH = 200
 _LARGEST_INTEGER = 2**63  # other programs' JSON readers need not go further
 _NUMPY_TYPE = re.compile(r"[<>|=][biufcmMSUVO]\d{1,9}(\[\d{0,9}\w{1,9}\])?")  # as NumPy writes them itself
+_PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")  # of surrogates: JSON's readers make one character of it
 _MOST_OF_ONE_HASH = 100  # keys: numbers of 64 bits that were not chosen for it share theirs with ten at most
 _MOST_DIGITS = 16  # of the number of a tensor
 _LARGEST_OBJECT = 64 * 2**20  # bytes: it is text in the manifest
@@ -84,6 +85,8 @@ class _Encoder:
         if kind is float:
             return node if math.isfinite(node) else {"$float": repr(node)}
         if kind is str:
+            if not _is_same_in_json(node):
+                return self._object(node, name)
             return "$" + node if node.startswith("$") else node
         if isinstance(node, torch.Tensor):
             is_object = self._objects is not None and self._any_tensor and _is_more_than_elements(node)
@@ -144,7 +147,7 @@ class _Encoder:
 
     def _encode_items(self, node: Any, name: str) -> Json:
         kind = type(node)
-        if kind is dict and all(type(key) is str and not key.startswith("$") for key in node):
+        if kind is dict and all(type(key) is str and not key.startswith("$") and _is_same_in_json(key) for key in node):
             return {key: self.encode(value, join_key(name, key)) for key, value in node.items()}
         if isinstance(node, dict):
             pairs = [
@@ -178,6 +181,10 @@ class _Encoder:
 
     def _refuse(self, message: str, name: str, remedy: str) -> NoReturn:
         raise SerializationError(message, key=join_key(self._key, name) if name else self._key, remedy=remedy)
+
+
+def _is_same_in_json(text: str) -> bool:
+    return text.isascii() or _PAIR.search(text) is None
 
 
 def _is_more_than_elements(tensor: torch.Tensor) -> bool:
