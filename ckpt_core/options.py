@@ -6,7 +6,7 @@ import atexit
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from ckpt_core.checkpointer import CheckpointerBase, check_max_host_bytes
@@ -74,6 +74,17 @@ class CheckpointerOptions:
     listeners: Sequence[Listener] = ()
     overlap: bool = False
     max_host_bytes: int | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], **own: Any) -> CheckpointerOptions:
+        """Return the options among what a plugin was given, which are of the same names there.
+
+        Args:
+            given: By name; what is no option is left out.
+            own: Options that the plugin decides itself.
+        """
+        names = {option.name for option in dataclasses.fields(cls)}
+        return cls(**{**{name: value for name, value in given.items() if name in names}, **own})
 
     def __post_init__(self) -> None:
         # Refused here, and not at the first save.

@@ -174,18 +174,7 @@ class SyncCheckpointIO(TorchFileIO):
         report: str | None = None,
         listeners: Sequence[Listener] = (),
     ) -> None:
-        super().__init__(
-            CheckpointerOptions(
-                strategy="sync",
-                storage_options=storage_options,
-                local_dir=local_dir,
-                upload_to=upload_to,
-                keep_local=keep_local,
-                event_log=event_log,
-                report=report,
-                listeners=listeners,
-            )
-        )
+        super().__init__(CheckpointerOptions.of(locals(), strategy="sync"))
 
 
 class AsyncCheckpointIO(TorchFileIO):
@@ -235,18 +224,4 @@ class AsyncCheckpointIO(TorchFileIO):
         overlap: bool = False,
         max_host_bytes: int | None = None,
     ) -> None:
-        super().__init__(
-            CheckpointerOptions(
-                max_pending=max_pending,
-                on_error=on_error,
-                storage_options=storage_options,
-                local_dir=local_dir,
-                upload_to=upload_to,
-                keep_local=keep_local,
-                event_log=event_log,
-                report=report,
-                listeners=listeners,
-                overlap=overlap,
-                max_host_bytes=max_host_bytes,
-            )
-        )
+        super().__init__(CheckpointerOptions.of(locals()))

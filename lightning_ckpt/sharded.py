@@ -92,22 +92,7 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
         overlap: bool = False,
         max_host_bytes: int | None = None,
     ) -> None:
-        super().__init__(
-            CheckpointerOptions(
-                strategy=mode,
-                max_pending=max_pending,
-                on_error=on_error,
-                storage_options=storage_options,
-                local_dir=local_dir,
-                upload_to=upload_to,
-                keep_local=keep_local,
-                event_log=event_log,
-                report=report,
-                listeners=listeners,
-                overlap=overlap,
-                max_host_bytes=max_host_bytes,
-            )
-        )
+        super().__init__(CheckpointerOptions.of(locals(), strategy=mode))
         self._settings["commit_timeout"] = commit_timeout
         self._checkpointer: DirectoryCheckpointer | None = None
         self._ranks = RankGroup.alone()

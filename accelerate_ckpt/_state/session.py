@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import collections
 import contextlib
-import dataclasses
 import functools
 import itertools
 import logging
@@ -164,9 +163,8 @@ class Session:
         serial = next(_serials)
         # Several Accelerators of one process share the store, each in a name space of its own.
         store = None if ranks.store is None else PrefixStore(f"accelerator-{serial}", ranks.store)
-        alike = {option.name: getattr(config, option.name) for option in dataclasses.fields(CheckpointerOptions)}
-        own = {"strategy": "async" if config.is_async else "sync", "listeners": config.made_listeners()}
-        options = CheckpointerOptions(**{**alike, **own})
+        strategy = "async" if config.is_async else "sync"
+        options = CheckpointerOptions.of(vars(config), strategy=strategy, listeners=config.made_listeners())
         self.tiers = options.tiers
         self.report = RunReport(options, log_metrics=config.log_metrics, rank=ranks.rank)
         self.checkpointer = DirectoryCheckpointer(
