@@ -35,6 +35,7 @@ __all__ = [
     "ReaderIO",
     "Storage",
     "transfer",
+    "write_from",
 ]
 
 logger = logging.getLogger(__name__)
@@ -433,14 +434,19 @@ def transfer(
     """
     with source_storage.open(source) as reader:
         when_open()
-        with target_storage.create(target, reader.size) as writer:
-            memory = memoryview(bytearray(min(_CHUNK, reader.size)))
-            for offset in range(0, reader.size, _CHUNK):
-                chunk = memory[: reader.size - offset]
-                reader.read_into(offset, chunk)
-                writer.write_at(offset, chunk)
-            writer.commit(reader.size)
-        return reader.size
+        return write_from(reader, target_storage, target)
+
+
+def write_from(reader: FileReader, storage: Storage, target: str) -> int:
+    """Make ``target`` a file with the bytes of one that is open, as :func:`transfer` does."""
+    with storage.create(target, reader.size) as writer:
+        memory = memoryview(bytearray(min(_CHUNK, reader.size)))
+        for offset in range(0, reader.size, _CHUNK):
+            chunk = memory[: reader.size - offset]
+            reader.read_into(offset, chunk)
+            writer.write_at(offset, chunk)
+        writer.commit(reader.size)
+    return reader.size
 
 
 class RandomAccessIO(io.RawIOBase):

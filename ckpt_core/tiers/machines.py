@@ -27,6 +27,7 @@ from ckpt_core._commit.announcement import decode_error, encode_error
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, StorageError
 from ckpt_core.parallel import run_parallel
 from ckpt_core.storage import FileInfo, FileReader
+from ckpt_core.storage.base import write_from
 from ckpt_core.storage.in_memory import MemoryStorage
 
 __all__ = ["Machine", "MachinesStorage", "MemoryServer", "address_towards"]
@@ -148,13 +149,7 @@ class MemoryServer:
         try:
             for name, size in files:
                 target = f"{staging}/{name}"
-                with _RemoteReader(source, target, size) as reader, self._storage.create(target, size) as writer:
-                    memory = memoryview(bytearray(min(_PIECE_BYTES, size)))
-                    for offset in range(0, size, _PIECE_BYTES):
-                        piece = memory[: size - offset]
-                        reader.read_into(offset, piece)
-                        writer.write_at(offset, piece)
-                    writer.commit(size)
+                write_from(_RemoteReader(source, target, size), self._storage, target)
         finally:
             self._storage.leave_directory(path, token)
 
