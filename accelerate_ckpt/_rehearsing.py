@@ -30,7 +30,7 @@ from ckpt_core.tree import leaves
 
 _OF_LOADERS = ("dataset", "sampler", "batch_sampler", "collate_fn")
 _OWN = "save_state"
-_MIDDLE = "middle"
+_MIDDLE, _EPOCH_END, _ACCUMULATION = "middle", "epoch-end", "accumulation"
 _MOST_SAVES = 4
 
 
@@ -98,6 +98,8 @@ class Rehearsal:
         self._pending = []
         step = int(self._session.step)
         if step == self._step or not self._used:
+            if self._used and self._session.window_is_open:
+                self._save_at(_ACCUMULATION)
             return
         self._step = step
         self._take()
@@ -110,6 +112,14 @@ class Rehearsal:
             self._save(os.path.join(self._plan.saves, f"checkpoint_{step}"), "step")
         elif _MIDDLE in self._plan.points and step == max(1, self._last // 2):
             self._save(os.path.join(self._plan.saves, f"checkpoint_{step}"), _MIDDLE)
+        elif self._session.data.is_between:
+            self._save_at(_EPOCH_END)
+
+    def _save_at(self, point: str) -> None:
+        """Save once at a point that was asked for."""
+        is_new = all(saved["point"] != point for saved in self._saves)
+        if self._plan.only_points and point in self._plan.points and is_new:
+            self._save(os.path.join(self._plan.saves, f"checkpoint_{self._session.step}_{point}"), point)
 
     def _steps_of(self, loader: Any) -> int:
         per_epoch = len(loader) if hasattr(loader, "__len__") else None
@@ -122,7 +132,8 @@ class Rehearsal:
         if not os.path.abspath(target).startswith(os.path.dirname(self._plan.directory)):
             target = os.path.join(self._checkpoints, os.path.basename(os.path.normpath(target)))
         is_other = all(saved["place"] != self._place for saved in self._saves)
-        if self._plan.points and self._plan.resume is None and is_other and len(self._saves) < _MOST_SAVES:
+        counts = self._plan.points and not self._plan.only_points
+        if counts and self._plan.resume is None and is_other and len(self._saves) < _MOST_SAVES:
             self._note(target, _OWN)
         return target
 
@@ -179,11 +190,13 @@ class Rehearsal:
 
     def _end(self) -> None:
         self._session.checkpointer.drain()
-        own = [saved for saved in self._saves if saved["point"] != _MIDDLE]
+        own = [saved for saved in self._saves if saved["point"] != _MIDDLE or self._plan.only_points]
         for saved in own or self._saves:
             if "already" in saved:
                 self._notes.saved(**saved)
-        self._notes.missed([f"step {step}" for step in sorted(self._at)])
+        points = self._plan.points if self._plan.only_points else ()
+        missed = [point for point in points if all(saved["point"] != point for saved in self._saves)]
+        self._notes.missed([*(f"step {step}" for step in sorted(self._at)), *missed])
 
     def _leave(self) -> None:
         atexit.unregister(self._script_ends)

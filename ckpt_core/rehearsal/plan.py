@@ -25,6 +25,7 @@ class Plan:
     saves: str  # where those of the rehearsal go
     at: tuple[int, ...] = ()  # optimizer steps after which to save
     points: tuple[str, ...] = ()  # names of other points at which to save, of POINTS
+    only_points: bool = False  # whether these were asked for, so that checkpoints of the script's own are no points
     # After how many optimizer steps to end; None: a little after the second epoch if that is short.
     steps: int | None = None
     resume: str | None = None  # the checkpoint to resume from; None trains from the beginning

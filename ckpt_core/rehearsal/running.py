@@ -263,7 +263,7 @@ def rehearse(
         root = os.fspath(directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-rehearsal-")))
         runs = _Runs(list(command), os.path.abspath(root), list(resume_arguments), env, cwd, timeout)
         announce("training without interruption")
-        whole = runs.start("uninterrupted", at=tuple(at), points=names, steps=steps)
+        whole = runs.start("uninterrupted", at=tuple(at), points=names, only_points=points is not None, steps=steps)
         return _Comparison(runs, whole, ignore, announce).result()
 
 

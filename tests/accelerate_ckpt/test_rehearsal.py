@@ -33,6 +33,20 @@ def rehearsed(case: str, *, steps: int | None = None, at: tuple[int, ...] = ()) 
 
 
 @pytest.mark.usefixtures("forked")
+def test_points_that_are_asked_for_are_tried_in_place_of_the_scripts_own() -> None:
+    points = ["middle", "epoch-end", "accumulation", "validation"]
+    command = [sys.executable, str(SCRIPT), "accumulates"]
+    result = rehearse(command, points=points, resume_arguments=["{checkpoint}"])
+    assert result.is_exact, result.text()
+    assert [(resumed.point, resumed.place) for resumed in result.resumes] == [
+        ("accumulation", "step 0"),
+        ("epoch-end", "step 6"),
+        ("middle", "step 7"),
+    ]
+    assert result.missed == ("validation",)
+
+
+@pytest.mark.usefixtures("forked")
 @pytest.mark.parametrize(
     ("case", "steps", "points"),
     [
