@@ -272,7 +272,7 @@ class LoaderPosition:
             # saved again before the script continued
             return dict(waiting)
         phase, iteration = self._phase, int(self.loader.iteration)
-        if phase == INSIDE and self.is_finished:
+        if in_last_body := phase == INSIDE and self.is_finished:
             # what is left of this iteration is to count it
             phase, iteration = BETWEEN, iteration + 1
         inside = phase != BETWEEN
@@ -290,6 +290,7 @@ class LoaderPosition:
             "draws_while_reading": inside and self._history.draws_while_reading,
             "habit": self.habit.longest,
             "finished": 0 if inside else self._steps,
+            "in_last_body": in_last_body,
             **(self._capture_inside() if inside else {"pass": None, "ahead": None, "begun": None}),
         }
 

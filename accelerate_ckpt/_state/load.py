@@ -47,6 +47,10 @@ log = logging.getLogger(__name__)
 
 _VERSION = 1
 _INEXACT = "not exact, see the warning"
+_BUT_AN_END = (
+    ", but it was saved in the body of an epoch's last batch: a script that begins with the next epoch does not do "
+    "again what it does after an epoch (save after that)"
+)
 _MAP_LOCATIONS = (None, "cpu", "on_device")
 
 
@@ -339,7 +343,8 @@ class _Ours:
         if notes:
             session.tell_once("not exact", f"this resume cannot be promised to be exact: {'; '.join(notes)}")
         is_exact &= not notes and not self._about.get("of_stock") and len(self._saved_by) == self._saved_world_size
-        outcome = "exact" if is_exact else _INEXACT
+        in_last_body = any(one and one["trained"] and one.get("in_last_body") for one in own["data"]["loaders"])
+        outcome = f"exact{_BUT_AN_END if in_last_body else ''}" if is_exact else _INEXACT
         session.announce(point.in_words(outcome, self._size, time.monotonic() - self._begun))
 
     def _load_models(self) -> None:

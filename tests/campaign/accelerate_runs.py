@@ -230,8 +230,10 @@ class _Loop:
 
     def epoch_saves(self) -> None:
         caller = sys._getframe(1).f_locals
-        variables = {name: sha(value) for name, value in caller.items() if name not in ("env", "do")}
-        _hidden.run.outcome.attributes["end"] = {"variables": variables}
+        epoch = self._env.progress.epoch
+        variables = {f"{name}, {epoch}": sha(value) for name, value in caller.items() if name not in ("env", "do")}
+        at_ends = _hidden.run.outcome.attributes.setdefault("end", {"variables": {}})
+        at_ends["variables"].update(variables)
         self._env.progress.epoch, self._env.progress.batch = self._env.progress.epoch + 1, 0
         _hidden.run.saves(self._env, self._env.progress.epoch - 1, -1)
 

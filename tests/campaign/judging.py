@@ -30,6 +30,8 @@ __all__ = ["BAD", "Judgement", "Outcome", "Point", "compare", "in_a_fork", "said
 
 #: Verdicts that must not be.
 BAD = ("SILENT", "FALSE ALARM", "CRASHED", "WRONGLY EQUAL")
+#: A line that is printed where only the script knows whether it matters.
+_ANNOUNCED = "does not do again what it does after an epoch"
 _OURS = re.compile(r"this resume (is|cannot|begins)|a resume will not have it")
 
 
@@ -162,7 +164,8 @@ def compare(base: Outcome, resumed: Outcome, point: str) -> Judgement:
 def _is_true(text: str, base: Mapping[str, Any], resumed: Mapping[str, Any]) -> bool:
     """Whether an attribute that is said to be lost is indeed another one, though nothing came of it."""
     if "variables of the script" in text:
-        return any(base.get(kind) != resumed.get(kind) for kind in ("variables", "modules"))
+        there, here = base.get("variables", {}), resumed.get("variables", {})
+        return base.get("modules") != resumed.get("modules") or any(there[k] != here[k] for k in there.keys() & here)
     found = re.match(r"\w+ `(\w+)` changed (.*) since the start", text)
     if found is None:
         return False
@@ -279,7 +282,10 @@ def judge_points(
         if status:
             found[point.name] = Judgement("CRASHED", problem=f"resumed: {status}\n{log.read_text()[-3000:]}")
         else:
-            found[point.name] = compare(uninterrupted, Outcome.read(mine / "outcome.json"), point.name)
+            judgement = compare(uninterrupted, Outcome.read(mine / "outcome.json"), point.name)
+            if judgement.verdict in ("SILENT", "WRONGLY EQUAL") and _ANNOUNCED in log.read_text():
+                judgement = dataclasses.replace(judgement, verdict="said", warned=(_ANNOUNCED,))
+            found[point.name] = judgement
     return found
 
 
