@@ -11,7 +11,7 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +40,7 @@ from ckpt_core.options import CheckpointerOptions
 from ckpt_core.policies import KeepLatest, SaveInterval, numbers_in
 from ckpt_core.ranks import Agreement, RankGroup
 from ckpt_core.resume import ResumePoint
-from ckpt_core.state.variables import Variables
+from ckpt_core.state.variables import Variables, Watched, in_words
 from ckpt_core.tiers import MemoryTier
 
 log = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ class Session:
         self.auto_resume: AutoResume | None = None
         self.backwards = 0
         self.changes = Changes(log.warning)
-        self.variables = Variables(self._held, _warn_of_loss)
+        self.variables = Variables(self._watched, _warn_of_loss)
         self.data.before_offer = functools.partial(self.variables.handed_out, begins=False)
         self.rehearsal = Rehearsal.asked_for(self)
         self.just_in_time: Any = None
@@ -281,7 +281,7 @@ class Session:
             self.rehearsal.backward(loss)
         self.data.uses.note()
 
-    def _held(self) -> tuple[list[Any], list[object]] | None:
+    def _watched(self) -> Watched | None:
         """Return the models of the script, and what else a checkpoint holds and the script knows."""
         accelerator = self.accelerator
         if self.rank != 0 or is_sharded(accelerator):  # to look at a piece of a tensor would take all ranks
@@ -290,7 +290,7 @@ class Session:
         inner = [getattr(one, name) for one in wrapped for name in ("optimizer", "scheduler") if hasattr(one, name)]
         loaders = list(accelerator._dataloaders)
         inner += [getattr(one, name, None) for one in loaders for name in ("dataset", "sampler", "batch_sampler")]
-        return accelerator._models, [accelerator, *wrapped, *inner, *loaders, *accelerator._custom_objects]
+        return Watched(accelerator._models, [accelerator, *wrapped, *inner, *loaders, *accelerator._custom_objects])
 
     @property
     def window_is_open(self) -> bool:
@@ -468,11 +468,11 @@ class Session:
                 self.report.close()
 
 
-def _warn_of_loss(names: str) -> None:
+def _warn_of_loss(names: Sequence[str]) -> None:
     warnings.warn(
-        f"this resume begins without variables of the script that training had changed: {names}. They are what a new "
-        "run has, and no checkpoint holds them: if training depends on them, it is not exact; give an object that "
-        "holds them to register_for_checkpointing, or set them after load_state",
+        f"this resume begins without variables of the script that training had changed: {in_words(names)}. They are "
+        "what a new run has, and no checkpoint holds them: if training depends on them, it is not exact; give an "
+        "object that holds them to register_for_checkpointing, or set them after load_state",
         stacklevel=2,
     )
 

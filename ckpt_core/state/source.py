@@ -54,6 +54,7 @@ _AT_START = frozenset({"__init__", "__post_init__", "__new__", "setup"})
 _TELLING = frozenset({"state_dict", "__getstate__", "get_state", "__repr__", "__str__", "get_extra_state"})
 _CONSTANTS = frozenset({"float", "math", "np", "numpy", "torch", "list", "dict", "set", "deque", "collections", "inf"})
 _ANY = "any"
+_SHORT = 256
 
 
 class Source:
@@ -92,7 +93,10 @@ class Source:
         names = [root]
         for part in rest:
             key = f"{names[-1]}[{part}]"
-            names.append(key if key in self._reader.stored else f".{part}")
+            # of the function that a closure comes from, the name is not known
+            inner = (name for name in self._reader.stored if name.count(":") == 2 and name.endswith(f":{part}"))
+            attribute = f".{part}" if f".{part}" in self._reader.stored else min(inner, default=f".{part}")
+            names.append(key if key in self._reader.stored else attribute)
         while len(names) > 1 and self._is_readable and names[-1] not in self._reader.stored:
             names.pop()  # what is only reached through another name, such as the items of a list
         return names
@@ -135,7 +139,8 @@ class Source:
 
 def mark(value: Any) -> str:
     """Return a text that is another one if a plain value is."""
-    return repr(value) if isinstance(value, (bool, int, float, type(None))) else fingerprint(value)
+    is_short = isinstance(value, (bool, int, float, type(None))) or (type(value) is str and len(value) < _SHORT)
+    return repr(value) if is_short else fingerprint(value)
 
 
 class _Scope:
@@ -270,7 +275,8 @@ class _Reader(ast.NodeVisitor):
             self._reads(self._name(node))
         else:
             self._stores(self._name(node), None)
-        with self._reading(None):  # its owner
+        is_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        with self._reading(None if is_self else self._into):  # its owner
             self.visit(node.value)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
@@ -288,7 +294,7 @@ class _Reader(ast.NodeVisitor):
         if not self._functions or self._functions[-1][0].partition(":")[0] not in _AT_START:
             self.called.add(called)
         changes = owner is not None and (called in _CHANGES or called.endswith("_"))
-        with self._reading(None):
+        with self._reading(None if owner is not None else self._into):
             if isinstance(node.func, ast.Attribute):
                 self.visit(node.func.value)
             elif not isinstance(node.func, ast.Name):
@@ -310,6 +316,10 @@ class _Reader(ast.NodeVisitor):
             self._stores(owner, node.func)
         elif not tells and self._into is not None:
             self._into.add(owner)  # a method of it is called
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        with self._reading(self.decides):  # who calls it has it
+            self.generic_visit(node)
 
     def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
         with self._reading(None):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import dis
 import enum
 import functools
@@ -24,12 +25,16 @@ import inspect
 import itertools
 import operator
 import os
+import re
 import sys
+import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.nn.parameter import UninitializedParameter
 from torch.optim.lr_scheduler import LRScheduler
@@ -40,24 +45,60 @@ from ckpt_core.state.reach import is_generator, is_library, is_plain
 from ckpt_core.state.rng import capture_generator
 from ckpt_core.state.source import Source, is_live, mark
 
-__all__ = ["Variables"]
+__all__ = ["Variables", "Watched", "are_kept", "in_words"]
 
 _LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.__file__), "<")
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 _PACKAGES = tuple(os.path.join(_OURS, n) + os.sep for n in ("ckpt_core", "lightning_ckpt", "accelerate_ckpt"))
 _NUMBERS = (bool, int, float, type(None))
 _CONTAINERS = (dict, list, tuple, set, collections.deque)
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 _MADE_OF: tuple[Any, ...] = ([], (), range(1), {}, {}.values(), {}.items(), "", set())
 _POSITIONS = tuple({type(iter(one)) for one in _MADE_OF})
 _ITERATORS = (enumerate, zip, map, itertools.cycle, itertools.islice, itertools.chain)
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+# what may change, of classes that are entered otherwise by nobody
+_CHANGEABLE = (
+    itertools.count,
+    types.GeneratorType,
+    contextvars.ContextVar,
+    torch.Tensor,
+    np.ndarray,
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    LRScheduler,
+    torch.amp.GradScaler,
+    *_WEAK,
+    *_ITERATORS,
+    *_POSITIONS,
+)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
+_NO_STATE = re.compile(r"cache|memo(?!r)", re.IGNORECASE)
 _VARIABLES, _VALUES, _OF_WEIGHTS, _NAMED, _DEPTH, _MODULES, _SOURCE = 256, 64, 8, 5, 5, 256, 1 << 20
 
 # What is known of a thing: it is a copy of the weights; it stays until training changes it; it is a place in something
 # that may begin again; it is a value, of which the source must tell.
 _WEIGHTS, _STAYS, _PLACE, _VALUE = "weights", "stays", "place", "value"
+
+
+class Watched(NamedTuple):
+    """Whose variables are watched.
+
+    Attributes:
+        models: The models that are trained.
+        held: What a checkpoint holds besides, or somebody else looks at; not looked into.
+        owners: Objects of the script whose attributes are looked at as those of the models' modules are.
+        ignored: Attributes of models and owners that are a framework's own.
+        others_look: Whether somebody else looks at plain attributes of models and owners, and at objects in them, so
+            that only functions, iterators, optimizers and the like are looked at here.
+    """
+
+    models: Sequence[torch.nn.Module]
+    held: Sequence[object]
+    owners: Sequence[object] = ()
+    ignored: frozenset[str] = frozenset()
+    others_look: bool = False
 
 
 class _Held(NamedTuple):
@@ -69,24 +110,27 @@ class _Held(NamedTuple):
     frame: types.FrameType | None
     value: Any
     owner: type | None
+    is_elsewhere: bool = False  # in another thread, which may be anywhere
+
+    @property
+    def code(self) -> types.CodeType | None:
+        return self.frame.f_code if self.frame is not None else None
 
     @property
     def is_live(self) -> bool:
-        return self.frame is None or is_live(self.path.partition(".")[0], self.frame)
+        return self.frame is None or self.is_elsewhere or is_live(self.path.partition(".")[0], self.frame)
 
 
 class Variables:
     """Watches what a script keeps in variables of the functions that are running, in globals and in classes.
 
     Args:
-        held: Returns the models of the script, and what else a checkpoint holds; None where nothing is looked at.
+        watched: Returns whose variables are watched; None where nothing is looked at.
         say: Called once in a resumed run that has lost variables, with their names.
     """
 
-    def __init__(
-        self, held: Callable[[], tuple[Sequence[torch.nn.Module], Sequence[object]] | None], say: Callable[[str], None]
-    ) -> None:
-        self._held, self._say = held, say
+    def __init__(self, watched: Callable[[], Watched | None], say: Callable[[Sequence[str]], None]) -> None:
+        self._watched, self._say = watched, say
         self._first: dict[str, str] = {}
         self._ids: dict[str, int] = {}
         self._of_pass: dict[str, str] = {}
@@ -120,26 +164,40 @@ class Variables:
             self._look()
         self._trained = True
         if self._lost:
-            more = f" and {len(self._lost) - _NAMED} more" if len(self._lost) > _NAMED else ""
-            self._say(", ".join(self._lost[:_NAMED]) + more)
+            self._say(self._lost)
 
-    def capture(self, *, between: bool = False) -> dict[str, Any]:
+    def capture(self, *, between: bool = False, ends: bool = False) -> dict[str, Any]:
         """Return what has changed since training began, and is not made anew.
 
         Args:
             between: Whether the run continues with another epoch.
+            ends: Whether it continues with the end of this one, so that no step makes anything anew before.
         """
         if not self._first:
             return {}
-        noted = {}
-        for key, now in self._found(anew=False).items():
+        noted: dict[str, list[Any]] = {}
+        found = self._found(anew=False)
+        for key, now in found.items():
             first = self._first.get(key)
             if first is not None and first != now.mark and now.is_live:
                 touched = self._of_pass.get(key) != now.mark
                 in_place = isinstance(now.value, _CONTAINERS) and self._ids.get(key) == id(now.value)
                 noted[key] = [now.mark, first, now.kind, touched, in_place]
+            elif first is None and now.is_live and (owner := self._began_without(key, found)):
+                noted.setdefault(owner, ["", self._first[owner], _VALUE, owner not in self._of_pass, True, []])
+                noted[owner][5].append(key[len(owner.partition("` of ")[0]) + 1 : key.index("` of ")])
         anew = [key for key in noted if key in self._anew]
-        return {"values": noted, "between": between, "passes": self._passes, "anew": anew}
+        return {"values": noted, "between": between, "ends": ends, "passes": self._passes, "anew": anew}
+
+    def _began_without(self, key: str, found: Mapping[str, _Held]) -> str | None:
+        """Return where there was nothing, an empty dictionary or another kind of value, of which this is a part now."""
+        path, _, place = key.partition("` of ")
+        while "." in path:
+            path = path.rpartition(".")[0]
+            owner = f"{path}` of {place}"
+            if owner in self._first:
+                return owner if owner not in found else None
+        return None
 
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Compare what training begins with now with what a checkpoint says."""
@@ -163,7 +221,7 @@ class Variables:
         lost = [
             (key, found[key], noted)
             for key, noted in self._saved["values"].items()
-            if key in found and found[key].kind == noted[2] and self._is_as_new(found[key], noted, key)
+            if key in found and self._is_as_new(found[key], noted, key)
         ]
         source = _source_of([held for _, held, _ in lost]) if any(held.kind == _VALUE for _, held, _ in lost) else None
         missed = [one for one in lost if one[1].is_live and self._is_missed(*one, source)]
@@ -175,27 +233,32 @@ class Variables:
         saved, first = noted[:2]
         if now.mark == saved:
             return False
-        if now.kind == _WEIGHTS and (now.mark == self._at_load.get(key) or self._is_a_copy(now)):
+        if now.kind == _WEIGHTS == noted[2] and (now.mark == self._at_load.get(key) or self._is_a_copy(now)):
             return True
         return bool(now.mark == first)
 
     def _is_a_copy(self, now: _Held) -> bool:
         """Whether an average, or what was once the best, has been made of the weights that were loaded."""
-        models, _ = self._held() or ((), ())
+        watched = self._watched()
+        models = watched.models if watched is not None else ()
         mine = {_mark_of([p]) for model in models for p in (*model.parameters(), *model.buffers())}
         return all(_mark_of([tensor]) in mine for tensor in _some(_tensors_in(now.value)))
 
     def _is_missed(self, key: str, now: _Held, noted: Sequence[Any], source: Source | None) -> bool:
-        first, kind, touched, in_place = noted[1:]
+        first, kind, touched, in_place, *parts = noted[1:]
+        if parts and source is not None:  # there was nothing, and of what it has now some is made anew by each step
+            names = [source.names_of(f"{now.path}.{part}", now.code)[-1] for part in parts[0][:_VALUES]]
+            if all(name.endswith("]") and not source.keeps(name, 0.0) for name in names) and not self._saved["ends"]:
+                return False
         if kind in (_WEIGHTS, _STAYS):
             return True
-        names = [] if source is None else source.names_of(now.path, now.frame.f_code if now.frame is not None else None)
+        names = [] if source is None else source.names_of(now.path, now.code)
         if kind == _VALUE and source is not None:
             counts, holds = type(now.value) is int, isinstance(now.value, _CONTAINERS)
             if not source.decides(names[-1], counts=counts, holds=holds):
                 return False
             is_variable = now.frame is not None and "." not in now.path
-            if not (is_variable or in_place or source.keeps(names[-1], now.value)):
+            if not (is_variable or in_place or self._saved.get("ends") or source.keeps(names[-1], now.value)):
                 return False
         # an epoch, or what comes next, may begin with it anew
         if self._saved["between"] and self._saved["passes"]:
@@ -206,26 +269,55 @@ class Variables:
     # ---- what there is -----------------------------------------------------------------------------------------------
 
     def _found(self, *, anew: bool = True) -> dict[str, _Held]:
-        if (known := self._held()) is None or not known[0]:
+        if (watched := self._watched()) is None or not watched.models:
             return {}
-        models, held = known
+        models = watched.models
         if self._known is None or anew or self._known.models != list(map(id, models)):
             self._known = _Known.of(models)
-        look = _Look(self._known, held)
+        look = _Look(self._known, [*watched.held, *watched.owners])
         found: dict[str, _Held] = {}
         # what is in several is looked at where it is for the longest time
-        for model in models:
-            for path, one, kind in look.of_model(model):
-                found[f"`{path}` of {kind.__name__}"] = _Held(mark(one), _VALUE, path, None, one, kind)
-        frames = _frames()
-        for place, frame, variables in [*_globals(frames), *((*_place_of(one), _variables_of(one)) for one in frames)]:
+        for owner, variables in [
+            *(at for model in models for at in _of_model(model)),
+            *map(_attributes, watched.owners),
+        ]:
+            for name, value in variables:
+                is_left = watched.others_look and not _is_more_than_plain(value)
+                if name.rpartition(".")[2] not in watched.ignored and not is_left and not _NO_STATE.search(name):
+                    for path, what, one, of in look.into(name, value):
+                        held = _Held(_mark(what, one), what, f"self.{path}", None, one, of or owner)
+                        found[f"`{path}` of {owner.__name__}"] = held
+        elsewhere, frames = _frames_elsewhere(), _frames(sys._getframe(1))
+        everywhere, innermost = [*elsewhere, *frames], frames[-1] if frames else None
+        for place, frame, variables in [
+            *_globals(frames),
+            *((*_place_of(one), _variables_of(one)) for one in everywhere),
+        ]:
             for name, value in variables:
                 # what another function is given, and is not used here again, is looked at there
-                is_given = frame is not None and frame is not frames[-1] and not is_live(name, frame)
-                if not name.startswith("__") and not is_given:
-                    for path, what, one, owner in look.into(name, value):
-                        found[f"`{path}` of {place}"] = _Held(_mark(what, one), what, path, frame, one, owner)
+                is_other = frame in elsewhere
+                is_given = frame not in (None, innermost) and not is_other and not is_live(name, frame)
+                if not (name.startswith("__") or is_given or _NO_STATE.search(name)):
+                    for path, what, one, of in look.into(name, value):
+                        found[f"`{path}` of {place}"] = _Held(_mark(what, one), what, path, frame, one, of, is_other)
         return found
+
+
+def are_kept(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
+    """Return which values of objects are more than what each step makes anew and people are told.
+
+    Args:
+        values: Class of each object, path of the attribute, and value.
+    """
+    held = [_Held("", _VALUE, f"self.{path}", None, value, owner) for owner, path, value in values]
+    source = _source_of(held)
+    names = [source.names_of(one.path, None)[-1] for one in held]
+    return [source.decides(name) and source.keeps(name, one.value) for name, one in zip(names, held, strict=True)]
+
+
+def in_words(names: Sequence[str]) -> str:
+    """Return the first of the names of lost variables, and how many more there are."""
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
 
 
 class _Known(NamedTuple):
@@ -251,15 +343,6 @@ class _Look:
         self._shapes, self._parameters = known.shapes, known.parameters
         self._seen = {id(one) for one in held} | known.modules
 
-    def of_model(self, model: torch.nn.Module) -> Iterator[tuple[str, Any, type]]:
-        """Yield plain attributes of the modules of a model whose classes are the user's, and say nothing of a state."""
-        for name, module in model.named_modules():
-            kind = type(module)
-            if not is_library(kind) and kind.get_extra_state is torch.nn.Module.get_extra_state:
-                for attribute, value in vars(module).items():
-                    if attribute not in _OF_EVERY_MODULE and (type(value) in (*_NUMBERS, str) or is_plain(value)):
-                        yield f"{name}.{attribute}".lstrip("."), value, kind
-
     def into(self, name: str, value: Any) -> list[tuple[str, str, Any, type | None]]:
         found: list[tuple[str, str, Any, type | None]] = []
         with contextlib.suppress(Exception):  # of the user's classes, whatever they raise when looked at
@@ -270,11 +353,13 @@ class _Look:
         if type(value) in _NUMBERS or type(value) is str:
             yield path, _VALUE, value, owner
             return
+        value = dict(enumerate(value.values())) if isinstance(value, _WEAK) else value
         tensors = _tensors_in(value)
         if len(tensors) >= len(self._shapes) > 0 and self._shapes <= {one.shape for one in tensors}:
             yield path, _WEIGHTS, value, owner
             return
         is_small = isinstance(value, dict) and 0 < len(value) <= _VALUES and not tensors
+        is_small |= hasattr(value, "_fields")
         if not is_small and not isinstance(value, type) and is_plain(value):
             yield path, _VALUE, value, owner
             return
@@ -283,8 +368,14 @@ class _Look:
         self._seen.add(id(value))
         if is_generator(value):
             yield path, _STAYS, repr(capture_generator(value)), owner
-        elif isinstance(value, (torch.optim.Optimizer, LRScheduler)):
+        elif isinstance(value, (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)):
             yield path, _STAYS, _state_of(value), owner
+        elif isinstance(value, torch.nn.Parameter):
+            if id(value) not in self._parameters:
+                yield path, _STAYS, value.detach(), owner
+        elif isinstance(value, contextvars.ContextVar):
+            kept = value.get(None)
+            yield path, _STAYS, kept if is_plain(kept) else None, owner
         elif isinstance(value, torch.nn.Module):
             yield from self._of_module(path, value, owner)
         elif isinstance(value, enum.Enum):
@@ -304,9 +395,38 @@ class _Look:
             yield path, _PLACE, {**state, "": getattr(value, "_update_count", None)}, owner
         elif parameters and self._shapes <= {one.shape for one in parameters}:
             yield path, _WEIGHTS, parameters, owner
+        elif parameters:
+            yield path, _STAYS, _mark_of(_some(parameters)), owner
+
+
+def _of_model(model: torch.nn.Module) -> Iterator[tuple[type, list[tuple[str, Any]]]]:
+    """Yield the attributes of modules whose classes are the user's and say nothing of a state, and all hooks."""
+    for name, module in model.named_modules():
+        kind, found = type(module), []
+        if not is_library(kind) and kind.get_extra_state is torch.nn.Module.get_extra_state:
+            found = [(f"{name}.{n}".lstrip("."), v) for n, v in vars(module).items() if n not in _OF_EVERY_MODULE]
+        hooks = [one for of in _HOOKS for one in vars(module)[of].values()]
+        hooks += [
+            one for p in module._parameters.values() if p is not None for one in (p._backward_hooks or {}).values()
+        ]
+        found += [(f"{name}.hook{number}".lstrip("."), hook) for number, hook in enumerate(hooks)]
+        if found:
+            yield kind, found
+
+
+def _is_more_than_plain(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    kinds = (types.FunctionType, types.MethodType, functools.partial, *_CHANGEABLE)
+    return len(items) <= _VALUES and not is_plain(value) and any(isinstance(one, kinds) for one in items)
+
+
+def _attributes(owner: object) -> tuple[type, list[tuple[str, Any]]]:
+    return type(owner), list(vars(owner).items())
 
 
 def _children_of(value: Any) -> list[tuple[str, Any]]:
+    if hasattr(value, "_fields"):
+        return list(value._asdict().items())
     if isinstance(value, _CONTAINERS):
         if len(value) > _VALUES:
             return []
@@ -391,7 +511,7 @@ def _tensors_in(value: Any) -> list[torch.Tensor]:
 
 def _state_of(value: Any) -> list[Any]:
     """Return some of the state of an optimizer, or all of a schedule."""
-    if isinstance(value, LRScheduler):
+    if isinstance(value, (LRScheduler, torch.amp.GradScaler)):
         return [{name: one for name, one in vars(value).items() if is_plain(one)}]
     rates = [{name: one for name, one in group.items() if name != "params"} for group in value.param_groups]
     states = list(value.state.values())
@@ -420,15 +540,21 @@ def _variables_of(frame: types.FrameType) -> list[tuple[str, Any]]:
     return found
 
 
-def _frames() -> list[types.FrameType]:
+def _frames(innermost: types.FrameType) -> list[types.FrameType]:
     """Return the frames of the user's functions that are running, the outermost first."""
     found: list[types.FrameType] = []
-    frame: types.FrameType | None = sys._getframe(1)
+    frame: types.FrameType | None = innermost
     while frame is not None:
         if _is_users(frame.f_code.co_filename):
             found.append(frame)
         frame = frame.f_back
     return found[::-1]
+
+
+def _frames_elsewhere() -> list[types.FrameType]:
+    """Return those of other threads."""
+    mine = threading.get_ident()
+    return [one for ident, frame in sys._current_frames().items() if ident != mine for one in _frames(frame)]
 
 
 @functools.cache
@@ -439,43 +565,58 @@ def _is_users(file: str) -> bool:
 def _globals(frames: Sequence[types.FrameType]) -> Iterator[tuple[str, None, list[tuple[str, Any]]]]:
     """Yield globals that functions set, containers and objects of the user's modules, and attributes of classes."""
     running = {id(frame.f_globals) for frame in frames if frame.f_code.co_name == "<module>"}
-    for module, names in _user_modules(len(sys.modules)):
+    for module, names, functions in _user_modules(len(sys.modules)):
         with contextlib.suppress(Exception):  # of objects, whatever they raise when asked for their class
             file, variables = os.path.basename(str(module.__file__)), dict(vars(module))
             if id(vars(module)) not in running:
                 yield file, None, [(n, v) for n, v in variables.items() if n in names or _may_change(v)]
             for kind in variables.values():
                 if isinstance(kind, type) and kind.__module__ == module.__name__:
-                    attributes = [(n, v) for n, v in vars(kind).items() if type(v) in _NUMBERS or _may_change(v)]
-                    yield f"{kind.__name__} in {file}", None, [(n, v) for n, v in attributes if n[:1] != "_"]
+                    yield f"{kind.__name__} in {file}", None, [(n, v) for n, v in vars(kind).items() if _of_class(v)]
+            for function in functions:
+                yield f"{function.__name__}() in {file}", None, _kept_by(function)
 
 
 def _may_change(value: Any) -> bool:
-    if isinstance(value, (dict, list, collections.deque)):
+    if isinstance(value, (dict, list, set, collections.deque)):
         return len(value) <= _VALUES
     if isinstance(value, (type, types.ModuleType, types.FunctionType)):
         return False
-    return is_generator(value) or isinstance(value, itertools.count) or not is_library(type(value))
+    return is_generator(value) or isinstance(value, _CHANGEABLE) or not is_library(type(value))
+
+
+def _of_class(value: Any) -> bool:
+    return type(value) in (*_NUMBERS, str) or _may_change(value)
+
+
+def _kept_by(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """Return the attributes of a function, and the defaults of its arguments that may change."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    defaults = function.__defaults__ or ()
+    found = [*zip(names[len(names) - len(defaults) :], defaults, strict=True), *(function.__kwdefaults__ or {}).items()]
+    return [*vars(function).items(), *((name, value) for name, value in found if _may_change(value))]
 
 
 @functools.lru_cache(maxsize=1)
-def _user_modules(_: int) -> list[tuple[types.ModuleType, set[str]]]:
+def _user_modules(_: int) -> list[tuple[types.ModuleType, set[str], list[types.FunctionType]]]:
     found = []
     for name, module in list(sys.modules.items()):
         with contextlib.suppress(Exception):  # of modules that load what they are asked for
             file = getattr(module, "__file__", None)
-            if name != "__mp_main__" and file and _is_users(file):
-                found.append((module, {name for code in _code_in(module) for name in _set_globally(code)}))
+            if name != "__mp_main__" and file and os.path.isabs(file) and _is_users(file):
+                functions = list(_functions_in(module))
+                names = {name for function in functions for name in _set_globally(function.__code__)}
+                found.append((module, names, [function for function in functions if _kept_by(function)]))
     return found[-_MODULES:]
 
 
-def _code_in(module: types.ModuleType) -> Iterator[types.CodeType]:
+def _functions_in(module: types.ModuleType) -> Iterator[types.FunctionType]:
     for value in list(vars(module).values()):
         if getattr(value, "__module__", None) == module.__name__:
             for function in [value, *(vars(value).values() if isinstance(value, type) else ())]:
-                code = getattr(getattr(function, "__func__", function), "__code__", None)
-                if isinstance(code, types.CodeType):
-                    yield code
+                inner = inspect.unwrap(getattr(function, "__func__", function))
+                if isinstance(inner, types.FunctionType):
+                    yield inner
 
 
 def _set_globally(code: types.CodeType) -> set[str]:
@@ -486,13 +627,14 @@ def _set_globally(code: types.CodeType) -> set[str]:
 
 def _source_of(lost: Sequence[_Held]) -> Source:
     """Read the files of what is running, of the user's modules, and of the classes of what is lost."""
-    running = {(f.f_code.co_filename, f.f_code.co_name, f.f_code.co_firstlineno) for f in _frames()}
+    frames = [*_frames(sys._getframe(1)), *_frames_elsewhere()]
+    running = {(f.f_code.co_filename, f.f_code.co_name, f.f_code.co_firstlineno) for f in frames}
     files = {file: None for file, _, _ in sorted(running)}
     for held in lost:
         for kind in held.owner.__mro__[:-1] if held.owner is not None else ():
             file = getattr(sys.modules.get(kind.__module__), "__file__", None)
             files |= {str(file): None} if file else {}
-    files |= {str(module.__file__): None for module, _ in _user_modules(len(sys.modules))}
+    files |= {str(module.__file__): None for module, *_ in _user_modules(len(sys.modules))}
     left, some = _SOURCE, list[str]()
     for file in files:
         with contextlib.suppress(OSError):

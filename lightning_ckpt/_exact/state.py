@@ -44,6 +44,7 @@ from lightning_ckpt._exact.loaders import DRAWS_WHILE_READ, TrainingData
 from lightning_ckpt._exact.metrics import FollowedMetric, MetricsMoment, follow_metrics, restore_metrics
 from lightning_ckpt._exact.modes import Modes
 from lightning_ckpt._exact.users import UsersObjects
+from lightning_ckpt._exact.variables import ScriptVariables
 from lightning_ckpt._private.guard import check
 from lightning_ckpt._private.loops import Internals
 from lightning_ckpt._private.pruning import masks_left_out, weights_to_go_back_to
@@ -108,6 +109,7 @@ class ExactState(Live):
         self._epoch = EpochStart(self._internals)
         self._modes = Modes(trainer.lightning_module)
         self._users = UsersObjects(trainer)
+        self._variables = ScriptVariables(trainer)
         self._lengths = EpochLengths()
         self._is_in_epoch = self._is_inside = self._is_cut = False
         self._versions_at_end: int | None = None
@@ -188,6 +190,8 @@ class ExactState(Live):
             self._continue(begin)
         else:
             self._begin_epoch(begin)
+            if not self._is_inside:
+                self._variables.epoch_begins()
 
     def _begin_epoch(self, begin: Callable[[], None]) -> None:
         self._versions_at_end = None  # the hooks of the epoch's end have run since
@@ -392,6 +396,7 @@ class ExactState(Live):
             rng, metrics = moment.rng, moment.metrics
         generators: Mapping[str, Any] = self._users.generators.generators()
         in_epoch = phase not in ("between_epochs", "epoch_end") and not progress["batch"]["is_last_batch"]
+        ends = phase not in ("between_epochs", "epoch_end") and not in_epoch
         # what begins anew is not read again
         notes = self._data.notes() if in_epoch else []
         if phase == "batch_end" and self._changes_late:
@@ -424,6 +429,7 @@ class ExactState(Live):
                 "phase": phase,
                 "progress": progress,
                 "changed": self._users.capture(in_epoch=phase not in ("between_epochs", "epoch_end")),
+                "variables": self._variables.capture(between=not in_epoch and not ends, ends=ends) if looks else {},
                 "epoch_lengths": self._lengths.capture(),
                 "modes": self._modes_outside if self._validation is not None else self._modes.capture(),
                 "validation_made": any(True for _ in self._internals.validation_loaders()),
@@ -534,6 +540,7 @@ class ExactState(Live):
             mine = state_of_rank(state, rank)
         schedulers = checkpoint.get("lr_schedulers")
         self._loaded = {**state, "mine": mine, "all_ranks": saved, "apart": apart, "lr_schedulers": schedulers}
+        self._variables.resume(state[Kind.REPLICATED.value].get("variables", {}))
         return True
 
     def _restored_by_others(self, checkpoint: Mapping[str, Any]) -> None:
@@ -630,11 +637,13 @@ class ExactState(Live):
             self._continue_epoch(shared, fetched, enter)
 
     def _say_differences(self, shared: Mapping[str, Any], before: Any = None) -> None:
-        problem = self._users.differences(shared.get("changed", {}), before)
-        if problem is not None:
-            self._warn(problem)
-            if self._recording is not None:
-                self._recording.told()
+        ends = shared.get("variables", {}).get("ends", True)
+        problem = self._users.differences(shared.get("changed", {}), before, steps_make_anew=not ends)
+        if problem is not None and self._recording is not None:
+            self._recording.told()
+        causes = [problem, self._variables.lost(but=problem or "")]
+        if any(causes):
+            self._warn("; ".join(filter(None, causes)))
         self._users.training_starts()
 
     def _restore_gradients(self, module: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:

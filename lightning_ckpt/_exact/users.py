@@ -19,6 +19,7 @@ from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from ckpt_core.state.carried import Carried
 from ckpt_core.state.plain import PlainState
+from ckpt_core.state.variables import are_kept, in_words
 from lightning_ckpt._private.replacing import Live
 
 _FRAMEWORK = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_ckpt", "torch", "torchmetrics")
@@ -27,6 +28,7 @@ _FOLLOWED = (Dataset, Sampler, DataLoader, Metric, MetricCollection, MetricTrack
 _HOLDS = ("state_dict", "on_save_checkpoint")
 _MODULE = ("module", "datamodule")
 _NAMED = 5
+_SCALARS = (bool, int, float, str)
 
 Digests = dict[str, dict[str, str]]
 
@@ -40,10 +42,10 @@ class UsersObjects(Live):
         if getattr(trainer, "datamodule", None) is not None:
             self._owners["datamodule"] = trainer.datamodule
         for number, callback in enumerate(trainer.callbacks):
-            if not _is_framework(type(callback)):
+            if not is_framework(type(callback)):
                 self._owners[f"callback {number} {type(callback).__name__}"] = callback
         self._plain = {
-            name: PlainState(owner, ignore=_of_framework(owner.__class__), leave=_FOLLOWED)
+            name: PlainState(owner, ignore=of_framework(owner.__class__), leave=_FOLLOWED)
             for name, owner in self._owners.items()
         }
         self.generators = Carried(self._owners, plain=False)
@@ -117,26 +119,33 @@ class UsersObjects(Live):
             self._plain[name].restore(values)
         self._copies = {}
 
-    def differences(self, saved: Mapping[str, Mapping[str, str]], before: Digests | None = None) -> str | None:
+    def differences(
+        self, saved: Mapping[str, Mapping[str, str]], before: Digests | None = None, *, steps_make_anew: bool = False
+    ) -> str | None:
         """Return what of module and datamodule is not as it was saved, in words, or ``None``.
 
-        ``before`` are digests from before hooks that began the next epoch: what they have changed is theirs.
+        ``before`` are digests from before hooks that began the next epoch: what they have changed is theirs. With
+        ``steps_make_anew``, numbers and texts do not count that, by the source, each step only sets.
         """
-        found = []
+        found: list[tuple[type, str, Any]] = []
         for name in _MODULE:
             if name not in self._plain:
                 continue
-            now = self._plain[name].digests()
+            now, values = self._plain[name].digests(), self._plain[name].values()
             for path, digest in saved.get(name, {}).items():
                 by_hooks = before is not None and before.get(name, {}).get(path) != now.get(path)
                 if now.get(path) != digest and not by_hooks:
-                    found.append(f"{type(self._owners[name]).__name__}.{path}")
-        if not found:
-            return None
-        more = f" and {len(found) - _NAMED} more" if len(found) > _NAMED else ""
+                    found.append((type(self._owners[name]), path, values.get(path)))
+        set_only = [one for one in found if steps_make_anew and isinstance(one[2], _SCALARS)]
+        kept = dict(zip(map(id, set_only), are_kept(set_only) if set_only else [], strict=True))
+        names = [f"{kind.__name__}.{path}" for one in found for kind, path, _ in [one] if kept.get(id(one), True)]
         return (
-            f"training had changed {', '.join(found[:_NAMED])}{more}, and no state holds it (use a buffer, or "
-            "on_save_checkpoint and on_load_checkpoint)"
+            None
+            if not names
+            else (
+                f"training had changed {in_words(names)}, and no state holds it (use a buffer, or "
+                "on_save_checkpoint and on_load_checkpoint)"
+            )
         )
 
 
@@ -164,7 +173,8 @@ def _place_of(cls: type) -> tuple[str, int]:
         return cls.__module__, 1
 
 
-def _is_framework(kind: type) -> bool:
+def is_framework(kind: type) -> bool:
+    """Return whether a class is of Lightning, torch or this package."""
     return kind.__module__.partition(".")[0] in _FRAMEWORK
 
 
@@ -172,17 +182,17 @@ def _holds_state(kind: type) -> bool:
     for name in _HOLDS:
         if name == "state_dict" and hasattr(kind, "named_parameters"):
             continue  # of parameters and buffers
-        if not _is_framework(next(base for base in kind.__mro__ if name in vars(base) or base is object)):
+        if not is_framework(next(base for base in kind.__mro__ if name in vars(base) or base is object)):
             return next(base for base in kind.__mro__ if name in vars(base) or base is object) is not object
     return False
 
 
 @functools.lru_cache(maxsize=256)
-def _of_framework(kind: Any) -> frozenset[str]:
+def of_framework(kind: Any) -> frozenset[str]:
     """Return the attributes that the framework's own classes among the bases of a class set."""
     names = set()
     for base in kind.__mro__:
-        if _is_framework(base):
+        if is_framework(base):
             for value in vars(base).values():
                 function = getattr(value, "__func__", getattr(value, "fset", value))
                 if isinstance(function, types.FunctionType):

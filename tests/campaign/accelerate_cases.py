@@ -18,6 +18,7 @@ from ckpt_core.state.rng import RngState
 from ckpt_core.state.samplers import _RecordingIterator
 from tests.campaign.accelerate_runs import Case, cross_entropy
 from tests.campaign.data import Items, Mining, OwnNoise, Stream
+from tests.campaign.kept_accelerate import KEPT
 from tests.campaign.later_accelerate import LATE
 from tests.campaign.loaders import LOADERS, NEEDS
 
@@ -341,6 +342,7 @@ _NOT_OF_ACCELERATE = ("dictionary", "list of loaders", "an own loader", "nodes",
 def _cases() -> dict[str, Case]:
     found = {f"script: {name}": case for name, case in SCRIPTS.items()}
     found |= {f"late: {name}": case for name, case in LATE.items()}
+    found |= KEPT
     for name, make in LOADERS.items():
         if not name.startswith(_NOT_OF_ACCELERATE):
             found[f"loader: {name}"] = Case(loader=make)

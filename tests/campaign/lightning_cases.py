@@ -45,6 +45,7 @@ from tests.campaign.data import (
     OwnNoise,
     Stream,
 )
+from tests.campaign.kept_lightning import KEPT
 from tests.campaign.lightning_runs import Case, Net, Validates
 from tests.campaign.loaders import LOADERS, NEEDS, hugging_face, mapped, streamed
 
@@ -746,6 +747,7 @@ def _cases() -> dict[str, Case]:
         found[f"callback: {name}"] = Case(callbacks=callbacks, **settings)
     found |= {f"model: {name}": Case(**settings) for name, settings in MODELS.items()}
     found |= {f"trainer: {name}": Case(**settings) for name, settings in TRAINERS.items()}
+    found |= {f"kept: {name}": case for name, case in KEPT.items()}
     return found
 
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -142,14 +143,15 @@ class _Run:
     caught: Sequence[Any] = ()
 
 
-_runs: list[_Run] = []
+# in no variable and no object, because those that training changes are looked at
+_hidden: Any = types.ModuleType("hidden")
 
 
 class Spy(Callback):
     """Writes down the batches; dies, or keeps what is on the disk as if it had died."""
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
-        (run,) = _runs
+        run = _hidden.run
         for point in run.deaths:
             if point.dies == (trainer.current_epoch, index):
                 if point.really:
@@ -177,7 +179,7 @@ class SavesAt(ResumableCheckpoint):
     """Saves where the campaign wants it."""
 
     def _saves(self, trainer: Any, batch: int | None) -> None:
-        (run,) = _runs
+        run = _hidden.run
         for point in run.points:
             if point.saves == (trainer.current_epoch, batch) and point.name not in run.outcome.marks:
                 mark = [len(run.outcome.seen), len(run.rows.rows), len(run.caught)]
@@ -203,9 +205,7 @@ def train(case: Case, points: Sequence[Point], what: str, directory: Path, point
     if what == "resumed":
         torch.randn(5)  # what else a new process may draw
     dies_at = [p for p in points if not p.really] if what == "base" else [point] if what == "killed" and point else []
-    run = _Run(points, dies_at, directory)
-    _runs[:] = [run]
-    outcome = run.outcome
+    _hidden.run = _Run(points, dies_at, directory)
     plugin = AsyncCheckpointIO if what == "killed" else SyncCheckpointIO
     trainer = pl.Trainer(
         **{
@@ -218,7 +218,7 @@ def train(case: Case, points: Sequence[Point], what: str, directory: Path, point
             "enable_model_summary": False,
             **case.trainer,
         },
-        logger=run.rows,
+        logger=_hidden.run.rows,
         default_root_dir=directory,
         callbacks=[
             Spy(),
@@ -232,22 +232,22 @@ def train(case: Case, points: Sequence[Point], what: str, directory: Path, point
         case.break_engine(trainer)
     path = directory / "checkpoints" / f"{point.name}.ckpt" if what == "resumed" and point is not None else None
     data = {} if case.datamodule is None else {"datamodule": case.datamodule()}
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as _hidden.run.caught:
         warnings.simplefilter("always")
-        run.caught = caught
         try:
             trainer.fit(model, ckpt_path=path, **data)
         except CheckpointError as error:
-            outcome.refused = str(error)
+            _hidden.run.outcome.refused = str(error)
         except Exception:
             if what != "resumed":
                 raise
-            outcome.crashed = traceback.format_exc()
+            _hidden.run.outcome.crashed = traceback.format_exc()
+    outcome = _hidden.run.outcome
     outcome.weights = sha(dict(model.state_dict()))
     outcome.optimizers = sha([optimizer.state_dict() for optimizer in trainer.optimizers])
     outcome.step = trainer.global_step
-    outcome.rows = run.rows.rows
-    outcome.warned = said_of(caught)
+    outcome.rows = _hidden.run.rows.rows
+    outcome.warned = said_of(_hidden.run.caught)
     outcome.compared = events_of(directory / "events")
     outcome.write(directory / "outcome.json")
 

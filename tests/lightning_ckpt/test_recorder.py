@@ -65,7 +65,6 @@ def test_a_fit_in_which_a_callback_runs_the_loops_is_compared(
         ("forgets a moment", "weights"),
         ("forgets a buffer", "weights"),
         ("forgets a schedule", "rates"),
-        ("model: attribute: global", "loss"),
     ],
 )
 def test_the_recorder_alone_sees_what_a_resume_does_not_have(
@@ -91,6 +90,32 @@ def test_state_that_nobody_captures_is_seen_by_the_recorder(
 ) -> None:
     (found,) = judged(fork_script, tmp_path, name, MIDDLE)
     assert found["wrong"] and differs in found["differs"], found
+
+
+@pytest.mark.parametrize(
+    ("name", "point", "variable"),
+    [
+        ("model: attribute: global", MIDDLE, "`_HELD.x` of lightning_cases.py"),
+        ("kept: a dataclass in a global", END, "`PROGRESS.total` of kept_lightning.py"),
+        ("kept: attributes of the class", MIDDLE, "`losses` of OfTheClass in kept_lightning.py"),
+        ("kept: an average in closures of callbacks", END, ".shadow` of LambdaCallback"),
+    ],
+)
+def test_variables_of_the_script_that_a_resume_has_lost_are_named(
+    fork_script: ScriptRunner, tmp_path: Path, name: str, point: Point, variable: str
+) -> None:
+    (found,) = judged(fork_script, tmp_path, name, point)
+    assert found["wrong"]
+    (said,) = [text for text in found["warned"] if "begins without variables of the script" in text]
+    assert variable in said
+
+
+@pytest.mark.parametrize("name", ["kept: exact: tells", "kept: exact: restores a global"])
+def test_variables_that_the_script_restores_or_only_tells_are_not_named(
+    fork_script: ScriptRunner, tmp_path: Path, name: str
+) -> None:
+    found = judged(fork_script, tmp_path, name, MIDDLE, END)
+    assert [(one["verdict"], one["warned"]) for one in found] == [("exact", [])] * 2
 
 
 @pytest.mark.parametrize(
