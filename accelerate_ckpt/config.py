@@ -260,7 +260,7 @@ class CheckpointConfig:
             used up.
         memory_every_n_steps: Keep a snapshot in the machine's memory, outside of the processes, after every so many
             steps, besides the checkpoints: after a crash, ``load_state()`` takes the newer of both. The last two are
-            kept, and deleted when the program has ended. Needs all ranks on one machine. None: none.
+            kept, and deleted when the program has ended. None: none.
         memory_dir: A directory in memory.
         just_in_time: Whether under DDP, when a rank dies, one of the others saves what all of them held, under the next
             automatic name or as ``checkpoint_N`` in ``checkpoint_dir``, so that the restart repeats at most one step;

@@ -46,7 +46,7 @@ from lightning_ckpt._exact.mismatch import name_mismatches, unwrap
 from lightning_ckpt._exact.state import KEY, ExactState
 from lightning_ckpt._private.guard import check_callback
 from lightning_ckpt._private.hooks import before_look_ups, without_a_path
-from lightning_ckpt._private.loops import checkpoint_directory
+from lightning_ckpt._private.loops import checkpoint_directory, resume_from
 from lightning_ckpt._recording import Recording
 from lightning_ckpt._rehearsing import rehearse_if_asked
 from lightning_ckpt._report import RunReport, announce
@@ -126,8 +126,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
             used up.
         memory_every_n_steps: Keep a snapshot in the machine's memory, outside of this process, after every so many
             optimizer steps, besides the checkpoints: after a crash, ``resume="auto"`` and ``ckpt_path="last"`` take the
-            newer of both. The last two are kept, and deleted when the run has ended. Needs one of our plugins, and all
-            ranks on one machine. None: none.
+            newer of both. The last two are kept, and deleted when the run has ended. Needs one of our plugins. None:
+            none.
         memory_dir: A directory in memory.
         just_in_time: Whether under DDP, when a rank dies, one of the others saves ``just-in-time-step=N.ckpt``, so that
             the restart repeats at most one step; or for how many seconds survivors wait for each other, 15 by default.
@@ -451,13 +451,15 @@ class ResumableCheckpoint(ModelCheckpointBase):
         if tier is None or trainer.fast_dev_run:
             return
         problem, plugin = None, trainer.strategy.checkpoint_io
-        if trainer.num_nodes > 1:
-            problem = "the ranks are on several machines, and snapshots in memory are for one"
-        elif not isinstance(plugin, _PLUGINS) or not _saves_through_plugin(trainer.strategy):
+        if not isinstance(plugin, _PLUGINS) or not _saves_through_plugin(trainer.strategy):
             problem = f"{type(plugin).__name__} does not save them: add AsyncCheckpointIO or ShardedCheckpointIO"
         elif plugin.memory is not None:
             problem = "another callback of this Trainer takes some already"
         self._memory = MemorySnapshots.begin(tier, trainer, problem, "step={}" + self.FILE_EXTENSION)
+        if self._memory is not None and self._auto is not None and self._auto.asked:
+            found = self._memory.newest(self.FILE_EXTENSION, _is_training_state)
+            if found is not None and self._auto.is_newer(found):
+                resume_from(trainer, found.path)
 
     def _end_memory(self, *, keep: bool) -> None:
         memory, self._memory = self._memory, None

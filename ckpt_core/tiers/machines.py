@@ -1,7 +1,8 @@
 """Snapshots in the memory of several machines: each keeps what its ranks write, and the next one a copy of it.
 
 Ranks write into the memory of their own machine, as ever. Before rank 0 commits, each machine fetches the files of the
-one before it, and then each gets the manifest: so a snapshot is whole as long as no two neighbours are lost. To read,
+one before it, and then each gets the manifest: so a snapshot is whole as long as no two neighbours are lost. A snapshot
+of one file, which one rank writes, is fetched by the next machine before it counts as committed. To read,
 the memories are one storage: a file that is not here is asked of the others. What it holds is compared with the
 snapshot's digests, wherever it came from.
 
@@ -26,7 +27,7 @@ from typing import Any, NamedTuple
 from ckpt_core._commit.announcement import decode_error, encode_error
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, StorageError
 from ckpt_core.parallel import run_parallel
-from ckpt_core.storage import FileInfo, FileReader
+from ckpt_core.storage import FileInfo, FileReader, FileWriter
 from ckpt_core.storage.base import write_from
 from ckpt_core.storage.in_memory import MemoryStorage
 
@@ -143,15 +144,17 @@ class MemoryServer:
 
     def _do_copy(self, path: str, token: str, files: list[tuple[str, int]], host: str, port: int) -> None:
         """Fetch files of a snapshot in the making from another machine."""
-        source = _Client(Machine(host, port), self._key)
         # which the ranks of this machine keep from being taken for an orphan
         staging = self._storage.begin_directory(path, token)
         try:
             for name, size in files:
-                target = f"{staging}/{name}"
-                write_from(_RemoteReader(source, target, size), self._storage, target)
+                self._do_fetch(f"{staging}/{name}", size, host, port)
         finally:
             self._storage.leave_directory(path, token)
+
+    def _do_fetch(self, path: str, size: int, host: str, port: int) -> None:
+        """Fetch a file from another machine."""
+        write_from(_RemoteReader(_Client(Machine(host, port), self._key), path, size), self._storage, path)
 
     def _do_publish(self, path: str, token: str, manifest: str) -> None:
         self._storage.publish_directory(path, token, manifest.encode())
@@ -224,13 +227,30 @@ class MachinesStorage(MemoryStorage):
     """The memories of all machines of a run. What is written and deleted is so in that of this one.
 
     ``directory`` is of the snapshots and what belongs to them, the same path on all machines; ``mine`` says which of
-    the machines, in the same order everywhere, this one is; ``key`` is what those who may ask know.
+    the machines, in the same order everywhere, this one is; ``key`` is what those who may ask know. ``snapshots`` is
+    where snapshots of one file are.
     """
 
-    def __init__(self, directory: str, machines: Sequence[Machine], mine: int, key: bytes) -> None:
+    def __init__(
+        self, directory: str, machines: Sequence[Machine], mine: int, key: bytes, snapshots: str | None = None
+    ) -> None:
         super().__init__(directory)
         self._clients = [_Client(machine, key) for machine in machines]
-        self._mine = mine
+        self._mine, self._snapshots = mine, snapshots
+
+    def create(self, path: str, expected_size: int) -> FileWriter:
+        writer = super().create(path, expected_size)
+        if os.path.dirname(path) == self._snapshots:  # a whole snapshot, and not a file of one
+            stock = writer.commit
+
+            def commit(size: int) -> None:
+                stock(size)
+                host, port = self._clients[self._mine].machine
+                partner = self._clients[(self._mine + 1) % len(self._clients)]
+                partner.ask("fetch", path, _COPY_SECONDS, size=size, host=host, port=port)
+
+            writer.commit = commit  # type: ignore[method-assign]
+        return writer
 
     @property
     def _others(self) -> list[_Client]:

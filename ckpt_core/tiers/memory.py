@@ -165,11 +165,11 @@ class MemoryTier:
         data = json.dumps({"version": 1, "run": self._run, "token": token}).encode()
         os.pwrite(self._record, data, 0)
         os.ftruncate(self._record, len(data))
-        self._look()
+        self._look(self.storage)
         return token
 
-    def _look(self) -> None:
-        entries = [*self.storage.list(self.directory), *self.storage.list_directories(self.directory)]
+    def _look(self, storage: MemoryStorage) -> None:
+        entries = [*storage.list(self.directory), *storage.list_directories(self.directory)]
         self._kept = [entry.path for entry in sorted(entries, key=lambda entry: entry.modified)]
 
     def is_seen(self, token: str) -> bool:
@@ -223,10 +223,10 @@ class MemoryTier:
         found = [[rank, *json.loads(text)] for rank, text in enumerate(texts) if text]
         found = agreement.from_rank_zero("memory", found)
         os.unlink(f"{mark}{ranks.rank}")
-        self._look()
+        self._look(self.storage)
         self.machines, mine = len(found), [rank for rank, _, _ in found].index(served[0])
         machines = [Machine(host, port) for _, host, port in found]
-        self.storage = MachinesStorage(self._place, machines, mine, ranks.key("memory"))
+        self.storage = MachinesStorage(self._place, machines, mine, ranks.key("memory"), self.directory)
 
     def begin_at(self, step: int) -> None:
         """Count from a step, at which training begins or continues."""
@@ -271,6 +271,8 @@ class MemoryTier:
             path: What rank 0 has named.
         """
         with contextlib.suppress(CheckpointError):
+            if self.machines > 1:  # of what others have saved, nothing else tells this machine
+                self._look(MemoryStorage(self._place))
             for old in [kept for kept in self._kept if kept != path][:-1]:  # the newest stays until its successor is
                 self._kept.remove(old)
                 self.storage.set_aside(old)

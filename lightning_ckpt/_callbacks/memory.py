@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
+from ckpt_core import Catalog, CheckpointInfo, RankGroup
 from ckpt_core.errors import CheckpointError
+from ckpt_core.ranks import Agreement
 from ckpt_core.tiers import MemoryTier
 from lightning_ckpt._private.replacing import Live
 from lightning_ckpt._report import announce
+
+logger = logging.getLogger(__name__)
+
+_MEET_SECONDS = 600.0  # as long as ranks wait for each other's part of a save
 
 
 class MemorySnapshots(Live):
@@ -39,11 +46,14 @@ class MemorySnapshots(Live):
                 problem = str(error)
             token, problem = strategy.broadcast((token, problem))
         if problem is None and not strategy.reduce_boolean_decision(tier.is_seen(token), all=True):
-            problem = (
-                "the ranks do not share one memory, because they are on several machines, or in containers with a "
-                "/dev/shm of their own"
-            )
-            tier.end()
+            ranks = RankGroup.connect(trainer.global_rank, trainer.world_size, strategy.broadcast)
+            agreement = Agreement(ranks.rank, ranks.world_size, ranks.store, _MEET_SECONDS)
+            name = name.replace("{}", f"{{}}-{ranks.session}")  # a machine may come back with an older one of that step
+            try:
+                tier.join_machines(agreement, ranks)
+            except CheckpointError as error:
+                problem = str(error)
+                tier.end()
         if problem is not None:
             if trainer.is_global_zero:
                 tier.fail(problem)
@@ -69,6 +79,20 @@ class MemorySnapshots(Live):
         except CheckpointError as error:
             self.tier.fail(error)
 
+    def newest(self, suffix: str, accept: Callable[[Any], bool]) -> CheckpointInfo | None:
+        """Return the newest snapshot in the memories of several machines, which are seen now; called on all ranks."""
+        if self.tier.machines == 1:
+            return None  # was found before
+        found: CheckpointInfo | None = None
+        if self._trainer.is_global_zero:
+            try:
+                catalog = Catalog(self.tier.directory, suffix=suffix, storage=self.tier.storage)
+                found = catalog.newest_verified(accept)
+            except CheckpointError as error:
+                logger.warning("did not look for snapshots in memory: %s", error)
+        theirs: CheckpointInfo | None = self._trainer.strategy.broadcast(found)
+        return theirs
+
     def training_starts(self) -> None:
         """Begin to count."""
         self.tier.begin_at(self._trainer.global_step)
@@ -82,6 +106,8 @@ class MemorySnapshots(Live):
         if trainer.is_global_zero:
             path = self.tier.next_path(trainer.global_step, self._name, is_busy=self._checkpointer.is_busy)
         path = trainer.strategy.broadcast(path)
+        if path is not None and self.tier.machines > 1:
+            self.tier.make_room(path)
         if path is not None:
             begin = time.monotonic()
             trainer.save_checkpoint(path, weights_only=False)

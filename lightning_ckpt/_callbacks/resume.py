@@ -63,6 +63,15 @@ class AutoResume:
         if self._chosen is not None and self._attempts is not None and trainer.is_global_zero:
             self._attempts.begin(self._chosen)
 
+    @property
+    def asked(self) -> bool:
+        """Whether this fit continues from what is found."""
+        return self._asked
+
+    def is_newer(self, info: CheckpointInfo) -> bool:
+        """Return whether a checkpoint is newer than what was found."""
+        return self._chosen is None or newest_first([info, self._chosen])[0] == info
+
     def end(self, trainer: Any) -> None:
         """Note that the run has not crashed."""
         if self._chosen is not None and self._attempts is not None and trainer.is_global_zero:

@@ -56,6 +56,7 @@ _CHECKPOINTS = (
     "_user_managed",
     "dump_checkpoint",
     "restore_training_state",
+    "resume_start",
 )
 _MODEL_CHECKPOINT = (
     "_ModelCheckpoint__resolve_ckpt_dir",

@@ -28,6 +28,13 @@ def checkpoint_directory(callback: Any, trainer: Any) -> str:
     return str(found)
 
 
+def resume_from(trainer: Any, path: str) -> None:
+    """Let a fit whose ranks are connected, and that has restored nothing yet, resume from another checkpoint."""
+    connector = trainer._checkpoint_connector
+    original = connector.resume_start
+    replace_once(connector, "resume_start", lambda _=None, *args, **kwargs: original(path, *args, **kwargs))
+
+
 def whole_checkpoint(trainer: Any) -> dict[str, Any]:
     """Return what a checkpoint of the Trainer holds, without a collective of Lightning's own."""
     checkpoint: dict[str, Any] = trainer._checkpoint_connector.dump_checkpoint(weights_only=False)

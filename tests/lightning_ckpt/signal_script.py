@@ -5,7 +5,8 @@ Reads one specification per line from its standard input, forks a process per ra
 
     {"directory": "...", "ranks": 2, "port": 29500, "limit_seconds": 60, "io": "AsyncCheckpointIO", "callback": "ours",
      "trainer": {...}, "options": {...}, "settings": {...}, "resume": "path" | null, "slurm": true,
-     "answers": 1e6, "signals": [[rank, "SIGUSR1", "on_train_batch_start", count], ...], "name": "first"}
+     "machines": true, "answers": 1e6, "signals": [[rank, "SIGUSR1", "on_train_batch_start", count], ...],
+     "name": "first"}
 """
 
 from __future__ import annotations
@@ -133,6 +134,9 @@ def fork_rank(spec: dict[str, Any], rank: int) -> int:
         tasks |= {"SLURM_JOB_ID": 17, "SLURM_JOB_NAME": "train", "SLURM_NTASKS_PER_NODE": spec["ranks"]}
         os.environ.update({**address, **{name: str(value) for name, value in tasks.items()}})
         os.environ["PATH"] = spec["directory"] + os.pathsep + os.environ["PATH"]
+    elif spec.get("machines"):  # a rank on each, to which the same path is another directory
+        os.chdir(f"{spec['directory']}/{rank}")
+        os.environ.update({**address, "NODE_RANK": str(rank), "WORLD_SIZE": str(spec["ranks"]), "LOCAL_RANK": "0"})
     elif spec["ranks"] > 1:
         os.environ.update({**address, "NODE_RANK": "0", "WORLD_SIZE": str(spec["ranks"]), "LOCAL_RANK": str(rank)})
     try:

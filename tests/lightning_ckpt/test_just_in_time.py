@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +16,7 @@ from ckpt_core import verify
 from lightning_ckpt import ResumableCheckpoint
 from lightning_ckpt._callbacks.just_in_time import JustInTime
 from tests.lightning_ckpt.exact_cases import make_trainer
-from tests.lightning_ckpt.test_signals import START, Job
+from tests.lightning_ckpt.signal_ranks import START, Job
 from tests.support.server_fixtures import server_of, servers
 from tests.support.servers import Server
 
@@ -24,13 +24,6 @@ __all__ = ["server_of", "servers"]  # fixtures
 
 SETTINGS = {"every_n_train_steps": 1000, "resume": "auto", "just_in_time": True}
 BACKWARD = "on_before_backward"
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    started = Job(tmp_path_factory.mktemp("job"))
-    yield started
-    started.close()
 
 
 def check_resumes(job: Job, directory: Path, at: int, **spec: Any) -> list[dict[str, Any]]:

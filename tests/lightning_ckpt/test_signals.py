@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,58 +12,7 @@ import torch
 
 from ckpt_core import verify
 from tests.lightning_ckpt.features import needs_save_on_exception
-from tests.support.ports import free_port
-
-SCRIPT = Path(__file__).with_name("signal_script.py")
-ROOT = Path(__file__).resolve().parents[2]
-LIMIT_SECONDS = 90.0
-START = "on_train_batch_start"
-
-
-class Job:
-    """Runs ranks, each a fresh process (see ``signal_script.py``)."""
-
-    def __init__(self, directory: Path) -> None:
-        self.log = (directory / "job.log").open("w")
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-
-    def run(self, directory: Path, name: str, **spec: Any) -> list[dict[str, Any]]:
-        """Train; what each rank wrote."""
-        port = free_port()
-        # What SLURM is asked for, and which checkpoints are there by then.
-        scontrol = directory / "scontrol"
-        scontrol.write_text(f'#!/bin/sh\ncd {directory}\necho "$@" $(ls -d hpc_ckpt_*) >> requeued\n')
-        scontrol.chmod(0o755)
-        spec = {"directory": str(directory), "name": name, "ranks": 2, "port": port, "io": "AsyncCheckpointIO", **spec}
-        assert self.process.stdin is not None and self.process.stdout is not None
-        print(json.dumps({**spec, "limit_seconds": LIMIT_SECONDS}), file=self.process.stdin, flush=True)
-        outcome = json.loads(self.process.stdout.readline())
-        logs = "\n".join(path.read_text() for path in sorted(directory.glob(f"{name}.*.log")))
-        left = [rank for rank in range(spec["ranks"]) if rank not in spec.get("killed", [])]
-        results = [directory / f"{name}.{rank}.json" for rank in left]
-        assert outcome == "ended", f"{outcome}\n{logs}"
-        assert all(path.exists() for path in results), logs
-        return [json.loads(path.read_text()) for path in results]
-
-    def close(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
-        self.log.close()
-
-
-@pytest.fixture(scope="module")
-def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
-    started = Job(tmp_path_factory.mktemp("job"))
-    yield started
-    started.close()
+from tests.lightning_ckpt.signal_ranks import START, Job
 
 
 def requeued(directory: Path) -> list[str]:
@@ -160,9 +104,25 @@ PREEMPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PREEMPTIONS)
+SLOW_PREEMPTIONS: dict[str, dict[str, Any]] = {
+    "sanity check, rank 1": {
+        "signals": [[1, "SIGTERM", "on_sanity_check_start", 1]],
+        "trainer": {"num_sanity_val_steps": 1},
+    },
+    "end of an epoch, rank 1": {"signals": [[1, "SIGTERM and wait", "on_train_epoch_end", 1]]},
+    "end of an epoch, rank 0": {"signals": [[0, "SIGTERM and wait", "on_train_epoch_end", 1]]},
+    "begin of an epoch, rank 1": {"signals": [[1, "SIGTERM and wait", "on_train_epoch_start", 2]]},
+    "twice, the second time in the save": {
+        "signals": [[1, "SIGTERM", START, 3], *([rank, "SIGTERM", "on_save_checkpoint", 1] for rank in range(2))],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*PREEMPTIONS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PREEMPTIONS)]
+)
 def test_a_preempted_run_saves_on_all_ranks_and_resumes_exactly(job: Job, tmp_path: Path, name: str) -> None:
-    spec = {"options": {"val": True}, **PREEMPTIONS[name]}
+    spec = {"options": {"val": True}, **{**PREEMPTIONS, **SLOW_PREEMPTIONS}[name]}
     settings = {"every_n_epochs": 50, "save_last": True, **spec.pop("settings", {})}
     if isinstance(settings.get("preempt"), dict):
         settings["preempt"]["notice"] = str(tmp_path / "notice")
