@@ -9,6 +9,7 @@ torch and Accelerate, and those must still count.
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import json
 import math
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, get_args
 
+from ckpt_core.option_checks import check_count, check_mapping, check_path, check_switch, or_none
 from ckpt_core.paths import StrPath
 from ckpt_core.policies import RULES_IN_WORDS, AnyOf, rules_of_words
 
@@ -60,12 +62,6 @@ def _choice(literal: Any) -> _Kind:
     return _Kind(check, str, "{" + ",".join(choices) + "}")
 
 
-def _check_count(value: Any) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"must be a whole number of at least 1, not {value!r}")
-    return value
-
-
 def _check_seconds(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
         raise ValueError(f"must be a number of seconds above 0, not {value!r}")
@@ -78,30 +74,8 @@ def _check_share(value: Any) -> float:
     return float(value)
 
 
-def _check_switch(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"must be true or false, not {value!r}")  # noqa: TRY004  a wrong value, as the others
-    return value
-
-
 def _path(what: str, metavar: str) -> _Kind:
-    def check(value: Any) -> str:
-        if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
-            raise ValueError(f"must be {what}, not {value!r}")
-        return os.fspath(value)
-
-    return _Kind(_or_none(check), str, metavar)
-
-
-def _check_mapping(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        # The value is not shown: credentials belong here.
-        raise ValueError("must be a mapping with names as keys; in a flag or a variable, a JSON object")
-    return dict(value)
-
-
-def _or_none(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda value: None if value is None else check(value)
+    return _Kind(or_none(functools.partial(check_path, what=what)), str, metavar)
 
 
 def _number(text: str) -> Any:
@@ -189,17 +163,17 @@ def _as_mapping(policy: Any, **arguments: Any) -> dict[str, Any]:
     return {"class_path": f"{_POLICIES}{kind.__name__}", "init_args": {**found, **arguments}}
 
 
-_COUNT = _Kind(_check_count, _number, "N")
-_COUNT_OR_ALL = _Kind(_or_none(_check_count), _number, "N")
+_COUNT = _Kind(check_count, _number, "N")
+_COUNT_OR_ALL = _Kind(or_none(check_count), _number, "N")
 _SECONDS = _Kind(_check_seconds, _number, "SECONDS")
-_SECONDS_OR_NONE = _Kind(_or_none(_check_seconds), _number, "SECONDS")
-_SHARE = _Kind(_or_none(_check_share), _number, "SHARE")
-_SWITCH = _Kind(_check_switch, _switch, "{true,false}")
+_SECONDS_OR_NONE = _Kind(or_none(_check_seconds), _number, "SECONDS")
+_SHARE = _Kind(or_none(_check_share), _number, "SHARE")
+_SWITCH = _Kind(check_switch, _switch, "{true,false}")
 _FILE = _path("the path of a file", "PATH")
 _DIRECTORY = _path("a directory", "DIRECTORY")
-_MAPPING = _Kind(_or_none(_check_mapping), _json, "JSON")
-_RESUME = _Kind(_or_none(_choice(Resume).check), str, "{auto}")
-_INTERVAL = _Kind(_or_none(_choice(Interval).check), str, "{auto,continuous}")
+_MAPPING = _Kind(or_none(check_mapping), _json, "JSON")
+_RESUME = _Kind(or_none(_choice(Resume).check), str, "{auto}")
+_INTERVAL = _Kind(or_none(_choice(Interval).check), str, "{auto,continuous}")
 _PREEMPT = _Kind(_check_preempt, _parse_preempt, "SIGNALS")
 _JUST_IN_TIME = _Kind(
     _check_just_in_time,
@@ -207,7 +181,7 @@ _JUST_IN_TIME = _Kind(
     "{true,false,SECONDS}",
 )
 _LISTENERS = _Kind(_check_listeners, str, "CLASSES")
-_RETENTION = _Kind(_or_none(_check_retention), _parse_retention, "RULES")
+_RETENTION = _Kind(or_none(_check_retention), _parse_retention, "RULES")
 
 
 def _option(default: Any, kind: _Kind, summary: str, **settings: Any) -> Any:

@@ -6,7 +6,7 @@ import functools
 import logging
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,6 +20,7 @@ from ckpt_core._pipeline.save import Pipeline
 from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import CheckpointLoaded, Event, Listener, notify
+from ckpt_core.option_checks import check_count, check_functions, check_mapping, check_options, check_switch, or_none
 from ckpt_core.paths import StrPath
 from ckpt_core.pins import is_pinned
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
@@ -30,6 +31,14 @@ __all__ = ["Checkpointer", "CheckpointerBase", "full_path"]
 logger = logging.getLogger(__name__)
 
 _WORTH_RESERVING = 64 * 2**20  # bytes: less is allocated in some milliseconds
+
+OPTION_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "max_pending": check_count,
+    "storage_options": or_none(check_mapping),
+    "listeners": check_functions,
+    "overlap": check_switch,
+    "max_host_bytes": or_none(check_count),
+}
 
 Base = TypeVar("Base", bound="CheckpointerBase")
 
@@ -53,8 +62,16 @@ class CheckpointerBase:
     ) -> None:
         if strategy not in ("sync", "async"):
             raise ValueError(f"strategy must be 'sync' or 'async', not {strategy!r}")
-        if max_pending < 1:
-            raise ValueError(f"max_pending must be at least 1, not {max_pending}")
+        check_options(
+            OPTION_CHECKS,
+            {
+                "max_pending": max_pending,
+                "storage_options": storage_options,
+                "listeners": listeners,
+                "overlap": overlap,
+                "max_host_bytes": max_host_bytes,
+            },
+        )
         if on_error not in ("raise", "warn"):
             raise ValueError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
         check_max_host_bytes(max_host_bytes, max_pending)

@@ -9,8 +9,9 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from ckpt_core.checkpointer import CheckpointerBase, check_max_host_bytes
+from ckpt_core.checkpointer import OPTION_CHECKS, CheckpointerBase, check_max_host_bytes
 from ckpt_core.events import Event, EventLog, Listener, rank_of_process
+from ckpt_core.option_checks import check_options, check_path, or_none
 from ckpt_core.preflight import Preflight
 from ckpt_core.report import page_beside, try_to_write
 from ckpt_core.tiers import Tiers
@@ -52,8 +53,8 @@ class CheckpointerOptions:
             32 MiB for each of ``max_pending`` (async only).
 
     Raises:
-        ValueError: One of ``local_dir`` and ``upload_to`` is missing, or they make no sense; the message names the
-            option.
+        ValueError: An option has a value that it cannot have, or one of ``local_dir`` and ``upload_to`` is missing; the
+            message names the option.
 
     Examples:
         >>> from ckpt_core.options import CheckpointerOptions
@@ -88,6 +89,8 @@ class CheckpointerOptions:
 
     def __post_init__(self) -> None:
         # Refused here, and not at the first save.
+        path = or_none(check_path)
+        check_options({**OPTION_CHECKS, "event_log": path, "report": path}, vars(self))
         _ = self.tiers
         check_max_host_bytes(self.max_host_bytes, self.max_pending)
 

@@ -21,6 +21,7 @@ import torch
 from ckpt_core import Catalog, CheckpointInfo
 from ckpt_core.catalog import newest_first
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
+from ckpt_core.option_checks import check_count, check_options, check_path, check_switch, or_none
 from ckpt_core.pins import pin_path
 from ckpt_core.policies import RetentionHistory, RetentionPolicy, SaveInterval, numbers_in, policy_of_words
 from ckpt_core.preemption import Preemption
@@ -174,6 +175,11 @@ class ResumableCheckpoint(ModelCheckpointBase):
         memory_dir: str | Path = MEMORY_ROOT,
         just_in_time: bool | float = False,
     ) -> None:
+        switches = {"exact": exact, "log_metrics": log_metrics, "recorder": recorder}
+        counts = {"resume_attempts": resume_attempts, "memory_every_n_steps": memory_every_n_steps}
+        check_options(dict.fromkeys(switches, check_switch), switches)
+        check_options(dict.fromkeys(counts, or_none(check_count)), counts)
+        check_options({"memory_dir": check_path}, {"memory_dir": memory_dir})
         if data_resume not in ("auto", "replay"):
             raise ValueError(f"data_resume must be 'auto' or 'replay', not {data_resume!r}")
         if resume not in (None, "auto"):
@@ -196,7 +202,9 @@ class ResumableCheckpoint(ModelCheckpointBase):
                 )
         self._memory: MemorySnapshots | None = None
         self._known_of_failures: dict[str, Any] = {}
-        retention = policy_of_words(retention) if isinstance(retention, str) else retention
+        if isinstance(retention, str):
+            check_options({"retention": policy_of_words}, {"retention": retention})
+            retention = policy_of_words(retention)
         if retention is not None and not isinstance(retention, RetentionPolicy):
             raise TypeError(f"retention must be a policy such as ckpt_core.policies.KeepLatest, not {retention!r}")
         self._retention = RetentionHistory(retention) if retention is not None else None
@@ -238,6 +246,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._saved_by_this_trigger: str | None = None
         self._copy_of: str | None = None
         self._resumed: ResumePoint | None = None
+        check_options({"preempt": Preemption.of}, {"preempt": preempt})
         self._preemption = Preemption.of(preempt)
         self._is_ending = False
         self._auto = AutoResume(resume_attempts) if resume == "auto" else None

@@ -48,6 +48,7 @@ LAYERS = (
         "digest",
         "events",
         "errors",
+        "option_checks",
         "paths",
         "preemption",
     },

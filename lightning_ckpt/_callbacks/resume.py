@@ -27,8 +27,6 @@ class AutoResume:
     """
 
     def __init__(self, limit: int | None) -> None:
-        if limit is not None and limit < 1:
-            raise ValueError(f"resume_attempts must be at least 1, or None, not {limit!r}")
         self._limit = limit
         self._attempts: ResumeAttempts | None = None
         self._asked = False

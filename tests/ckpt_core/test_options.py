@@ -7,7 +7,9 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -88,3 +90,30 @@ def test_the_page_is_written_when_the_interpreter_ends_if_nobody_has(
     end()
     given.write_report()
     assert not page.exists(), "nothing has happened since"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"max_pending": "2"}, "max_pending must be a whole number of at least 1, not '2'"),
+        ({"max_pending": float("nan")}, "max_pending must be a whole number"),
+        ({"overlap": "false"}, "overlap must be true or false, not 'false'"),
+        ({"storage_options": "key=1"}, "storage_options must be a mapping with names as keys"),
+        ({"listeners": print}, "listeners must be a list of functions"),
+        ({"listeners": ["print"]}, "listeners must be a list of functions"),
+        ({"max_host_bytes": 1e9}, "max_host_bytes must be a whole number"),
+        ({"event_log": 0}, "event_log must be the path of a file, not 0"),
+        ({"report": ""}, "report must be the path of a file, not ''"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else next(iter(value)),
+)
+def test_a_wrong_value_is_refused_by_name(wrong: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CheckpointerOptions(**wrong)
+    if not {"event_log", "report"} & set(wrong):
+        with pytest.raises(ValueError, match=message):
+            DirectoryCheckpointer(**wrong)
+
+
+def test_a_number_of_numpy_is_a_number() -> None:
+    assert Checkpointer(max_pending=np.int64(2)).strategy == "async"  # type: ignore[arg-type]

@@ -171,5 +171,11 @@ def test_last_without_a_directory_is_told_where_the_checkpoints_are(
 def test_other_values_are_refused() -> None:
     with pytest.raises(ValueError, match="resume must be 'auto' or None, not 'last'"):
         ResumableCheckpoint(resume="last")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="resume_attempts must be at least 1, or None, not 0"):
+    with pytest.raises(ValueError, match="resume_attempts must be a whole number of at least 1, not 0"):
         ResumableCheckpoint(resume="auto", resume_attempts=0)
+
+
+@pytest.mark.parametrize("option", ["exact", "recorder", "log_metrics", "resume_attempts", "preempt", "retention"])
+def test_a_wrong_value_of_the_callback_is_refused_by_name(option: str) -> None:
+    with pytest.raises(ValueError, match=f"^{option} "):
+        ResumableCheckpoint(**{option: "no"})

@@ -111,7 +111,7 @@ def test_where_there_can_be_none_a_warning_says_so(
 def test_each_start_must_find_the_same_directory(tmp_path: Path, memory: Path) -> None:
     with pytest.raises(ValueError, match="memory_every_n_steps needs dirpath or resume='auto'"):
         ResumableCheckpoint(memory_every_n_steps=1)
-    with pytest.raises(ValueError, match="must be at least 1, not 0"):
+    with pytest.raises(ValueError, match="memory_every_n_steps must be a whole number of at least 1, not 0"):
         ResumableCheckpoint(tmp_path, memory_every_n_steps=0)
 
 

@@ -1,0 +1,76 @@
+"""What values options take: a wrong one is refused where it is given, and not by what uses it, hours later.
+
+A check returns the value, or raises a :class:`ValueError` that continues after the option's name.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+__all__ = [
+    "check_count",
+    "check_functions",
+    "check_mapping",
+    "check_options",
+    "check_path",
+    "check_switch",
+    "or_none",
+]
+
+Check = Callable[[Any], Any]
+
+
+def check_options(checks: Mapping[str, Check], values: Mapping[str, Any]) -> None:
+    """Refuse the first of the ``values`` that its check refuses.
+
+    Raises:
+        ValueError: The message begins with the option's name.
+    """
+    for name, check in checks.items():
+        try:
+            check(values[name])
+        except ValueError as error:
+            raise ValueError(f"{name} {error}") from None
+
+
+def check_count(value: Any) -> int:
+    """Take whole numbers of at least 1."""
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:  # NumPy's are no int
+        raise ValueError(f"must be a whole number of at least 1, not {value!r}")
+    return int(value)
+
+
+def check_switch(value: Any) -> bool:
+    """Take True and False: the text ``"false"`` would count as True."""
+    if not isinstance(value, bool):
+        raise ValueError(f"must be true or false, not {value!r}")  # noqa: TRY004  a wrong value, as the others
+    return value
+
+
+def check_path(value: Any, what: str = "the path of a file") -> str:
+    """Take paths that are not empty."""
+    if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
+        raise ValueError(f"must be {what}, not {value!r}")
+    return os.fspath(value)
+
+
+def check_mapping(value: Any) -> dict[str, Any]:
+    """Take mappings with names as keys."""
+    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+        # The value is not shown: credentials belong here.
+        raise ValueError("must be a mapping with names as keys; in a flag or a variable, a JSON object")
+    return dict(value)
+
+
+def check_functions(value: Any) -> Sequence[Callable[..., Any]]:
+    """Take sequences of what can be called."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(map(callable, value)):
+        raise ValueError(f"must be a list of functions, not {value!r}")
+    return value
+
+
+def or_none(check: Check) -> Check:
+    """Take None, too."""
+    return lambda value: None if value is None else check(value)
