@@ -13,8 +13,11 @@ import pytest
 import torch
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part, SerializationError, StorageError
-from ckpt_core._layouts.image import WINDOW
+from ckpt_core._layouts.image import WINDOW, ImageAbandonedError
 from ckpt_core._pipeline.jobs import JobQueue
+from ckpt_core._pipeline.low_memory_copy import PassingWindows
+from ckpt_core._pipeline.staging import BufferPool, Snapshot
+from ckpt_core.buffers import StagingBuffer
 from ckpt_core.events import Event, SnapshotTaken
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage, Operation
@@ -305,3 +308,74 @@ def test_a_device_without_memory_for_a_temporary_fails_the_save(
     saves.save(state)
     saves.checkpointer.close()
     assert_same_state({"odd": saves.load()["odd"]}, {"odd": state_of()["odd"]})
+
+
+class Windows:
+    """The windows of a file, each of which is copied as a test says."""
+
+    is_staged = False
+    region_size = approximate_size = 4 * WINDOW
+    tensors: tuple[torch.Tensor, ...] = ()
+    staged_size = region_size
+
+    def __init__(self, copy: Callable[[int], None]) -> None:
+        self._copy = copy
+
+    def window(self, begin: int, scratch: Any) -> memoryview:
+        self._copy(begin)
+        return memoryview(scratch.memory)
+
+    def forget_sources(self) -> None:
+        """There are none."""
+
+
+def waits_for_room(windows: PassingWindows) -> None:
+    """Return when a thread waits for room."""
+    while not windows._changed._waiters:
+        pass
+
+
+def test_who_waits_for_room_hears_that_nobody_writes_any_more() -> None:
+    windows = PassingWindows(StagingBuffer(ROOM), lambda: None)
+    (passed,) = windows.begin([("file", Windows(lambda _: None))], lambda *_: False) or []
+    passed[1].window(0, None)
+    passed[1].window(WINDOW, None)  # the room is full
+    waits_for_room(windows)
+    ends(windows.settle)
+
+
+def test_who_waits_for_room_hears_that_a_copy_has_failed() -> None:
+    windows = PassingWindows(StagingBuffer(ROOM), lambda: None)
+
+    def copy(begin: int) -> None:
+        if begin == WINDOW:
+            waits_for_room(windows)
+            raise OSError(errno.EIO, "cannot be copied")
+
+    (passed,) = windows.begin([("file", Windows(copy))], lambda *_: False) or []
+    with pytest.raises(OSError, match="cannot be copied"):
+        ends(windows.wait)
+    with pytest.raises(ImageAbandonedError):
+        passed[1].window(2 * WINDOW, None)
+
+
+def test_the_memory_comes_back_when_nothing_is_copied_into_it_any_more() -> None:
+    pool = BufferPool(1, ROOM)
+    begun, may_end = threading.Event(), threading.Event()
+
+    def copy(begin: int) -> None:
+        begun.set()
+        may_end.wait()
+
+    snapshot, windows = Snapshot("saved", pool), Windows(copy)
+    snapshot.take(windows)
+    snapshot.pass_through([("file", windows)])
+    begun.wait()
+    snapshot.give_up(OSError("full"))
+    release = threading.Thread(target=snapshot.release)
+    release.start()
+    release.join(0.2)
+    assert pool.exhausted  # it is still being written to
+    may_end.set()
+    ends(release.join)
+    assert not pool.exhausted
