@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ckpt_core.events import Event
+from ckpt_core.paths import is_remote
 from ckpt_core.recorder import (
     FlightRecorder,
     Verdict,
@@ -151,7 +152,7 @@ class Recording:
         ``saved`` is what it holds of the recorder, if it is resumed from: the run that saved it may have recorded
         elsewhere.
         """
-        if self._file or "://" in path:
+        if self._file or is_remote(path):
             return
         self._directory = os.path.dirname(os.path.abspath(path))
         self._file = record_path(self._directory, rank)

@@ -1,9 +1,35 @@
-"""The type of a path that a caller gives."""
+"""Paths that a caller gives: which are local, and which are URLs of a store."""
 
 from __future__ import annotations
 
 import os
+import re
 
-__all__ = ["StrPath"]
+from ckpt_core.errors import StorageError
+
+__all__ = ["StrPath", "is_remote", "local_path"]
 
 StrPath = str | os.PathLike[str]  # of a file or directory; or a URL, where a docstring says so
+_URL = re.compile(r"^[a-zA-Z][a-zA-Z0-9+.-]+://|^[a-zA-Z0-9+]+::")
+_LOCAL_PROTOCOLS = ("file://", "local://")
+
+
+def is_remote(path: StrPath) -> bool:
+    """Return whether ``path`` is a URL of something else than the local filesystem."""
+    text = os.fspath(path)
+    return bool(_URL.match(text)) and not text.startswith(_LOCAL_PROTOCOLS)
+
+
+def local_path(path: StrPath) -> str:
+    """Return ``path`` as text, without the prefix of a local URL (``file://``).
+
+    Raises:
+        StorageError: No file can have such a name.
+    """
+    text = os.fspath(path)
+    if "\0" in text:
+        raise StorageError("the path has a NUL character in it", path=repr(text), remedy="choose another path")
+    for prefix in _LOCAL_PROTOCOLS:
+        if text.startswith(prefix):
+            return text[len(prefix) :]
+    return text

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ckpt_core.events import Event
+from ckpt_core.paths import is_remote
 from ckpt_core.recorder import (
     FlightRecorder,
     Verdict,
@@ -22,7 +23,6 @@ from ckpt_core.recorder import (
     say,
 )
 from ckpt_core.state.rng import RngState
-from lightning_ckpt._callbacks.lookup import is_remote
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._private.replacing import Live
 from lightning_ckpt._report import announce

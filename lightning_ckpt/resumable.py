@@ -22,6 +22,7 @@ from ckpt_core import Catalog, CheckpointInfo
 from ckpt_core.catalog import newest_first
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ckpt_core.option_checks import check_count, check_options, check_path, check_switch, or_none
+from ckpt_core.paths import is_remote
 from ckpt_core.pins import pin_path
 from ckpt_core.policies import RetentionHistory, RetentionPolicy, SaveInterval, numbers_in, policy_of_words
 from ckpt_core.preemption import Preemption
@@ -32,7 +33,6 @@ from lightning_ckpt._bases import ModelCheckpointBase
 from lightning_ckpt._callbacks.interval import AutoInterval
 from lightning_ckpt._callbacks.just_in_time import JustInTime
 from lightning_ckpt._callbacks.lookup import (
-    is_remote,
     left_in_another_version,
     newest_requeued,
     older_requeued,
@@ -530,7 +530,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
     @_fs.setter
     def _fs(self, filesystem: Any) -> None:
         directory = getattr(self, "dirpath", None)
-        if is_remote(directory):
+        if directory is not None and is_remote(directory):
             filesystem = open_filesystem(os.fspath(directory or ""), self._storage_options)
         self._filesystem = filesystem
 

@@ -10,7 +10,6 @@ from typing import Any
 from accelerate.utils import DistributedType
 
 from accelerate_ckpt import _termination
-from accelerate_ckpt._state.naming import is_url
 from accelerate_ckpt._state.parts import FORMAT, RANK, indexed, model_parts, optimizer_parts
 from accelerate_ckpt._state.preemption import target_of_run
 from accelerate_ckpt._state.resume import directory_of_run
@@ -18,6 +17,7 @@ from accelerate_ckpt._state.save import metadata_of, rank_state
 from accelerate_ckpt._state.session import Session, live_sessions
 from ckpt_core.at_exit import call_after_threads
 from ckpt_core.errors import RankFailedError
+from ckpt_core.paths import is_remote
 from ckpt_core.separate import SeparateSaves
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.survivors import (
@@ -151,7 +151,7 @@ class JustInTime:
 
     def meets(self) -> bool:
         """Return whether survivors could meet; called on all ranks together."""
-        if not is_url(self._directory):
+        if not is_remote(self._directory):
             return True
 
         def look() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from accelerate_ckpt._state.naming import automatic_root, candidates, is_url, next_iteration, number_of, path_text
+from accelerate_ckpt._state.naming import automatic_root, candidates, next_iteration, number_of, path_text
 from accelerate_ckpt._state.parts import (
     FORMAT,
     RANK,
@@ -38,7 +38,7 @@ from ckpt_core.errors import (
     CheckpointNotFoundError,
     StateMismatchError,
 )
-from ckpt_core.paths import StrPath
+from ckpt_core.paths import StrPath, is_remote
 from ckpt_core.resume import ResumePoint
 from ckpt_core.state.elastic import average_gradients
 from ckpt_core.state.gradients import restore_gradients
@@ -146,7 +146,7 @@ class _Stock:
         load_kwargs: dict[str, Any] | None,
         model_arguments: dict[str, Any],
     ) -> None:
-        if is_url(path) or not os.path.isdir(path):
+        if is_remote(path) or not os.path.isdir(path):
             raise FolderNotFoundError(f"Tried to find {path} but folder does not exist", path=path)
         self._session = session
         self._path = path
@@ -217,7 +217,7 @@ def _newest_of_run(session: Session, root: str, auto: AutoResume) -> str | None:
     if session.accelerator.project_configuration.automatic_checkpoint_naming:
         found = candidates(root, session.config.storage_options, session.tiers)
     else:  # of any name
-        options = session.config.storage_options if is_url(root) else None
+        options = session.config.storage_options if is_remote(root) else None
         found = Catalog(root, suffix="", storage_options=options, tiers=session.tiers).checkpoints()
         found = [info for info in found if info.is_directory]
     found = _and_in_memory(session, found)
@@ -370,7 +370,7 @@ class _Ours:
 @contextlib.contextmanager
 def _local_directory(checkpoint: DirectoryCheckpoint) -> Iterator[str]:
     """Give the files that hooks wrote as a local directory: the checkpoint itself, or a copy of what is in a store."""
-    if not is_url(checkpoint.path):
+    if not is_remote(checkpoint.path):
         yield checkpoint.path
         return
     with tempfile.TemporaryDirectory(prefix="ckpt-hooks-") as directory:

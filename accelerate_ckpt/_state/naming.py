@@ -11,7 +11,7 @@ from typing import Any
 
 from ckpt_core import Catalog, CheckpointInfo
 from ckpt_core.catalog import newest_first
-from ckpt_core.paths import StrPath
+from ckpt_core.paths import StrPath, is_remote, local_path
 from ckpt_core.tiers import Tiers
 
 log = logging.getLogger(__name__)
@@ -23,20 +23,15 @@ _NAME = _PREFIX + "_{}"
 NUMBER = re.compile(r"[0-9]+")
 
 
-def is_url(path: str) -> bool:
-    """Whether the path names a place in a store (``s3://...``) and not in the local file system."""
-    return "://" in path
-
-
 def path_text(path: StrPath) -> str:
-    """Return the path as text, ``~`` expanded."""
-    text = os.fspath(path)
-    return text if is_url(text) else os.path.expanduser(text)
+    """Return the path as text, ``~`` expanded, without the prefix of a local URL (``file://``)."""
+    text = local_path(path)
+    return text if is_remote(text) else os.path.expanduser(text)
 
 
 def automatic_root(accelerator: Any) -> str:
     """Return the directory of automatically named checkpoints."""
-    return os.path.join(accelerator.project_dir, _FOLDER)
+    return os.path.join(local_path(accelerator.project_dir), _FOLDER)
 
 
 def target_of(accelerator: Any, output_dir: StrPath | None) -> str:
@@ -69,7 +64,7 @@ def candidates(
     """
     infos = Catalog(root, suffix="", storage_options=storage_options, tiers=tiers).checkpoints()
     ours = {os.path.basename(info.path) for info in infos}
-    if not is_url(root) and os.path.isdir(root):
+    if not is_remote(root) and os.path.isdir(root):
         with os.scandir(root) as entries:
             infos += [
                 CheckpointInfo(entry.path, 0, entry.stat().st_mtime, is_directory=True)
@@ -96,7 +91,7 @@ def next_iteration(
     """
     root = automatic_root(accelerator)
     # Also directories that stock Accelerate or a crash left: their names are taken.
-    names = os.listdir(root) if not is_url(root) and os.path.isdir(root) else []
+    names = os.listdir(root) if not is_remote(root) and os.path.isdir(root) else []
     if not names or tiers is not None:
         names += numbered(root, storage_options, tiers).values()
     taken = [number for name in names if (number := number_of(name)) is not None]

@@ -8,8 +8,9 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from accelerate_ckpt._state.naming import automatic_root, is_url, path_text
+from accelerate_ckpt._state.naming import automatic_root, path_text
 from ckpt_core.catalog import CheckpointInfo
+from ckpt_core.paths import is_remote
 from ckpt_core.resume import ResumeAttempts, ResumePoint, folder_of_run
 
 __all__ = ["AutoResume", "directory_of_run", "point_of"]
@@ -32,7 +33,7 @@ class AutoResume:
 
     def __init__(self, session: Any, root: str) -> None:
         config = session.config
-        options = config.storage_options if is_url(root) else None
+        options = config.storage_options if is_remote(root) else None
         self._session = session
         self._attempts = ResumeAttempts(root, config.resume_attempts, storage_options=options, tiers=session.tiers)
 

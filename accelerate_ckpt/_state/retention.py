@@ -8,13 +8,14 @@ import os
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from accelerate_ckpt._state.naming import NUMBER, is_url, number_of
+from accelerate_ckpt._state.naming import NUMBER, number_of
 from accelerate_ckpt._state.parts import FORMAT
 from accelerate_ckpt.config import OptionError
 from ckpt_core import Catalog
 from ckpt_core.checkpointer import full_path
 from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError
+from ckpt_core.paths import is_remote
 from ckpt_core.policies import RetentionHistory, RetentionPolicy, SavedCheckpoint
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class Retention:
         """
         newest = self._checkpointer.known_as(target)
         directory, name = os.path.split(newest)
-        options = self._storage_options if is_url(directory) else None
+        options = self._storage_options if is_remote(directory) else None
         there = [full_path(path) for path in Catalog(directory, suffix="", storage_options=options).paths()]
         there += self._checkpointer.uploaded_in(directory)
         under_way = {newest, *map(self._checkpointer.known_as, pending)}

@@ -15,7 +15,7 @@ import torch
 
 from accelerate_ckpt import _termination
 from accelerate_ckpt._private.files import wait_when_safetensors_open
-from accelerate_ckpt._state.naming import is_url, number_of, target_of
+from accelerate_ckpt._state.naming import number_of, target_of
 from accelerate_ckpt._state.outcomes import AgreedSave
 from accelerate_ckpt._state.parts import (
     FORMAT,
@@ -34,7 +34,7 @@ from ckpt_core.commit_time import commit_time
 from ckpt_core.directory import AddedFiles, Part
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
 from ckpt_core.options import wait_if_small
-from ckpt_core.paths import StrPath
+from ckpt_core.paths import StrPath, is_remote
 from ckpt_core.ranks import names_of
 from ckpt_core.state.gradients import capture_gradients
 from ckpt_core.state.kinds import Kind
@@ -60,7 +60,7 @@ def save_state(session: Session, output_dir: StrPath | None) -> Path | str:
         agreed = _agree(session, target_of(accelerator, output_dir))
         target = agreed.path
         if _must_wait_for_window(session):
-            session.deferred.append(target if is_url(target) else os.path.abspath(target))
+            session.deferred.append(target if is_remote(target) else os.path.abspath(target))
         else:
             _save_now(session, agreed)
     finally:
@@ -68,7 +68,7 @@ def save_state(session: Session, output_dir: StrPath | None) -> Path | str:
     if session.interval is not None:
         session.interval.schedule.took(time.monotonic() - begin)
     accelerator.project_configuration.iteration += 1
-    return target if is_url(target) else Path(target)
+    return target if is_remote(target) else Path(target)
 
 
 def save_deferred(session: Session) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Any
 
-from ckpt_core.errors import StorageError
-from ckpt_core.paths import StrPath
+from ckpt_core.paths import StrPath, is_remote, local_path
 from ckpt_core.storage.base import MANIFEST_NAME, FileInfo, FileReader, FileWriter, Storage
 from ckpt_core.storage.counting import counted
 from ckpt_core.storage.faulty import Fault, FaultyStorage, Operation
@@ -27,30 +25,6 @@ __all__ = [
     "local_path",
     "storage_for",
 ]
-
-_URL = re.compile(r"^[a-zA-Z][a-zA-Z0-9+.-]+://|^[a-zA-Z0-9+]+::")
-_LOCAL_PROTOCOLS = ("file://", "local://")
-
-
-def is_remote(path: StrPath) -> bool:
-    """Return whether ``path`` is a URL of something else than the local filesystem."""
-    text = os.fspath(path)
-    return bool(_URL.match(text)) and not text.startswith(_LOCAL_PROTOCOLS)
-
-
-def local_path(path: StrPath) -> str:
-    """Return ``path`` as text, without the prefix of a local URL (``file://``).
-
-    Raises:
-        StorageError: No file can have such a name.
-    """
-    text = os.fspath(path)
-    if "\0" in text:
-        raise StorageError("the path has a NUL character in it", path=repr(text), remedy="choose another path")
-    for prefix in _LOCAL_PROTOCOLS:
-        if text.startswith(prefix):
-            return text[len(prefix) :]
-    return text
 
 
 def storage_for(path: StrPath, storage_options: dict[str, Any] | None = None) -> Storage:

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 from ckpt_core import Checkpointer
+from ckpt_core.paths import is_remote
 from ckpt_core.state.kinds import join_ranks
 from ckpt_core.survivors import NO_PLACE, BufferCopies, Rescue, Survivors, ignoring_signals, why_not_replicas
-from lightning_ckpt._callbacks.lookup import is_remote
 from lightning_ckpt._exact.state import ExactState
 from lightning_ckpt._private.loops import whole_checkpoint
 

@@ -26,6 +26,7 @@ import fsspec
 
 from ckpt_core import Catalog, CheckpointInfo
 from ckpt_core.errors import CheckpointError
+from ckpt_core.paths import is_remote
 
 logger = logging.getLogger(__name__)
 
@@ -108,11 +109,6 @@ def stock_hint(*, is_shown: bool) -> None:
     warnings.filters[:] = others  # type: ignore[index]
     if not is_shown:
         warnings.filterwarnings("ignore", message=_STOCK_HINT)
-
-
-def is_remote(path: Any) -> bool:
-    """Return whether ``path`` is a URL of something else than the local filesystem."""
-    return "://" in str(path) and not str(path).startswith(("file://", "local://"))
 
 
 def open_filesystem(directory: str, storage_options: Mapping[str, Any] | None) -> Any:

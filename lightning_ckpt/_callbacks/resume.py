@@ -13,8 +13,8 @@ from typing import Any
 from ckpt_core import CheckpointInfo
 from ckpt_core.catalog import newest_first
 from ckpt_core.errors import RankFailedError
+from ckpt_core.paths import is_remote
 from ckpt_core.resume import ResumeAttempts, ResumePoint, folder_of_run
-from lightning_ckpt._callbacks.lookup import is_remote
 from lightning_ckpt._private.loops import checkpoint_directory
 from lightning_ckpt._report import announce
 from lightning_ckpt._routing.trainer import raise_on_all_ranks

@@ -99,6 +99,14 @@ def test_the_path_is_returned_as_it_was_given(tmp_path: Path, monkeypatch: pytes
     assert [entry.name for entry in (tmp_path / "below").iterdir()] == ["saved"]
 
 
+def test_a_local_url_is_a_local_path(tmp_path: Path) -> None:
+    run = Run(accelerator_of())
+    run.train(3)
+    assert run.accelerator.save_state(f"file://{tmp_path}/saved") == tmp_path / "saved"
+    run.accelerator.load_state(f"file://{tmp_path}/saved")
+    assert run.accelerator.resumed.path == str(tmp_path / "saved")
+
+
 def test_several_models_optimizers_and_objects(tmp_path: Path) -> None:
     def prepared(seed: int) -> tuple[Accelerator, list[Any]]:
         accelerator = accelerator_of()
