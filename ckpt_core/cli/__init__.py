@@ -75,7 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Nobody reads any more, or what is printed has no room.
         is_closed = isinstance(error, BrokenPipeError)
         if not is_closed:
-            print(f"ckpt: {error}", file=sys.stderr)
+            said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error
+            print(f"ckpt: {said}", file=sys.stderr)
         try:
             sys.stdout.flush()
         except OSError:  # the interpreter would fail once more when it flushes at its end

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core.cli.finding import find, size_at
+from ckpt_core.cli.finding import find, find_foreign, no_checkpoint, size_at
 from ckpt_core.cli.inspecting import described
 from ckpt_core.cli.output import count, interest, print_json, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
-from ckpt_core.errors import CheckpointError, CheckpointFormatError
+from ckpt_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -95,8 +95,9 @@ def _leaves(path: str, options: Options) -> dict[str, Any]:
     from ckpt_core.interchange import load_whole
     from ckpt_core.tree import leaves
 
-    if not find(path, options.storage_options).is_checkpoint:
-        raise CheckpointFormatError("this is a directory, and no checkpoint", path=path, remedy=f"ckpt ls {path}")
+    found = find(path, options.storage_options)
+    if not found.is_checkpoint and find_foreign(path, options.storage_options) is None:
+        raise no_checkpoint(found)
     trust = False if options.trust_pickle else None
     return dict(leaves(load_whole(path, weights_only=trust, storage_options=options.storage_options)))
 

@@ -8,13 +8,24 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.parser import STORE_OPTIONS
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, StorageError
 
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
     from ckpt_core.interchange import Foreign
 
-__all__ = ["Found", "find", "find_all", "find_foreign", "missing", "size_at", "walk"]
+__all__ = [
+    "Found",
+    "find",
+    "find_all",
+    "find_foreign",
+    "missing",
+    "no_checkpoint",
+    "refuse_checkpoint",
+    "refuse_full_directory",
+    "size_at",
+    "walk",
+]
 
 _ENDING = ".ckpt"  # of files that are taken for checkpoints where a directory is named
 _LEVELS_OF_A_HINT = 2
@@ -57,6 +68,42 @@ class Found:
         except CheckpointError as error:
             return f"{self.path}: {error.message}"
         return None if found is None else f"{self.path} is {found.what}: see ckpt inspect, verify, convert"
+
+
+def no_checkpoint(found: Found) -> CheckpointFormatError:
+    """Return the error for a directory that was taken for a checkpoint."""
+    newest = f", the newest is {found.checkpoints[0].path}" if found.checkpoints else ""
+    number = f"{len(found.checkpoints)} checkpoint{'s' * (len(found.checkpoints) != 1)}"
+    return CheckpointFormatError(
+        f"this is a directory with {number}, and no checkpoint{newest}",
+        path=found.path,
+        remedy=f"ckpt ls {found.path}",
+    )
+
+
+def refuse_checkpoint(found: Found, verb: str) -> None:
+    """Refuse a checkpoint, or any other file, where a directory of them is wanted."""
+    if found.is_checkpoint:
+        raise CheckpointError(
+            "this is a checkpoint, and not a directory of them",
+            path=found.path,
+            remedy=f"ckpt {verb} {os.path.dirname(found.path.rstrip('/')) or '.'}",
+        )
+
+
+def refuse_full_directory(path: str, storage_options: dict[str, Any] | None) -> None:
+    """Refuse a target that is a directory with something else than a checkpoint in it."""
+    from ckpt_core._pipeline.loading import is_directory_checkpoint
+    from ckpt_core.storage import local_path, storage_for
+
+    place = local_path(path).rstrip("/")
+    storage = storage_for(place, storage_options)
+    if not is_directory_checkpoint(storage, place) and (storage.list(place) or storage.subdirectories(place)):
+        raise StorageError(
+            "there is something already: a directory that is no checkpoint",
+            path=path,
+            remedy=f"give a name in it: {place}/NAME",
+        )
 
 
 def missing(path: str) -> CheckpointNotFoundError:

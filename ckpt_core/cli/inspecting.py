@@ -6,11 +6,11 @@ import argparse
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core.cli.finding import Found, find, find_foreign
+from ckpt_core.cli.finding import Found, find, find_foreign, no_checkpoint
 from ckpt_core.cli.listing import state_of
 from ckpt_core.cli.output import age, count, interest, print_json, print_table, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
-from ckpt_core.errors import CheckpointFormatError, UnsafeCheckpointError
+from ckpt_core.errors import UnsafeCheckpointError
 from ckpt_core.events import size_in_words
 
 if TYPE_CHECKING:
@@ -56,12 +56,7 @@ def _inspect(options: Options) -> int:
     found = find(options.path, options.storage_options)
     foreign = find_foreign(options.path, options.storage_options)
     if foreign is None and not found.is_checkpoint:
-        newest = f", the newest is {found.checkpoints[0].path}" if found.checkpoints else ""
-        raise CheckpointFormatError(
-            f"this is a directory with {count(len(found.checkpoints), 'checkpoint')}, and no checkpoint{newest}",
-            path=options.path,
-            remedy=f"ckpt ls {options.path}",
-        )
+        raise no_checkpoint(found)
     path = options.path if foreign is not None else found.checkpoints[0].path
     verified = None
     if foreign is not None:

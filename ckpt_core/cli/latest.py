@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from ckpt_core.cli.finding import find, refuse_checkpoint
 from ckpt_core.cli.output import print_json
 from ckpt_core.cli.parser import Commands, Exit, Options
+from ckpt_core.errors import CheckpointNotFoundError
 
 __all__ = ["add_commands"]
 
@@ -17,7 +19,7 @@ def add_commands(commands: Commands) -> None:
         _latest,
         help="print the path of the newest checkpoint of a directory that verifies",
         epilog="Exit codes: 0 there is one, 3 there is nothing to resume (no checkpoints, or no such directory),\n"
-        "1 there are checkpoints and none verifies, or the directory cannot be read.",
+        "1 there are checkpoints and none verifies, the directory cannot be read, or it is a checkpoint.",
     )
     latest.add_argument("directory")
 
@@ -31,10 +33,19 @@ def _latest(options: Options) -> int:
         catalog = Catalog(options.directory, suffix="", storage_options=options.storage_options)
         info = catalog.newest_verified(order=only_checkpoints)
     if info is None:
-        print(f"ckpt: there is nothing to resume in {options.directory}", file=sys.stderr)
+        print(f"ckpt: there is nothing to resume in {options.directory}{_why(options)}", file=sys.stderr)
         return Exit.MISSING
     if options.json:
         print_json({"path": info.path, "step": info.step, "committed": info.committed, "bytes": info.size})
     else:
         print(info.path)
     return Exit.OK
+
+
+def _why(options: Options) -> str:
+    try:
+        found = find(options.directory, options.storage_options)
+    except CheckpointNotFoundError:
+        return ""
+    refuse_checkpoint(found, "latest")  # a script would begin anew
+    return f": {found.hint(options.storage_options)}"

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core.cli.finding import find, find_all
+from ckpt_core.cli.finding import find, find_all, refuse_checkpoint
 from ckpt_core.cli.output import print_json
 from ckpt_core.cli.parser import Commands, Exit, Options, json_object
 from ckpt_core.console import beside_bars
@@ -176,9 +176,12 @@ def _plan(options: Options, target_options: dict[str, Any] | None) -> tuple[list
     source, target = (full_path(path).rstrip("/") for path in (options.source, options.target))
     if source == target:
         raise CheckpointError("source and target are the same", path=target, remedy="give another target")
+    if options.recursive and target.startswith(f"{source}/"):
+        raise CheckpointError(
+            "the target is in the source, and would be copied into itself", path=target, remedy="give another target"
+        )
     places = find_all([source], options.storage_options, recursive=options.recursive)
-    if places[0].is_checkpoint:
-        raise CheckpointError("this is a checkpoint, and not a directory of them", path=source, remedy="use ckpt cp")
+    refuse_checkpoint(places[0], "sync")
     if not any(place.checkpoints for place in places):
         raise CheckpointError(places[0].hint(options.storage_options), path=source)
     copies, others = [], []

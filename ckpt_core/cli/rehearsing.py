@@ -54,7 +54,10 @@ def add_commands(commands: Commands) -> None:
 
 
 def _steps(text: str) -> tuple[int, ...]:
-    return tuple(int(word) for word in text.split(","))
+    try:
+        return tuple(int(word) for word in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of steps such as 7,20") from None
 
 
 def _names(text: str) -> tuple[str, ...]:

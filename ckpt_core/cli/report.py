@@ -32,7 +32,8 @@ def _report(options: Options) -> int:
     try:
         processes = read_events(options.events)
     except (OSError, ValueError) as error:
-        print(f"ckpt: {error}", file=sys.stderr)
+        said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
+        print(f"ckpt: there is no event log: {said}", file=sys.stderr)
         return Exit.MISSING if isinstance(error, FileNotFoundError) else Exit.FAILED
     totals = totals_of(processes)
     if options.json:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core.cli.finding import find, find_all, size_at
+from ckpt_core.cli.finding import find, find_all, refuse_checkpoint, size_at
 from ckpt_core.cli.listing import print_hints
 from ckpt_core.cli.output import count, print_json, print_table, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
@@ -182,8 +182,7 @@ def _prune(options: Options) -> int:
         )
         return Exit.USAGE
     found = find(options.directory, options.storage_options)
-    if found.is_checkpoint:
-        raise CheckpointError("this is a checkpoint, and not a directory of them", path=options.directory)
+    refuse_checkpoint(found, "prune")
     rules = [rule for rules in options.keep for rule in rules]
     told = listen(found.checkpoints, options.storage_options)
     decisions = _decide(found.checkpoints, rules, told)
@@ -223,7 +222,10 @@ def agreed(options: Options) -> bool:
     """Ask whether what was shown is to be deleted, and return the answer; no where nobody can be asked."""
     if options.json or not (sys.stdin.isatty() and sys.stdout.isatty()):
         return False
-    return input("delete them? [y/N] ").strip().lower() in ("y", "yes")
+    try:
+        return input("delete them? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:  # Ctrl-D
+        return False
 
 
 def _unknown_metrics(rules: Iterable[tuple[str, RetentionPolicy]], told: Mapping[str, Told]) -> list[str]:
@@ -301,7 +303,9 @@ def _clean(options: Options) -> int:
         return _clean_memory(options)
     if options.directory is None:
         raise CheckpointError("which directory?", remedy="name it, or ask for the memory: ckpt clean --memory")
-    find(options.directory, options.storage_options)  # a directory that is not there is an error
+    found = find(options.directory, options.storage_options)  # a directory that is not there is an error
+    if found.is_checkpoint and not found.checkpoints[0].is_directory:
+        refuse_checkpoint(found, "clean")
     catalog = Catalog(options.directory, storage_options=options.storage_options)
     removed = catalog.prune(dry_run=options.dry_run)
     if options.json:

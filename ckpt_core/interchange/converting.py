@@ -18,7 +18,7 @@ from ckpt_core.interchange.accelerate_files import is_stock_accelerate, parts_of
 from ckpt_core.interchange.dcp_files import export_dcp, import_entries, open_exported, read_dcp
 from ckpt_core.interchange.dcp_format import METADATA_NAME
 from ckpt_core.interchange.exported import Exported
-from ckpt_core.interchange.model_files import holds_model, read_model
+from ckpt_core.interchange.model_files import holds_model, read_model, refuse_unfinished
 from ckpt_core.interchange.streaming import DiskMemory, new_directory
 from ckpt_core.paths import StrPath
 from ckpt_core.state.kinds import Kind, Part
@@ -76,6 +76,7 @@ def load_whole(
         return _load_stock(path, storage, weights_only, memory)
     if not of_trainer and is_stock_accelerate(path, storage_options):
         return read_stock(path, storage, weights_only=weights_only, memory=memory)
+    refuse_unfinished(path, storage)
     if not of_trainer and holds_model(path, storage):
         return {"model": read_model(path, storage, memory=memory)}
     location = (lambda storage, _: storage) if map_location is None else map_location

@@ -16,7 +16,7 @@ from ckpt_core.interchange.accelerate_files import is_file_of_stock, is_stock_ac
 from ckpt_core.interchange.dcp_files import entries_of_dcp, verify_dcp
 from ckpt_core.interchange.dcp_format import METADATA_NAME
 from ckpt_core.interchange.exported import STRUCTURE
-from ckpt_core.interchange.model_files import holds_model, infos_of_model
+from ckpt_core.interchange.model_files import holds_model, infos_of_model, refuse_unfinished
 from ckpt_core.interchange.naming import entry_name
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, storage_for
@@ -52,6 +52,7 @@ def recognize(source: StrPath, *, storage_options: dict[str, Any] | None = None)
         return _accelerate(path, storage)
     if storage.exists(f"{path}/{METADATA_NAME}"):
         return _dcp(path, storage)
+    refuse_unfinished(path, storage)
     if not holds_model(path, storage):
         return None
     files = infos_of_model(path, storage)

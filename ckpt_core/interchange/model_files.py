@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import os
 import re
 import uuid
 import zipfile
@@ -40,10 +41,12 @@ from ckpt_core.interchange.saving import Chunk, save_alone
 from ckpt_core.interchange.streaming import DiskMemory, LazyTensors, TensorMemory, given, new_directory
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import LocalStorage, Storage, is_remote, storage_for
+from ckpt_core.storage.base import MANIFEST_NAME
 
 DEFAULT_SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it
 _NAME = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_OURS = re.compile(r"rank-\d{5,}-of-\d{5,}.*\.digests")
 _PLAIN_NAME = re.compile(r"[^/\\:\0]+\.safetensors")
 _LARGEST_INDEX = 2**28  # bytes
 
@@ -261,6 +264,16 @@ def _tensors_in(storage: Storage, origin: str, name: str = _NAME) -> Iterator[tu
                     remedy="download the model again",
                 )
             yield path, key, stored[key]
+
+
+def refuse_unfinished(path: str, storage: Storage) -> None:
+    """Refuse a directory of ours without its manifest, whose files would pass for a model's."""
+    if not path.endswith(".safetensors") and any(_OURS.fullmatch(os.path.basename(f.path)) for f in storage.list(path)):
+        raise CheckpointCorruptedError(
+            f"it has no {MANIFEST_NAME}, which is written last: the save was cut off, or somebody has deleted it",
+            path=path,
+            remedy="take an older checkpoint: ckpt latest of the directory in which it is",
+        )
 
 
 def holds_model(path: str, storage: Storage) -> bool:

@@ -16,6 +16,7 @@ from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core.errors import StorageError
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import is_remote, local_path
+from ckpt_core.storage.failures import storage_error
 from ckpt_core.storage.local_directory import sync_file
 
 _ALIGNMENT = 64  # bytes
@@ -63,9 +64,12 @@ class DiskMemory:
 
     def __init__(self, target: str) -> None:
         directory = None if is_remote(target) else os.path.dirname(os.path.abspath(local_path(target)))
-        if directory is not None:
-            os.makedirs(directory, exist_ok=True)
-        self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed by close
+        try:
+            if directory is not None:
+                os.makedirs(directory, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 - closed by close
+        except OSError as error:
+            raise storage_error("write", target, error) from error
         self._size = 0
 
     def close(self) -> None:

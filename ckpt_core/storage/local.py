@@ -24,6 +24,8 @@ from ckpt_core.storage.failures import existing_directory, storage_error
 from ckpt_core.storage.local_directory import CANNOT_LINK, CANNOT_LOCK, SUFFIX, sync_directory
 from ckpt_core.storage.local_reader import BLOCK, LocalFileReader, address, close
 
+_NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # deleted meanwhile; links that lead nowhere
+
 
 class LocalFileWriter(FileWriter):
     """Writes one file."""
@@ -40,8 +42,7 @@ class LocalFileWriter(FileWriter):
         self._descriptor = -1
         try:
             _make_directories(self._directory)
-            if os.path.isdir(path) and not os.path.islink(path):
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+            _refuse_special(path)
             self._open()
             while not _claim(self._descriptor):
                 self._close()
@@ -128,6 +129,20 @@ def _part_name(path: str) -> str:
     directory, name = os.path.split(os.path.abspath(path))
     start = os.fsdecode(os.fsencode(name)[:200])  # a name has at most 255 bytes
     return os.path.join(directory, f".{start}.{uuid.uuid4().hex[:12]}{SUFFIX}")
+
+
+def _refuse_special(path: str) -> None:
+    """Refuse to put a file where a directory, a device or a pipe is."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+        raise StorageError(
+            "the path is not a regular file, and is not replaced by one", path=path, remedy="give another path"
+        )
 
 
 def _file_replaced_by(path: str) -> os.stat_result | None:
@@ -233,19 +248,15 @@ class LocalStorage(Storage):
         return size
 
     def list(self, directory: str) -> Sequence[FileInfo]:
-        try:
-            with os.scandir(directory) as entries:
-                found = [entry for entry in entries if not entry.name.endswith(SUFFIX)]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise storage_error("list", directory, error) from error
         infos = []
-        for entry in found:
-            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+        for entry in _entries(directory):
+            try:
                 if entry.is_file():
                     status = entry.stat()
                     infos.append(FileInfo(entry.path, status.st_size, status.st_mtime))
+            except OSError as error:
+                if error.errno not in _NOT_THERE:
+                    raise storage_error("list", entry.path, error) from error
         return infos
 
     def remove_orphans(self, directory: str) -> Sequence[str]:
@@ -317,13 +328,23 @@ class LocalStorage(Storage):
 
     def subdirectories(self, directory: str) -> Sequence[str]:
         local_directory.restore(directory)
-        try:
-            with os.scandir(directory) as entries:
-                return [entry.path for entry in entries if entry.is_dir() and not entry.name.endswith(SUFFIX)]
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except OSError as error:
-            raise storage_error("list", directory, error) from error
+        found = []
+        for entry in _entries(directory):
+            with contextlib.suppress(OSError):  # what cannot be looked at is none that anybody could enter
+                if entry.is_dir():
+                    found.append(entry.path)
+        return found
+
+
+def _entries(directory: str) -> list[os.DirEntry[str]]:
+    """Return what is in a directory, without unfinished work."""
+    try:
+        with os.scandir(directory) as entries:
+            return [entry for entry in entries if not entry.name.endswith(SUFFIX)]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise storage_error("list", directory, error) from error
 
 
 def _claim(descriptor: int) -> bool:

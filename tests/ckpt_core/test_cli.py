@@ -212,6 +212,9 @@ def test_what_cannot_be_read_is_not_called_damaged(directory: Path, capsys: pyte
     (directory / "loop.ckpt").symlink_to("loop.ckpt")
     code, (found,) = verdicts(capsys, directory / "loop.ckpt")
     assert (code, found["state"]) == (1, "error")
+    (directory / "loop").symlink_to("loop")
+    Checkpointer(strategy="sync").save({"weight": torch.ones(1)}, directory / "c.ckpt")  # they disturb nobody
+    assert main(["ls", "-r", str(directory)]) == 0
 
 
 def test_progress_is_shown_on_a_terminal_and_counts_every_byte(
@@ -553,3 +556,60 @@ def test_diff_shows_first_what_people_ask_for(tmp_path: Path, capsys: pytest.Cap
     assert main([*words, "--all"]) == 1
     every = capsys.readouterr().out.splitlines()
     assert every[12:14] == ["- state_dict.a: float32[1]", "+ state_dict.b: float32[1]"]
+
+
+# ---- what was not meant
+
+
+def test_a_directory_of_ours_without_its_manifest_is_no_model(
+    directories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = directories / "step=2"
+    (path / "manifest.json").unlink()
+    assert main(["verify", str(path)]) == 1
+    assert "DAMAGED" in (said := capsys.readouterr().out) and "it has no manifest.json" in said
+    assert main(["convert", str(path), str(directories / "new"), "--to", "directory"]) == 1
+    assert "it has no manifest.json" in capsys.readouterr().err
+    assert not (directories / "new").exists()
+
+
+def test_a_checkpoint_is_no_directory_in_which_nothing_is(
+    directory: Path, directories: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for path in (directory / "a.ckpt", directories / "step=2"):
+        assert main(["latest", str(path)]) == 1  # and not 3, with which scripts begin anew
+        assert f"ckpt latest {path.parent}" in capsys.readouterr().err
+    assert main(["clean", str(directory / "a.ckpt")]) == 1
+    (directories / "runs" / "a").mkdir(parents=True)
+    (directories / "step=1").rename(directories / "runs" / "a" / "step=1")
+    assert main(["latest", str(directories / "runs")]) == 3
+    assert "below it, such as in" in capsys.readouterr().err
+
+
+def test_nothing_is_written_over_what_is_no_checkpoint(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = str(directory / "a.ckpt")
+    before = sorted(directory.iterdir())
+    assert main(["convert", source, str(directory), "--to", "directory"]) == 1
+    assert "give a name in it" in capsys.readouterr().err
+    assert main(["sync", str(directory), str(directory / "below"), "-r"]) == 1
+    assert "copied into itself" in capsys.readouterr().err
+    pipe = tmp_path.parent / f"{tmp_path.name}.pipe"
+    os.mkfifo(pipe)
+    assert main(["convert", source, str(pipe), "--to", "file"]) == 1
+    assert pipe.is_fifo()
+    assert "is not a regular file" in capsys.readouterr().err
+    assert sorted(directory.iterdir()) == before
+
+
+def test_diff_compares_what_other_programs_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    state = {"model": {"w": torch.ones(2)}, "step": 3}
+    dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    with Checkpointer(strategy="sync") as checkpointer:
+        checkpointer.save(state, tmp_path / "same.ckpt")
+        checkpointer.save({**state, "step": 4}, tmp_path / "other.ckpt")
+    assert main(["diff", str(tmp_path / "dcp"), str(tmp_path / "same.ckpt")]) == 0
+    assert main(["diff", str(tmp_path / "dcp"), str(tmp_path / "other.ckpt")]) == 1
+    assert "3 and 4" in capsys.readouterr().out
+    assert main(["diff", str(tmp_path), str(tmp_path / "dcp")]) == 2
