@@ -20,7 +20,10 @@ from typing import Any, NamedTuple
 
 from ckpt_core.state.plain import fingerprint
 
-__all__ = ["Source", "is_live", "mark"]
+__all__ = ["CELL", "Source", "is_live", "mark"]
+
+#: What the name of a variable of a closure begins with, in the path to what it holds.
+CELL = "()"
 
 # what only tells people of a value, or writes it down
 _TELLS = re.compile(
@@ -93,10 +96,13 @@ class Source:
         names = [root]
         for part in rest:
             key = f"{names[-1]}[{part}]"
-            # of the function that a closure comes from, the name is not known
-            inner = (name for name in self._reader.stored if name.count(":") == 2 and name.endswith(f":{part}"))
-            attribute = f".{part}" if f".{part}" in self._reader.stored else min(inner, default=f".{part}")
-            names.append(key if key in self._reader.stored else attribute)
+            if part.startswith(CELL):  # the name of the function that it is a variable of is not known
+                end = part.replace(CELL, ":")
+                names.append(
+                    min((n for n in self._reader.stored if n.count(":") == 2 and n.endswith(end)), default=part)
+                )
+            else:
+                names.append(key if key in self._reader.stored else f".{part}")
         while len(names) > 1 and self._is_readable and names[-1] not in self._reader.stored:
             names.pop()  # what is only reached through another name, such as the items of a list
         return names

@@ -43,7 +43,7 @@ from torch.utils.data import DataLoader, Dataset
 from ckpt_core.state.plain import fingerprint
 from ckpt_core.state.reach import is_generator, is_library, is_plain
 from ckpt_core.state.rng import capture_generator
-from ckpt_core.state.source import Source, is_live, mark
+from ckpt_core.state.source import CELL, Source, is_live, mark
 
 __all__ = ["Variables", "Watched", "are_kept", "in_words"]
 
@@ -184,7 +184,7 @@ class Variables:
                 in_place = isinstance(now.value, _CONTAINERS) and self._ids.get(key) == id(now.value)
                 noted[key] = [now.mark, first, now.kind, touched, in_place]
             elif first is None and now.is_live and (owner := self._began_without(key, found)):
-                noted.setdefault(owner, ["", self._first[owner], _VALUE, owner not in self._of_pass, True, []])
+                noted.setdefault(owner, ["", self._first[owner], _VALUE, True, True, []])
                 noted[owner][5].append(key[len(owner.partition("` of ")[0]) + 1 : key.index("` of ")])
         anew = [key for key in noted if key in self._anew]
         return {"values": noted, "between": between, "ends": ends, "passes": self._passes, "anew": anew}
@@ -227,7 +227,9 @@ class Variables:
         missed = [one for one in lost if one[1].is_live and self._is_missed(*one, source)]
         # a variable of a function is a part of those that are defined in it, too
         missed.sort(key=lambda one: -one[1].path.count("."))
-        return list({(held.path.rpartition(".")[2], *noted[:2]): key for key, held, noted in missed}.values())[::-1]
+        return list({(_shown(held.path).rpartition(".")[2], *noted[:2]): key for key, held, noted in missed}.values())[
+            ::-1
+        ]
 
     def _is_as_new(self, now: _Held, noted: Sequence[Any], key: str) -> bool:
         saved, first = noted[:2]
@@ -257,7 +259,7 @@ class Variables:
             counts, holds = type(now.value) is int, isinstance(now.value, _CONTAINERS)
             if not source.decides(names[-1], counts=counts, holds=holds):
                 return False
-            is_variable = now.frame is not None and "." not in now.path
+            is_variable = now.frame is not None and not now.is_elsewhere and "." not in now.path
             if not (is_variable or in_place or self._saved.get("ends") or source.keeps(names[-1], now.value)):
                 return False
         # an epoch, or what comes next, may begin with it anew
@@ -286,7 +288,7 @@ class Variables:
                 if name.rpartition(".")[2] not in watched.ignored and not is_left and not _NO_STATE.search(name):
                     for path, what, one, of in look.into(name, value):
                         held = _Held(_mark(what, one), what, f"self.{path}", None, one, of or owner)
-                        found[f"`{path}` of {owner.__name__}"] = held
+                        found[f"`{_shown(path)}` of {owner.__name__}"] = held
         elsewhere, frames = _frames_elsewhere(), _frames(sys._getframe(1))
         everywhere, innermost = [*elsewhere, *frames], frames[-1] if frames else None
         for place, frame, variables in [
@@ -299,7 +301,9 @@ class Variables:
                 is_given = frame not in (None, innermost) and not is_other and not is_live(name, frame)
                 if not (name.startswith("__") or is_given or _NO_STATE.search(name)):
                     for path, what, one, of in look.into(name, value):
-                        found[f"`{path}` of {place}"] = _Held(_mark(what, one), what, path, frame, one, of, is_other)
+                        found[f"`{_shown(path)}` of {place}"] = _Held(
+                            _mark(what, one), what, path, frame, one, of, is_other
+                        )
         return found
 
 
@@ -424,6 +428,10 @@ def _attributes(owner: object) -> tuple[type, list[tuple[str, Any]]]:
     return type(owner), list(vars(owner).items())
 
 
+def _shown(path: str) -> str:
+    return path.replace(CELL, "")
+
+
 def _children_of(value: Any) -> list[tuple[str, Any]]:
     if hasattr(value, "_fields"):
         return list(value._asdict().items())
@@ -439,7 +447,7 @@ def _children_of(value: Any) -> list[tuple[str, Any]]:
         if not _is_users(value.__code__.co_filename):
             return []
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
-        found = [(name, cell.cell_contents) for name, cell in cells if _is_filled(cell)]
+        found = [(f"{CELL}{name}", cell.cell_contents) for name, cell in cells if _is_filled(cell)]
         return [*found, *vars(value).items()]
     if isinstance(value, DataLoader):
         return [(name, getattr(value, name, None)) for name in ("dataset", "sampler", "batch_sampler")]
