@@ -35,7 +35,13 @@ from ckpt_core._layouts.sharded.safetensors_file import (
     file_order,
 )
 from ckpt_core._layouts.sharded.skeleton import Json, encode_plain
-from ckpt_core._layouts.sharded.writing import describe_chunks, describe_digests, describe_shard, name_of_chunk
+from ckpt_core._layouts.sharded.writing import (
+    NOT_TENSORS,
+    describe_chunks,
+    describe_digests,
+    describe_shard,
+    name_of_chunk,
+)
 from ckpt_core._pipeline.directories import NOTHING, discard, errors_name, leave, previous_at, publish
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core.buffers import ScratchBuffers
@@ -133,7 +139,7 @@ class UnconnectedSave:
                 infos = [TensorInfo(chunk.info.dtype, chunk.box.shape) for chunk in of_part]
                 order = file_order(infos)
                 ordered = [of_part[index] for index in order]
-                taken: set[str] = set()
+                taken = set(NOT_TENSORS)
                 named = tuple(
                     [(chunk.name_in_file(taken), infos[index]) for index, chunk in zip(order, ordered, strict=True)]
                 )

@@ -49,6 +49,7 @@ from ckpt_core.errors import CheckpointError, SerializationError
 from ckpt_core.geometry import Box
 from ckpt_core.storage.base import MANIFEST_NAME
 
+NOT_TENSORS = frozenset({"__metadata__"})  # names in a header of safetensors
 _SMALL = 16 * 2**10  # bytes: handing them to another thread takes longer than copying them
 _REMEDY = "save the same state on all ranks: the same keys, shapes and types, in the same order"
 
@@ -331,14 +332,18 @@ def _chunks(part: PartContent, sources: list[torch.Tensor], *, first: int = 0, p
     if unknown:
         raise ValueError(f"part {part.name!r} has pieces of tensors that it has not: {sorted(unknown)[:5]}")
     chunks: list[_Chunk] = []
-    names: set[str] = set()
+    names = set(NOT_TENSORS)
     for index, (key, tensor) in enumerate(part.tensors.items(), start=first):
         for piece in part.pieces.get(key, ()):
             shape = piece.box.shape
             if piece.tensor.dtype != tensor.dtype or piece.tensor.shape != shape:
                 raise ValueError(f"a piece of {key!r} is not of its tensor's type, or not of its box's shape")
             is_whole = shape == tensor.shape
-            name = name_of_chunk(prefix + key, piece.box, is_whole=is_whole, taken=names)
+            name = prefix + key
+            if is_whole and name not in names:  # nearly always, and there may be many
+                names.add(name)
+            else:
+                name = name_of_chunk(name, piece.box, is_whole=is_whole, taken=names)
             info = TensorInfo(tensor.dtype, shape)
             chunks.append(_Chunk(index, key, name, info, piece.box, is_whole, len(sources)))
             sources.append(piece.tensor)
@@ -346,9 +351,12 @@ def _chunks(part: PartContent, sources: list[torch.Tensor], *, first: int = 0, p
 
 
 def name_of_chunk(key: str, box: Box, *, is_whole: bool, taken: set[str]) -> str:
-    """Return the name that a box of a tensor has in its file, and add it to those that are ``taken`` there."""
+    """Return the name that a box of a tensor has in its file, and add it to those that are ``taken`` there.
+
+    At first, :data:`NOT_TENSORS` are.
+    """
     name = key if is_whole else f"{key}@{','.join(map(str, box.offset))}"
-    while name in taken or name == "__metadata__":
+    while name in taken:
         name += "~"
     taken.add(name)
     return name
