@@ -335,6 +335,12 @@ def waits_for_room(windows: PassingWindows) -> None:
         pass
 
 
+def test_all_saves_under_way_together_take_what_is_allowed() -> None:
+    pool = BufferPool(2, 2 * ROOM)
+    buffers = [pool.acquire(5 * ROOM) for _ in range(2)]
+    assert [buffer.nbytes for buffer in buffers] == [ROOM, ROOM]
+
+
 def test_who_waits_for_room_hears_that_nobody_writes_any_more() -> None:
     windows = PassingWindows(StagingBuffer(ROOM), lambda: None)
     (passed,) = windows.begin([("file", Windows(lambda _: None))], lambda *_: False) or []
