@@ -3,8 +3,8 @@
 from ckpt_core._commit.agreement import Agreement
 from ckpt_core._commit.announcement import decode_error, encode_error, names_of
 from ckpt_core._commit.meeting import Call, Meeting
+from ckpt_core._commit.raising_together import RunOutcome, raise_together
 from ckpt_core._commit.rank_group import RankGroup
-from ckpt_core._commit.shared_failures import RunOutcome, raise_together
 from ckpt_core._commit.tcp_store import connect_store
 
 __all__ = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from accelerate_ckpt._state.naming import NUMBER, number_of
+from accelerate_ckpt._state.naming import NUMBER, automatic_root, by_number, number_of, numbered
 from accelerate_ckpt._state.parts import FORMAT
 from accelerate_ckpt.config import OptionError
 from ckpt_core import Catalog
@@ -19,6 +19,26 @@ from ckpt_core.paths import is_remote
 from ckpt_core.policies import RetentionHistory, RetentionPolicy, SavedCheckpoint
 
 log = logging.getLogger(__name__)
+
+
+def beyond_total_limit(
+    accelerator: Any,
+    checkpointer: DirectoryCheckpointer,
+    storage_options: dict[str, Any] | None,
+    pending: list[str],
+    is_damaged: Callable[[str], bool],
+) -> list[str] | None:
+    """Return the committed checkpoints that Accelerate's ``total_limit`` gives up; None where it does not apply.
+
+    Those whose save is ``pending`` count, and stay; those for which ``is_damaged`` holds stay and do not count.
+    """
+    project = accelerator.project_configuration
+    if not project.automatic_checkpoint_naming or project.total_limit is None:
+        return None
+    root = checkpointer.known_as(automatic_root(accelerator))
+    committed = by_number(checkpointer.uploaded_in(root)) | numbered(root, storage_options)
+    committed = {number: path for number, path in committed.items() if not is_damaged(path)}
+    return unwanted(committed, pending, project.total_limit)
 
 
 def unwanted(committed: dict[int, str], pending: list[str], keep: int) -> list[str]:

@@ -27,12 +27,11 @@ from accelerate_ckpt._report import RunReport, announce, forget_reports
 from accelerate_ckpt._state.changes import Changes
 from accelerate_ckpt._state.interval import PREFIX, AutoInterval
 from accelerate_ckpt._state.memory import MemorySnapshots
-from accelerate_ckpt._state.naming import automatic_root, by_number, numbered
 from accelerate_ckpt._state.outcomes import OutcomeWatch
 from accelerate_ckpt._state.parts import is_sharded
 from accelerate_ckpt._state.preemption import PreemptionWatch
 from accelerate_ckpt._state.resume import AutoResume, directory_of_run
-from accelerate_ckpt._state.retention import Retention, unwanted
+from accelerate_ckpt._state.retention import Retention, beyond_total_limit
 from accelerate_ckpt.config import CheckpointConfig, OptionError
 from ckpt_core.directory import DirectoryCheckpointer
 from ckpt_core.errors import StateMismatchError
@@ -404,15 +403,6 @@ class Session:
         if not self.local_sgd.active:  # its ranks exchange nothing until they average
             self.outcomes.optimizer_stepped(optimizer)
 
-    def _beyond_total_limit(self, pending: list[str]) -> list[str] | None:
-        project = self.accelerator.project_configuration
-        if not project.automatic_checkpoint_naming or project.total_limit is None:
-            return None
-        root = self.checkpointer.known_as(automatic_root(self.accelerator))
-        committed = by_number(self.checkpointer.uploaded_in(root)) | numbered(root, self.config.storage_options)
-        committed = {number: path for number, path in committed.items() if not self.was_passed_over(path)}
-        return unwanted(committed, pending, project.total_limit)
-
     def note_metrics(self, values: Mapping[str, Any]) -> None:
         """Note what a script logs, so that checkpoints can be told and chosen by it; what is no number is left out.
 
@@ -439,7 +429,11 @@ class Session:
             return
         self.passed_over.discard(self.checkpointer.known_as(target))  # saved again
         pending = [*self.checkpointer.pending, target]
-        gone = (self.limit or self._beyond_total_limit)(pending)
+        if self.limit is not None:
+            gone = self.limit(pending)
+        else:
+            options = self.config.storage_options
+            gone = beyond_total_limit(self.accelerator, self.checkpointer, options, pending, self.was_passed_over)
         if self.retention is not None and self.retention.covers(target):
             given_up = self.retention.surplus(target, pending, self.protected, self.passed_over)
             gone = (

@@ -13,7 +13,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ckpt_core._commit.absent_ranks import Progress
 from ckpt_core._commit.announcement import Announcement, decode_error, encode_error, names_of
-from ckpt_core._commit.shared_failures import raise_together
+from ckpt_core._commit.raising_together import raise_together
 from ckpt_core._commit.tcp_store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError
 

@@ -18,9 +18,10 @@ from typing import Literal, Protocol
 
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._pipeline import loading
+from ckpt_core._pipeline.buffer_pool import BufferPool
 from ckpt_core._pipeline.device_copy import watch_optimizers
 from ckpt_core._pipeline.jobs import Job, JobQueue, OnError
-from ckpt_core._pipeline.staging import BufferPool, Snapshot
+from ckpt_core._pipeline.staging import Snapshot
 from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.errors import CheckpointError, OutOfMemoryError, SnapshotTornError
 from ckpt_core.events import (

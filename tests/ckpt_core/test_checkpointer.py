@@ -27,7 +27,7 @@ from ckpt_core import (
     StorageError,
     verify,
 )
-from ckpt_core._pipeline.staging import BufferPool
+from ckpt_core._pipeline.buffer_pool import BufferPool
 from ckpt_core.events import (
     CheckpointLoaded,
     CheckpointRemoved,

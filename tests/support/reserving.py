@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ckpt_core import checkpointer
-from ckpt_core._pipeline import staging
+from ckpt_core._pipeline import buffer_pool
 from ckpt_core.buffers import StagingBuffer
 
 __all__ = ["allocations", "wait_until_reserved"]
@@ -23,7 +23,7 @@ def allocations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names.append(threading.current_thread().name)
             super().__init__(*args, **options)
 
-    monkeypatch.setattr(staging, "StagingBuffer", Noted)
+    monkeypatch.setattr(buffer_pool, "StagingBuffer", Noted)
     monkeypatch.setattr(checkpointer, "_WORTH_RESERVING", 1)
     return names
 

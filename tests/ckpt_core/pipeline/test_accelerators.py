@@ -21,8 +21,8 @@ from ckpt_core import CheckpointCorruptedError, Checkpointer, DirectoryCheckpoin
 from ckpt_core._devices import DeviceGenerators, LateNumber, pin
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._pipeline import device_copy
+from ckpt_core._pipeline.buffer_pool import BufferPool
 from ckpt_core._pipeline.device_copy import BackgroundCopy
-from ckpt_core._pipeline.staging import BufferPool
 from ckpt_core.buffers import StagingBuffer
 from ckpt_core.recorder.fingerprints import digest_generators
 from ckpt_core.state.rng import RngState

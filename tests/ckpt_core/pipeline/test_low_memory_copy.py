@@ -14,9 +14,10 @@ import torch
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part, SerializationError, StorageError
 from ckpt_core._layouts.image import WINDOW, ImageAbandonedError
+from ckpt_core._pipeline.buffer_pool import BufferPool
 from ckpt_core._pipeline.jobs import JobQueue
 from ckpt_core._pipeline.low_memory_copy import PassingWindows
-from ckpt_core._pipeline.staging import BufferPool, Snapshot
+from ckpt_core._pipeline.staging import Snapshot
 from ckpt_core.buffers import StagingBuffer
 from ckpt_core.events import Event, SnapshotTaken
 from ckpt_core.options import CheckpointerOptions

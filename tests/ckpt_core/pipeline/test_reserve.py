@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part, checkpointer
-from ckpt_core._pipeline.staging import BufferPool
+from ckpt_core._pipeline.buffer_pool import BufferPool
 from tests.support.reserving import allocations, wait_until_reserved
 
 

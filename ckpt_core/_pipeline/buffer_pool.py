@@ -1,0 +1,113 @@
+"""The buffers into which states are copied: lent to one save after the other, and kept.
+
+Copying into memory that is used again and again runs at memory speed; copying into fresh memory runs at a fifth of it,
+because every page must first be found and cleared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+from ckpt_core._devices import on_this_device
+from ckpt_core._layouts.image import WINDOW
+from ckpt_core.buffers import StagingBuffer
+from ckpt_core.errors import OutOfMemoryError
+
+
+class BufferPool:
+    """At most ``limit`` staging buffers, lent one by one and kept for the next save.
+
+    All of them together take ``most_bytes`` at the most (None: any number): each gets an equal share, of whole windows.
+    """
+
+    def __init__(self, limit: int, most_bytes: int | None = None) -> None:
+        self._limit = limit
+        self._share = None if most_bytes is None else most_bytes // limit // WINDOW * WINDOW
+        self._lent = 0
+        self._idle: list[StagingBuffer] = []
+        self._outside: list[StagingBuffer] = []  # those that are lent and may be kept when they come back
+        self._changed = threading.Condition()
+        self._reserving: threading.Thread | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocate a buffer of ``nbytes`` in the background, for a save to come; one that comes sooner waits for it.
+
+        Where there is no memory for it, that save says so; where one is under way, it has allocated.
+        """
+
+        def allocate() -> None:
+            if not self.exhausted:
+                with contextlib.suppress(OutOfMemoryError):
+                    self.release(self.acquire(nbytes))
+
+        with contextlib.suppress(RuntimeError):  # the interpreter is shutting down: no new threads
+            reserving = threading.Thread(target=on_this_device(allocate), name="ckpt-reserve")
+            reserving.start()
+            self._reserving = reserving
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the next :meth:`acquire` would have to wait."""
+        return self._lent >= self._limit
+
+    def acquire(self, nbytes: int) -> StagingBuffer:
+        """Lend a buffer of ``nbytes`` or a save's share, waiting until one is free."""
+        if self._share is not None:
+            nbytes = min(nbytes, self._share)
+        with self._changed:
+            self._changed.wait_for(lambda: self._lent < self._limit)
+            self._lent += 1
+            idle = sorted(self._idle, key=lambda buffer: buffer.nbytes)
+            buffer = next((b for b in idle if b.nbytes >= nbytes), None)
+            if buffer is not None:
+                self._idle.remove(buffer)
+                self._outside.append(buffer)
+                return buffer
+            if len(idle) + self._lent > self._limit:
+                # Replace one that is too small, so that memory never exceeds the limit.
+                self._idle.remove(idle[0])
+                idle[0].close()
+        try:
+            try:
+                buffer = StagingBuffer(nbytes, pinned=True)
+            except OutOfMemoryError:
+                with self._changed:
+                    self._free_idle()  # those that are too small
+                buffer = StagingBuffer(nbytes, pinned=True)
+        except BaseException:
+            with self._changed:
+                self._lent -= 1
+                self._changed.notify_all()
+            raise
+        self._outside.append(buffer)
+        return buffer
+
+    def wait(self) -> None:
+        """Return when a buffer is free."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lent < self._limit)
+
+    def release(self, buffer: StagingBuffer) -> None:
+        """Take a lent buffer back."""
+        with self._changed:
+            self._lent -= 1
+            if buffer in self._outside:
+                self._outside.remove(buffer)
+                self._idle.append(buffer)
+            else:
+                buffer.close()
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Free the buffers, those that are lent when they come back."""
+        reserving, self._reserving = self._reserving, None
+        if reserving is not None:
+            reserving.join()
+        with self._changed:
+            self._outside.clear()
+            self._free_idle()
+
+    def _free_idle(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
