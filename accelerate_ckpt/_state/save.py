@@ -30,6 +30,7 @@ from accelerate_ckpt._state.parts import (
     tensor_sizes,
 )
 from accelerate_ckpt._state.session import Session
+from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.commit_time import commit_time
 from ckpt_core.directory import AddedFiles, Part
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
@@ -112,6 +113,7 @@ def _agree(session: Session, target: str) -> AgreedSave:
     def refuse(path: str) -> str | None:
         if not accelerator.project_configuration.automatic_checkpoint_naming:
             return None
+        wait_for_saves(session.checkpointer.known_as(path))  # of another Accelerator, which counts for itself
         if not os.path.exists(path) and not session.checkpointer.is_taken(path):
             return None
         return (

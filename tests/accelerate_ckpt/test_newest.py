@@ -146,6 +146,10 @@ def test_what_another_accelerator_is_saving_is_waited_for(
     assert session_of(first).checkpointer.is_busy  # type: ignore[union-attr]
     second = attach(Accelerator(project_config=named(tmp_path)), **options)
     other = second.prepare(torch.nn.Linear(300, 300))
+    if not options:
+        with pytest.raises(ValueError, match="already exists"):  # it begins to count at 0 as well
+            second.save_state()
+        first.save_state()
     second.load_state()
     assert torch.equal(other.weight, model.weight)
 
