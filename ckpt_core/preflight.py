@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed
 
+from ckpt_core._layouts.sharded.files import PROBE_NAME
 from ckpt_core.commit_time import seconds_behind
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import Event, SaveCommitted, size_in_words
@@ -19,7 +20,6 @@ __all__ = ["Preflight", "RefusedKeys"]
 
 logger = logging.getLogger(__name__)
 
-_PROBE = ".ckpt-preflight"
 _CLOCK_SECONDS = 60.0
 _MOST_SHOWN = 5  # keys
 
@@ -55,7 +55,7 @@ class Preflight:
             )
 
     def _of_store(self, directory: str) -> str | None:
-        storage, path = storage_for(directory, self._storage_options), f"{directory}/{_PROBE}"
+        storage, path = storage_for(directory, self._storage_options), f"{directory}/{PROBE_NAME}"
         try:
             storage.write_whole(path, b"\0")
         except CheckpointError:

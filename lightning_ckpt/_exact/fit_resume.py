@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ckpt_core.errors import CheckpointFormatError
 from lightning_ckpt._private.loops import Internals
 
+_VERSION = "pytorch-lightning_version"  # without which Lightning takes nothing
 _PROGRESS = ("epoch", "global_step", "loops")
 _TRAINING_STATE = ("optimizer_states", "lr_schedulers", "native_amp_scaling_state")
 _MARK = "lightning_ckpt_resumed_from"
@@ -32,6 +34,21 @@ class Resume:
         self.is_loading = True
         try:
             restore()
+        except IsADirectoryError as error:
+            raise CheckpointFormatError(
+                "this checkpoint is a directory, and the Trainer has no plugin that reads one",
+                path=error.filename,
+                remedy="Trainer(plugins=[AsyncCheckpointIO()]), or ShardedCheckpointIO() to save directories, too; or "
+                f"make one file of it: ckpt convert {error.filename} FILE --to file",
+            ) from error
+        except KeyError as error:
+            if error.args != (_VERSION,):
+                raise
+            raise CheckpointFormatError(
+                f"this is not a Trainer's checkpoint: it has no {_VERSION}",
+                path=next((str(path) for path in getattr(restore, "args", ())), None),
+                remedy="take its weights: Trainer(callbacks=[lightning_ckpt.WarmStart(path)])",
+            ) from error
         finally:
             self.is_loading = False
         connector = self._internals.checkpoints

@@ -152,6 +152,25 @@ def test_load_from_checkpoint_reads_every_layout(saved: dict[str, Path], layout:
     assert same(dict(module.state_dict()), wanted) and module.hparams == {"width": 16}
 
 
+def test_a_trainer_without_a_plugin_says_what_reads_a_directory(saved: dict[str, Path], tmp_path: Path) -> None:
+    trainer = pl.Trainer(
+        max_steps=END, accelerator="cpu", logger=False, callbacks=[ResumableCheckpoint(dirpath=tmp_path)]
+    )
+    with pytest.raises(CheckpointFormatError, match="has no plugin that reads one"):
+        trainer.fit(Model(), DataLoader(torch.randn(8, 8)), ckpt_path=saved["directory"])
+
+
+@pytest.mark.parametrize("plugin", [AsyncCheckpointIO, ShardedCheckpointIO])
+def test_what_is_no_trainers_checkpoint_is_refused_as_such(tmp_path: Path, plugin: Any) -> None:
+    dcp.save({"state_dict": Model().state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    torch.save(Model().state_dict(), tmp_path / "weights.pt")
+    for name in ("dcp", "dcp", "weights.pt"):
+        with pytest.raises(CheckpointFormatError, match="it has no pytorch-lightning_version") as caught:
+            train(plugin, tmp_path / "run", END, tmp_path / name)
+        assert caught.value.path == str(tmp_path / name)
+        torch.save({"epoch": 1, "global_step": 3}, tmp_path / "dcp" / "meta.pt")
+
+
 def test_a_program_with_the_plugin_loads_what_it_has_just_saved(tmp_path: Path) -> None:
     trainer, state = train(DIRECTORY, tmp_path, SAVED + 1)
     trainer.save_checkpoint(tmp_path / "now.ckpt", weights_only=True)

@@ -197,6 +197,7 @@ def _corrupted(message: str, path: str, key: str | None = None) -> CheckpointCor
 # ---- what killed saves have left on an object store ------------------------------------------------------------------
 
 SILENT_SECONDS = 24 * 3600.0  # longer than any save takes between two files
+PROBE_NAME = ".ckpt-preflight"  # what a run writes into a store to see whether it can be deleted
 _DIGESTS = re.compile(r"rank-\d{5}-of-\d{5}(-[0-9A-Za-z-]+)?\.digests")
 _METADATA = b'{"__metadata__":'  # with which a header of ours begins, behind its length
 _LONGEST_METADATA = 512  # bytes
@@ -212,6 +213,11 @@ def remove_leftovers(
     added for ``silent_seconds``, by the store's dates and our clock. Everything else stays.
     """
     removed = []
+    for file in storage.list(directory):
+        if os.path.basename(file.path) == PROBE_NAME and _is_abandoned([file], silent_seconds):
+            if not dry_run:
+                storage.remove(file.path)
+            removed.append(file.path)
     for path in storage.subdirectories(directory):
         files = storage.list(path)
         if not _is_abandoned(files, silent_seconds):

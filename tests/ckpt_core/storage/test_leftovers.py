@@ -60,14 +60,18 @@ def test_old_ones_of_ours_go_and_nothing_else(scene: Any, tmp_path: Path) -> Non
     root, storage, options = scene
     put_models(storage, root, tmp_path)
     storage.put(f"{root}/step=2/notes.txt", b"by somebody else")
+    storage.put(f"{root}/.ckpt-preflight", b"\0")
     before = names(storage, root)
     assert "export/model.safetensors" in before
     assert leftovers.remove_leftovers(storage, root) == [], "a day has not passed"
     assert Catalog(root, suffix="", storage_options=options).prune() == []
     assert names(storage, root) == before
 
-    assert leftovers.remove_leftovers(storage, root, silent_seconds=-60.0) == [f"{root}/step=2"]
-    gone = {"step=2/model.safetensors", "step=2/rank-00001-of-00001.digests"}
+    assert leftovers.remove_leftovers(storage, root, silent_seconds=-60.0) == [
+        f"{root}/.ckpt-preflight",
+        f"{root}/step=2",
+    ]
+    gone = {".ckpt-preflight", "step=2/model.safetensors", "step=2/rank-00001-of-00001.digests"}
     assert names(storage, root) == sorted(set(before) - gone)
     with DirectoryCheckpointer(storage_options=options).load(f"{root}/step=1") as checkpoint:
         target = {name: torch.zeros_like(value) for name, value in STATE.items()}
