@@ -63,6 +63,7 @@ _HEAD_BYTES = 4096
 _RECORD = struct.Struct("<8sQQQ")  # session, number, bytes, check
 _CHECK = struct.Struct("<Q")
 _PAUSE_SECONDS = 0.02
+_LOOKS = 3  # at others, in the first steps: whether they are alive can be seen on this filesystem
 _LOSS_SECONDS = 1.0  # within which the locks of a dead process are free
 _ABORT_SECONDS = 0.5  # after which survivors that wait for this one in a collective are brought out of it
 _LOST = re.compile(
@@ -277,7 +278,8 @@ class Survivors:
         head = _RECORD.pack(self._mark, self.last, len(data), xxhash.xxh3_64_intdigest(data))
         try:
             os.pwrite(self._descriptor, head + data, _offset(self.last))
-            self._unseen = [other for other in self._unseen if self._head(other) is None or not self._is_alive(other)]
+            if self.last <= _LOOKS:
+                self._unseen = [other for other in self._unseen if not self._state_of(other)[2]]
         except OSError as error:
             self._give_up(str(error))
 

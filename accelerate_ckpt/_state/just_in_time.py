@@ -186,8 +186,8 @@ class JustInTime:
 
     def at_end(self) -> None:
         """The program ends, and has not said why: save if another rank is dead, else let the others know."""
-        if self._survivors.is_rank_lost():
-            self.rescue(RankFailedError("another rank is dead"))
+        if self._survivors.is_rank_gone():
+            self.rescue(RankFailedError("another rank is gone"))
         elif not self._is_over:
             self._is_over = True
             self._survivors.leave()
