@@ -476,9 +476,11 @@ class ResumableCheckpoint(ModelCheckpointBase):
             memory.close(keep=keep)
 
     def _forget_what_was_not_saved(self, trainer: Any) -> None:
-        """Forget saves that were under way when a snapshot in memory was taken, and that a crash has ended."""
+        """Forget saves that were under way when what the run resumes from was taken, and that a crash has ended."""
         tier, directory = self._memory_tier(trainer), os.fspath(self.dirpath or "")
-        if tier is None or not tier.covers(trainer.ckpt_path or ""):
+        resumed = os.fspath(trainer.ckpt_path or "")
+        is_just_in_time = os.path.basename(resumed).startswith(_JUST_IN_TIME)
+        if not is_just_in_time and (tier is None or not tier.covers(resumed)):
             return
         infos = self._catalog(directory, trainer).checkpoints()
         there = {info.name for info in infos}

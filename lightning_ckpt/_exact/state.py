@@ -373,7 +373,9 @@ class ExactState(Live):
         and after the last validation.
         """
         resumes = self._loaded is not None or self._resume.awaits_training_state
-        batches = self._internals.counts()["batch"]["completed"]
+        counts = self._internals.counts()["batch"]
+        # a batch that was trained on, and whose last hooks run, is complete for what a resume does with it
+        batches = counts["completed"] + (counts["completed"] < counts["processed"] == counts["ready"])
         if resumes or self._is_inside or self._open_gradients or self._window_open(batches):
             return None
         own = self._capture_rank(looks=False)

@@ -56,6 +56,13 @@ def test_a_survivor_is_told_to_end_while_no_collective_waits(job: Job, tmp_path:
     check_resumes(job, tmp_path, 2, signals=signals, killed=[1], trainer={"accumulate_grad_batches": 2}, answers=1e6)
 
 
+def test_rank_0_is_killed_in_a_save_at_the_end_of_a_window(job: Job, tmp_path: Path) -> None:
+    settings = {**SETTINGS, "every_n_train_steps": 3, "monitor": "step", "mode": "max", "save_top_k": 2}
+    signals = [[0, "SIGKILL", "on_save_checkpoint", 1]]
+    spec = {"settings": settings, "trainer": {"accumulate_grad_batches": 2}}
+    check_resumes(job, tmp_path, 3, signals=signals, killed=[0], **spec)
+
+
 MORE: dict[str, tuple[int, dict[str, Any]]] = {
     "rank 1 of 3, between steps": (6, {"signals": [[1, "SIGKILL", START, 6]], "killed": [1], "ranks": 3}),
     "rank 0 of 3 has an error of its own": (6, {"signals": [[0, "raise", START, 6]], "ranks": 3}),
