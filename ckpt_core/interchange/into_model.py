@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,7 +26,6 @@ from ckpt_core.tree import tensors
 
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
 _MODEL_KEYS = ("state_dict", "model", "module", "model_state_dict")  # where programs put a model into one file
-_PREFIXES = ("model.", "module.", "_orig_mod.", "state_dict.", "base_model.model.")
 _SHOWN = 5
 _ACCELERATE = "accelerate_ckpt"
 # What optimizers keep in the shape of the weight; others keep rows and columns of it.
@@ -347,12 +348,18 @@ class _Plan:
         )
 
     def _remedy(self) -> str | None:
-        for prefix in _PREFIXES:
-            if self.targets.keys() & {name.removeprefix(prefix) for name in self.saved if name.startswith(prefix)}:
-                return f"names there begin with {prefix!r}: rename={{{prefix!r}: ''}}"
-            if self.targets.keys() & {prefix + name for name in self.saved}:
-                return f"names here begin with {prefix!r}: rename={{'': {prefix!r}}}"
+        if (prefix := _first_parts(self.saved, self.targets)) is not None:
+            return f"names there begin with {prefix!r}: rename={{{prefix!r}: ''}}"
+        if (prefix := _first_parts(self.targets, self.saved)) is not None:
+            return f"names here begin with {prefix!r}: rename={{'': {prefix!r}}}"
         return None
+
+
+def _first_parts(names: Iterable[str], others: Container[str]) -> str | None:
+    """Return with what most of the names begin of which the rest is one of the others: ``"module._orig_mod."``."""
+    dots = ((name, dot.end()) for name in names for dot in re.finditer(r"\.", name))
+    found = collections.Counter(name[:end] for name, end in dots if name[end:] in others)
+    return max(found, key=lambda prefix: found[prefix]) if found else None
 
 
 def _plan(source: _State | _Directory, model: torch.nn.Module, rename: Rename | None, path: str) -> _Plan:

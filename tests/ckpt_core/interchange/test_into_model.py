@@ -179,6 +179,11 @@ def test_a_prefix_is_found_and_said(tmp_path: Path) -> None:
     with pytest.raises(StateMismatchError, match=r"rename=\{'': 'module\.'\}"):
         load_into(tmp_path / "b", wrapped, partial=True)
     assert load_into(tmp_path / "b", wrapped, rename={"": "module."}).is_complete
+    both = torch.nn.ModuleDict({"module": torch.nn.ModuleDict({"_orig_mod": Net("body")})})
+    torch.save(both.state_dict(), tmp_path / "c")
+    with pytest.raises(StateMismatchError, match=r"rename=\{'module\._orig_mod\.': ''\}"):
+        load_into(tmp_path / "c", Net("body"))
+    assert load_into(tmp_path / "c", Net("body"), rename={"module._orig_mod.": ""}).is_complete
     with pytest.raises(StateMismatchError, match="to two tensors"):
         load_into(tmp_path / "b", Net("body"), rename=lambda name: "body.weight")
 
