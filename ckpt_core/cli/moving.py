@@ -319,7 +319,7 @@ def _transfer(
     from ckpt_core._pipeline import loading
     from ckpt_core._pipeline.directories import copy_directory
     from ckpt_core.checkpointer import full_path
-    from ckpt_core.storage import storage_for
+    from ckpt_core.storage import is_remote, storage_for
     from ckpt_core.storage.base import transfer
 
     source, path = full_path(info.path), full_path(target)
@@ -335,6 +335,8 @@ def _transfer(
         return False
     # What is damaged at the source must not replace anything: it is compared there, and what has arrived, once more.
     loading.verify(source, storage=origin)
+    if not is_remote(path):
+        storage.remove_orphans(os.path.dirname(path))  # such as this command's, when it was killed before
     if info.is_directory:
         joint = SaveSeries(RankGroup.alone()).open(path, timeout=600.0)
         copy_directory(storage, source, path, joint, origin=origin)

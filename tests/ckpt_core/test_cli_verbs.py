@@ -6,6 +6,7 @@ import io
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from tqdm import tqdm
 from ckpt_core import Checkpointer, DirectoryCheckpointer, EventLog, Kind, Part
 from ckpt_core.cli import _VERBS, main
 from ckpt_core.cli.parser import Commands, _Parser
+from ckpt_core.storage import LocalStorage
 
 Capture = pytest.CaptureFixture[str]
 
@@ -222,3 +224,17 @@ def test_progress_counts_every_byte(words: str, large: Path, tmp_path: Path, mon
     terminal.truncate(0)
     assert main(["verify", "dcp", "big", "--quiet"]) == 0
     assert terminal.getvalue().count("\r") == 0
+
+
+@pytest.mark.parametrize("words", ["cp {source} {target}/", "sync {source} {target}"])
+def test_what_a_killed_copy_has_left_goes_when_it_is_made_again(words: str, tmp_path: Path) -> None:
+    Checkpointer(strategy="sync").save({"w": torch.ones(3)}, tmp_path / "run" / "a.ckpt")
+    target = tmp_path / "new"
+    child = os.fork()
+    if child == 0:
+        LocalStorage().create(str(target / "a.ckpt"), 4).write_at(0, b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert len(os.listdir(target)) == 1
+    assert main(words.format(source=tmp_path / "run", target=target).split()) == 0
+    assert os.listdir(target) == ["a.ckpt"]
