@@ -60,6 +60,9 @@ class LoaderPositions:
         self.recording: Recording | None = None
         self.before_epoch: Callable[[], None] | None = None
         self.before_offer: Callable[[], None] | None = None
+        self.before_leaving: Callable[[], None] | None = (
+            None  # before the script leaves a loop by break or an exception
+        )
         self.uses = Uses()
         self._keep_ddp_buckets()
         private_data.register(self)
@@ -217,6 +220,11 @@ class LoaderPositions:
         """Note that a resumed script is given a batch, perhaps not for the first time."""
         if self.before_offer is not None:
             self.before_offer()
+
+    def leaves(self) -> None:
+        """Note that the script leaves a loop before its end."""
+        if self.before_leaving is not None:
+            self.before_leaving()
 
     def begins(self, position: LoaderPosition) -> None:
         """Note that the script begins to iterate over a loader; warn if a resume would not repeat what it draws."""

@@ -54,6 +54,9 @@ class Run(Protocol):
     def watch_models(self) -> None:
         """Note the next forward pass."""
 
+    def leaves(self) -> None:
+        """A loop is left before its end."""
+
     def offers(self) -> None:
         """Note that the script is given a batch of which it may make no use."""
 
@@ -135,6 +138,9 @@ class LoaderPosition:
             if number == self._iteration_number:
                 self.habit.end()
                 self._opening = None
+        except GeneratorExit:  # perhaps because of an exception in the loop's body: the position is still known
+            self._run.leaves()
+            raise
         finally:
             # an iteration that the script has begun or restored since then has taken over
             if number == self._iteration_number:

@@ -125,6 +125,11 @@ class JustInTime:
         _kept[:] = [session.accelerator]
         _termination.protect()
         _hook_exceptions()
+        session.data.before_leaving = self._loop_is_left
+
+    def _loop_is_left(self) -> None:
+        if self._survivors.is_rank_gone():
+            self.rescue(RankFailedError("another rank is gone"))
 
     def step_is_done(self) -> None:
         """Note the state; what may have been raised in the step, the script has caught."""

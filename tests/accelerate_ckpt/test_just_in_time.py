@@ -82,6 +82,10 @@ def test_a_survivor_saves_in_a_script_that_catches_what_is_raised(ranks: Ranks, 
     result = ranks.run(TRAINING, 2, real_exit=True, **names)[1]
     assert result.error == ("RuntimeError" if gathers else "RankFailedError")  # of gloo, or of its own save
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_7"]
+    (resumed,) = {str(each.told) for each in ranks.run(TRAINING, 2, **{**names, "saves": -1})}
+    names["folder"] = str(tmp_path / "whole")
+    whole = ranks.run(TRAINING, 2, **{**names, "saves": -1})[0]
+    assert resumed == str({**whole.told, "resumed": 7})
 
 
 @pytest.mark.slow
