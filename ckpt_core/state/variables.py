@@ -23,6 +23,7 @@ import enum
 import functools
 import inspect
 import itertools
+import logging
 import operator
 import os
 import re
@@ -32,7 +33,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
@@ -46,6 +47,8 @@ from ckpt_core.state.rng import capture_generator
 from ckpt_core.state.source import CELL, Source, is_live, mark
 
 __all__ = ["Variables", "Watched", "are_kept", "in_words"]
+
+logger = logging.getLogger(__name__)
 
 _LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.__file__), "<")
 _OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
@@ -121,6 +124,28 @@ class _Held(NamedTuple):
         return self.frame is None or self.is_elsewhere or is_live(self.path.partition(".")[0], self.frame)
 
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _harmless(look: _Method) -> _Method:
+    """Have a look end with nothing, and be the last, where it meets something that nobody thought of.
+
+    It is made in every training, of whatever the user's program has, and no training may end because of it.
+    """
+
+    @functools.wraps(look)
+    def look_or_stop(self: Variables, *arguments: Any, **options: Any) -> Any:
+        try:
+            return look(self, *arguments, **options)
+        except Exception:
+            logger.debug("the variables of the script are not looked at any more", exc_info=True)
+            self._watched = lambda: None
+            self._lost = []
+            return {}
+
+    return cast(_Method, look_or_stop)
+
+
 class Variables:
     """Watches what a script keeps in variables of the functions that are running, in globals and in classes.
 
@@ -166,6 +191,7 @@ class Variables:
         if self._lost:
             self._say(self._lost)
 
+    @_harmless
     def capture(self, *, between: bool = False, ends: bool = False) -> dict[str, Any]:
         """Return what has changed since training began, and is not made anew.
 
@@ -199,12 +225,14 @@ class Variables:
                 return owner if owner not in found else None
         return None
 
+    @_harmless
     def resume(self, saved: Mapping[str, Any]) -> None:
         """Compare what training begins with now with what a checkpoint says."""
         self._saved = saved if saved.get("values") else {}
         self._first, self._ids, self._trained, self._lost, self._passes, self._anew = {}, {}, False, None, 0, set()
         self._at_load = {key: one.mark for key, one in self._found().items()} if self._saved else {}
 
+    @_harmless
     def _look(self) -> None:
         found = self._found()
         if not self._first:
@@ -270,6 +298,7 @@ class Variables:
 
     # ---- what there is -----------------------------------------------------------------------------------------------
 
+    @_harmless
     def _found(self, *, anew: bool = True) -> dict[str, _Held]:
         if (watched := self._watched()) is None or not watched.models:
             return {}
@@ -286,8 +315,8 @@ class Variables:
             for name, value in variables:
                 is_left = watched.others_look and not _is_more_than_plain(value)
                 if name.rpartition(".")[2] not in watched.ignored and not is_left and not _NO_STATE.search(name):
-                    for path, what, one, of in look.into(name, value):
-                        held = _Held(_mark(what, one), what, f"self.{path}", None, one, of or owner)
+                    for path, what, one, of, mark in look.into(name, value):
+                        held = _Held(mark, what, f"self.{path}", None, one, of or owner)
                         found[f"`{_shown(path)}` of {owner.__name__}"] = held
         elsewhere, frames = _frames_elsewhere(), _frames(sys._getframe(1))
         everywhere, innermost = [*elsewhere, *frames], frames[-1] if frames else None
@@ -300,10 +329,8 @@ class Variables:
                 is_other = frame in elsewhere
                 is_given = frame not in (None, innermost) and not is_other and not is_live(name, frame)
                 if not (name.startswith("__") or is_given or _NO_STATE.search(name)):
-                    for path, what, one, of in look.into(name, value):
-                        found[f"`{_shown(path)}` of {place}"] = _Held(
-                            _mark(what, one), what, path, frame, one, of, is_other
-                        )
+                    for path, what, one, of, mark in look.into(name, value):
+                        found[f"`{_shown(path)}` of {place}"] = _Held(mark, what, path, frame, one, of, is_other)
         return found
 
 
@@ -347,10 +374,11 @@ class _Look:
         self._shapes, self._parameters = known.shapes, known.parameters
         self._seen = {id(one) for one in held} | known.modules
 
-    def into(self, name: str, value: Any) -> list[tuple[str, str, Any, type | None]]:
-        found: list[tuple[str, str, Any, type | None]] = []
+    def into(self, name: str, value: Any) -> list[tuple[str, str, Any, type | None, str]]:
+        found: list[tuple[str, str, Any, type | None, str]] = []
         with contextlib.suppress(Exception):  # of the user's classes, whatever they raise when looked at
-            found.extend(itertools.islice(self._walk(name, value, None, _DEPTH), _VALUES))
+            for path, what, one, owner in itertools.islice(self._walk(name, value, None, _DEPTH), _VALUES):
+                found.append((path, what, one, owner, _mark(what, one)))
         return found
 
     def _walk(self, path: str, value: Any, owner: Any, depth: int) -> Iterator[tuple[str, str, Any, Any]]:

@@ -260,3 +260,43 @@ def test_what_a_script_keeps_is_named_by_a_run_that_begins_without_it(
     script(second)
     assert [one for one in second.lost if name is None or not one.startswith(name)] == []
     assert bool(second.lost) == (name is not None)
+
+
+class Refuses(float):
+    """A number that nobody may look at."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no unit")
+
+    __str__ = __hash__ = __eq__ = __bool__ = __format__ = __repr__  # type: ignore[assignment]
+
+
+def beside_what_refuses(run: Run) -> None:
+    refuses, several, best = Refuses(1), {"a": Refuses(2)}, 1.0
+    if run.begins():
+        best = 0.5
+        run.saves()
+    run.uses(best)
+    run.uses((refuses, several))
+
+
+def test_what_cannot_be_looked_at_is_left_out() -> None:
+    first = Run()
+    beside_what_refuses(first)
+    second = Run(first.saved)
+    beside_what_refuses(second)
+    assert [one.partition(" of ")[0] for one in second.lost] == ["`best`"]
+
+
+def test_no_training_ends_because_of_a_look() -> None:
+    def fails() -> Watched:
+        raise ZeroDivisionError
+
+    variables = Variables(fails, lambda names: None)
+    variables.handed_out(begins=True)
+    variables.trains()
+    assert variables.capture() == {}
+    variables.resume({"values": {"a": []}})
+    variables.handed_out(begins=True)
+    variables.trains()
+    assert variables.capture() == {}
