@@ -112,7 +112,7 @@ def wait_for_saves(path: str) -> None:
         return
     with waiting_for_nothing():
         names = {_absolute(path)} if _is_url(path) else _names_of(path, _LISTING)
-        for item in _saves:
+        for item in tuple(_saves):
             if any(item.is_touched(name, _LISTING) for name in names):
                 item.ended.wait()
 
