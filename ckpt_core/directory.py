@@ -14,7 +14,7 @@ from ckpt_core._commit.joint_save import SaveSeries
 from ckpt_core._commit.rank_group import RankGroup
 from ckpt_core._layouts.sharded.matching import LocalView
 from ckpt_core._layouts.sharded.reading import DirectoryReader, Placement
-from ckpt_core._pipeline.directories import copy_directory, names_of_files
+from ckpt_core._pipeline.directories import copy_directory, has_suffix, names_of_files
 from ckpt_core._pipeline.directory_save import AddedFiles, DirectorySave, DirectoryState, WriteFiles
 from ckpt_core._pipeline.jobs import OnError
 from ckpt_core._pipeline.unchanged import UnchangedFiles
@@ -382,7 +382,10 @@ class DirectoryCheckpointer(CheckpointerBase):
     def _delete(self, storage: Storage, path: str) -> None:
         if self._ranks.rank != 0:
             return
-        names = names_of_files(storage, path) if is_remote(path) else ()
+        names = names_of_files(storage, path) if is_remote(path) else set()
+        if not self._pipeline.directories.is_alone(path):
+            # The job that was there first may be writing files of the other names anew.
+            names = {name for name in names if has_suffix(name)}
         storage.remove_directory(path, names=names)
 
     def _claim(self, storage: Storage, path: str) -> None:

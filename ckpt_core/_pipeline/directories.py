@@ -185,6 +185,11 @@ def copy_directory(
     return size
 
 
+def has_suffix(name: str) -> bool:
+    """Return whether a file's name is that of one save alone."""
+    return _TOKEN.search(name.rpartition(".")[0]) is not None
+
+
 def _suffixed(name: str, token: str) -> str:
     stem, _, ending = name.rpartition(".")
     return f"{_TOKEN.sub('', stem)}-{token}.{ending}"

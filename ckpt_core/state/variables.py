@@ -78,7 +78,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
 _NO_STATE = re.compile(r"cache|memo(?!r)", re.IGNORECASE)
-_VARIABLES, _VALUES, _OF_WEIGHTS, _NAMED, _DEPTH, _MODULES, _SOURCE = 256, 64, 8, 5, 5, 256, 1 << 20
+_VARIABLES, _VALUES, _OF_WEIGHTS, _NAMED, _DEPTH, _MODULES, _SOURCE = 256, 64, 8, 5, 5, 64, 1 << 20
+_LONGEST = 80  # characters of a key
+_MOST_GLOBAL = 256  # values in globals and classes: a look at more would take longer than a save
 
 # What is known of a thing: it is a copy of the weights; it stays until training changes it; it is a place in something
 # that may begin again; it is a value, of which the source must tell.
@@ -325,6 +327,8 @@ class Variables:
             *((*_place_of(one), _variables_of(one)) for one in everywhere),
         ]:
             for name, value in variables:
+                if frame is None and len(found) > _MOST_GLOBAL:
+                    break
                 # what another function is given, and is not used here again, is looked at there
                 is_other = frame in elsewhere
                 is_given = frame not in (None, innermost) and not is_other and not is_live(name, frame)
@@ -466,7 +470,7 @@ def _children_of(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, _CONTAINERS):
         if len(value) > _VALUES:
             return []
-        return [(str(k), one) for k, one in (value.items() if isinstance(value, dict) else enumerate(value))]
+        return [(str(k)[:_LONGEST], one) for k, one in (value.items() if isinstance(value, dict) else enumerate(value))]
     if isinstance(value, functools.partial):
         return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
     if isinstance(value, types.MethodType):

@@ -436,6 +436,25 @@ def test_files_of_callers_are_refused_where_another_job_could_overwrite_them(ser
     checkpointer.close()
 
 
+def test_the_second_job_deletes_no_file_that_the_first_may_be_writing(server_of: ServerOf) -> None:
+    server = server_of("moto")
+    root = f"{server.new_bucket()}/runs"
+    storage: Any = storage_for(root, dict(server.options))
+    parts = [Part("model", {"w": torch.ones(2)}, Kind.REPLICATED)]
+    with DirectoryCheckpointer(strategy="sync", storage_options=dict(server.options)) as first:
+        first.save(parts, f"{root}/a")
+    parent = os.getppid()
+    storage.put(f"{root}/{lease.LEASE_PREFIX}theirs", forged({"pid": parent, "started": lease._start_of(parent)}))
+    with DirectoryCheckpointer(strategy="sync", storage_options=dict(server.options)) as second:
+        second.save(parts, f"{root}/b")
+        second.remove(f"{root}/a")
+        second.remove(f"{root}/b")
+    assert not storage.exists(f"{root}/a/manifest.json")
+    left = sorted(os.path.basename(file.path) for file in storage.list(f"{root}/a"))
+    assert left == ["model.safetensors", "rank-00001-of-00001.digests"]
+    assert list(storage.list(f"{root}/b")) == []
+
+
 class Store(lease.LeaseStore):
     """Keeps objects in a dictionary; ``error`` is raised in the place of everything."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextvars
 import queue
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from ckpt_core.state import variables as variables_module
 from ckpt_core.state.variables import Variables, Watched
 
 LEVEL: contextvars.ContextVar[float] = contextvars.ContextVar("level", default=1.0)
@@ -215,8 +217,10 @@ def what_is_a_memo(run: Run) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _as_in_a_new_process() -> Iterator[None]:
+def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _begin_anew()
+    here = [one for one in variables_module._user_modules(-1) if one[0].__name__ == __name__]
+    monkeypatch.setattr(variables_module, "_user_modules", lambda _: here)  # other tests are not of this script
     yield
     _begin_anew()
 
@@ -300,3 +304,20 @@ def test_no_training_ends_because_of_a_look() -> None:
     variables.handed_out(begins=True)
     variables.trains()
     assert variables.capture() == {}
+
+
+def test_a_look_at_a_large_program_stays_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType(__name__)
+    module.__file__ = __file__
+    vars(module).update({f"values_{number}": {str(key): float(key) for key in range(60)} for number in range(500)})
+    monkeypatch.setattr(variables_module, "_user_modules", lambda _: [(module, set(), [])])
+    run = Run()
+    beside_much(run)
+    assert 256 < len(run.variables._first) < 400
+    assert "`mine` of beside_much() in test_variables.py" in run.variables._first
+
+
+def beside_much(run: Run) -> None:
+    mine = 1.0
+    run.begins()
+    run.uses(mine)
