@@ -11,6 +11,7 @@ Loggers that upload checkpoints: they learn of one when it is durable (:mod:`lig
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from typing import Any
 
@@ -53,7 +54,9 @@ def watch_boundaries(trainer: Any) -> None:
 class _Between(Live):
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+        self._open = contextlib.ExitStack()  # what was begun, should the rest fail
         self._observers = Observers(trainer)
+        self._open.callback(self._observers.close)
         self._boundaries = TrainerBoundaries(
             trainer, reached=self._reached, ending=self._observers.tell_all, closing=self._close
         )
@@ -63,6 +66,7 @@ class _Between(Live):
             rank, world_size = trainer.global_rank, trainer.world_size
             store = connect_store(rank, world_size, trainer.strategy.broadcast)
         self._meeting = Meeting(store, rank, world_size, is_rank_gone=self._is_rank_gone)
+        self._open.callback(self._meeting.close)
         self._requeue = self._terminate = None
         if is_connected or trainer.world_size == 1:
             self._requeue = self._boundaries.instead_of_requeue(lambda: self._meeting.ask(_REQUEUE))
@@ -73,8 +77,8 @@ class _Between(Live):
             self._terminate = self._boundaries.instead_of_terminate(lambda: self._meeting.ask(_TERMINATE))
         preemption = Preemption(signals=()) if self._saver is None else self._saver.preemption
         others = [name for name in preemption.signals if name not in (_TERMINATE, self._boundaries.requeue_signal)]
-        self._notices = Notices(preemption, self._meeting.ask)
-        self._signals = SignalNotes(others, self._meeting.ask)
+        self._open.callback(Notices(preemption, self._meeting.ask).close)
+        self._open.callback(SignalNotes(others, self._meeting.ask).close)
         self._has_reserved = False
 
     def _reached(self, position: tuple[int, int]) -> None:
@@ -108,10 +112,7 @@ class _Between(Live):
 
     def _close(self) -> None:
         vars(self._trainer).pop(_ATTRIBUTE, None)
-        self._notices.close()
-        self._signals.close()
-        self._meeting.close()
-        self._observers.close()
+        self._open.close()
 
 
 def _reserve_memory(trainer: Any) -> None:

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from ckpt_core import verify
+from lightning_ckpt import ResumableCheckpoint, _signals
 from tests.lightning_ckpt.features import needs_save_on_exception
 from tests.lightning_ckpt.signal_ranks import START, Job
 
@@ -192,3 +195,16 @@ def test_an_exception_on_rank_0_alone_ends_the_others(job: Job, tmp_path: Path) 
     assert ended[1]["raised"] is not None
     assert [path.name for path in (tmp_path / "saved").iterdir()] == ["step=2.ckpt"]
     assert verify(tmp_path / "saved" / "step=2.ckpt")
+
+
+def test_what_fails_when_signals_begin_to_be_watched_is_what_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError("no threads")
+
+    monkeypatch.setattr(_signals, "Notices", fails)
+    callback = ResumableCheckpoint(tmp_path)
+    trainer = Trainer(max_steps=1, callbacks=[callback], logger=False, enable_progress_bar=False, accelerator="cpu")
+    with pytest.raises(OSError, match="no threads"):
+        trainer.fit(BoringModel())
