@@ -148,6 +148,14 @@ def _harmless(look: _Method) -> _Method:
     return cast(_Method, look_or_stop)
 
 
+class _UserModule(NamedTuple):
+    """A module of the program, globals that its functions set, and those that keep something themselves."""
+
+    module: types.ModuleType
+    names: set[str]
+    functions: list[types.FunctionType]
+
+
 class Variables:
     """Watches what a script keeps in variables of the functions that are running, in globals and in classes.
 
@@ -605,7 +613,7 @@ def _is_users(file: str) -> bool:
 def _globals(frames: Sequence[types.FrameType]) -> Iterator[tuple[str, None, list[tuple[str, Any]]]]:
     """Yield globals that functions set, containers and objects of the user's modules, and attributes of classes."""
     running = {id(frame.f_globals) for frame in frames if frame.f_code.co_name == "<module>"}
-    for module, names, functions in _user_modules(len(sys.modules)):
+    for module, names, functions in _user_modules(frames):
         with contextlib.suppress(Exception):  # of objects, whatever they raise when asked for their class
             file, variables = os.path.basename(str(module.__file__)), dict(vars(module))
             if id(vars(module)) not in running:
@@ -637,17 +645,44 @@ def _kept_by(function: types.FunctionType) -> list[tuple[str, Any]]:
     return [*vars(function).items(), *((name, value) for name, value in found if _may_change(value))]
 
 
-@functools.lru_cache(maxsize=1)
-def _user_modules(_: int) -> list[tuple[types.ModuleType, set[str], list[types.FunctionType]]]:
-    found = []
-    for name, module in list(sys.modules.items()):
-        with contextlib.suppress(Exception):  # of modules that load what they are asked for
-            file = getattr(module, "__file__", None)
-            if name != "__mp_main__" and file and os.path.isabs(file) and _is_users(file):
+def _user_modules(frames: Sequence[types.FrameType]) -> list[_UserModule]:
+    """Return what is looked at in the modules of the program: those of what is running, first."""
+    return _modules_from(tuple(dict.fromkeys(f.f_globals.get("__name__", "") for f in frames)), len(sys.modules))
+
+
+@functools.lru_cache(maxsize=4)
+def _modules_from(running: tuple[str, ...], _: int) -> list[_UserModule]:
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    place = os.path.dirname(os.path.abspath(main)) + os.sep if main and _is_users(os.path.abspath(main)) else None
+    beside = [name for name, module in list(sys.modules.items()) if place and _file_of(module).startswith(place)]
+    found: dict[str, _UserModule] = {}
+    ahead = collections.deque([*running, *beside])
+    while ahead and len(found) < _MODULES:
+        name = ahead.popleft()
+        module = sys.modules.get(name)
+        if name in found or name == "__mp_main__" or module is None or not (file := _file_of(module)):
+            continue
+        if os.path.isabs(file) and _is_users(file):
+            with contextlib.suppress(Exception):  # of modules that load what they are asked for
                 functions = list(_functions_in(module))
                 names = {name for function in functions for name in _set_globally(function.__code__)}
-                found.append((module, names, [function for function in functions if _kept_by(function)]))
-    return found[-_MODULES:]
+                found[name] = _UserModule(module, names, [function for function in functions if _kept_by(function)])
+                ahead.extend(_used_by(module))
+    return list(found.values())
+
+
+def _file_of(module: Any) -> str:
+    return str(vars(module).get("__file__") or "") if isinstance(module, types.ModuleType) else ""
+
+
+def _used_by(module: types.ModuleType) -> Iterator[str]:
+    """Yield the names of modules of which something is imported."""
+    for value in list(vars(module).values()):
+        name = value.__name__ if isinstance(value, types.ModuleType) else getattr(type(value), "__module__", None)
+        if isinstance(value, (type, types.FunctionType)):
+            name = value.__module__
+        if isinstance(name, str):
+            yield name
 
 
 def _functions_in(module: types.ModuleType) -> Iterator[types.FunctionType]:
@@ -674,7 +709,7 @@ def _source_of(lost: Sequence[_Held]) -> Source:
         for kind in held.owner.__mro__[:-1] if held.owner is not None else ():
             file = getattr(sys.modules.get(kind.__module__), "__file__", None)
             files |= {str(file): None} if file else {}
-    files |= {str(module.__file__): None for module, *_ in _user_modules(len(sys.modules))}
+    files |= {str(module.__file__): None for module, *_ in _user_modules(frames)}
     left, some = _SOURCE, list[str]()
     for file in files:
         with contextlib.suppress(OSError):

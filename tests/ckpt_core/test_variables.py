@@ -217,10 +217,8 @@ def what_is_a_memo(run: Run) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _as_in_a_new_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _as_in_a_new_process() -> Iterator[None]:
     _begin_anew()
-    here = [one for one in variables_module._user_modules(-1) if one[0].__name__ == __name__]
-    monkeypatch.setattr(variables_module, "_user_modules", lambda _: here)  # other tests are not of this script
     yield
     _begin_anew()
 
