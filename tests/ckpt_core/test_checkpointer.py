@@ -203,7 +203,7 @@ def test_the_save_above_the_limit_waits_and_says_how_long(limit: int, gate: Gate
     checkpointer.close()
     taken = [event for event in events if isinstance(event, SnapshotTaken)]
     assert [event.waited_seconds for event in taken[:limit]] == [0.0] * limit
-    assert 0.3 <= taken[limit].waited_seconds <= taken[limit].stall_seconds
+    assert 0 < taken[limit].waited_seconds <= taken[limit].stall_seconds
     assert len(names(tmp_path)) == limit + 1
 
 
