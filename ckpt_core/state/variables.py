@@ -261,7 +261,8 @@ class Variables:
             for key, noted in self._saved["values"].items()
             if key in found and self._is_as_new(found[key], noted, key)
         ]
-        source = _source_of([held for _, held, _ in lost]) if any(held.kind == _VALUE for _, held, _ in lost) else None
+        has_values = any(held.kind == _VALUE for _, held, _ in lost)
+        source = _source_of([held for _, held, _ in lost], self._watched()) if has_values else None
         missed = [one for one in lost if one[1].is_live and self._is_missed(*one, source)]
         # a variable of a function is a part of those that are defined in it, too
         missed.sort(key=lambda one: -one[1].path.count("."))
@@ -331,7 +332,7 @@ class Variables:
         elsewhere, frames = _frames_elsewhere(), _frames(sys._getframe(1))
         everywhere, innermost = [*elsewhere, *frames], frames[-1] if frames else None
         for place, frame, variables in [
-            *_globals(frames),
+            *_globals(frames, watched),
             *((*_place_of(one), _variables_of(one)) for one in everywhere),
         ]:
             for name, value in variables:
@@ -610,10 +611,10 @@ def _is_users(file: str) -> bool:
     return not any(part in file for part in _LIBRARIES) and not os.path.abspath(file).startswith(_PACKAGES)
 
 
-def _globals(frames: Sequence[types.FrameType]) -> Iterator[tuple[str, None, list[tuple[str, Any]]]]:
+def _globals(frames: Sequence[types.FrameType], watched: Watched) -> Iterator[tuple[str, None, list[tuple[str, Any]]]]:
     """Yield globals that functions set, containers and objects of the user's modules, and attributes of classes."""
     running = {id(frame.f_globals) for frame in frames if frame.f_code.co_name == "<module>"}
-    for module, names, functions in _user_modules(frames):
+    for module, names, functions in _user_modules(frames, watched):
         with contextlib.suppress(Exception):  # of objects, whatever they raise when asked for their class
             file, variables = os.path.basename(str(module.__file__)), dict(vars(module))
             if id(vars(module)) not in running:
@@ -645,9 +646,14 @@ def _kept_by(function: types.FunctionType) -> list[tuple[str, Any]]:
     return [*vars(function).items(), *((name, value) for name, value in found if _may_change(value))]
 
 
-def _user_modules(frames: Sequence[types.FrameType]) -> list[_UserModule]:
-    """Return what is looked at in the modules of the program: those of what is running, first."""
-    return _modules_from(tuple(dict.fromkeys(f.f_globals.get("__name__", "") for f in frames)), len(sys.modules))
+def _user_modules(frames: Sequence[types.FrameType], watched: Watched | None) -> list[_UserModule]:
+    """Return what is looked at in the modules of the program: those of what is running and is watched, first."""
+    names = dict.fromkeys(str(f.f_globals.get("__name__")) for f in frames)
+    if watched is not None:
+        modules = [one for model in watched.models for one in model.modules()]
+        kinds = dict.fromkeys(map(type, [*modules, *watched.owners, *watched.held]))
+        names |= {base.__module__: None for kind in kinds for base in kind.__mro__}
+    return _modules_from(tuple(names), len(sys.modules))
 
 
 @functools.lru_cache(maxsize=4)
@@ -700,7 +706,7 @@ def _set_globally(code: types.CodeType) -> set[str]:
     return {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}
 
 
-def _source_of(lost: Sequence[_Held]) -> Source:
+def _source_of(lost: Sequence[_Held], watched: Watched | None = None) -> Source:
     """Read the files of what is running, of the user's modules, and of the classes of what is lost."""
     frames = [*_frames(sys._getframe(1)), *_frames_elsewhere()]
     running = {(f.f_code.co_filename, f.f_code.co_name, f.f_code.co_firstlineno) for f in frames}
@@ -709,7 +715,7 @@ def _source_of(lost: Sequence[_Held]) -> Source:
         for kind in held.owner.__mro__[:-1] if held.owner is not None else ():
             file = getattr(sys.modules.get(kind.__module__), "__file__", None)
             files |= {str(file): None} if file else {}
-    files |= {str(module.__file__): None for module, *_ in _user_modules(frames)}
+    files |= {str(module.__file__): None for module, *_ in _user_modules(frames, watched)}
     left, some = _SOURCE, list[str]()
     for file in files:
         with contextlib.suppress(OSError):

@@ -308,7 +308,7 @@ def test_a_look_at_a_large_program_stays_a_short_one(monkeypatch: pytest.MonkeyP
     module = types.ModuleType(__name__)
     module.__file__ = __file__
     vars(module).update({f"values_{number}": {str(key): float(key) for key in range(60)} for number in range(500)})
-    monkeypatch.setattr(variables_module, "_user_modules", lambda _: [(module, set(), [])])
+    monkeypatch.setattr(variables_module, "_user_modules", lambda *_: [(module, set(), [])])
     run = Run()
     beside_much(run)
     assert 256 < len(run.variables._first) < 400
