@@ -31,15 +31,17 @@ class AutoResume:
         self._attempts: ResumeAttempts | None = None
         self._asked = False
         self._chosen: CheckpointInfo | None = None
+        self._newest: CheckpointInfo | None = None
 
     def look(self, directory: str, **options: Any) -> ResumeAttempts:
         """Return what is known of attempts to resume from the checkpoints of a directory; the callback looks now."""
         self._asked, self._attempts = True, ResumeAttempts(directory, self._limit, **options)
         return self._attempts
 
-    def choose(self, info: CheckpointInfo | None) -> None:
-        """Note what the Trainer continues from."""
-        self._chosen = info
+    def choose(self, newest: CheckpointInfo | None, *, is_mine: bool) -> None:
+        """Note what the Trainer continues from, and whether this callback has found it."""
+        self._newest = newest
+        self._chosen = newest if is_mine else None
 
     def begin(self, trainer: Any) -> None:
         """Compare the choice with that of the other ranks and count the attempt; all ranks raise together."""
@@ -67,14 +69,14 @@ class AutoResume:
         return self._asked
 
     def is_newer(self, info: CheckpointInfo) -> bool:
-        """Return whether a checkpoint is newer than what was found."""
-        return self._chosen is None or newest_first([info, self._chosen])[0] == info
+        """Return whether a checkpoint is newer than what the Trainer continues from, whoever has found that."""
+        return self._newest is None or newest_first([info, self._newest])[0] == info
 
     def end(self, trainer: Any) -> None:
         """Note that the run has not crashed."""
         if self._chosen is not None and self._attempts is not None and trainer.is_global_zero:
             self._attempts.end()
-        self._chosen, self._asked = None, False
+        self._chosen, self._newest, self._asked = None, None, False
 
 
 def find_resume(trainer: Any) -> list[str | None]:
@@ -89,7 +91,7 @@ def find_resume(trainer: Any) -> list[str | None]:
             found[info] = callback
     newest = newest_first(found)[0] if found else None
     for callback in callbacks:
-        callback.auto_resume.choose(newest if newest is not None and found[newest] is callback else None)
+        callback.auto_resume.choose(newest, is_mine=newest is not None and found[newest] is callback)
     if newest is None:
         places = ", ".join(checkpoint_directory(callback, trainer) for callback in callbacks)
         announce(trainer, f"There is nothing to resume in {places}: this run starts from the beginning.")

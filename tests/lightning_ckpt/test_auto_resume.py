@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from ckpt_core import CheckpointCorruptedError
+from ckpt_core import CheckpointCorruptedError, CheckpointInfo
 from ckpt_core.resume import ResumePoint
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
+from lightning_ckpt._callbacks.resume import AutoResume, find_resume
 from tests.lightning_ckpt.reliable_cases import BATCHES, NUMBERS, model_of, names, trainer_of
 
 pytestmark = [
@@ -179,3 +181,18 @@ def test_other_values_are_refused() -> None:
 def test_a_wrong_value_of_the_callback_is_refused_by_name(option: str) -> None:
     with pytest.raises(ValueError, match=f"^{option} "):
         ResumableCheckpoint(**{option: "no"})
+
+
+def test_what_another_callback_has_found_is_compared_with_a_later_find() -> None:
+    class Callback:
+        def __init__(self, step: int) -> None:
+            self.auto_resume, self.found = AutoResume(3), CheckpointInfo(f"{step}.ckpt", 1, 0.0, committed=step)
+
+        def look_for_resume(self, trainer: object) -> CheckpointInfo:
+            return self.found
+
+    older, newer = Callback(5), Callback(9)
+    assert find_resume(types.SimpleNamespace(callbacks=[older, newer])) == ["9.ckpt"]
+    for callback in (older, newer):
+        assert not callback.auto_resume.is_newer(CheckpointInfo("in memory", 1, 0.0, committed=7.0))
+        assert callback.auto_resume.is_newer(CheckpointInfo("in memory", 1, 0.0, committed=11.0))
