@@ -223,7 +223,8 @@ class Variables:
                 noted.setdefault(owner, ["", self._first[owner], _VALUE, True, True, []])
                 noted[owner][5].append(key[len(owner.partition("` of ")[0]) + 1 : key.index("` of ")])
         anew = [key for key in noted if key in self._anew]
-        return {"values": noted, "between": between, "ends": ends, "passes": self._passes, "anew": anew}
+        counts = {"passes": self._passes, "anew": anew} if noted else {}  # of this process, and for these values alone
+        return {"values": noted, "between": between, "ends": ends, **counts}
 
     def _began_without(self, key: str, found: Mapping[str, _Held]) -> str | None:
         """Return where there was nothing, an empty dictionary or another kind of value, of which this is a part now."""

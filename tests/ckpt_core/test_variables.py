@@ -319,3 +319,12 @@ def beside_much(run: Run) -> None:
     mine = 1.0
     run.begins()
     run.uses(mine)
+
+
+def test_where_nothing_is_noted_a_checkpoint_depends_on_no_earlier_start() -> None:
+    once, twice = Run(), Run()
+    for run, epochs in ((once, 1), (twice, 3)):
+        for _ in range(epochs):
+            run.begins()
+        run.saves()
+    assert once.saved == twice.saved == {"values": {}, "between": False, "ends": False}
