@@ -212,6 +212,7 @@ def _end_training(original: Any, accelerator: Any) -> None:
     try:
         drain(raised=False)  # for all Accelerators: the process group is theirs too
         for session in live_sessions():
+            session.variables.ends()
             session.ended_as_told()
     finally:
         unprotect()
@@ -311,7 +312,7 @@ def _iterate(original: Any, loader: Any) -> Iterator[Any]:
         before = {id(session): session.work_done for session in live_sessions() if session.saves_by_itself}
         rehearsals = [session.rehearsal for session in live_sessions() if session.rehearsal is not None]
         for rehearsal in rehearsals:
-            rehearsal.hand_out(batch)
+            rehearsal.hand_out(loader, batch, begins=begins)
         for session in live_sessions():
             session.variables.handed_out(begins=begins and session.data.trains(loader))
         begins = False

@@ -7,6 +7,7 @@ rehearsed steps is not done. A resumed script loads what the rehearsal wants, wh
 from __future__ import annotations
 
 import atexit
+import collections
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from accelerate_ckpt._private.data import Internals
 from accelerate_ckpt._state.naming import target_of
 from ckpt_core.rehearsal import (
     Notes,
@@ -55,6 +57,7 @@ class Rehearsal:
         self._saves: list[dict[str, Any]] = []
         self._waiting: list[tuple[dict[str, Any], int, int, list[str]]] = []
         self._at = set(plan.at)
+        self._epochs: collections.Counter[int] = collections.Counter()
         self._is_defined = self._has_loaded = False
         if accelerator.project_configuration.automatic_checkpoint_naming:
             accelerator.project_configuration.project_dir = self._checkpoints
@@ -77,16 +80,20 @@ class Rehearsal:
         parts = (getattr(loader, name, None) for name in _OF_LOADERS)
         self._data += [part for part in parts if part is not None and not any(part is other for other in self._data)]
 
-    def hand_out(self, batch: Any) -> None:
-        """Note a batch that the script is given."""
+    def hand_out(self, loader: Any, batch: Any, *, begins: bool) -> None:
+        """Note a batch that the script is given, and whether an epoch begins with it."""
         if self._step is None:
             self._step = self._session.step
-        self._pending.append({name or "batch": leaf for name, leaf in leaves(batch)})
+        parts = {name or "batch": leaf for name, leaf in leaves(batch)}
+        self._pending.append(parts)
+        self._epochs[id(loader)] += begins
+        self._notes.hand_out(self._epochs[id(loader)], loader.base_dataloader, parts, Internals(loader).fetches)
 
     def backward(self, loss: Any) -> None:
         """Note a backward pass: what was handed out before it was trained on."""
         self._used += self._pending
         self._pending = []
+        self._notes.trains()
         self._losses.append(loss.detach().clone() if isinstance(loss, torch.Tensor) else loss)
 
     def log(self, values: Mapping[str, Any]) -> None:
@@ -96,6 +103,10 @@ class Rehearsal:
     def after_batch(self, loader: Any) -> None:
         """The script wants the next batch: take notes if it has stepped, and save or end if that is due."""
         self._pending = []
+        if self._plan.ranks is not None:
+            if self._notes.handed and self._session.data.is_between:
+                self._leave()
+            return
         step = int(self._session.step)
         if step == self._step or not self._used:
             if self._used and self._session.window_is_open:
@@ -170,6 +181,7 @@ class Rehearsal:
     def _note(self, path: str, point: str) -> None:
         # the notes of this step may follow, and are not compared
         saved = {"point": point, "path": path, "number": self._session.step, "place": self._place}
+        saved["handed"] = self._notes.handed
         self._saves.append(saved)
         self._waiting.append((saved, len(self._used), len(self._losses), [f"logged:{name}" for name in self._logged]))
 

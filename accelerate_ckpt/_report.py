@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 
+from ckpt_core import DirectoryCheckpointer
 from ckpt_core.console import beside_bars
 from ckpt_core.events import Event, RunSummary, TrainingEnded, TrainingStarted, rank_of_process
 from ckpt_core.options import CheckpointerOptions
@@ -75,12 +76,12 @@ class RunReport:
         """Note that training continues elsewhere: the next step tells from where."""
         self._has_started = False
 
-    def stepped(self, notify: Callable[[Event], None], point: ResumePoint | None, directory: str) -> None:
+    def stepped(self, checkpointer: DirectoryCheckpointer, point: ResumePoint | None, directory: str) -> None:
         """Note a step of an optimizer in a run of a directory that was resumed at ``point``; None if it was not."""
         if not self._has_started:
             self._has_started = True
-            path, step = (directory, 0) if point is None else (point.path, point.step or 0)
-            notify(TrainingStarted(path=path, resumed=point is not None, step=step))
+            path, step = (directory, 0) if point is None else (checkpointer.known_as(point.path), point.step or 0)
+            checkpointer.notify(TrainingStarted(path=path, resumed=point is not None, step=step))
 
     def ended(self, notify: Callable[[Event], None], step: int, directory: str) -> None:
         """Note that the training of a directory's run is over, after so many steps."""

@@ -12,14 +12,21 @@ import difflib
 import functools
 import importlib
 import json
-import math
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, get_args
 
-from ckpt_core.option_checks import check_count, check_mapping, check_path, check_switch, or_none
+from ckpt_core.option_checks import (
+    check_count,
+    check_mapping,
+    check_path,
+    check_seconds,
+    check_share,
+    check_switch,
+    or_none,
+)
 from ckpt_core.paths import StrPath
 from ckpt_core.policies import RULES_IN_WORDS, AnyOf, rules_of_words
 
@@ -62,18 +69,6 @@ def _choice(literal: Any) -> _Kind:
     return _Kind(check, str, "{" + ",".join(choices) + "}")
 
 
-def _check_seconds(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ValueError(f"must be a number of seconds above 0, not {value!r}")
-    return float(value)
-
-
-def _check_share(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
-        raise ValueError(f"must be a share of the run between 0 and 1, not {value!r}")
-    return float(value)
-
-
 def _path(what: str, metavar: str) -> _Kind:
     return _Kind(or_none(functools.partial(check_path, what=what)), str, metavar)
 
@@ -106,7 +101,7 @@ def _parse_preempt(text: str) -> Any:
 
 
 def _check_just_in_time(value: Any) -> bool | float:
-    return value if isinstance(value, bool) else _check_seconds(value)
+    return value if isinstance(value, bool) else check_seconds(value)
 
 
 def _check_listeners(value: Any) -> tuple[Any, ...]:
@@ -165,9 +160,9 @@ def _as_mapping(policy: Any, **arguments: Any) -> dict[str, Any]:
 
 _COUNT = _Kind(check_count, _number, "N")
 _COUNT_OR_ALL = _Kind(or_none(check_count), _number, "N")
-_SECONDS = _Kind(_check_seconds, _number, "SECONDS")
-_SECONDS_OR_NONE = _Kind(or_none(_check_seconds), _number, "SECONDS")
-_SHARE = _Kind(or_none(_check_share), _number, "SHARE")
+_SECONDS = _Kind(check_seconds, _number, "SECONDS")
+_SECONDS_OR_NONE = _Kind(or_none(check_seconds), _number, "SECONDS")
+_SHARE = _Kind(or_none(check_share), _number, "SHARE")
 _SWITCH = _Kind(check_switch, _switch, "{true,false}")
 _FILE = _path("the path of a file", "PATH")
 _DIRECTORY = _path("a directory", "DIRECTORY")

@@ -28,7 +28,7 @@ from benchmarks.save import raw_direct_write
 from benchmarks.states import gpt_state, tensor_bytes
 from ckpt_core import DirectoryCheckpointer, Kind, Part
 from ckpt_core._commit.rank_group import RankGroup
-from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, build_manifest
+from ckpt_core._layouts.directory.writing import PartContent, RankFiles, build_manifest
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core._plan import LocalTensor, Piece, WritePlanCache
 from ckpt_core.buffers import ScratchBuffers

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ckpt_core._layouts.sharded.files import remove_leftovers
+from ckpt_core._layouts.directory.files import remove_leftovers
 from ckpt_core._pipeline.loading import peek, stamp_of, verify
 from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.commit_time import NO_STAMP, Stamp
@@ -23,10 +23,11 @@ from ckpt_core.errors import (
     none_verifies,
 )
 from ckpt_core.events import CheckpointSkipped, Listener, notify
-from ckpt_core.parallel import run_parallel
+from ckpt_core.option_checks import check_mapping, check_options, check_path, check_text, or_none
 from ckpt_core.paths import StrPath
 from ckpt_core.pins import is_pin, pin_path
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
+from ckpt_core.threads import run_parallel
 from ckpt_core.tiers import LEDGER_NAME, TieredStorage, Tiers, read_ledger
 
 __all__ = [
@@ -271,6 +272,10 @@ class Catalog:
         tiers: Tiers | None = None,
         memory: str | None = None,
     ) -> None:
+        check_options(
+            {"suffix": check_text, "storage_options": or_none(check_mapping), "memory": or_none(check_path)},
+            {"suffix": suffix, "storage_options": storage_options, "memory": memory},
+        )
         self.root = self._saved_in = local_path(root)
         self._memory = None if memory is None else Catalog(memory, suffix=suffix)
         self._suffix = suffix

@@ -12,9 +12,9 @@ import torch
 
 from ckpt_core._commit.joint_save import SaveSeries
 from ckpt_core._commit.rank_group import RankGroup
-from ckpt_core._layouts.sharded.matching import LocalView
-from ckpt_core._layouts.sharded.reading import DirectoryReader, Placement
-from ckpt_core._pipeline.directories import copy_directory, has_suffix, names_of_files
+from ckpt_core._layouts.directory.loading import DirectoryReader, Placement
+from ckpt_core._layouts.directory.matching import LocalView
+from ckpt_core._pipeline.directory_commit import copy_directory, has_suffix, names_of_files
 from ckpt_core._pipeline.directory_save import AddedFiles, DirectorySave, DirectoryState, WriteFiles
 from ckpt_core._pipeline.jobs import OnError
 from ckpt_core._pipeline.unchanged import UnchangedFiles
@@ -22,6 +22,7 @@ from ckpt_core._plan import LocalTensor, WritePlanCache, local_tensor
 from ckpt_core.checkpointer import CheckpointerBase
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import Listener
+from ckpt_core.option_checks import check_options, check_seconds
 from ckpt_core.paths import StrPath
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.storage import MANIFEST_NAME, Storage, is_remote
@@ -81,7 +82,7 @@ class DirectoryCheckpoint(DirectoryReader):
         map_location: Placement = None,
         strict: bool = True,
     ) -> Any:
-        """Return a part of the state; see :meth:`ckpt_core._layouts.sharded.reading.DirectoryReader.load`.
+        """Return a part of the state; see :meth:`ckpt_core._layouts.directory.loading.DirectoryReader.load`.
 
         ``into`` may hold distributed tensors, of which this rank's pieces are read; ``rank`` is this process's by
         default.
@@ -210,8 +211,7 @@ class DirectoryCheckpointer(CheckpointerBase):
             overlap=overlap,
             max_host_bytes=max_host_bytes,
         )
-        if not commit_timeout > 0:
-            raise ValueError(f"commit_timeout must be a number of seconds, not {commit_timeout}")
+        check_options({"commit_timeout": check_seconds}, {"commit_timeout": commit_timeout})
         self._ranks = ranks if ranks is not None else RankGroup.alone()
         self._series = SaveSeries(self._ranks)
         self._slice_replicated = slice_replicated
@@ -310,6 +310,10 @@ class DirectoryCheckpointer(CheckpointerBase):
                 self._unchanged.begin(storage, target),
             )
             return self._pipeline.save(save, started=started, waited=waited)
+
+    def wait_for_no_dead(self, find: Callable[[], Collection[int]]) -> None:
+        """Let saves fail that wait for a rank that ``find`` returns, because it is dead and has not done its part."""
+        self._series.find_dead = find
 
     @property
     def next_number(self) -> int:

@@ -279,7 +279,7 @@ class RunSummary:
 
     def begin(self) -> None:
         """Count from zero, for another run in the same process; what was read before it belongs to it."""
-        self.saves = self.failures = self.uploads = self.bytes = 0
+        self.saves = self.failures = self.uploads = self.bytes = self._bytes_in_all = 0
         self.stall_seconds = self.longest_stall_seconds = self.commit_seconds = 0.0
         self.pending: set[str] = set()
         self._told = (0, 0, 0.0)
@@ -297,6 +297,7 @@ class RunSummary:
                 return
             self.saves += 1
             self.bytes = event.bytes
+            self._bytes_in_all += event.bytes
             self.commit_seconds = event.background_seconds
         elif isinstance(event, SaveFailed | UploadFailed):
             self.failures += 1
@@ -343,7 +344,9 @@ class RunSummary:
         Args:
             run_seconds: How long it took.
         """
-        each = f" ({size_in_words(self.bytes)}{' each' if self.saves > 1 else ''})" if self.saves else ""
+        is_alike = 0.98 * self.saves * self.bytes < self._bytes_in_all < 1.02 * self.saves * self.bytes
+        size = f"{size_in_words(self.bytes)} each" if is_alike else f"{size_in_words(self._bytes_in_all)} in all"
+        each = f" ({size if self.saves > 1 else size_in_words(self.bytes)})" if self.saves else ""
         parts = [f"{self.saves} checkpoint{'' if self.saves == 1 else 's'} saved{each}"]
         if self.saves:
             share = f", {self.stall_seconds / run_seconds:.2%} of the run".replace("%", " %") if run_seconds > 0 else ""

@@ -5,6 +5,7 @@ A check returns the value, or raises a :class:`ValueError` that continues after 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,7 +16,10 @@ __all__ = [
     "check_mapping",
     "check_options",
     "check_path",
+    "check_seconds",
+    "check_share",
     "check_switch",
+    "check_text",
     "or_none",
 ]
 
@@ -49,11 +53,32 @@ def check_switch(value: Any) -> bool:
     return value
 
 
+def check_seconds(value: Any) -> float:
+    """Take numbers of seconds above 0."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ValueError(f"must be a number of seconds above 0, not {value!r}")
+    return float(value)
+
+
+def check_share(value: Any) -> float:
+    """Take shares of a run, between 0 and 1."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
+        raise ValueError(f"must be a share of the run between 0 and 1, not {value!r}")
+    return float(value)
+
+
 def check_path(value: Any, what: str = "the path of a file") -> str:
     """Take paths that are not empty."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
         raise ValueError(f"must be {what}, not {value!r}")
     return os.fspath(value)
+
+
+def check_text(value: Any) -> str:
+    """Take texts."""
+    if not isinstance(value, str):
+        raise ValueError(f"must be a text, not {value!r}")  # noqa: TRY004  a wrong value, as the others
+    return value
 
 
 def check_mapping(value: Any) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed
 
-from ckpt_core._layouts.sharded.files import PROBE_NAME
+from ckpt_core._layouts.directory.files import PROBE_NAME
 from ckpt_core.commit_time import seconds_behind
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import Event, SaveCommitted, size_in_words

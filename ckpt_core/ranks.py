@@ -1,9 +1,10 @@
 """How ranks agree without a collective: who they are, what became of a save, and when to act together."""
 
+from ckpt_core._commit.acting_together import Call, Meeting
 from ckpt_core._commit.agreement import Agreement
 from ckpt_core._commit.announcement import decode_error, encode_error, names_of
-from ckpt_core._commit.meeting import Call, Meeting
-from ckpt_core._commit.raising_together import RunOutcome, raise_together
+from ckpt_core._commit.background_failures import RunOutcome
+from ckpt_core._commit.raising_together import raise_together
 from ckpt_core._commit.rank_group import RankGroup
 from ckpt_core._commit.tcp_store import connect_store
 

@@ -13,11 +13,13 @@ Examples:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import datetime
 import html
 import json
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -39,6 +41,7 @@ __all__ = [
     "page_beside",
     "page_of",
     "read_events",
+    "run_in_words",
     "seconds_in_words",
     "totals_of",
     "try_to_write",
@@ -48,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 _WIDTH, _ROW, _PLOT = 1000, 40, 140  # pixels
 _MOST_MARKS = 1000  # in one picture: more cannot be told apart
+_CROWD = 100  # saves in one row
+_FAR = 20  # times as long as the typical stall
 _MOST_ROWS = 100  # of a table
 _MOST_RANKS = 64
 
@@ -223,22 +228,23 @@ def interruptions_of(processes: Sequence[Process]) -> list[Interruption]:
 
 
 def totals_of(processes: Sequence[Process]) -> dict[str, Any]:
-    """Return the totals of a run.
+    """Return the totals of a run; what several ranks have saved together is one save, which stalls as the slowest rank.
 
     Args:
         processes: From :func:`read_events`.
     """
-    saves = [save for process in processes for save in process.saves]
+    saves = _saves_of_all_ranks(processes)
     states = [save for save in saves if not save.is_copy]
-    stalls = sorted(save.stall for save in states if save.stall is not None)
+    stalls = [save for save in states if save.stall is not None]
     commits = sorted(save.durable - save.started for save in states if save.durable is not None)
-    span = sum(process.last - process.first for process in processes)
+    ranks = _by_rank(processes)
+    span = max((sum(each.last - each.first for each in starts) for _, starts in ranks), default=0.0)
     stalled = sum(save.stall or 0.0 for save in saves)
     kinds = [event["event"] for process in processes for event in process.others]
     interruptions = interruptions_of(processes)
     return {
         "processes": len(processes),
-        "ranks": len({process.rank for process in processes}),
+        "ranks": len(ranks),
         "seconds": span,
         "saves": len(states),
         "durable": sum(save.durable is not None for save in states),
@@ -246,8 +252,8 @@ def totals_of(processes: Sequence[Process]) -> dict[str, Any]:
         "not_finished": sum(save.outcome == "not finished" for save in saves),
         "bytes": sum(save.bytes for save in states if save.durable is not None),
         "stall_seconds": stalled,
-        "stall_seconds_median": stalls[len(stalls) // 2] if stalls else 0.0,
-        "stall_seconds_longest": stalls[-1] if stalls else 0.0,
+        "stall_seconds_median": _median(stalls),
+        "stall_seconds_longest": max((save.stall or 0.0 for save in stalls), default=0.0),
         "durable_after_seconds_median": commits[len(commits) // 2] if commits else 0.0,
         "share_of_run": stalled / span if span > 0 else 0.0,
         "interruptions": len(interruptions),
@@ -257,6 +263,42 @@ def totals_of(processes: Sequence[Process]) -> dict[str, Any]:
         "loads": kinds.count("CheckpointLoaded"),
         "passed_over": kinds.count("CheckpointSkipped"),
     }
+
+
+def _median(saves: Sequence[Save]) -> float:
+    """Return the stall of a typical one."""
+    stalls = sorted(save.stall or 0.0 for save in saves)
+    return stalls[len(stalls) // 2] if stalls else 0.0
+
+
+def run_in_words(totals: dict[str, Any]) -> str:
+    """Return how long a run has trained and where, such as ``"2.9 s on 2 ranks, 6 processes"``, from its totals."""
+    numbers = ((totals["ranks"], "rank", "ranks"), (totals["processes"], "process", "processes"))
+    ranks, processes = (f"{number:,} {one if number == 1 else many}" for number, one, many in numbers)
+    return f"{seconds_in_words(totals['seconds'])} on {ranks}, {processes}"
+
+
+def _saves_of_all_ranks(processes: Sequence[Process]) -> list[Save]:
+    """Return the saves in their order, those that ranks have made together as one: the longest stall, the worst end."""
+    together: dict[tuple[int, str, int], list[Save]] = {}
+    for _, starts in _by_rank(processes):
+        for start, process in enumerate(starts):
+            times: collections.Counter[str] = collections.Counter()
+            for save in process.saves:
+                times[save.path] += 1
+                together.setdefault((start, save.path, times[save.path]), []).append(save)
+    merged = [
+        dataclasses.replace(
+            max(saves, key=lambda save: save.stall or 0.0),
+            started=min(save.started for save in saves),
+            durable=max((save.durable for save in saves if save.durable is not None), default=None),
+            bytes=max(save.bytes for save in saves),
+            error=next((save.error for save in saves if save.error), ""),
+            is_copy=all(save.is_copy for save in saves),
+        )
+        for saves in together.values()
+    ]
+    return sorted(merged, key=lambda save: save.started)
 
 
 def seconds_in_words(seconds: float) -> str:
@@ -276,12 +318,15 @@ _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1040px;margin:2em auto;padding:0 1em;color:#1f2933;background:#fff}
 .cards{display:flex;flex-wrap:wrap;gap:1em}
 .card{flex:1;min-width:9em;padding:.8em 1em;background:#f4f6f8;border-radius:8px}
-.card b{display:block;font-size:1.5em}svg{width:100%;height:auto}svg text{font-size:12px;fill:#6b7785}
-table{border-collapse:collapse;width:100%}td,th{text-align:right;padding:.25em .6em;border-bottom:1px solid #e3e8ee}
-td:first-child,th:first-child{text-align:left;word-break:break-all}.muted{color:#6b7785}
-.r{fill:#d9e2ec}.t{fill:#f08c00}.w{fill:#38a89d}.x{fill:#d6293e}.u{fill:#5b8def}.l{fill:#8e6bbf}.g{fill:#12564f}
+.card b{display:block;font-size:1.5em}svg{width:100%;min-width:640px;height:auto}svg text{font-size:12px;fill:#6b7785}
+rect{shape-rendering:crispEdges}.wide{overflow-x:auto}table{border-collapse:collapse;width:100%;white-space:nowrap}
+td,th{text-align:right;padding:.25em .6em;border-bottom:1px solid #e3e8ee}
+td:first-child,th:first-child{text-align:left}
+.path td:first-child{white-space:normal;min-width:14em;overflow-wrap:anywhere}
+.path td:last-child{white-space:normal}.muted{color:#6b7785}
+.r{fill:#d9e2ec}.t{fill:#f08c00}.w{fill:#38a89d}.x{fill:#d6293e}.u{fill:#5b8def}.l{fill:#8e6bbf}.g{fill:#12564f}.m{stroke:#6b7785;stroke-dasharray:4}
 @media(prefers-color-scheme:dark){body{background:#14181d;color:#e3e8ee}.card{background:#1f2933}
-td,th{border-color:#334}.r{fill:#334}}
+td,th{border-color:#334}.r{fill:#3b4654}.g{fill:#5fd3c0}.muted,svg text{color:#93a1b0;fill:#93a1b0}}
 """
 
 _MARKS = {"CheckpointUploaded": "u", "UploadFailed": "x", "CheckpointLoaded": "l"}
@@ -328,12 +373,13 @@ def page_of(processes: Sequence[Process]) -> str:
     bad = totals["failed"] + totals["not_finished"] + totals["failed_uploads"] + totals["passed_over"]
     if bad:
         cards.append((f"{bad:,}", "saves failed or not finished, uploads failed, checkpoints passed over"))
-    in_all = f"{seconds_in_words(totals['seconds'])} in {totals['processes']:,} process(es)"
-    saves = sorted((save for process in processes for save in process.saves), key=lambda save: save.started)
+    begin, end = processes[0].first, max(process.last for process in processes)
+    ran = f"{_date(begin)} to {_date(end)}: {run_in_words(totals)} in {seconds_in_words(end - begin)}"
+    saves = _saves_of_all_ranks(processes)
     parts = [
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>Checkpoints of a run</title><style>{_STYLE}</style><h1>Checkpoints of a run</h1>",
-        f"<p class=muted>from {_date(processes[0].first)}, {in_all}</p>",
+        f"<p class=muted>{ran}</p>",
         "<div class=cards>",
         *(f"<div class=card><b>{html.escape(value)}</b>{html.escape(text)}</div>" for value, text in cards),
         f"</div><h2>Time line</h2><p>{_LEGEND}</p>",
@@ -399,9 +445,10 @@ def _text(text: str) -> str:
     return html.escape("".join(c if c.isprintable() else repr(c)[1:-1] for c in text))
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]], style: str = "") -> str:
     body = "".join("<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>\n" for row in rows)
-    return f"<table><tr>{''.join(f'<th>{name}</th>' for name in head)}</tr>\n{body}</table>"
+    names = "".join(f"<th>{name}</th>" for name in head)
+    return f"<div class='wide {style}'><table><tr>{names}</tr>\n{body}</table></div>"
 
 
 def _by_rank(processes: Sequence[Process]) -> list[tuple[int, list[Process]]]:
@@ -419,15 +466,18 @@ def _time_line(processes: Sequence[Process]) -> str:
     height = _ROW * len(shown) + 20
 
     def bar(start: float, stop: float, top: int, style: str, note: str) -> str:
-        left, width = (start - begin) * scale, max((stop - start) * scale, 1.0)
+        left, width = (start - begin) * scale, (stop - start) * scale
+        # What is narrower than a pixel is as pale as it is narrow: many short stalls do not look like one long one.
+        pale = f" opacity='{max(width, 0.15):.2f}'" if width < 1 and crowded and style != "x" else ""
         return (
-            f"<rect x='{left:.1f}' y='{top}' width='{width:.1f}' height='10' class='{style}'>"
+            f"<rect x='{left:.1f}' y='{top}' width='{max(width, 1.0):.1f}' height='10' class='{style}'{pale}>"
             f"<title>{_text(note)}</title></rect>\n"
         )
 
-    marks = [f"<svg viewBox='0 0 {_WIDTH} {height}' role='img' aria-label='time line'>"]
+    marks = [f"<div class=wide><svg viewBox='0 0 {_WIDTH} {height}' role='img' aria-label='time line'>"]
     for row, (rank, starts) in enumerate(shown):
         top = row * _ROW + 16
+        crowded = sum(len(process.saves) for process in starts) > _CROWD
         marks.append(f"<text x='0' y='{top - 3}'>rank {rank}</text>\n")
         ends = {id(save): process.last for process in starts for save in process.saves}
         marks += [bar(each.first, each.last, top, "r", f"process {each.pid}") for each in starts]
@@ -449,7 +499,9 @@ def _time_line(processes: Sequence[Process]) -> str:
                 x, note = (event["time"] - begin) * scale, f"continues at step {event['step']} from {event['path']}"
                 marks.append(f"<path d='M{x:.1f} {top - 2}l9 7l-9 7z' class='g'><title>{_text(note)}</title></path>\n")
     marks.append(f"<text x='0' y='{height - 4}'>0</text>")
-    marks.append(f"<text x='{_WIDTH}' y='{height - 4}' text-anchor='end'>{seconds_in_words(end - begin)}</text></svg>")
+    marks.append(
+        f"<text x='{_WIDTH}' y='{height - 4}' text-anchor='end'>{seconds_in_words(end - begin)}</text></svg></div>"
+    )
     if len(ranks) > len(shown):
         marks.append(f"<p class=muted>the first {len(shown)} of {len(ranks):,} ranks</p>")
     return "".join(marks)
@@ -478,7 +530,7 @@ def _interruptions(interruptions: Sequence[Interruption]) -> list[str]:
     head = ("continued from", "step", "work lost, at least", "until training again", "in all")
     return [
         "<h2>Interruptions</h2><p>Training ended without reaching its end, and continued from a checkpoint.</p>",
-        _table(head, rows),
+        _table(head, rows, "path"),
     ]
 
 
@@ -486,20 +538,33 @@ def _stalls(saves: Sequence[Save]) -> str:
     stalls = [save for save in saves if save.stall is not None and not save.is_copy]
     if not stalls:
         return "<p class=muted>no save got so far</p>"
-    longest = max(save.stall or 0.0 for save in stalls) or 1e-9
+    longest, typical = max(save.stall or 0.0 for save in stalls) or 1e-9, _median(stalls)
     chosen = _some(stalls, _MOST_MARKS)
     width = _WIDTH / len(chosen)
+    # In proportion, one stall that is far longer than the others would hide how long those are.
+    decades = math.log10(longest / typical) + 1 if longest > _FAR * typical > 0 else 0.0
     bars = []
     for index, save in enumerate(chosen):
-        height = max(_PLOT * (save.stall or 0.0) / longest, 1.0)
+        part = (save.stall or 0.0) / longest
+        if decades:
+            part = 1 + math.log10(part) / decades if part > 0 else 0.0
+        height = max(_PLOT * part, 1.0)
         waited = f", {seconds_in_words(save.waited)} of it for an earlier save" if save.waited >= 0.001 else ""
         bars.append(
-            f"<rect x='{index * width:.2f}' y='{_PLOT - height:.1f}' width='{max(width * 0.8, 0.5):.2f}' "
+            f"<rect x='{index * width:.2f}' y='{_PLOT - height:.1f}' width='{width if width < 4 else width * 0.8:.2f}' "
             f"height='{height:.1f}' class='t'><title>{_text(save.name)}: "
             f"{seconds_in_words(save.stall or 0.0)}{waited}</title></rect>\n"
         )
-    label = f"<text x='0' y='12'>{seconds_in_words(longest)}</text>"
-    return f"<svg viewBox='0 0 {_WIDTH} {_PLOT}' role='img' aria-label='stalls'>{''.join(bars)}{label}</svg>"
+    label = f"<text x='0' y='-6'>up to {seconds_in_words(longest)}</text>"
+    notes = []
+    if decades:
+        label += f"<path d='M0 {_PLOT * (1 - 1 / decades):.1f}H{_WIDTH}' class='m'/>"
+        notes.append(f"logarithmic; dashed: the typical stall, {seconds_in_words(typical)}")
+    each = -(-len(stalls) // len(chosen))
+    notes += [f"each bar is the longest of {each:,}"] * (each > 1)
+    note = f"<p class=muted>{'; '.join(notes)}</p>" * bool(notes)
+    svg = f"<svg viewBox='0 -20 {_WIDTH} {_PLOT + 20}' role='img' aria-label='stalls'>{''.join(bars)}{label}</svg>"
+    return f"<div class=wide>{svg}</div>{note}"
 
 
 def _ranks(processes: Sequence[Process]) -> str:
@@ -512,7 +577,6 @@ def _ranks(processes: Sequence[Process]) -> str:
                 f"{rank}",
                 f"{len(starts):,}",
                 f"{totals['durable']:,}",
-                size_in_words(totals["bytes"]),
                 seconds_in_words(totals["stall_seconds"]),
                 seconds_in_words(totals["stall_seconds_longest"]),
                 f"{totals['share_of_run']:.2%}",
@@ -520,7 +584,7 @@ def _ranks(processes: Sequence[Process]) -> str:
                 f"{failures:,}",
             )
         )
-    head = ("rank", "starts", "durable", "size", "stall", "longest", "share", "uploads", "failed or not finished")
+    head = ("rank", "starts", "durable", "stall", "longest", "share", "uploads", "failed or not finished")
     return _table(head, rows)
 
 
@@ -541,4 +605,5 @@ def _saves(saves: Sequence[Save]) -> str:
     ]
     left_out = len(saves) - len(shown)
     note = f"<p class=muted>{len(shown):,} of {len(saves):,}: those that failed, and the last ones</p>"
-    return _table(("checkpoint", "saved", "size", "stall", "durable after", "outcome"), rows) + note * bool(left_out)
+    head = ("checkpoint", "saved", "size", "stall", "durable after", "outcome")
+    return _table(head, rows, "path") + note * bool(left_out)

@@ -11,19 +11,19 @@ from typing import Any
 
 import torch
 
-from ckpt_core._layouts.sharded.manifest import ExtraFile
-from ckpt_core._layouts.sharded.skeleton import encode_plain
-from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, build_manifest
+from ckpt_core._layouts.directory.manifest import ExtraFile
+from ckpt_core._layouts.directory.skeleton import encode_plain
+from ckpt_core._layouts.directory.writing import PartContent, RankFiles, build_manifest
 from ckpt_core._pipeline.directory_save import AddedFiles, plan_parts
 from ckpt_core._pipeline.writer import write_image
-from ckpt_core._plan import LocalTensor, Piece, WritePlanCache
+from ckpt_core._plan import LocalTensor, Piece, WritePlanCache, local_tensor
 from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.commit_time import Stamp, commit_time
 from ckpt_core.paths import StrPath
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.storage import is_remote, local_path, storage_for
 
-__all__ = ["LocalTensor", "Piece", "SeparateSaves"]
+__all__ = ["LocalTensor", "Piece", "SeparateSaves", "local_tensor"]
 
 
 class SeparateSaves:
@@ -118,4 +118,4 @@ def _content(part: Part, rank: int, world_size: int, local: Callable[[str, torch
     skeleton, tensors = encode_plain(part.state, key=part.name)
     held = {key: local(key, tensor) for key, tensor in tensors}
     pieces = {key: tensor.pieces for key, tensor in held.items() if tensor.pieces}
-    return PartContent(part.name, part.kind.value, skeleton, held, pieces, spread=True)
+    return PartContent(part.name, part.kind.value, skeleton, held, pieces, True, part.frozen)

@@ -3,8 +3,9 @@
 Where ranks are replicas of each other (DDP), all that the dead one alone had is small: random generators, data
 position. Each rank notes that in a file after each step, where it outlives SIGKILL. A rank that comes out of a failed
 collective says so in its file, and reads those of the others. Of the last steps of all survivors the smallest is taken,
-so that whoever saves it still has its weights; among those the lowest rank saves. All of it goes through these files,
-since the process group is broken and the store may have died with rank 0; nothing waits without a limit.
+so that whoever saves it still has its weights; among those the lowest rank saves, or the lowest that has each shard
+(HSDP). All of it goes through these files, since the process group is broken and the store may have died with rank 0;
+nothing waits without a limit.
 
 The idea: Gupta et al., "Just-In-Time Checkpointing: Low Cost Error Recovery from Deep Learning Training Failures",
 EuroSys 2024.
@@ -16,6 +17,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -26,7 +28,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -36,7 +38,7 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_core._process_groups import abort_process_groups
 from ckpt_core.recorder import record_path
-from ckpt_core.state.notes import note_of, read_note
+from ckpt_core.state.fast_pickle import note_of, read_note
 from ckpt_core.storage import is_remote
 
 __all__ = [
@@ -48,6 +50,7 @@ __all__ = [
     "Survivors",
     "ignoring_signals",
     "no_rescue",
+    "shards_of",
     "wait_seconds_of",
     "why_not_replicas",
 ]
@@ -60,7 +63,9 @@ WAIT_SECONDS = 15.0
 _SLOTS = 4
 _SLOT_BYTES = 1 << 22  # the file is sparse
 _HEAD_BYTES = 4096
+_WRITTEN = _SLOTS  # the slot of what has been written for a save
 _RECORD = struct.Struct("<8sQQQ")  # session, number, bytes, check
+_MOST_BYTES = _SLOT_BYTES - _RECORD.size
 _CHECK = struct.Struct("<Q")
 _PAUSE_SECONDS = 0.02
 _LOOKS = 3  # at others, in the first steps: whether they are alive can be seen on this filesystem
@@ -80,21 +85,25 @@ NO_PLACE = (
 
 #: The name of what is not certain of a rank of which nothing is known.
 EVERYTHING = "all that it had"
-_TRAINING, _STOPPED, _LEFT, _OVER = "training", "stopped", "left", "over"
+_TRAINING, _STOPPED, _WROTE, _LEFT, _OVER = "training", "stopped", "wrote", "left", "over"
 
 
 class Rescue(NamedTuple):
-    """What one of the survivors is to save.
+    """What one of the survivors is to save, or several together, where each holds a shard of the state.
 
     Attributes:
         number: Of the step, as it was noted.
         ranks: What each rank has noted, in rank order.
         unknown: By rank, what of it is not certain, and was taken over from this rank.
+        writers: For each rank, who writes for it.
+        written: What the writers have returned, this one's first.
     """
 
     number: int
     ranks: list[Any]
     unknown: dict[int, list[str]]
+    writers: list[int]
+    written: list[Any]
 
     def notes(self, saver: int, own: str) -> list[str]:
         """Say what of a rank that was lost is not certain; what it has recorded of its steps is left out.
@@ -155,6 +164,23 @@ def why_not_replicas(
     return None if are_replicas else f"it is for ranks that each hold the whole state (DDP), and this is {kind}"
 
 
+def shards_of(modules: Iterable[torch.nn.Module], world_size: int) -> list[int] | None:
+    """Return which shard of the modules each rank holds (HSDP); None if it is not seen, or each rank has its own."""
+    every = [parameter for module in modules for parameter in module.parameters()]
+    parameters = [parameter for parameter in every if isinstance(parameter, DTensor)]
+    if not parameters or len(parameters) < len(every):
+        return None
+    mesh = parameters[0].device_mesh.mesh
+    if mesh.numel() != world_size or any(not torch.equal(each.device_mesh.mesh, mesh) for each in parameters):
+        return None
+    cuts = [any(not each.placements[i].is_replicate() for each in parameters) for i in range(mesh.ndim)]
+    found = [0] * world_size
+    for place in itertools.product(*map(range, mesh.shape)):
+        for index, size, is_cut in zip(place, mesh.shape, cuts, strict=True):
+            found[int(mesh[place])] = found[int(mesh[place])] * size + index if is_cut else found[int(mesh[place])]
+    return found if len(set(found)) < world_size else None
+
+
 def no_rescue(problem: str) -> str:
     """Return the warning at the start of a run in which nothing can be saved when a rank dies."""
     return f"just_in_time saves nothing when a rank dies: {problem}; the next start resumes from the last checkpoint"
@@ -188,12 +214,15 @@ class BufferCopies:
         self._versions = [_versions(buffers) for buffers in self._groups]
         self._copies: dict[int, list[torch.Tensor]] = {}
 
-    def take(self) -> None:
-        """Copy what has changed since it was copied."""
+    def take(self) -> bool:
+        """Copy what has changed since it was copied; return whether anything has."""
+        changed = False
         for index, buffers in enumerate(self._groups):
             if _versions(buffers) != self._versions[index]:
+                changed = True
                 self._versions[index] = _versions(buffers)
                 self._copies[index] = [buffer.detach().clone() for buffer in buffers]
+        return changed
 
     def put_back(self) -> bool:
         """Undo the changes since they were copied; return whether that is possible."""
@@ -226,11 +255,19 @@ class Survivors:
         world_size: Number of ranks.
         session: Text that is the same on all ranks and different for every run.
         wait_seconds: How long survivors wait for each other.
+        shards: Which part of the state each rank holds; each the whole, if it is not given.
     """
 
     def __init__(
-        self, directory: str, rank: int, world_size: int, session: str, wait_seconds: float = WAIT_SECONDS
+        self,
+        directory: str,
+        rank: int,
+        world_size: int,
+        session: str,
+        wait_seconds: float = WAIT_SECONDS,
+        shards: Sequence[int] | None = None,
     ) -> None:
+        self._shards = [0] * world_size if shards is None else list(shards)
         self._rank, self._session, self._wait_seconds = rank, session, wait_seconds
         self._paths: list[str] = []
         self._mark = xxhash.xxh3_64_digest(session.encode())
@@ -268,26 +305,30 @@ class Survivors:
         if self._descriptor is None:
             return
         data = note_of(state)
-        if len(data) > _SLOT_BYTES - _RECORD.size:
+        if len(data) > _MOST_BYTES:
             self._give_up(f"a rank's own state has {len(data)} bytes, and at most {_SLOT_BYTES} are noted")
             return
         if self._has_left:  # the exception was caught, and the training continues
             self._has_left = False
             self._tell(_TRAINING)
         self.last += 1
-        head = _RECORD.pack(self._mark, self.last, len(data), xxhash.xxh3_64_intdigest(data))
         try:
-            os.pwrite(self._descriptor, head + data, _offset(self.last))
+            self._put(self.last, data, self.last % _SLOTS)
             if self.last <= _LOOKS:
                 self._unseen = [other for other in self._unseen if not self._state_of(other)[2]]
         except OSError as error:
             self._give_up(str(error))
 
+    def _put(self, number: int, data: bytes, slot: int) -> None:
+        if self._descriptor is not None:
+            head = _RECORD.pack(self._mark, number, len(data), xxhash.xxh3_64_intdigest(data))
+            os.pwrite(self._descriptor, head + data, _HEAD_BYTES + slot * _SLOT_BYTES)
+
     def _give_up(self, why: str) -> None:
         log.warning("rank %d: no checkpoint is saved when a rank dies: %s", self._rank, why)
-        self.close()
+        self.close(remove=True)
 
-    def _tell(self, doing: str, number: int | None = None) -> None:
+    def _tell(self, doing: str, number: Any = None) -> None:
         if self._descriptor is not None:
             text = json.dumps([self._session, doing, number]).encode()
             check = _CHECK.pack(xxhash.xxh3_64_intdigest(text))
@@ -302,10 +343,11 @@ class Survivors:
         descriptor, self._descriptor = self._descriptor, None
         self._ended.set()
         if descriptor is not None:
+            if remove:  # first, or this rank looks dead for a moment
+                with contextlib.suppress(OSError):
+                    os.unlink(self._paths[self._rank])
             with contextlib.suppress(OSError):
                 os.close(descriptor)
-                if remove:
-                    os.unlink(self._paths[self._rank])
 
     # ---- when something has failed -----------------------------------------------------------------------------------
 
@@ -329,15 +371,24 @@ class Survivors:
     def is_rank_lost(self) -> bool:
         """Return whether another rank was here and is dead, or has seen that one is."""
         states = [self._state_of(other) for other in self._others]
-        return any(doing in (_STOPPED, _OVER) or (doing == _TRAINING and not alive) for doing, _, alive in states)
+        return any(
+            doing in (_STOPPED, _WROTE, _OVER) or (doing == _TRAINING and not alive) for doing, _, alive in states
+        )
 
     def is_rank_gone(self) -> bool:
         """Return whether another rank has left, or is certainly dead: its lock was seen here, and is free."""
         for other in self._others:
             doing, _, alive = self._state_of(other)
-            if doing in (_LEFT, _STOPPED, _OVER) or (doing == _TRAINING and not alive and other not in self._unseen):
+            if doing in (_LEFT, _STOPPED, _WROTE, _OVER) or (
+                doing == _TRAINING and not alive and other not in self._unseen
+            ):
                 return True
         return False
+
+    def find_dead(self) -> list[int]:
+        """Return the other ranks that are certainly dead: their locks were seen here, and are free."""
+        states = {other: self._state_of(other) for other in self._others if other not in self._unseen}
+        return [other for other, (doing, _, alive) in states.items() if doing is not None and not alive]
 
     def leave(self) -> None:
         """Say that this rank takes part no longer, because of an exception of its own; what it has noted stays.
@@ -349,19 +400,29 @@ class Survivors:
         self._has_left = True
         self._ended.set()
 
-    def rescue(self, holds: int | None, save: Callable[[Rescue], None]) -> bool:
+    def rescue(
+        self,
+        holds: int | None,
+        save: Callable[[Rescue], None],
+        write: Callable[[Rescue], Any] | None = None,
+        since: int | None = None,
+    ) -> bool:
         """Agree with the other survivors on a step, and save it if that is this rank's part; else wait for who does.
 
         Args:
             holds: The number of the noted step whose weights this rank still has; None if it has those of none.
             save: Saves, and returns when that is durable.
+            write: Writes this rank's part of it, on each of those who do, and returns what ``save`` needs to know of
+                that, in plain data.
+            since: The first noted step with the same weights as ``holds``, if that is another one.
 
         Returns:
             Whether this rank has saved.
         """
         try:
-            self._tell(_STOPPED, holds)
-            return self._rescue(holds, save)
+            held = None if holds is None else [holds if since is None else since, holds]
+            self._tell(_STOPPED, held)
+            return self._rescue(held, save, write)
         except OSError:
             log.exception("rank %d: no checkpoint could be saved when a rank had died", self._rank)
             return False
@@ -374,7 +435,9 @@ class Survivors:
         """Wait, on another thread, until this rank has come out of its collective and has done its part."""
         self._ended.wait(2 * self._wait_seconds)
 
-    def _rescue(self, holds: int | None, save: Callable[[Rescue], None]) -> bool:
+    def _rescue(
+        self, holds: list[int] | None, save: Callable[[Rescue], None], write: Callable[[Rescue], Any] | None
+    ) -> bool:
         now = time.monotonic()
         abort, deadline, aborted = now + _ABORT_SECONDS, now + self._wait_seconds, False
         states = {other: self._state_of(other) for other in self._others}
@@ -387,27 +450,53 @@ class Survivors:
             now = time.monotonic()
         if any(doing == _OVER and number is not None for doing, number, _ in states.values()):
             return False  # was faster than this one, and has saved
-        held = {other: number for other, (doing, number, alive) in states.items() if doing == _STOPPED and alive}
-        held[self._rank] = holds
-        whole = {other: number for other, number in held.items() if number is not None}
-        if not whole:
+        held = {other: at for other, (doing, at, alive) in states.items() if doing in (_STOPPED, _WROTE) and alive}
+        number, writers = self._writers({**held, self._rank: holds})
+        if number is None:
             log.error("rank %d: no rank that is left holds a whole state: resume from the last checkpoint", self._rank)
             return False
-        number = min(whole.values())
-        saver = min(other for other, held_by in whole.items() if held_by == number)
-        if saver != self._rank:
+        saver = min(writers)
+        if self._rank not in writers:
             self._wait_for(saver, deadline + self._wait_seconds)
             return False
-        if self._rank and self._head(0) is None:
+        if self._rank == saver and self._rank and self._head(0) is None:
             log.error(
                 "rank %d: no checkpoint is saved: what rank 0 writes is not seen here, so a checkpoint that this rank "
                 "saves might not be found; keep checkpoints on a filesystem that all machines share",
                 self._rank,
             )
             return False
-        save(self._gathered(number))
+        rescue = self._gathered(number, writers)
+        if write is not None:
+            rescue.written.append(write(rescue))
+        if self._rank != saver:
+            self._put(number, note_of(rescue.written), _WRITTEN)
+            self._tell(_WROTE, holds)
+            self._wait_for(saver, deadline + 2 * self._wait_seconds)
+            return False
+        for other in sorted(set(writers) - {saver}):
+            self._wait_for(other, deadline + self._wait_seconds)
+            written = self._noted(other, number, _WRITTEN)
+            if written is None or self._state_of(other)[0] != _WROTE:
+                raise OSError(f"rank {other} has not written its shard")
+            rescue.written.extend(written)
+        save(rescue)
         self._saved = number
         return True
+
+    def _writers(self, held: Mapping[int, list[int] | None]) -> tuple[int | None, list[int]]:
+        """Return the first step of which those who are left hold all, and for each rank who writes for it.
+
+        Each holds the weights of all steps from one to another, which are the same.
+        """
+        whole = {rank: steps for rank, steps in held.items() if steps}
+        for number in sorted({last for _, last in whole.values()}):
+            able = [rank for rank, (since, last) in whole.items() if since <= number <= last]
+            able.sort(key=lambda rank: (whole[rank][1] == number, -rank))  # at best, who has noted nothing since
+            first = {self._shards[rank]: rank for rank in able}
+            if first.keys() >= set(self._shards):
+                return number, [first[shard] for shard in self._shards]
+        return None, []
 
     def _wait_for(self, saver: int, deadline: float) -> None:
         # a launcher may kill the others as soon as one has ended
@@ -417,7 +506,7 @@ class Survivors:
                 return
             time.sleep(_PAUSE_SECONDS)
 
-    def _gathered(self, number: int) -> Rescue:
+    def _gathered(self, number: int, writers: list[int]) -> Rescue:
         mine = self._noted(self._rank, number)
         before = self._noted(self._rank, number - 1)
         ranks, unknown = [], {}
@@ -431,7 +520,7 @@ class Survivors:
                 if lost:
                     unknown[other] = lost
             ranks.append(found)
-        return Rescue(number, ranks, unknown)
+        return Rescue(number, ranks, unknown, writers, [])
 
     # ---- the files ---------------------------------------------------------------------------------------------------
 
@@ -439,7 +528,7 @@ class Survivors:
     def _others(self) -> list[int]:
         return [other for other in range(len(self._paths)) if other != self._rank]
 
-    def _state_of(self, rank: int) -> tuple[str | None, int | None, bool]:
+    def _state_of(self, rank: int) -> tuple[str | None, Any, bool]:
         """Return what a rank says that it does, at which step, and whether it is alive; None if it is not seen."""
         head = self._head(rank)
         try:
@@ -447,7 +536,7 @@ class Survivors:
         except FileNotFoundError:  # came to its end, and deleted it
             return None, None, False
 
-    def _head(self, rank: int) -> tuple[str, int | None] | None:
+    def _head(self, rank: int) -> tuple[str, Any] | None:
         data = self._read(rank, _HEAD_BYTES, 0)
         text = data[_CHECK.size :].rstrip(b"\0")
         if _CHECK.pack(xxhash.xxh3_64_intdigest(text)) != data[: _CHECK.size]:
@@ -455,8 +544,9 @@ class Survivors:
         session, doing, number = json.loads(text)
         return (doing, number) if session == self._session else None
 
-    def _noted(self, rank: int, number: int) -> Any:
-        data = self._read(rank, _SLOT_BYTES, _offset(number)) if number > 0 else b""
+    def _noted(self, rank: int, number: int, slot: int | None = None) -> Any:
+        place = _HEAD_BYTES + (number % _SLOTS if slot is None else slot) * _SLOT_BYTES
+        data = self._read(rank, _SLOT_BYTES, place) if number > 0 else b""
         if len(data) < _RECORD.size:
             return None
         mark, found, size, check = _RECORD.unpack_from(data)
@@ -492,10 +582,6 @@ def _local_place(url: str) -> str:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise PermissionError(errno.EPERM, "others have the directory, or may write to it", home)
     return os.path.join(home, hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16])
-
-
-def _offset(number: int) -> int:
-    return _HEAD_BYTES + number % _SLOTS * _SLOT_BYTES
 
 
 def _follow(theirs: Any, before: Any, now: Any, name: str, lost: list[str]) -> Any:

@@ -18,6 +18,7 @@ def assert_resumes_exactly(
     points: Sequence[str] | None = None,
     steps: int | None = None,
     resume_arguments: Sequence[str] = (),
+    ranks: Sequence[int] = (),
     ignore: Collection[str] = (),
     directory: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
@@ -38,7 +39,9 @@ def assert_resumes_exactly(
             None: all that occur, unless ``at`` is given.
         steps: How many optimizer steps to train; None: ten after the last of ``at``, else a little more than two
             epochs if those are short, else 30.
-        resume_arguments: Words that a resumed run gets besides; ``{checkpoint}`` in one is replaced by the path.
+        resume_arguments: Words that a resumed run gets besides; ``{checkpoint}`` in one is replaced by the path,
+            ``{ranks}`` by the number of ranks.
+        ranks: Other numbers of ranks that resume, too, and are to hand out each sample of the epoch once.
         ignore: Patterns of ``subject:key`` that may differ, such as ``"attributes:Model.seen"``.
         directory: Where checkpoints, notes and the output of all processes stay; None: nothing stays.
         env: Variables of the processes in addition to those of this one.
@@ -72,6 +75,7 @@ def assert_resumes_exactly(
         points=points,
         steps=steps,
         resume_arguments=resume_arguments,
+        ranks=ranks,
         ignore=ignore,
         directory=directory,
         env=environment,

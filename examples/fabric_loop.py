@@ -21,7 +21,7 @@ from lightning.fabric import Fabric
 from torch import nn
 
 from ckpt_core import Catalog, RankGroup
-from ckpt_core.ending import EndWatch
+from ckpt_core.preemption import EndWatch
 from lightning_ckpt import AsyncCheckpointIO
 
 

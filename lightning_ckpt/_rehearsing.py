@@ -27,8 +27,8 @@ from ckpt_core.rehearsal import (
 )
 from ckpt_core.tree import leaves
 from lightning_ckpt._bases import CheckpointBase, DummyLoggerBase
-from lightning_ckpt._exact.users import UsersObjects
-from lightning_ckpt._private.hooks import in_place_of_paths
+from lightning_ckpt._exact.user_attributes import UsersObjects
+from lightning_ckpt._private.hooks import in_place_of_paths, with_devices
 from lightning_ckpt._private.replacing import Live
 
 _OF_LOADERS = ("dataset", "sampler", "batch_sampler", "collate_fn")
@@ -39,6 +39,8 @@ def rehearse_if_asked() -> None:
     plan = _plan()
     if plan is not None:
         in_place_of_paths(_begin, plan.directory)
+        if plan.ranks is not None:
+            with_devices(plan.ranks)
 
 
 @functools.cache
@@ -120,8 +122,12 @@ class Rehearsal(Live, CheckpointBase):
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         self._batch = {name or "batch": leaf for name, leaf in leaves(batch)}
         self._steps_before = trainer.global_step
+        self._notes.hand_out(trainer.current_epoch, next(iter(_loaders(trainer)), None), self._batch)
+        self._notes.trains()
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self._plan.ranks is not None:
+            return
         number = trainer.fit_loop.total_batch_idx
         self._take(trainer, number, batch_idx, outputs)
         is_open = trainer.global_step == self._steps_before
@@ -143,6 +149,8 @@ class Rehearsal(Live, CheckpointBase):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         if "epoch-end" in self._left:
             self._save(trainer, "epoch-end")
+        if self._plan.ranks is not None and self._notes.handed:
+            self._leave(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._take(trainer, trainer.fit_loop.total_batch_idx + 1, None, None)

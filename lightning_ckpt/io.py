@@ -14,9 +14,9 @@ from ckpt_core.options import CheckpointerOptions, wait_if_small
 from ckpt_core.paths import StrPath
 from ckpt_core.tiers import MemoryTier
 from lightning_ckpt._plugin_base import ReliableCheckpointIO, load_other_layout
+from lightning_ckpt._preemption import watch_boundaries
 from lightning_ckpt._private.hooks import before_setup
 from lightning_ckpt._rehearsing import rehearse_if_asked
-from lightning_ckpt._signals import watch_boundaries
 
 __all__ = ["AsyncCheckpointIO", "SyncCheckpointIO", "TorchFileIO", "training_goes_on"]
 

@@ -18,9 +18,8 @@ from weakref import proxy
 
 import torch
 
-from ckpt_core import Catalog, CheckpointInfo
-from ckpt_core.catalog import newest_first
-from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
+from ckpt_core import CheckpointInfo
+from ckpt_core.errors import CheckpointError
 from ckpt_core.option_checks import check_count, check_options, check_path, check_switch, or_none
 from ckpt_core.paths import is_remote
 from ckpt_core.pins import pin_path
@@ -28,23 +27,25 @@ from ckpt_core.policies import RetentionHistory, RetentionPolicy, SaveInterval, 
 from ckpt_core.preemption import Preemption
 from ckpt_core.resume import ResumeAttempts, ResumePoint
 from ckpt_core.survivors import no_rescue, wait_seconds_of
-from ckpt_core.tiers import MEMORY_ROOT, MemoryTier, Tiers
+from ckpt_core.tiers import MEMORY_ROOT, MemoryTier
 from lightning_ckpt._bases import ModelCheckpointBase
+from lightning_ckpt._callbacks.background_failures import OutcomeWatch, raise_as_rank_0
 from lightning_ckpt._callbacks.interval import AutoInterval
 from lightning_ckpt._callbacks.just_in_time import JustInTime
 from lightning_ckpt._callbacks.lookup import (
+    Lookup,
+    is_same_path,
+    is_training_state,
     left_in_another_version,
-    newest_requeued,
-    older_requeued,
     open_filesystem,
     stock_hint,
     tell_of_checkpoint,
 )
 from lightning_ckpt._callbacks.memory import MemorySnapshots
-from lightning_ckpt._callbacks.outcomes import OutcomeWatch, raise_as_rank_0
 from lightning_ckpt._callbacks.resume import AutoResume, find_resume, point_of, stable_directory
 from lightning_ckpt._exact.mismatch import name_mismatches, unwrap
 from lightning_ckpt._exact.state import KEY, ExactState
+from lightning_ckpt._preemption import watch_boundaries
 from lightning_ckpt._private.guard import check_callback
 from lightning_ckpt._private.hooks import before_look_ups, without_a_path
 from lightning_ckpt._private.loops import checkpoint_directory, resume_from
@@ -52,7 +53,6 @@ from lightning_ckpt._recording import Recording
 from lightning_ckpt._rehearsing import rehearse_if_asked
 from lightning_ckpt._report import RunReport, announce
 from lightning_ckpt._routing.trainer import is_routed, raise_on_all_ranks
-from lightning_ckpt._signals import watch_boundaries
 from lightning_ckpt.io import NO_STATE_KEY, AsyncCheckpointIO, TorchFileIO
 from lightning_ckpt.sharded import ShardedCheckpointIO
 
@@ -212,11 +212,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._best_model_path = self._last_model_path = ""
         self._plugin: TorchFileIO | ShardedCheckpointIO | None = None
         self._has_trained = False
-        self._best_of_earlier_run: str | None = None
-        self._passed_over: set[str] = set()
         self._is_deciding = False
-        self._storage_options: dict[str, Any] | None = None
-        self._tiers: Tiers | None = None
+        self._lookup = Lookup(self.FILE_EXTENSION, self.CHECKPOINT_NAME_LAST)
         # since Lightning 2.5.6
         has_option = hasattr(ModelCheckpointBase.__mro__[1], "_should_save_on_exception")
         if save_on_exception and not has_option:
@@ -280,10 +277,10 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._plugin = plugin if isinstance(plugin, _PLUGINS) else None
         if self._auto is not None and self.dirpath is None:
             self.dirpath = stable_directory(trainer)  # not that of the logger, which is another one at each start
-        known = self._storage_options, self._tiers
-        self._storage_options, self._tiers = _storage_options_of(trainer), _tiers_of(trainer)
-        if known != (self._storage_options, self._tiers):
-            self._best_of_earlier_run = None  # may not have been found without them
+        if self._plugin is None:
+            self._lookup.reach_by(None, None)
+        else:
+            self._lookup.reach_by(self._plugin.storage_options, self._plugin.tiers)
 
     # ---- background saves --------------------------------------------------------------------------------------------
 
@@ -429,7 +426,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         if self._just_in_time is None and self._state is not None and self._state.at_moment is None:
             problem = JustInTime.problem_of(trainer)
             if problem is None:
-                options = self._storage_options
+                options = self._lookup.storage_options
                 just_in_time = JustInTime(trainer, self._state, str(self.dirpath), options, self._survivors_wait)
                 problem = just_in_time.problem_of_place()
                 if problem is None:
@@ -466,7 +463,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
             problem = "another callback of this Trainer takes some already"
         self._memory = MemorySnapshots.begin(tier, trainer, problem, "step={}" + self.FILE_EXTENSION)
         if self._memory is not None and self._auto is not None and self._auto.asked:
-            found = self._memory.newest(self.FILE_EXTENSION, _is_training_state)
+            found = self._memory.newest(self.FILE_EXTENSION, is_training_state)
             if found is not None and self._auto.is_newer(found):
                 resume_from(trainer, found.path)
 
@@ -482,7 +479,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         is_just_in_time = os.path.basename(resumed).startswith(_JUST_IN_TIME)
         if not is_just_in_time and (tier is None or not tier.covers(resumed)):
             return
-        infos = self._catalog(directory, trainer).checkpoints()
+        infos = self._lookup.catalog(directory).checkpoints()
         there = {info.name for info in infos}
         for path in [path for path in self.best_k_models if os.path.basename(path) not in there]:
             del self.best_k_models[path]
@@ -490,7 +487,11 @@ class ResumableCheckpoint(ModelCheckpointBase):
             if os.path.basename(getattr(self, name)) not in there:
                 setattr(self, name, "")
         if self.monitor is None and not self.best_model_path:  # the one before it is to be replaced by the next
-            own = (info.path for info in infos if not self._is_last(info.path) and not info.name.startswith(_PREEMPTED))
+            own = (
+                info.path
+                for info in infos
+                if not self._lookup.is_last(info.path) and not info.name.startswith(_PREEMPTED)
+            )
             self.best_model_path = next(own, "")
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -517,7 +518,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
     def file_exists(self, filepath: Any, trainer: Any) -> bool:
         plugin = trainer.strategy.checkpoint_io
         under_way = isinstance(plugin, _PLUGINS) and plugin.checkpointer.is_pending(filepath)
-        if self._tiers is not None and isinstance(plugin, _PLUGINS) and trainer.is_global_zero:
+        if self._lookup.tiers is not None and isinstance(plugin, _PLUGINS) and trainer.is_global_zero:
             under_way = plugin.checkpointer.is_taken(filepath)  # also by an upload whose local copy is gone
         found: bool = trainer.strategy.reduce_boolean_decision(under_way, all=False)
         return found or super().file_exists(filepath, trainer)
@@ -533,7 +534,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
     def _fs(self, filesystem: Any) -> None:
         directory = getattr(self, "dirpath", None)
         if directory is not None and is_remote(directory):
-            filesystem = open_filesystem(os.fspath(directory or ""), self._storage_options)
+            filesystem = open_filesystem(os.fspath(directory or ""), self._lookup.storage_options)
         self._filesystem = filesystem
 
     # ---- save_last: the same state under a second name ---------------------------------------------------------------
@@ -601,7 +602,10 @@ class ResumableCheckpoint(ModelCheckpointBase):
         if self._memory is not None:
             self._memory.training_starts()
         if self._preemption is not None:
-            self._remove_on_rank_0(trainer, lambda: self._older_of_requeues(trainer))
+            directory, root, resumed = (
+                os.fspath(p or "") for p in (self.dirpath, trainer.default_root_dir, trainer.ckpt_path)
+            )
+            self._remove_on_rank_0(trainer, lambda: self._lookup.older_requeued(directory, root, resumed))
         self._remove_on_rank_0(trainer, lambda: self._older_of_losses(trainer))
         if self._seconds_since_check is not None:
             self._last_time_checked = time.monotonic() - self._seconds_since_check
@@ -615,21 +619,18 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     def _leave_passed_over_alone(self) -> None:
         """Let new checkpoints have other names than the damaged ones, which somebody may still want to look at."""
-        for path in [path for path in self.best_k_models if self._was_passed_over(path)]:
+        for path in [path for path in self.best_k_models if self._lookup.was_passed_over(path)]:
             del self.best_k_models[path]
         for name in ("best_model_path", "last_model_path", "kth_best_model_path"):
-            if getattr(self, name) and self._was_passed_over(getattr(self, name)):
+            if getattr(self, name) and self._lookup.was_passed_over(getattr(self, name)):
                 setattr(self, name, "")
-
-    def _was_passed_over(self, path: str) -> bool:
-        return any(_same(path, other) for other in self._passed_over)
 
     # ---- what stays --------------------------------------------------------------------------------------------------
 
     def _save_and_record(self, trainer: Any, filepath: str) -> None:
         # before the save, so that the checkpoint knows of itself
         self._metrics = self._measured(trainer, filepath)
-        is_chosen = self._retention is not None and not self._is_last(filepath)
+        is_chosen = self._retention is not None and not self._lookup.is_last(filepath)
         if self._retention is not None and is_chosen:
             self._retention.record(filepath, trainer.global_step, self._metrics)
         try:
@@ -668,7 +669,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self._remove_checkpoint(trainer, path)
 
     def _remove_checkpoint(self, trainer: Any, filepath: str) -> None:
-        if self._was_passed_over(filepath):
+        if self._lookup.was_passed_over(filepath):
             logger.warning(
                 "kept the checkpoint %s, which was passed over: look at it, and delete it yourself", filepath
             )
@@ -699,7 +700,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._known_of_failures = state_dict.get("interval", {})
         if self._retention is not None and self.dirpath is not None:
             known = state_dict.get("retention", ())
-            self._retention.load_state_dict(known, os.fspath(self.dirpath), looks=self._tiers is None)
+            self._retention.load_state_dict(known, os.fspath(self.dirpath), looks=self._lookup.tiers is None)
         if self._resumes:
             self._seconds_since_check = state_dict.get("seconds_since_check")
             self._last_checkpoint_saved = state_dict.get("last_checkpoint_saved", "")
@@ -710,16 +711,13 @@ class ResumableCheckpoint(ModelCheckpointBase):
             return False
         # Lightning keeps the checkpoint that the run was resumed from, but not on remote filesystems.
         resumed = trainer.ckpt_path
-        if resumed and "://" in previous and (_same(previous, resumed) or not self._is_in_dirpath(previous)):
+        if resumed and "://" in previous and (is_same_path(previous, resumed) or not self._is_in_dirpath(previous)):
             return False
         decision: bool = super()._should_remove_checkpoint(trainer, previous, current)
         return decision
 
-    def _is_last(self, path: str) -> bool:
-        return os.path.basename(path).startswith(self.CHECKPOINT_NAME_LAST)
-
     def _is_in_dirpath(self, path: Any) -> bool:
-        return self.dirpath is not None and _same(os.path.dirname(os.fspath(path)), self.dirpath)
+        return self.dirpath is not None and is_same_path(os.path.dirname(os.fspath(path)), self.dirpath)
 
     # ---- a run that is told to end -----------------------------------------------------------------------------------
 
@@ -788,22 +786,18 @@ class ResumableCheckpoint(ModelCheckpointBase):
             trainer.strategy.barrier("lightning_ckpt.save_before_end")
 
     def _older(self, trainer: Any, prefix: str, newest: str) -> list[str]:
-        paths = self._catalog(os.fspath(self.dirpath or ""), trainer).paths()
-        others = [path for path in paths if os.path.basename(path).startswith(prefix) and not _same(path, newest)]
+        paths = self._lookup.catalog(os.fspath(self.dirpath or "")).paths()
+        others = [
+            path for path in paths if os.path.basename(path).startswith(prefix) and not is_same_path(path, newest)
+        ]
         return [path for path in others if self._should_remove_checkpoint(trainer, path, newest)]
-
-    def _older_of_requeues(self, trainer: Any) -> list[str]:
-        root, directory = os.fspath(trainer.default_root_dir), os.fspath(self.dirpath or "")
-        if is_remote(root) or not trainer.ckpt_path:
-            return []
-        return older_requeued(self._catalog(root, trainer), root, directory, os.fspath(trainer.ckpt_path))
 
     def _remove_on_rank_0(self, trainer: Any, find: Callable[[], list[str]]) -> None:
         if not trainer.is_global_zero:
             return
         try:
             for path in find():
-                if not self._was_passed_over(path):
+                if not self._lookup.was_passed_over(path):
                     trainer.strategy.remove_checkpoint(path)
         except CheckpointError:
             logger.exception("older checkpoints of interruptions could not be deleted")
@@ -820,11 +814,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
         if self._auto is None:
             return None
         self.meet(trainer)
-        options = {"storage_options": _storage_options_of(trainer), "tiers": _tiers_of(trainer)}
-        attempts = self._auto.look(checkpoint_directory(self, trainer), **options)
-        found = self.newest(trainer, attempts)
-        self._passed_over |= set(attempts.stepped_over)
-        return found
+        options = {"storage_options": self._lookup.storage_options, "tiers": self._lookup.tiers}
+        return self.newest(trainer, self._auto.look(checkpoint_directory(self, trainer), **options))
 
     @property
     def resumed(self) -> ResumePoint | None:
@@ -845,7 +836,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         """Return the newest checkpoint of the directory that verifies, whatever its name."""
         directory = checkpoint_directory(self, trainer)
         found = self.newest(trainer)
-        is_local = not is_remote(directory) and _tiers_of(trainer) is None
+        is_local = not is_remote(directory) and self._lookup.tiers is None
         if found is None:
             left = left_in_another_version(directory) if self.dirpath is None else None
             if left is not None:
@@ -873,42 +864,10 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
         ``attempts`` know which are stepped over. Where there are checkpoints, and none verifies, that is an error.
         """
-        directory = checkpoint_directory(self, trainer)
-        order = list if attempts is None else attempts.in_order
-        requeued = self._newest_requeued(directory, trainer, order)
-        try:
-            tier = self._memory_tier(trainer)
-            memory = None if tier is None or trainer.num_nodes > 1 else tier.found()  # another machine has none of it
-            found = self._newest_verified(directory, trainer, order, memory)
-        except CheckpointCorruptedError:
-            if requeued is None:
-                raise
-            found = None
-        infos = order(newest_first([info for info in (requeued, found) if info is not None]))
-        return infos[0] if infos else None
-
-    def _newest_requeued(self, directory: str, trainer: Any, order: Any) -> CheckpointInfo | None:
+        tier = self._memory_tier(trainer)
+        memory = None if tier is None or trainer.num_nodes > 1 else tier.found()  # another machine has none of it
         root = os.fspath(trainer.default_root_dir)
-        if is_remote(root) or not os.path.isdir(root):
-            return None
-        return newest_requeued(self._catalog(root, trainer), root, directory, order)
-
-    def _catalog(self, directory: Any, trainer: Any = None, memory: str | None = None) -> Catalog:
-        options = _storage_options_of(trainer) if trainer is not None else self._storage_options
-        tiers = _tiers_of(trainer) if trainer is not None else self._tiers
-        return Catalog(directory, suffix=self.FILE_EXTENSION, storage_options=options, tiers=tiers, memory=memory)
-
-    def _newest_verified(
-        self, directory: Any, trainer: Any = None, order: Any = None, memory: str | None = None
-    ) -> CheckpointInfo | None:
-        catalog = self._catalog(directory, trainer, memory)
-        newest = catalog.newest_verified(_is_training_state, order)
-        self._passed_over = set(catalog.passed_over)
-        if newest is None:
-            return None
-        # Under both of its names it is the same file; resumed from the other name, that one would never be deleted.
-        others = [info for info in catalog.checkpoints() if self._is_last(info.path)]
-        return next((info for info in others if _is_same_file(info.path, newest.path)), newest)
+        return self._lookup.newest(checkpoint_directory(self, trainer), root, memory, attempts)
 
     @contextlib.contextmanager
     def _decides(self) -> Iterator[None]:
@@ -942,39 +901,11 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._once_on_store(self._best_model_path)
         if self._best_model_path or self._has_trained or self.dirpath is None:
             return self._best_model_path
-        # Kept apart: a run that begins later must not take it for its own and delete it.
-        if self._best_of_earlier_run is None:
-            self._best_of_earlier_run = self._look_up_best(os.fspath(self.dirpath))
-        return self._best_of_earlier_run
+        return self._lookup.best(os.fspath(self.dirpath), self.state_key, self.monitor)
 
     @best_model_path.setter
     def best_model_path(self, path: str) -> None:
         self._best_model_path = path
-
-    def _look_up_best(self, directory: str) -> str:
-        found = self._newest_verified(directory)
-        if found is None:
-            return ""
-        newest = found.path
-        catalog = self._catalog(directory)
-        best = catalog.peek(newest).get("callbacks", {}).get(self.state_key, {}).get("best_model_path")
-        if not best:
-            if self.monitor is not None:
-                logger.warning("took %s for the best checkpoint: it does not know the best %s", newest, self.monitor)
-            return newest
-        # The directory may have been moved or copied since.
-        moved = f"{directory.rstrip('/')}/{os.path.basename(best)}"
-        for path in dict.fromkeys([moved, best]):
-            try:
-                catalog.check(path)
-            except CheckpointNotFoundError:
-                continue
-            except CheckpointError as error:
-                logger.warning("took %s instead of the best checkpoint %s: %s", newest, path, error.message)
-                return newest
-            return str(path)
-        logger.warning("took %s instead of the best checkpoint %s, which is not there", newest, best)
-        return newest
 
 
 def _introduce(trainer: Any) -> None:
@@ -1014,34 +945,6 @@ def _warn_again(found: warnings.WarningMessage) -> None:
 
 def _nothing() -> None:
     """What the ranks that do not write do."""
-
-
-def _storage_options_of(trainer: Any) -> dict[str, Any] | None:
-    plugin = trainer.strategy.checkpoint_io
-    return plugin.storage_options if isinstance(plugin, _PLUGINS) else None
-
-
-def _tiers_of(trainer: Any) -> Tiers | None:
-    plugin = trainer.strategy.checkpoint_io
-    return plugin.tiers if isinstance(plugin, _PLUGINS) else None
-
-
-def _is_same_file(path: str, other: str) -> bool:
-    return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
-
-
-def _is_training_state(state: Any) -> bool:
-    return isinstance(state, Mapping) and "optimizer_states" in state
-
-
-def _same(path: Any, other: Any) -> bool:
-    return _normal(os.fspath(path)) == _normal(os.fspath(other))
-
-
-def _normal(path: str) -> str:
-    protocol, found, rest = path.partition("://")
-    # fsspec spells one path in several ways: memory://a and memory:///a
-    return f"{protocol}://{rest.strip('/')}" if found else os.path.abspath(path)
 
 
 def _saves_through_plugin(strategy: Any) -> bool:

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -194,6 +195,14 @@ def accelerator(request: pytest.FixtureRequest, unavailable: Callable[[str], NoR
 
 
 @pytest.fixture
+def anyones_path() -> Iterator[Path]:
+    """Return a directory that every user may reach and write to; those of pytest are its own user's."""
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o777)
+        yield Path(directory)
+
+
+@pytest.fixture
 def small_filesystem(tmp_path: Path, unavailable: Callable[[str], NoReturn]) -> Iterator[Path]:
     """The root of a real, empty filesystem of 8 MiB, for filling the disk in earnest."""
     if sys.platform != "linux" or os.geteuid() != 0:
@@ -343,7 +352,7 @@ def _launcher_variables(ranks: int | None) -> list[dict[str, str]]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": str(ranks)}
-    return [{**shared, "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return [{**shared, "LOCAL_RANK": str(rank), "RANK": str(rank)} for rank in range(ranks)]
 
 
 def _judge(status: int, stdout: str, stderr: str, *, timed_out: bool, timeout: float, check: bool) -> None:

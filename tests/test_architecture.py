@@ -23,7 +23,8 @@ LAYERS = (
     {"report"},
     {"checkpointer", "directory", "separate"},
     {"policies"},
-    {"ending", "resume", "survivors"},
+    {"ending"},
+    {"preemption", "resume", "survivors"},
     {"catalog"},
     {"tiers"},
     {"_pipeline"},
@@ -42,7 +43,7 @@ LAYERS = (
         "commit_time",
         "console",
         "buffers",
-        "parallel",
+        "threads",
         "geometry",
         "tree",
         "digest",
@@ -50,7 +51,6 @@ LAYERS = (
         "errors",
         "option_checks",
         "paths",
-        "preemption",
     },
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}

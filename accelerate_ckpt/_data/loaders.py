@@ -10,12 +10,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from accelerate_ckpt._data.position import LoaderPosition
-from accelerate_ckpt._data.skipped_batches import Uses
+from accelerate_ckpt._data.scripts_that_skip import Uses
 from accelerate_ckpt._private import data as private_data
 from accelerate_ckpt._recording import Fetched, Recording
 from ckpt_core.errors import CheckpointFormatError
+from ckpt_core.state.ddp import rebuild_ddp_buckets
 from ckpt_core.state.elastic import derive_rng
-from ckpt_core.state.gradients import rebuild_ddp_buckets
 from ckpt_core.state.rng import RngState
 
 log = logging.getLogger(__name__)
@@ -256,7 +256,12 @@ class LoaderPositions:
         for number, position in enumerate(positions):
             if position is not None and self._is_waited_for():
                 self._give_any(number, position)
-        loaders = [None if position is None else self._capture(position) for position in positions]
+        trains = any(position is not None and position.has_trained for position in positions)
+        evaluates = [p is not None and trains and p.is_inside and not p.has_trained for p in positions]
+        loaders = [
+            None if position is None else self._capture(position, as_over=evaluated)
+            for position, evaluated in zip(positions, evaluates, strict=True)
+        ]
         if any(position is not None and position.leaves_one_out for position in positions):
             self._say_once(
                 "save_state was called after the script took a batch and before it used it: a resume continues with "
@@ -274,17 +279,18 @@ class LoaderPositions:
             "step": int(self._accelerator.step),
             "rng": rng.encode(),
             "draws_between_epochs": self._draws_between_epochs and bool(ended),
+            "in_evaluation": any(evaluates),
             "loaders": loaders,
         }
 
-    def _capture(self, position: LoaderPosition) -> dict[str, Any]:
+    def _capture(self, position: LoaderPosition, *, as_over: bool) -> dict[str, Any]:
         history = {
             "kind": position.kind,
             "trained": position.has_trained,
             "prepared": self._prepared.get(position.loader, 0),
             "last": position.habit.last,
         }
-        return {**position.capture(), **history}
+        return {**position.capture(as_over=as_over), **history}
 
     def restore(self, state: Mapping[str, Any], *, saved_world_size: int, has_own: bool = True) -> bool:
         """Set the generators, and let the next iteration of each loader continue where it was.
@@ -306,14 +312,19 @@ class LoaderPositions:
         causes = []
         if saved_world_size != world_size:
             causes.append(
-                f"the checkpoint was saved by {saved_world_size} ranks and is loaded by {world_size}: the rest of the "
-                "epoch is divided over the new ranks, so batches and random numbers differ from those of the old "
-                "number of ranks"
+                f"the checkpoint was saved by {saved_world_size} rank{'s' * (saved_world_size > 1)} and is loaded by "
+                f"{world_size}: the rest of the epoch is divided over the new ranks, so batches and random numbers "
+                "differ from those of the old number of ranks"
             )
         if state.get("draws_between_epochs"):
             causes.append(
                 "it was saved at the end of an epoch, before an evaluation that draws random numbers: the resume "
                 "begins with the next epoch and does not draw them (save after the evaluation)"
+            )
+        if state.get("in_evaluation"):
+            causes.append(
+                "it was saved inside of an evaluation, of which the rest is not done: the next one is a whole one "
+                "(save before an evaluation, or after it)"
             )
         self._waiting, self._causes = {}, causes
         positions = self._all()

@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any, Protocol
 
-from accelerate_ckpt._data.skipped_batches import Habit, Next, Opening, Uses
+from accelerate_ckpt._data.scripts_that_skip import Habit, Next, Opening, Uses
 from accelerate_ckpt._data.tracker import Consumed, Division, InnerTracker
 from accelerate_ckpt._private.data import Internals, not_as_known
 from accelerate_ckpt._recording import Fetched
@@ -268,8 +268,13 @@ class LoaderPosition:
 
     # ---- capture -----------------------------------------------------------------------------------------------------
 
-    def capture(self) -> dict[str, Any]:
-        """Capture the position as tensors and plain data."""
+    @property
+    def is_inside(self) -> bool:
+        """Whether the script is in the middle of an iteration, which was not there when it was resumed."""
+        return self._phase == INSIDE and self._opening is None and not self.is_finished
+
+    def capture(self, *, as_over: bool = False) -> dict[str, Any]:
+        """Capture the position as tensors and plain data; ``as_over``, as if this iteration was over."""
         self.habit.settle()
         waiting = self._resume or self._left
         if waiting is None and self._opening is not None and self._opening.is_unused(self._run.uses):
@@ -281,8 +286,10 @@ class LoaderPosition:
         if in_last_body := phase == INSIDE and self.is_finished:
             # what is left of this iteration is to count it
             phase, iteration = BETWEEN, iteration + 1
+        elif as_over:
+            phase, iteration = BETWEEN, iteration + 1
         inside = phase != BETWEEN
-        if not inside:
+        if not inside and not as_over:
             self._tracker.begin_at_the_beginning()
         return {
             "phase": phase,

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from accelerate_ckpt._private.data import Internals, inner_batch_sampler, is_iterable_shard, over_other_batches
+from ckpt_core.state.changed_values import PlainState
 from ckpt_core.state.elastic import RemainingBatches, RemainingSamples, carry_order
 from ckpt_core.state.loaders import LoaderMark, LoaderTracker, has_no_dataset_state
-from ckpt_core.state.plain import PlainState
 from ckpt_core.state.rng import RngState, find_generators
 from ckpt_core.state.samplers import (
     RecordingSampler,

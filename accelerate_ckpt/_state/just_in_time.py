@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
 import sys
-import uuid
 from typing import Any
 
+import torch
 from accelerate.utils import DistributedType
 
 from accelerate_ckpt import _termination
-from accelerate_ckpt._state.parts import FORMAT, RANK, indexed, model_parts, optimizer_parts
+from accelerate_ckpt._state.parts import FORMAT, RANK, indexed, is_sharded, model_parts, optimizer_parts, sharded_parts
 from accelerate_ckpt._state.preemption import target_of_run
 from accelerate_ckpt._state.resume import directory_of_run
 from accelerate_ckpt._state.save import metadata_of, rank_state
@@ -18,7 +20,7 @@ from accelerate_ckpt._state.session import Session, live_sessions
 from ckpt_core.at_exit import call_after_threads
 from ckpt_core.errors import RankFailedError
 from ckpt_core.paths import is_remote
-from ckpt_core.separate import SeparateSaves
+from ckpt_core.separate import LocalTensor, SeparateSaves, local_tensor
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.survivors import (
     NO_PLACE,
@@ -27,6 +29,7 @@ from ckpt_core.survivors import (
     Survivors,
     ignoring_signals,
     no_rescue,
+    shards_of,
     wait_seconds_of,
     why_not_replicas,
 )
@@ -36,7 +39,7 @@ __all__ = ["JustInTime", "note_step", "save_if_rank_was_lost"]
 log = logging.getLogger(__name__)
 
 _REPLICAS = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-_DRAIN_SECONDS = 5.0  # a save that waits for a dead rank is given up by itself
+_DRAIN_SECONDS = 5.0  # for a save that only waits for the disk
 _CUT = (
     "a rank was lost between an optimizer's step and the next batch, and what the script had yet to do there, such as "
     "a scheduler's step, is left out"
@@ -74,7 +77,11 @@ def save_if_rank_was_lost(error: BaseException) -> None:
 def _problem_of(session: Session) -> str | None:
     accelerator = session.accelerator
     kind, optimizers = accelerator.distributed_type, [item.optimizer for item in accelerator._optimizers]
-    problem = why_not_replicas(kind.value, accelerator._models, optimizers, are_replicas=kind in _REPLICAS)
+    problem = (
+        None
+        if _shards_of(session)
+        else why_not_replicas(kind.value, accelerator._models, optimizers, are_replicas=kind in _REPLICAS)
+    )
     if problem is not None:
         return problem
     if session.uneven or session.local_sgd.moments_differ:
@@ -82,6 +89,12 @@ def _problem_of(session: Session) -> str | None:
     if len(accelerator._save_model_state_pre_hook) > (session.saves_alone is not None):
         return "hooks of the script write files into checkpoints, for which all ranks are needed"
     return None
+
+
+def _shards_of(session: Session) -> list[int] | None:
+    """Return which shard each rank holds, where others hold the same ones (HSDP)."""
+    is_candidate = is_sharded(session.accelerator) and session.saves_alone is None
+    return shards_of(session.accelerator._models, session.world_size) if is_candidate else None
 
 
 def _hook_exceptions() -> None:
@@ -117,15 +130,20 @@ class JustInTime:
         wait = wait_seconds_of(session.config.just_in_time)
         assert wait is not None
         self._directory = directory_of_run(session) if session.saves_alone is None else session.saves_alone.directory
-        self._survivors = Survivors(self._directory, session.rank, session.world_size, session.run_id, wait)
+        shards = _shards_of(session)
+        self._survivors = Survivors(self._directory, session.rank, session.world_size, session.run_id, wait, shards)
+        # FSDP puts others in their place while it gathers
+        self._parameters = [parameter for model in session.accelerator._models for parameter in model.parameters()]
         self._buffers = BufferCopies(session.accelerator._models)
-        self._versions = self._step = 0
+        self._versions = self._step = self._since = 0
         self._is_over = False
         self._not_exact: list[str] = []
         _kept[:] = [session.accelerator]
         _termination.protect()
         _hook_exceptions()
         session.data.before_leaving = self._loop_is_left
+        session.checkpointer.wait_for_no_dead(self._survivors.find_dead)
+        session.agreement.find_dead = self._survivors.find_dead
 
     def _loop_is_left(self) -> None:
         if self._survivors.is_rank_gone():
@@ -151,8 +169,10 @@ class JustInTime:
                 "step": session.step,
             }
         )
-        self._buffers.take()
-        self._versions, self._step = self._parameter_versions(), session.step
+        versions = self._parameter_versions()
+        if self._buffers.take() or versions != self._versions:
+            self._since = self._survivors.last
+        self._versions, self._step = versions, session.step
 
     def meets(self) -> bool:
         """Return whether survivors could meet; called on all ranks together."""
@@ -208,7 +228,7 @@ class JustInTime:
                     self._survivors.leave()
                     return
                 self._session.checkpointer.drain(timeout=_DRAIN_SECONDS)
-                self._survivors.rescue(self._held(), self._save)
+                self._survivors.rescue(self._held(), self._save, self._write, max(1, self._since))
             except Exception:
                 log.exception("no checkpoint could be saved when a rank had died: resume from the last one")
 
@@ -222,35 +242,65 @@ class JustInTime:
         return noted if is_unchanged and self._buffers.put_back() else None
 
     def _parameter_versions(self) -> int:
-        return sum(
-            parameter._version for model in self._session.accelerator._models for parameter in model.parameters()
-        )
+        return sum(parameter._version for parameter in self._parameters)
 
-    def _save(self, rescue: Rescue) -> None:
+    def _place(self, rescue: Rescue) -> tuple[str, str, SeparateSaves]:
         session, alone = self._session, self._session.saves_alone
         target = target_of_run(session) if alone is None else alone.target()
+        save_id = hashlib.sha256(f"{session.run_id}-{rescue.number}".encode()).hexdigest()[:32]  # the same on all
+        return target, save_id, SeparateSaves(self._directory, storage_options=session.config.storage_options)
+
+    def _write(self, rescue: Rescue) -> dict[str, Any]:
+        """Write the files of the ranks for which this one writes; return where, and what is in them."""
+        session, alone = self._session, self._session.saves_alone
+        target, save_id, saves = self._place(rescue)
         if alone is not None and session.checkpointer.exists(target):
-            return  # was saved at the end of this step
-        saves = SeparateSaves(self._directory, storage_options=session.config.storage_options)
-        save_id = uuid.uuid4().hex
-        metadata = metadata_of(session, target)
-        metadata[FORMAT]["not_exact"] = [*rescue.notes(session.rank, "own"), *self._not_exact]
+            return {}  # was saved at the end of this step
         saves.begin(target, save_id)
         try:
-            reports = [
-                saves.write(
+            reports = {
+                rank: saves.write(
                     self._parts(rescue, rank),
                     target,
                     save_id,
                     rank=rank,
                     world_size=session.world_size,
                     suffix=f"-{save_id}" if saves.is_remote else "",  # where they are written to their final place
-                    local=_refuse_sharded,
+                    local=functools.partial(self._local, rescue.writers, rank),
                     write_files=alone.write_files if alone is not None and rank == 0 else None,
                 )
-                for rank in range(session.world_size)
-            ]
-            saves.commit(reports, target, save_id, metadata=metadata, step=session.step)
+                for rank, writer in enumerate(rescue.writers)
+                if writer == session.rank
+            }
+        except BaseException:
+            saves.discard(target, save_id)
+            raise
+        return {"target": target, "reports": reports}
+
+    def _local(self, writers: list[int], rank: int, key: str, tensor: torch.Tensor) -> LocalTensor:
+        """Return what is written for a rank of a tensor of which each rank has its shard."""
+        mine, world_size = self._session.rank, self._session.world_size
+        is_mine = rank == mine and (type(tensor) is not torch.Tensor or mine == min(writers))  # others are on all ranks
+        found = local_tensor(tensor, key=key, rank=mine, world_size=world_size, replicated=True)
+        return found if is_mine else found._replace(pieces=(), holders=())
+
+    def _save(self, rescue: Rescue) -> None:
+        session = self._session
+        target, save_id, saves = self._place(rescue)
+        if not rescue.written[0]:
+            return
+        reports = {rank: report for written in rescue.written for rank, report in written["reports"].items()}
+        metadata = metadata_of(session, target)
+        metadata[FORMAT]["not_exact"] += [*rescue.notes(session.rank, "own"), *self._not_exact]
+        try:
+            if any(written["target"] != target for written in rescue.written):
+                raise RankFailedError(
+                    "the ranks are not at the same step",
+                    path=target,
+                    remedy="start the run again: it resumes from the last checkpoint",
+                )
+            ordered = [reports[rank] for rank in range(session.world_size)]
+            saves.commit(ordered, target, save_id, metadata=metadata, step=session.step)
         except BaseException:
             saves.discard(target, save_id)
             raise
@@ -258,8 +308,12 @@ class JustInTime:
 
     def _parts(self, rescue: Rescue, rank: int) -> list[Part]:
         accelerator, shared = self._session.accelerator, rescue.ranks[self._session.rank]
-        parts = model_parts(accelerator._models, [model.state_dict() for model in accelerator._models], Kind.REPLICATED)
-        parts += optimizer_parts(accelerator._optimizers, Kind.REPLICATED)
+        if is_sharded(accelerator):
+            parts = sharded_parts(accelerator)
+        else:
+            weights = [model.state_dict() for model in accelerator._models]
+            parts = model_parts(accelerator._models, weights, Kind.REPLICATED)
+            parts += optimizer_parts(accelerator._optimizers, Kind.REPLICATED)
         schedulers = enumerate(shared["schedulers"])
         parts += [Part(indexed("scheduler", index), item, Kind.REPLICATED) for index, item in schedulers]
         if shared["scaler"] is not None:
@@ -267,7 +321,3 @@ class JustInTime:
         custom = enumerate(rescue.ranks[rank]["custom"])
         parts += [Part(f"custom_{index}", item, Kind.PER_RANK) for index, item in custom]
         return [*parts, Part(RANK, rescue.own_of(rank, "own"), Kind.PER_RANK)]
-
-
-def _refuse_sharded(key: str, tensor: Any) -> Any:
-    raise AssertionError(f"{key} is sharded")

@@ -15,8 +15,8 @@ from accelerate_ckpt._state.naming import target_of
 from accelerate_ckpt._state.resume import directory_of_run
 from accelerate_ckpt.config import OptionError
 from ckpt_core import RankGroup
-from ckpt_core.ending import EndWatch
 from ckpt_core.errors import CheckpointError
+from ckpt_core.preemption import EndWatch
 
 __all__ = ["PreemptionWatch", "target_of_run"]
 

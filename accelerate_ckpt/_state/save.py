@@ -15,8 +15,8 @@ import torch
 
 from accelerate_ckpt import _termination
 from accelerate_ckpt._private.files import wait_when_safetensors_open
+from accelerate_ckpt._state.background_failures import AgreedSave
 from accelerate_ckpt._state.naming import number_of, target_of
-from accelerate_ckpt._state.outcomes import AgreedSave
 from accelerate_ckpt._state.parts import (
     FORMAT,
     RANK,
@@ -37,6 +37,7 @@ from ckpt_core.errors import CheckpointError, RankFailedError, SerializationErro
 from ckpt_core.options import wait_if_small
 from ckpt_core.paths import StrPath, is_remote
 from ckpt_core.ranks import names_of
+from ckpt_core.state.ddp import unsaved_hook_states
 from ckpt_core.state.gradients import capture_gradients
 from ckpt_core.state.kinds import Kind
 
@@ -317,6 +318,8 @@ def metadata_of(session: Session, target: str | None) -> dict[str, Any]:
         "step": session.step,
         "custom_objects": len(accelerator._custom_objects),
         "local_sgd": session.local_sgd.capture(),
+        "not_exact": session.not_exact
+        + [note for model in session.distributed_models() for note in unsaved_hook_states(model)],
     }
     if session.interval is not None:
         about["interval"] = session.interval.schedule.state_dict()

@@ -24,22 +24,22 @@ from accelerate_ckpt._private.data import unregister
 from accelerate_ckpt._recording import Recording
 from accelerate_ckpt._rehearsing import Rehearsal
 from accelerate_ckpt._report import RunReport, announce, forget_reports
-from accelerate_ckpt._state.changes import Changes
+from accelerate_ckpt._state.background_failures import OutcomeWatch
 from accelerate_ckpt._state.interval import PREFIX, AutoInterval
+from accelerate_ckpt._state.local_sgd import LocalSgdState
 from accelerate_ckpt._state.memory import MemorySnapshots
-from accelerate_ckpt._state.outcomes import OutcomeWatch
 from accelerate_ckpt._state.parts import is_sharded
 from accelerate_ckpt._state.preemption import PreemptionWatch
 from accelerate_ckpt._state.resume import AutoResume, directory_of_run
 from accelerate_ckpt._state.retention import Retention, beyond_total_limit
+from accelerate_ckpt._state.user_attributes import Changes
 from accelerate_ckpt.config import CheckpointConfig, OptionError
 from ckpt_core.directory import DirectoryCheckpointer
-from ckpt_core.errors import StateMismatchError
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.policies import KeepLatest, SaveInterval, numbers_in
 from ckpt_core.ranks import Agreement, RankGroup
 from ckpt_core.resume import ResumePoint
-from ckpt_core.state.variables import Variables, Watched, in_words
+from ckpt_core.state.lost_variables import Variables, Watched, in_words
 from ckpt_core.tiers import MemoryTier
 
 log = logging.getLogger(__name__)
@@ -56,59 +56,6 @@ class SavesAlone(NamedTuple):
     directory: str  # of the checkpoints
     target: Callable[[], str]  # says where
     write_files: Callable[[str], None]  # writes files of the framework into a directory
-
-
-class LocalSgdState:
-    """Follows the ``LocalSGD`` contexts of one Accelerator, in which every rank has weights and moments of its own.
-
-    ``active`` are the contexts that are open, in the order in which they were entered. Averaging is for the weights
-    alone, so that ``moments_differ``, the optimizers' states between ranks, stays so after the context.
-    """
-
-    def __init__(self) -> None:
-        self.active: list[Any] = []
-        self.moments_differ = False
-        self._resumed_steps: list[int] = []
-
-    @property
-    def weights_differ(self) -> bool:
-        """Whether each rank's weights are its own now."""
-        return bool(self.active)
-
-    def entered(self, context: Any) -> None:
-        """Note that training under LocalSGD begins; continue with the count of a resumed context."""
-        self.active.append(context)
-        self.moments_differ = True
-        if self._resumed_steps:
-            context.num_steps = self._resumed_steps.pop(0)
-
-    def left(self, context: Any) -> None:
-        """Note that the weights were averaged for the last time."""
-        self.active = [other for other in self.active if other is not context]
-
-    def capture(self) -> dict[str, Any]:
-        """Return the counts as plain data."""
-        return {"num_steps": [context.num_steps for context in self.active], "moments_differ": self.moments_differ}
-
-    def check(self, state: Mapping[str, Any], saved_world_size: int, world_size: int, path: str) -> None:
-        """Refuse another number of ranks where each has a state of its own."""
-        if (state["num_steps"] or state["moments_differ"]) and saved_world_size != world_size:
-            raise StateMismatchError(
-                f"under LocalSGD {saved_world_size} ranks saved weights or moments of their own, and there are "
-                f"{world_size} now",
-                path=path,
-                key="local_sgd",
-                remedy=f"resume with {saved_world_size} processes",
-            )
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue the open contexts; what is left over is for contexts that are entered later."""
-        steps = list(state["num_steps"])
-        self.moments_differ = bool(state["moments_differ"])
-        for context in self.active:
-            if steps:
-                context.num_steps = steps.pop(0)
-        self._resumed_steps = steps
 
 
 class Session:
@@ -137,6 +84,7 @@ class Session:
         saves_alone: Where and what it saves, if that is not as ``save_state`` does.
         note_step: Called after each step.
         rank_lost: Called with an exception that may come of the loss of a rank.
+        not_exact: Why a resume from what is saved now is not exact, as far as an integration knows it.
         run_id: Text that is the same on all ranks, and different for each Accelerator and run.
     """
 
@@ -205,6 +153,7 @@ class Session:
         self.data.recording = self.recording
         self.limit: Callable[[list[str]], list[str] | None] | None = None
         self.protected: set[str] = set()
+        self.not_exact: list[str] = []
         self.metrics: dict[str, float] = {}
         self.passed_over: set[str] = set()
         self.resumed: ResumePoint | None = None
@@ -394,7 +343,7 @@ class Session:
         self.variables.trains()
         if self.recording is not None:
             self.recording.stepped(optimizer, self.step)
-        self.report.stepped(self.checkpointer.notify, self.resumed, self._directory)
+        self.report.stepped(self.checkpointer, self.resumed, self._directory)
         if not self._has_reserved and all(self._steps[id(item)] for item in self.accelerator._optimizers):
             self._has_reserved = True
             self.checkpointer.reserve(

@@ -9,6 +9,7 @@ Trainer that is given and nowhere else:
 ``log`` (public)            with the option ``log_metrics``: gives the figures of the saves to all trackers
 ``_save_checkpoint``        the only place that knows that a checkpoint is due *after* the evaluation that may have made
                             it the best one, and before ``on_save``
+``save_model``, ``_save``   during a save, the files beside the weights alone
 ``_load_from_checkpoint``   it reads ``model.safetensors`` as one file, unverified; ``load_state`` reads what any
                             strategy wrote
 ``_load_best_model``        the same, and with the last save still in the background
@@ -18,6 +19,9 @@ Trainer that is given and nowhere else:
 ``_globalstep_last_logged`` a resume would not be what an uninterrupted run logs
 ``_total_loss_scalar``
 ==========================  ============================================================================================
+
+Methods that subclasses override are replaced below the overrides, which are called as ever: the Trainer gets a class
+that has :class:`_BelowOverrides` between its own and ``Trainer``.
 
 :func:`missing_internals` finds out if a release of transformers has moved one of them.
 """
@@ -37,6 +41,7 @@ from typing import Any
 
 import transformers
 from safetensors import SafetensorError, safe_open
+from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -62,9 +67,15 @@ log = logging.getLogger(__name__)
 
 _STATE_FILE = "trainer_state.json"
 _TORCH_FILES = ("optimizer.pt", "optimizer.bin", "scheduler.pt", "scaler.pt", ".pth", "pytorch_model.bin")
+_NOT_PREPARED = (
+    "get_train_dataloader returns a loader that is not prepared, so its order is not saved (return "
+    "self.accelerator.prepare(loader))"
+)
 _NAME = re.compile(rf"{PREFIX_CHECKPOINT_DIR}-([0-9]+)")
 _NEEDED = {
     "_save_checkpoint": ["self", "model", "trial"],
+    "save_model": ["self", "output_dir", "_internal_call"],
+    "_save": ["self", "output_dir", "state_dict"],
     "_load_from_checkpoint": ["self", "resume_from_checkpoint", "model"],
     "_load_best_model": ["self"],
 }
@@ -72,7 +83,7 @@ _NEEDED_DURING_TRAINING = ("_tr_loss", "_globalstep_last_logged", "_total_loss_s
 
 
 def missing_internals() -> list[str]:
-    """Return the private methods this file replaces that this release of transformers does not have as we know them."""
+    """Return the methods this file replaces that this release of transformers does not have as we know them."""
 
     def is_known(name: str, arguments: list[str]) -> bool:
         method = getattr(Trainer, name, None)
@@ -121,6 +132,7 @@ class ResumableCallback(TrainerCallback):
         self._resumed: str | None = None
         self._rng: RngState | None = None
         self._ends_with: int | None = None
+        self._adds_files = False
         if trainer is not None:
             self._join(trainer)
 
@@ -136,11 +148,10 @@ class ResumableCallback(TrainerCallback):
         accelerator = attach(trainer.accelerator, **self._options)
         accelerator.register_for_checkpointing(_LoopState(trainer))
         accelerator.register_save_state_pre_hook(self._write_files)
+        trainer.__class__ = _below_overrides(type(trainer))  # type: ignore[arg-type]
+        trainer._resumable_callback = self
         around: dict[str, Callable[..., Any]] = {
             "train": self._train,
-            "_save_checkpoint": self._save_checkpoint,
-            "_load_from_checkpoint": self._load_from_checkpoint,
-            "_load_best_model": self._load_best_model,
             **({"log": self._log} if self._session.config.log_metrics else {}),
         }
         for name, ours in around.items():
@@ -300,7 +311,7 @@ class ResumableCallback(TrainerCallback):
 
     # ---- saving ------------------------------------------------------------------------------------------------------
 
-    def _save_checkpoint(self, _stock: Callable[..., Any], _model: Any, _trial: Any = None) -> None:
+    def _save_checkpoint(self) -> None:
         trainer, session = self._trainer, self._session
         state = trainer.state
         trainer.store_flos()
@@ -312,16 +323,40 @@ class ResumableCallback(TrainerCallback):
                 state.best_model_checkpoint = best
         session.limit = functools.partial(_surplus, weakref.proxy(trainer))  # the session outlives the Trainer
         session.protected = {state.best_model_checkpoint} if state.best_model_checkpoint else set()
+        session.not_exact = [] if self._loader_is_known() else [_NOT_PREPARED]
         trainer.accelerator.save_state(target)
+
+    def _loader_is_known(self) -> bool:
+        loader = self._trainer.callback_handler.train_dataloader
+        is_prepared = any(loader is one for one in self._trainer.accelerator._dataloaders)
+        return is_prepared or isinstance(getattr(loader, "sampler", None), SequentialSampler)
 
     def _path_of_step(self, step: int) -> str:
         return os.path.join(self._trainer.args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{step}")
 
     def _write_files(self, _models: Any, _weights: Any, directory: str) -> None:
+        self._adds_files = True
+        try:
+            self._trainer.save_model(directory, _internal_call=True)
+        finally:
+            self._adds_files = False
+        weights = os.path.join(directory, f"{indexed('model', 0)}.safetensors")
+        if os.path.exists(weights):
+            os.unlink(weights)
+            self._session.tell_once(
+                "weights",
+                f"{type(self._trainer).__name__} writes a model.safetensors of its own, which is a file of the "
+                "checkpoint itself: it is left out, and the checkpoint's has all weights. Give it another name, or let "
+                "super() write it",
+            )
         if self._trainer.is_world_process_zero():
-            self._add_files(directory)
+            self._add_state(directory)
 
     def _add_files(self, directory: str) -> None:
+        self._add_model_files(directory)
+        self._add_state(directory)
+
+    def _add_model_files(self, directory: str) -> None:
         """Add what the Trainer puts beside the weights, but for the pickle of its arguments."""
         trainer = self._trainer
         model = trainer.accelerator.unwrap_model(trainer.model)
@@ -338,12 +373,15 @@ class ResumableCallback(TrainerCallback):
             processing = getattr(trainer.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(directory)
+
+    def _add_state(self, directory: str) -> None:
+        trainer = self._trainer
         _collect_callback_states(trainer)
         trainer.state.save_to_json(os.path.join(directory, _STATE_FILE))
 
     # ---- loading -----------------------------------------------------------------------------------------------------
 
-    def _load_from_checkpoint(self, stock: Callable[..., Any], resume_from_checkpoint: Any, model: Any = None) -> None:
+    def _load_from_checkpoint(self, stock: Callable[..., Any], resume_from_checkpoint: Any, model: Any) -> None:
         # Ours is loaded when everything is prepared, in on_train_begin.
         if self._resumed is None or os.fspath(resume_from_checkpoint) != self._resumed:
             stock(resume_from_checkpoint, model)
@@ -385,6 +423,45 @@ class ResumableCallback(TrainerCallback):
                 path=path,
                 remedy=f"start {saved} processes",
             )
+
+
+class _BelowOverrides(Trainer):
+    """What a Trainer's own methods become: below a subclass's overrides of them, which call them with ``super()``."""
+
+    _resumable_callback: ResumableCallback
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self._resumable_callback._save_checkpoint()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        callback = self._resumable_callback
+        if not callback._adds_files:
+            super().save_model(output_dir, _internal_call)
+        elif self.is_world_process_zero():
+            self._save(output_dir)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        callback = self._resumable_callback
+        if not callback._adds_files:
+            super()._save(output_dir, state_dict)
+        elif output_dir is not None:
+            callback._add_model_files(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: Any, model: Any = None) -> None:
+        self._resumable_callback._load_from_checkpoint(super()._load_from_checkpoint, resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        self._resumable_callback._load_best_model(super()._load_best_model)
+
+
+@functools.lru_cache(maxsize=64)
+def _below_overrides(kind: type) -> type:
+    """Return the class of a Trainer with :class:`_BelowOverrides` between the subclasses of ``Trainer`` and itself."""
+    if issubclass(kind, _BelowOverrides):
+        return kind
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    bases = (_BelowOverrides,) if kind is Trainer else (kind, _BelowOverrides)
+    return type(kind.__name__, bases, names)
 
 
 class _LoopState:

@@ -37,6 +37,7 @@ class Agreement:
         self._timeout = timeout
         self._client = None if store is None else TimedStore(PrefixStore("meetings", store), answer_within=timeout)
         self.progress = Progress(rank, world_size, store, timeout)  # what the ranks know of each other
+        self.find_dead: Callable[[], Collection[int]] = tuple  # ranks that will come to no further meeting
         self._meetings = 0
         # On rank 0: meetings that others still have to hear of, and where this rank was then.
         self._unread: collections.deque[tuple[int, int | None]] = collections.deque()
@@ -231,6 +232,10 @@ class Agreement:
                 )
             if now > looked + until_look:
                 look()
+                if dead := self.find_dead():
+                    raise RankFailedError(
+                        f"{names_of(dead)} died, and others wait in {what}", remedy="look at the log of that rank"
+                    )
                 looked, until_look = now, min(2 * until_look, _LAST_LOOK_SECONDS)
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)

@@ -32,6 +32,7 @@ class SaveSeries:
         self.group = group
         self.concluded = 0  # number of the last save that is over
         self.opened = 0  # how many saves this rank has begun; on rank 0, the number of the last one
+        self.find_dead: Callable[[], Collection[int]] = tuple  # ranks that will report nothing more
         self.name = group.next_series()
 
     def open(
@@ -163,21 +164,24 @@ class JointSave:
         return size
 
     def _collect(self, store: TimedStore) -> tuple[list[int], set[int]]:
-        """Return the other ranks that have reported, and those that are absent, when none is left or time is up."""
+        """Return the other ranks that have reported, and those that are absent, when there is nothing to wait for."""
         deadline = time.monotonic() + self._timeout
-        wait = self._timeout if self._absent is None else _FIRST_LOOK
-        absent: set[int] = set()
+        wait, absent = _FIRST_LOOK, set[int]()
         while True:
             awaited = [rank for rank in self._others if rank not in absent]
             left = deadline - time.monotonic()
             keys = [self._key(f"report/{rank}") for rank in awaited]
             if not keys or store.wait(keys, max(0.0, min(wait, left))):
                 return awaited, absent
-            if self._absent is None or left <= wait:
-                return [rank for rank in awaited if store.has(self._key(f"report/{rank}"))], absent
-            # Whoever has begun takes part, whatever is said of it.
-            absent |= {rank for rank in self._absent() if not store.has(self._key(f"begun/{rank}"))}
+            dead = self._series.find_dead()
+            if left <= wait or any(self._lacks(store, rank) for rank in awaited if rank in dead):
+                return [rank for rank in awaited if not self._lacks(store, rank)], absent
+            if self._absent is not None:  # whoever has begun takes part, whatever is said of it
+                absent |= {rank for rank in self._absent() if not store.has(self._key(f"begun/{rank}"))}
             wait = min(2 * wait, _LAST_LOOK)
+
+    def _lacks(self, store: TimedStore, rank: int) -> bool:
+        return not store.has(self._key(f"report/{rank}"))
 
     def _texts(
         self, store: TimedStore, report: str | CheckpointError, reported: Sequence[int], absent: Collection[int]
@@ -206,6 +210,14 @@ class JointSave:
         return texts
 
     def _missing(self, store: TimedStore, ranks: Sequence[int]) -> RankFailedError:
+        found = self._series.find_dead()
+        dead = [rank for rank in ranks if rank in found]
+        if dead:
+            return RankFailedError(
+                f"{names_of(dead)} died before the save of {self._path} was whole",
+                path=self._path,
+                remedy="look at the log of that rank",
+            )
         begun = [rank for rank in ranks if store.has(self._key(f"begun/{rank}"))]
         if begun:
             return self._too_late(begun)

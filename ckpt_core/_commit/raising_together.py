@@ -1,21 +1,14 @@
-"""Ranks raise a failure of one of them together.
+"""Ranks raise together what fails on one of them in a call that all make.
 
-One rank may know of a failure that the others do not; if it alone raised, the job would hang in the next collective.
-:func:`raise_together` is for a call that all ranks make together, and :class:`RunOutcome` for saves in the background:
-it looks for an announcement, on the training thread, and only while a save is under way.
+If that rank alone raised, the job would hang in the next collective.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]
-
-from ckpt_core._commit.announcement import Announcement, decode_error, encode_error
-from ckpt_core._commit.tcp_store import TimedStore
-from ckpt_core.errors import CheckpointError, RankFailedError
+from ckpt_core._commit.announcement import decode_error, encode_error
 
 
 def raise_together(action: Callable[[], None], exchange: Callable[[Any], Sequence[Any]] | None) -> None:
@@ -35,108 +28,3 @@ def raise_together(action: Callable[[], None], exchange: Callable[[Any], Sequenc
         failure = failure or next((decode_error(encoded) for encoded in found if encoded is not None), None)
     if failure is not None:
         raise failure
-
-
-class BackgroundSaves(Protocol):
-    """What an outcome asks about the saves of its rank: a checkpointer."""
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a save is under way."""
-
-    @property
-    def failure(self) -> CheckpointError | None:
-        """The oldest failure that was not taken yet."""
-
-    def take_failure(self) -> CheckpointError | None:
-        """Return that failure, once."""
-
-    def drain(self) -> None:
-        """Wait for all saves, whether they fail or not."""
-
-
-class RunOutcome:
-    """Makes every rank raise the failure of a background save at the same step boundary.
-
-    Rank 0 finds a failure at one boundary, in ``saves``, and announces it for the next one. Between the two, all ranks
-    take part in the gradient exchange of a step, so the announcement reaches each of them before it gets to that
-    boundary. Therefore a boundary is the end of a batch in which the optimizers stepped.
-    """
-
-    def __init__(self, saves: BackgroundSaves, store: Store | None = None, rank: int = 0, world_size: int = 1) -> None:
-        self._saves = saves
-        self._store = None if store is None else TimedStore(store, answer_within=None)
-        self._rank = rank
-        self._others = world_size - 1
-        self._raised = 0
-        self._start()
-
-    def _start(self) -> None:
-        self._begun = 0
-        self._ended = 0
-        self._boundary = 0
-        self._announced: tuple[int, CheckpointError | None] | None = None
-
-    def save_begun(self) -> None:
-        """Note that a save has begun; called on every rank."""
-        self._begun += 1
-
-    def at_boundary(self) -> None:
-        """Raise, as the same class on all ranks, if a background save has failed and all ranks know it by now."""
-        self._boundary += 1
-        pending = self._saves.is_busy  # before the failure is looked for: it may come in between
-        # It stays where the next save finds it: some ranks know of it sooner than others, and all must refuse that
-        # save.
-        failure = self._saves.failure
-        if self._store is None:
-            if failure is not None:
-                self.was_raised()
-                raise failure
-            return
-        if self._announced is None:
-            if self._rank == 0:
-                self._announce(self._store, failure, pending=pending)
-            elif self._ended < self._begun:
-                self._look(self._store)
-        if self._announced is not None and self._boundary >= self._announced[0]:
-            error = self._announced[1]
-            assert error is not None  # nothing else is announced
-            if self._rank == 0:
-                self._announcement(self._store).linger(self._others)
-            self.was_raised()
-            raise error
-
-    def _announce(self, store: TimedStore, failure: CheckpointError | None, *, pending: bool) -> None:
-        if failure is not None:
-            self._announced = (self._boundary + 1, failure)
-            self._announcement(store).make(*self._announced)
-        elif not pending and self._ended < self._begun:
-            self._ended = self._begun
-            self._announcement(store, "ended").make(self._begun)
-
-    def _announcement(self, store: TimedStore, what: str = "failure") -> Announcement:
-        # One for each failure: what was raised once is not found again.
-        return Announcement(store, f"outcome-{self._raised}/{what}")
-
-    def _look(self, store: TimedStore) -> None:
-        announcement = self._announcement(store)
-        if announcement.is_made:
-            self._announced = announcement.read()
-            with contextlib.suppress(RankFailedError):  # rank 0 may have waited for long enough
-                announcement.heard()
-        elif (ended := self._announcement(store, "ended")).is_made:
-            self._ended, _ = ended.read()
-
-    @property
-    def unraised(self) -> CheckpointError | None:
-        """A failure that no boundary has raised yet."""
-        return self._announced[1] if self._announced is not None else self._saves.failure
-
-    def was_raised(self) -> None:
-        """Start over after a failure that all ranks raise now; called on every rank."""
-        if self._rank:
-            self._saves.drain()  # until this rank has itself heard of what it raises
-        self._saves.take_failure()
-        self._raised += 1
-        self._start()
-        self.save_begun()  # others may be under way

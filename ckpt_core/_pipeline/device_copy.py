@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ckpt_core._devices import ROW, Events, RowSums, SideStreams, let_devices_wait
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._layouts.safetensors import resolved
-from ckpt_core.parallel import wait_through
+from ckpt_core.threads import wait_through
 
 COPY_GROUP = 64 * 2**20  # bytes copied by one call: long enough that taking the GIL between two does not count
 LATE_PIECE = 2**20  # bytes: to copy less takes no longer than to queue its sums

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_core._commit.joint_save import JointSave
+from ckpt_core._layouts.directory.files import describe_file
+from ckpt_core._layouts.directory.manifest import ExtraFile
+from ckpt_core._layouts.directory.skeleton import encode_plain
+from ckpt_core._layouts.directory.writing import PartContent, RankFiles, build_manifest
 from ckpt_core._layouts.image import Image
-from ckpt_core._layouts.sharded.files import describe_file
-from ckpt_core._layouts.sharded.manifest import ExtraFile
-from ckpt_core._layouts.sharded.skeleton import encode_plain
-from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, build_manifest
-from ckpt_core._pipeline.directories import (
+from ckpt_core._pipeline.directory_commit import (
     NOTHING,
     Previous,
     discard,
@@ -302,6 +302,7 @@ def plan_parts(
     """
     planned = []
     for part in parts:
+        _check_part(part)
         same = part.kind is not Kind.PER_RANK
         # A model's are refused: nobody could load into them.
         skeleton, tensors = encode_plain(part.state, key=part.name, objects=objects, any_tensor=not same)
@@ -318,6 +319,15 @@ def plan_parts(
         spread = spread and world_size > 1
         planned.append(PartContent(part.name, part.kind.value, skeleton, found, pieces, spread, part.frozen))
     return planned
+
+
+def _check_part(part: Any) -> None:
+    if not isinstance(part, Part):
+        raise TypeError(f"parts must be a list of ckpt_core.Part(name, state, kind), not of {type(part).__name__}")
+    name: Any = part.name
+    kind: Any = part.kind
+    if not isinstance(name, str) or not isinstance(kind, Kind):
+        raise TypeError(f"Part(name, state, kind) takes a text and a ckpt_core.Kind, not {name!r} and {kind!r:.80}")
 
 
 def _check_whole(part: Part, tensors: Mapping[str, LocalTensor]) -> None:

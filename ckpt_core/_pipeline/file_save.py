@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ckpt_core._layouts.torch_file.image import FileImage, StateLayout
+from ckpt_core._layouts.torch_file.archive import FileImage, StateLayout
 from ckpt_core._pipeline.save import Pipeline
 from ckpt_core._pipeline.staging import Snapshot
 from ckpt_core._pipeline.writer import write_image

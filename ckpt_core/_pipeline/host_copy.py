@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from ckpt_core._layouts.image import ImageAbandonedError
-from ckpt_core.parallel import run_parallel
+from ckpt_core.threads import run_parallel
 
 _Piece = tuple[int, torch.Tensor, torch.Tensor]
 _Batch = list[tuple[torch.Tensor, torch.Tensor]]

@@ -1,4 +1,4 @@
-"""A checkpoint of either layout is loaded, looked into without its tensors' bytes, or verified."""
+"""A torch file is loaded; a checkpoint of either layout is verified, or looked into without its tensors' bytes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 import os
 from typing import Any
 
-from ckpt_core._layouts.sharded.manifest import read_stamp as read_stamp_of_manifest
-from ckpt_core._layouts.sharded.reading import DirectoryReader
+from ckpt_core._layouts.directory.loading import DirectoryReader
+from ckpt_core._layouts.directory.manifest import read_stamp as read_stamp_of_manifest
 from ckpt_core._layouts.torch_file.loading import (
     glance_at_torch_file,
     load_torch_file,
@@ -17,9 +17,9 @@ from ckpt_core._layouts.torch_file.loading import (
 from ckpt_core._layouts.torch_file.opening import is_archive, read_stamp
 from ckpt_core.commit_time import Stamp, step_in
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, StorageError
-from ckpt_core.parallel import IO_THREADS, run_parallel
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import MANIFEST_NAME, Storage, local_path, storage_for
+from ckpt_core.threads import IO_THREADS, run_parallel
 
 _DEPTH = 1  # a plugin keeps its metadata under a key of its own
 

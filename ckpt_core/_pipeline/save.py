@@ -10,17 +10,16 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
 
 from ckpt_core._layouts.image import ImageAbandonedError
-from ckpt_core._pipeline import loading
 from ckpt_core._pipeline.buffer_pool import BufferPool
 from ckpt_core._pipeline.device_copy import watch_optimizers
 from ckpt_core._pipeline.jobs import Job, JobQueue, OnError
+from ckpt_core._pipeline.saved_directories import SavedDirectories
 from ckpt_core._pipeline.staging import Snapshot
 from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.errors import CheckpointError, OutOfMemoryError, SnapshotTornError
@@ -34,8 +33,6 @@ from ckpt_core.events import (
     notify,
 )
 from ckpt_core.preflight import RefusedKeys
-from ckpt_core.storage import Storage, is_remote
-from ckpt_core.storage.claims import Claims
 
 logger = logging.getLogger(__name__)
 
@@ -331,38 +328,3 @@ class Pipeline:
             return
         logger.log(level, "could not save the checkpoint %s: %s", job.path, error)
         notify(self._listeners, SaveFailed(path=job.path, error=str(error)))
-
-
-class SavedDirectories:
-    """The directories that a checkpointer saves into: claims on them, and what is done once in each."""
-
-    def __init__(self) -> None:
-        self._claims = Claims()
-        self._cleaned: set[str] = set()
-        self._read: set[str] = set()
-
-    def claim(self, storage: Storage, path: str) -> None:
-        """Claim the directory of a checkpoint, and warn if another job has it."""
-        self._claims.hold(os.path.dirname(path), storage.claim)
-
-    def is_alone(self, path: str) -> bool:
-        """Return whether no other job may be writing files of the same names next to ``path``."""
-        return self._claims.is_alone(os.path.dirname(path))
-
-    def remove_orphans(self, storage: Storage, path: str) -> None:
-        """Delete, once, what dead processes have left unfinished next to ``path``; a store is not asked."""
-        directory = os.path.dirname(path)
-        if directory not in self._cleaned and not is_remote(path):
-            self._cleaned.add(directory)
-            storage.remove_orphans(directory)
-
-    def note_commits(self, storage: Storage, path: str) -> None:
-        """Read, once, how old the checkpoints next to ``path`` are; a store is not asked."""
-        directory = os.path.dirname(path)
-        if directory not in self._read and not is_remote(path):
-            self._read.add(directory)
-            loading.note_commits(storage, directory, os.path.splitext(path)[1])
-
-    def release(self) -> None:
-        """End the claims."""
-        self._claims.release()

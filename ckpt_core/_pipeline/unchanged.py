@@ -20,16 +20,16 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
+from ckpt_core._layouts.directory.manifest import RankRecord
+from ckpt_core._layouts.directory.safetensors_file import DIGEST_BYTES, FileLayout
+from ckpt_core._layouts.directory.writing import PartContent, RankFiles, WrittenFile
 from ckpt_core._layouts.image import WINDOW, Image
-from ckpt_core._layouts.sharded.manifest import RankRecord
-from ckpt_core._layouts.sharded.safetensors_file import DIGEST_BYTES, FileLayout
-from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, WrittenFile
-from ckpt_core._pipeline.directories import read_manifest
+from ckpt_core._pipeline.directory_commit import read_manifest
 from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.digest import digest
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError
-from ckpt_core.parallel import IO_THREADS, run_parallel
 from ckpt_core.storage import FileReader, Storage, is_remote
+from ckpt_core.threads import IO_THREADS, run_parallel
 
 logger = logging.getLogger(__name__)
 

@@ -155,7 +155,7 @@ def _holds_a_model(storage: Storage, path: str) -> bool:
 
 def _common_prefix(path: str, part: str | None, storage: Storage) -> str:
     """Return the first name, with its dot, that all tensors of a model have in common; none if they have none."""
-    from ckpt_core._layouts.sharded.reading import DirectoryReader
+    from ckpt_core._layouts.directory.loading import DirectoryReader
     from ckpt_core._pipeline.loading import is_directory_checkpoint, peek
     from ckpt_core.tree import tensors
 

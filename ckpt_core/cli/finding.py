@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.parser import STORE_OPTIONS
-from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError, StorageError
+from ckpt_core.errors import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    StorageError,
+)
 
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
     from ckpt_core.interchange import Foreign
+    from ckpt_core.storage import FileInfo, Storage
 
 __all__ = [
     "Found",
@@ -23,12 +30,41 @@ __all__ = [
     "no_checkpoint",
     "refuse_checkpoint",
     "refuse_full_directory",
+    "refuse_missing_bucket",
     "size_at",
+    "state_of",
+    "state_of_error",
     "walk",
 ]
 
 _ENDING = ".ckpt"  # of files that are taken for checkpoints where a directory is named
 _LEVELS_OF_A_HINT = 2
+_BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")  # stores in which no save makes a bucket
+_STATES: dict[type[CheckpointError], str] = {
+    CheckpointCorruptedError: "DAMAGED",
+    CheckpointNotFoundError: "MISSING",
+    CheckpointFormatError: "FOREIGN",
+}
+
+
+def state_of_error(error: CheckpointError) -> str:
+    """Return the word for what cannot be read."""
+    return _STATES.get(type(error), "ERROR")
+
+
+def state_of(info: CheckpointInfo, storage_options: dict[str, Any] | None) -> str:
+    """Return a checkpoint's state, as far as its manifest says, in the words of ``ckpt verify``."""
+    from ckpt_core._pipeline.loading import stamp_of
+    from ckpt_core.storage import storage_for
+
+    if info.path.endswith(".safetensors"):  # as it was named itself
+        return "no digests"
+    if not info.is_readable:
+        try:
+            stamp_of(info.path, storage=storage_for(info.path, storage_options), is_directory=info.is_directory)
+        except CheckpointError as error:
+            return state_of_error(error)
+    return "no digests" if info.committed is None else "committed"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +87,7 @@ class Found:
         text = f"no checkpoints in {self.path}"
         if self.others:
             text += f" ({self.others} other file{'s' * (self.others > 1)})"
-        below = list(walk(self.path, storage_options, levels=_LEVELS_OF_A_HINT))
+        below = list(walk(self.path, storage_options, levels=_LEVELS_OF_A_HINT, failures={}))
         full = [found for found in below if found.checkpoints]
         if full:
             total = sum(len(found.checkpoints) for found in full)
@@ -106,6 +142,16 @@ def refuse_full_directory(path: str, storage_options: dict[str, Any] | None) -> 
         )
 
 
+def refuse_missing_bucket(path: str, storage_options: dict[str, Any] | None) -> None:
+    """Refuse a URL whose bucket does not exist: that is no first start, but a wrong name."""
+    from ckpt_core.storage import storage_for
+
+    protocol, _, rest = path.partition("://")
+    bucket = f"{protocol}://{rest.partition('/')[0]}"
+    if protocol in _BUCKETS and not storage_for(bucket, storage_options).exists(bucket):
+        raise missing(bucket)
+
+
 def missing(path: str) -> CheckpointNotFoundError:
     """Return the error for a path at which nothing is."""
     return CheckpointNotFoundError(
@@ -115,8 +161,13 @@ def missing(path: str) -> CheckpointNotFoundError:
     )
 
 
-def find(path: str, storage_options: dict[str, Any] | None) -> Found:
-    """Return what is at a path or URL: a checkpoint, or a directory of checkpoints."""
+def find(
+    path: str, storage_options: dict[str, Any] | None, *, failures: dict[str, CheckpointError] | None = None
+) -> Found:
+    """Return what is at a path or URL: a checkpoint, or a directory of checkpoints.
+
+    ``failures`` is that of :func:`find_all`.
+    """
     from ckpt_core._pipeline.loading import is_directory_checkpoint
     from ckpt_core.catalog import Catalog
     from ckpt_core.storage import is_remote, local_path, storage_for
@@ -127,7 +178,10 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
     is_file = os.path.isfile(place) if not is_remote(place) else False
     if is_file or is_directory_checkpoint(storage, place):
         return Found(path, [_info_of(place, storage_options)], is_checkpoint=True)
-    found = Catalog(place, suffix="", storage_options=storage_options).checkpoints()
+    catalog = Catalog(place, suffix="", storage_options=storage_options)
+    if failures is not None and not is_remote(place):
+        catalog = Catalog(place, suffix="", storage=_readable(place, failures))
+    found = catalog.checkpoints()
     kept = [info for info in found if info.is_directory or info.path.endswith(_ENDING)]
     if not found:
         if is_remote(place) and "/" in place.partition("://")[2]:
@@ -138,6 +192,23 @@ def find(path: str, storage_options: dict[str, Any] | None) -> Found:
         if not storage.exists(place) and not storage.subdirectories(place):
             raise missing(path)
     return Found(path, kept, others=len(found) - len(kept), size=0 if kept else sum(info.size for info in found))
+
+
+def _readable(root: str, failures: dict[str, CheckpointError]) -> Storage:
+    """Return a file system in which directories below one are empty where they cannot be read."""
+    from ckpt_core.storage import LocalStorage
+
+    class Readable(LocalStorage):
+        def list(self, directory: str) -> Sequence[FileInfo]:
+            try:
+                return super().list(directory)
+            except CheckpointError as error:
+                if directory == root:
+                    raise
+                failures[directory] = error
+                return []
+
+    return Readable()
 
 
 def find_foreign(path: str, storage_options: dict[str, Any] | None) -> Foreign | None:
@@ -171,14 +242,23 @@ def size_at(path: str, storage_options: dict[str, Any] | None) -> int:
     return total
 
 
-def find_all(paths: Iterable[str], storage_options: dict[str, Any] | None, *, recursive: bool = False) -> list[Found]:
-    """Return what is at each of several paths or URLs and, with ``recursive``, in the directories below them."""
+def find_all(
+    paths: Iterable[str],
+    storage_options: dict[str, Any] | None,
+    *,
+    recursive: bool = False,
+    failures: dict[str, CheckpointError] | None = None,
+) -> list[Found]:
+    """Return what is at each of several paths or URLs and, with ``recursive``, in the directories below them.
+
+    ``failures``, if given, receives by path why directories below cannot be read, instead of raising it.
+    """
     places = []
     for path in paths:
-        found = find(path, storage_options)
+        found = find(path, storage_options, failures=failures)
         places.append(found)
         if recursive and not found.is_checkpoint:
-            places += walk(path, storage_options)
+            places += walk(path, storage_options, failures=failures)
     return places
 
 
@@ -192,17 +272,32 @@ def _info_of(path: str, storage_options: dict[str, Any] | None) -> CheckpointInf
     raise missing(path)
 
 
-def walk(path: str, storage_options: dict[str, Any] | None, *, levels: int = 100) -> Iterator[Found]:
-    """Yield what is in each directory below a path or URL that is no checkpoint; ``levels`` says how deep to look."""
+def walk(
+    path: str,
+    storage_options: dict[str, Any] | None,
+    *,
+    levels: int = 100,
+    failures: dict[str, CheckpointError] | None = None,
+) -> Iterator[Found]:
+    """Yield what is in each directory below a path or URL that is no checkpoint; ``levels`` says how deep to look.
+
+    ``failures`` is that of :func:`find_all`.
+    """
     from ckpt_core.storage import local_path, storage_for
 
     place = local_path(path).rstrip("/")
     for directory in sorted(storage_for(place, storage_options).subdirectories(place)):
         if os.path.basename(directory.rstrip("/")).startswith("."):
             continue
-        found = find(directory, storage_options)
+        try:
+            found = find(directory, storage_options, failures=failures)
+        except CheckpointError as error:
+            if failures is None:
+                raise
+            failures[directory] = error
+            continue
         if found.is_checkpoint:
             continue
         yield found
         if levels > 1:
-            yield from walk(directory, storage_options, levels=levels - 1)
+            yield from walk(directory, storage_options, levels=levels - 1, failures=failures)

@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core.cli.finding import Found, find, find_foreign, no_checkpoint
-from ckpt_core.cli.listing import state_of
+from ckpt_core.cli.finding import Found, find, find_foreign, no_checkpoint, state_of
 from ckpt_core.cli.output import age, count, interest, print_json, print_table, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import UnsafeCheckpointError
@@ -116,13 +115,13 @@ def _about(
     info: CheckpointInfo, storage_options: dict[str, Any] | None
 ) -> tuple[dict[str, Any], list[tuple[str, Any]]]:
     """Return what a checkpoint says of itself, and its leaves by key, tensors without values."""
-    from ckpt_core._layouts.sharded.reading import DirectoryReader
+    from ckpt_core._layouts.directory.loading import DirectoryReader
     from ckpt_core._pipeline import loading
     from ckpt_core.storage import storage_for
     from ckpt_core.tree import leaves
 
     kind = "directory" if info.is_directory else "file"
-    card = _card(kind, state_of(info).lower(), info.size, step=info.step, committed=info.committed)
+    card = _card(kind, state_of(info, storage_options).lower(), info.size, step=info.step, committed=info.committed)
     storage = storage_for(info.path, storage_options)
     if not info.is_directory:
         try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from ckpt_core.cli.finding import find, refuse_checkpoint
+from ckpt_core.cli.finding import find, refuse_checkpoint, refuse_missing_bucket
 from ckpt_core.cli.output import print_json
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointNotFoundError
@@ -19,7 +19,8 @@ def add_commands(commands: Commands) -> None:
         _latest,
         help="print the path of the newest checkpoint of a directory that verifies",
         epilog="Exit codes: 0 there is one, 3 there is nothing to resume (no checkpoints, or no such directory),\n"
-        "1 there are checkpoints and none verifies, the directory cannot be read, or it is a checkpoint.",
+        "1 there are checkpoints and none verifies, the directory cannot be read, it is a checkpoint, or there is no\n"
+        "such bucket.",
     )
     latest.add_argument("directory")
 
@@ -46,6 +47,7 @@ def _why(options: Options) -> str:
     try:
         found = find(options.directory, options.storage_options)
     except CheckpointNotFoundError:
+        refuse_missing_bucket(options.directory, options.storage_options)
         return ""
     refuse_checkpoint(found, "latest")  # a script would begin anew
     return f": {found.hint(options.storage_options)}"

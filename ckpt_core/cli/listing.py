@@ -7,16 +7,19 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core.cli.finding import Found, find_all
+from ckpt_core.cli.finding import Found, find_all, state_of
+from ckpt_core.cli.metrics_and_pins import Told, in_words, listen, reasons
 from ckpt_core.cli.output import age, print_json, print_table
 from ckpt_core.cli.parser import Commands, Exit, Options
-from ckpt_core.cli.telling import Told, in_words, listen, reasons
 from ckpt_core.events import size_in_words
 
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
+    from ckpt_core.errors import CheckpointError
 
-__all__ = ["add_commands", "print_hints", "state_of"]
+__all__ = ["add_commands", "print_hints"]
+
+_STYLES = {"DAMAGED": "red", "ERROR": "red", "FOREIGN": "yellow"}
 
 
 def add_commands(commands: Commands) -> None:
@@ -26,24 +29,31 @@ def add_commands(commands: Commands) -> None:
         _ls,
         help="list the checkpoints of a directory, the newest first",
         epilog="Columns: when it was committed, state, step, size, metrics that its run noted, why it stays, path.\n"
-        "States: committed (by this package), no digests (another program's), DAMAGED (cannot be read).\n"
-        "Why: newest; best (says the newest of the run); pinned (by ckpt keep).",
+        "States: committed (by this package), no digests (another program's), and those of ckpt verify: DAMAGED,\n"
+        "FOREIGN, ERROR.\n"
+        "Why: newest; best (says the newest of the run); pinned (by ckpt keep).\n"
+        "Exit codes: 0 well, 1 a path, or a directory below it, is not there or cannot be read.",
     )
     ls.add_argument("paths", nargs="*", default=["."], metavar="PATH", help="a directory, a bucket, a checkpoint (.)")
     ls.add_argument("-r", "-R", "--recursive", action="store_true", help="look in directories below it, too")
 
 
 def _ls(options: Options) -> int:
-    places = find_all(options.paths, options.storage_options, recursive=options.recursive)
+    failures: dict[str, CheckpointError] = {}
+    places = find_all(options.paths, options.storage_options, recursive=options.recursive, failures=failures)
     infos = [info for place in places for info in place.checkpoints]
     told = listen(infos, options.storage_options)
     kept = {path: why for place in places for path, why in reasons(place.checkpoints, told).items()}
+    states = {info.path: state_of(info, options.storage_options) for info in infos}
     if options.json:
-        print_json([_as_json(info, told[info.path], kept[info.path]) for info in infos])
-        return Exit.OK
-    print_table([_row(info, told[info.path], kept[info.path]) for info in infos], right=(1, 3, 4))
-    print_hints(places, options)
-    return Exit.OK
+        print_json([_as_json(info, states[info.path], told[info.path], kept[info.path]) for info in infos])
+    else:
+        rows = [_row(info, states[info.path], told[info.path], kept[info.path]) for info in infos]
+        print_table(rows, right=(1, 3, 4), styles=_STYLES)
+        print_hints(places, options)
+    for error in failures.values():
+        print(f"ckpt: {type(error).__name__}: {error}", file=sys.stderr)
+    return Exit.FAILED if failures else Exit.OK
 
 
 def print_hints(places: Sequence[Found], options: Options) -> None:
@@ -58,27 +68,18 @@ def print_hints(places: Sequence[Found], options: Options) -> None:
         print(text, file=sys.stderr)
 
 
-def state_of(info: CheckpointInfo) -> str:
-    """Return a checkpoint's state, as far as its manifest says."""
-    if info.path.endswith(".safetensors"):  # as it was named itself
-        return "no digests"
-    if not info.is_readable:
-        return "DAMAGED"
-    return "no digests" if info.committed is None else "committed"
-
-
-def _row(info: CheckpointInfo, told: Told, kept: list[str]) -> tuple[str, ...]:
+def _row(info: CheckpointInfo, state: str, told: Told, kept: list[str]) -> tuple[str, ...]:
     when = info.modified if info.committed is None else info.committed
     date = datetime.datetime.fromtimestamp(when).isoformat(sep=" ", timespec="seconds")
     step = "" if info.step is None else f"step {info.step}"
-    state = state_of(info) + (", file date" if info.committed is None else "")
-    return date, age(when), state, step, size_in_words(info.size), in_words(told.metrics), ", ".join(kept), info.path
+    said = state + (", file date" if info.committed is None else "")
+    return date, age(when), said, step, size_in_words(info.size), in_words(told.metrics), ", ".join(kept), info.path
 
 
-def _as_json(info: CheckpointInfo, told: Told, kept: list[str]) -> dict[str, Any]:
+def _as_json(info: CheckpointInfo, state: str, told: Told, kept: list[str]) -> dict[str, Any]:
     return {
         "path": info.path,
-        "state": state_of(info).lower(),
+        "state": state.lower(),
         "step": info.step,
         "committed": info.committed,
         "modified": info.modified,

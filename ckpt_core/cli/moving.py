@@ -202,11 +202,11 @@ def _plan(options: Options, target_options: dict[str, Any] | None) -> tuple[list
 
 def _step(info: CheckpointInfo, there: CheckpointInfo | None, target: str, origin: Storage, storage: Storage) -> _Step:
     if not info.is_readable:
-        return _Step("keep", info.path, target, info, "DAMAGED at the source: not copied", is_missing=True)
+        return _Step("keep", info.path, target, info, "cannot be read at the source: not copied", is_missing=True)
     if there is None:
         return _Step("copy", info.path, target, info)
     if not there.is_readable:
-        return _Step("replace", info.path, target, info, "what is there is damaged")
+        return _Step("replace", info.path, target, info, "what is there cannot be read")
     if _is_same(origin, info.path, storage, there.path):
         return _Step("was there", info.path, target, info)
     if info.committed is None or (there.committed is not None and there.committed >= info.committed):
@@ -221,7 +221,7 @@ def _only_at_target(info: CheckpointInfo, source: list[CheckpointInfo]) -> _Step
     if info.is_pinned:
         why = "pinned"
     elif not info.is_readable:
-        why = "damaged: delete it yourself"
+        why = "cannot be read: delete it yourself"
     elif info.committed is None:
         why = "another program's"
     elif info.committed > newest:
@@ -317,7 +317,7 @@ def _transfer(
     from ckpt_core._commit.joint_save import SaveSeries
     from ckpt_core._commit.rank_group import RankGroup
     from ckpt_core._pipeline import loading
-    from ckpt_core._pipeline.directories import copy_directory
+    from ckpt_core._pipeline.directory_commit import copy_directory
     from ckpt_core.checkpointer import full_path
     from ckpt_core.storage import is_remote, storage_for
     from ckpt_core.storage.base import transfer
@@ -363,7 +363,7 @@ def _is_same(origin: Storage, source: str, storage: Storage, path: str) -> bool:
 
 def _identity(storage: Storage, path: str) -> tuple[str, Any] | None:
     """Return what tells a checkpoint from any other; None if nothing is there."""
-    from ckpt_core._layouts.sharded.reading import DirectoryReader
+    from ckpt_core._layouts.directory.loading import DirectoryReader
     from ckpt_core._pipeline import loading
 
     if loading.is_directory_checkpoint(storage, path):

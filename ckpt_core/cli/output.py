@@ -22,6 +22,7 @@ _FIRST = (
     {"global_step", "step", "epoch"},
     {"lr_schedulers", "scheduler"},
 )
+_WORD = re.compile(r"\W.*")
 _INDEX = re.compile(r"_\d+$")  # Accelerate's second model is model_1
 
 
@@ -52,7 +53,7 @@ def printable(text: str) -> str:
 
 def styled(text: str, style: str) -> str:
     """Return text in a style (``"bold"``, ``"red"``, ...), where a person reads it on a terminal."""
-    return f"\033[{_STYLES[style]}m{text}\033[0m" if text and sys.stdout.isatty() else text
+    return f"\033[{_STYLES[style]}m{text}\033[0m" if text and style and sys.stdout.isatty() else text
 
 
 def print_json(value: Any) -> None:
@@ -69,7 +70,9 @@ def _strict(value: Any) -> Any:
     return [_strict(below) for below in value] if isinstance(value, (list, tuple)) else value
 
 
-def print_table(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> None:
+def print_table(
+    rows: Iterable[Sequence[str]], *, right: Sequence[int] = (), styles: Mapping[str, str] | None = None
+) -> None:
     """Print rows in columns that are as wide as they must be, without a heading; the last one is not padded.
 
     Columns in which nothing is are left out.
@@ -77,12 +80,13 @@ def print_table(rows: Iterable[Sequence[str]], *, right: Sequence[int] = ()) -> 
     Args:
         rows: Their cells.
         right: Numbers of the columns that are aligned to the right.
+        styles: By the first word of a cell, in which style it is (:func:`styled`).
     """
     found = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*found, strict=True)]
     for row in found:
         cells = [
-            cell.rjust(w) if i in right else cell.ljust(w)
+            styled(cell.rjust(w) if i in right else cell.ljust(w), (styles or {}).get(_WORD.sub("", cell), ""))
             for i, (cell, w) in enumerate(zip(row, widths, strict=True))
             if w and i < len(row) - 1
         ]

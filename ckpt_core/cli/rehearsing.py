@@ -42,6 +42,13 @@ def add_commands(commands: Commands) -> None:
         help="what a resumed run is given besides, such as '--resume_from {checkpoint}' (scripts with Accelerate)",
     )
     parser.add_argument(
+        "--ranks",
+        metavar="N",
+        type=_steps,
+        default=(),
+        help="resume with so many ranks, too, such as 1,3: is each sample of the epoch handed out once?",
+    )
+    parser.add_argument(
         "--ignore",
         metavar="SUBJECT:KEY",
         action="append",
@@ -57,7 +64,7 @@ def _steps(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(","))
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of steps such as 7,20") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of numbers such as 7,20") from None
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -78,6 +85,7 @@ def _rehearse(options: Options) -> int:
             points=options.points,
             steps=options.steps,
             resume_arguments=shlex.split(options.resume_with),
+            ranks=options.ranks,
             ignore=options.ignore,
             directory=options.keep,
             timeout=options.timeout,

@@ -9,7 +9,7 @@ from typing import Any
 from ckpt_core.cli.output import print_json, print_table
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.events import size_in_words
-from ckpt_core.report import draw, page_of, read_events, seconds_in_words, totals_of
+from ckpt_core.report import draw, page_of, read_events, run_in_words, seconds_in_words, totals_of
 
 __all__ = ["add_commands"]
 
@@ -58,7 +58,7 @@ def _in_words(totals: dict[str, Any]) -> list[tuple[str, str]]:
         ("stall", f"{in_words['stall_seconds']} in all, {totals['share_of_run']:.2%} of the run"),
         ("", f"{in_words['stall_seconds_median']} typically, {in_words['stall_seconds_longest']} at most"),
         ("durable after", f"{in_words['durable_after_seconds_median']} typically"),
-        ("run", f"{in_words['seconds']} in {totals['processes']:,} process(es)"),
+        ("run", run_in_words(totals)),
     ]
     if totals["interruptions"]:
         rows.append(("interruptions", f"{totals['interruptions']:,}, which cost {in_words['interruption_seconds']}"))

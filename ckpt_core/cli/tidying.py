@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.finding import find, find_all, refuse_checkpoint, size_at
 from ckpt_core.cli.listing import print_hints
+from ckpt_core.cli.metrics_and_pins import Told, listen, pinned
 from ckpt_core.cli.output import count, print_json, print_table, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
-from ckpt_core.cli.telling import Told, listen, pinned
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
 
@@ -248,7 +248,7 @@ def _decide(
     copies: dict[tuple[float, int], list[CheckpointInfo]] = {}
     for info in infos:
         if not info.is_readable:
-            reasons[info.path] = ["damaged: delete it yourself"]
+            reasons[info.path] = ["cannot be read: delete it yourself"]
         elif info.committed is None or info.step is None:
             reasons[info.path] = ["does not say its step and time"]
         else:
@@ -282,7 +282,7 @@ def _lines(decisions: Sequence[_Decision]) -> Iterable[str]:
 
 def delete(info: CheckpointInfo, storage_options: dict[str, Any] | None) -> None:
     """Delete a checkpoint."""
-    from ckpt_core._pipeline.directories import names_of_files
+    from ckpt_core._pipeline.directory_commit import names_of_files
     from ckpt_core.storage import is_remote, storage_for
 
     storage = storage_for(info.path, storage_options)

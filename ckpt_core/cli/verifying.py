@@ -7,24 +7,14 @@ import sys
 import time
 from typing import Any
 
-from ckpt_core.cli.finding import find, find_foreign
+from ckpt_core.cli.finding import find, find_foreign, state_of_error
 from ckpt_core.cli.output import count, print_json, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
-from ckpt_core.errors import (
-    CheckpointCorruptedError,
-    CheckpointError,
-    CheckpointFormatError,
-    CheckpointNotFoundError,
-)
+from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
 
 __all__ = ["add_commands"]
 
-_STATE: dict[type[CheckpointError], str] = {
-    CheckpointCorruptedError: "DAMAGED",
-    CheckpointNotFoundError: "MISSING",
-    CheckpointFormatError: "FOREIGN",
-}
 _EXIT = {"whole": 0, "no digests": 0, "DAMAGED": Exit.FAILED, "ERROR": Exit.FAILED}
 _EXIT |= {"MISSING": Exit.MISSING, "FOREIGN": Exit.FOREIGN}
 _WORST = (Exit.FAILED, Exit.MISSING, Exit.FOREIGN, Exit.OK)
@@ -68,7 +58,7 @@ def _verify(options: Options) -> int:
             found = find(path, options.storage_options)
             is_foreign = not found.checkpoints and find_foreign(path, options.storage_options) is not None
         except CheckpointError as error:
-            verdicts.append(_Verdict(path, _STATE.get(type(error), "ERROR"), error.message, error.key, error.path))
+            verdicts.append(_Verdict(path, state_of_error(error), error.message, error.key, error.path))
             continue
         if is_foreign:
             sizes[path] = found.size
@@ -103,7 +93,7 @@ def _verdict(path: str, size: int, storage_options: dict[str, Any] | None) -> _V
             return _Verdict(path, "no digests", f"{foreign.what}; compared: {foreign.checked}", size=size)
         verified = loading.verify(path, storage_options=storage_options)
     except CheckpointError as error:
-        return _Verdict(path, _STATE.get(type(error), "ERROR"), error.message, error.key, error.path, size)
+        return _Verdict(path, state_of_error(error), error.message, error.key, error.path, size)
     return _Verdict(path, "whole" if verified else "no digests", size=size)
 
 

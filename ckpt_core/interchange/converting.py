@@ -15,9 +15,9 @@ from ckpt_core.checkpointer import Checkpointer, full_path
 from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer
 from ckpt_core.errors import CheckpointFormatError, StateMismatchError
 from ckpt_core.interchange.accelerate_files import is_stock_accelerate, parts_of_stock, read_stock, write_stock
+from ckpt_core.interchange.dcp_extras import Exported
 from ckpt_core.interchange.dcp_files import export_dcp, import_entries, open_exported, read_dcp
 from ckpt_core.interchange.dcp_format import METADATA_NAME
-from ckpt_core.interchange.exported import Exported
 from ckpt_core.interchange.model_files import holds_model, read_model, refuse_unfinished
 from ckpt_core.interchange.streaming import DiskMemory, new_directory
 from ckpt_core.paths import StrPath

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
+from ckpt_core._layouts.directory.loading import DirectoryReader
 from ckpt_core._layouts.safetensors import dtype_name
-from ckpt_core._layouts.sharded.reading import DirectoryReader
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import (
     CheckpointCorruptedError,
@@ -30,6 +30,7 @@ from ckpt_core.errors import (
     StateMismatchError,
 )
 from ckpt_core.geometry import Box
+from ckpt_core.interchange.dcp_extras import STRUCTURE, Exported, structure
 from ckpt_core.interchange.dcp_format import (
     METADATA_NAME,
     DcpEntry,
@@ -40,10 +41,9 @@ from ckpt_core.interchange.dcp_format import (
 )
 from ckpt_core.interchange.dcp_reader import TensorBatches, describe, entries_by_name, load_values
 from ckpt_core.interchange.dcp_writer import value_chunks
-from ckpt_core.interchange.exported import STRUCTURE, Exported, structure
-from ckpt_core.interchange.naming import ROOT, EntryPath, entry_name, nested, split_path
-from ckpt_core.interchange.saving import Chunk, Value, save_alone
+from ckpt_core.interchange.flat_names import ROOT, EntryPath, entry_name, nested, split_path
 from ckpt_core.interchange.streaming import DiskMemory, TensorMemory, new_directory
+from ckpt_core.interchange.unconnected_save import Chunk, Value, save_alone
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, storage_for
 

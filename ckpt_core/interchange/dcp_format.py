@@ -31,7 +31,7 @@ from ckpt_core.errors import (
     UnsafeCheckpointError,
 )
 from ckpt_core.geometry import Box
-from ckpt_core.interchange.naming import EntryPath, entry_name
+from ckpt_core.interchange.flat_names import EntryPath, entry_name
 from ckpt_core.interchange.streaming import TensorMemory
 from ckpt_core.storage import FileReader, Storage
 from ckpt_core.storage.base import ReaderIO

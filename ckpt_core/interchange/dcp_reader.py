@@ -22,14 +22,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ckpt_core._layouts.directory.loading import DirectoryReader
+from ckpt_core._layouts.directory.matching import tensor_paths
 from ckpt_core._layouts.safetensors import TensorInfo
-from ckpt_core._layouts.sharded.matching import tensor_paths
-from ckpt_core._layouts.sharded.reading import DirectoryReader
 from ckpt_core._plan import LocalTensor, Piece
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.geometry import Box
-from ckpt_core.interchange.naming import ROOT, Entry, EntryPath, entries_of, entry_name, subtree
+from ckpt_core.interchange.flat_names import ROOT, Entry, EntryPath, entries_of, entry_name, subtree
 from ckpt_core.interchange.streaming import TensorMemory
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, storage_for

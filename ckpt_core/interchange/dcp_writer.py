@@ -18,16 +18,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ckpt_core._layouts.directory.skeleton import encode_plain
 from ckpt_core._layouts.safetensors import TensorInfo
-from ckpt_core._layouts.sharded.skeleton import encode_plain
 from ckpt_core._pipeline.staging import TornSnapshotGuard
 from ckpt_core._plan import local_tensor
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
 from ckpt_core.geometry import Box
-from ckpt_core.interchange.naming import EntryPath, split_path
-from ckpt_core.interchange.saving import Chunk, RankShards, UnconnectedSave, Value
+from ckpt_core.interchange.flat_names import EntryPath, split_path
 from ckpt_core.interchange.streaming import given
+from ckpt_core.interchange.unconnected_save import Chunk, RankShards, UnconnectedSave, Value
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, storage_for
 

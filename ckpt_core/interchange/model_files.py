@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 
+from ckpt_core._layouts.directory.loading import DirectoryReader
+from ckpt_core._layouts.directory.matching import key_of, tensor_paths
+from ckpt_core._layouts.directory.safetensors_file import SafetensorsImage, file_layout, file_order
 from ckpt_core._layouts.safetensors import StoredTensor, TensorInfo, can_store, dtype_name, read_header
-from ckpt_core._layouts.sharded.matching import key_of, tensor_paths
-from ckpt_core._layouts.sharded.reading import DirectoryReader
-from ckpt_core._layouts.sharded.safetensors_file import SafetensorsImage, file_layout, file_order
 from ckpt_core._layouts.torch_file.loading import translated_errors
 from ckpt_core._pipeline import loading
 from ckpt_core._pipeline.writer import write_image
@@ -37,8 +37,8 @@ from ckpt_core.errors import (
 )
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.dcp_reader import TensorBatches, structure_of
-from ckpt_core.interchange.saving import Chunk, save_alone
 from ckpt_core.interchange.streaming import DiskMemory, LazyTensors, TensorMemory, given, new_directory
+from ckpt_core.interchange.unconnected_save import Chunk, save_alone
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import LocalStorage, Storage, is_remote, storage_for
 from ckpt_core.storage.base import MANIFEST_NAME

@@ -15,6 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ckpt_core.option_checks import check_options, check_seconds, check_share, or_none
+
 # Llama 3 (2024): 419 unexpected interruptions in 54 days on 16,384 GPUs.
 _HOURS_OF_A_RANK = 50_000
 _LONGEST_ASSUMED_SECONDS = 24 * 3600.0
@@ -79,10 +81,7 @@ class SaveInterval:
     continuous: bool = False
 
     def __post_init__(self) -> None:
-        if self.mtbf is not None and (isinstance(self.mtbf, bool) or not 0 < self.mtbf < math.inf):
-            raise ValueError(f"mtbf must be seconds above 0, not {self.mtbf!r}")
-        if self.max_overhead is not None and (isinstance(self.max_overhead, bool) or not 0 < self.max_overhead < 1):
-            raise ValueError(f"max_overhead must be a share of the run between 0 and 1, not {self.max_overhead!r}")
+        check_options({"mtbf": or_none(check_seconds), "max_overhead": or_none(check_share)}, vars(self))
 
     @classmethod
     def of(cls, interval: Any, mtbf: float | None = None, max_overhead: float | None = None) -> SaveInterval | None:

@@ -6,7 +6,9 @@ import dataclasses
 import datetime
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
+
+from ckpt_core.option_checks import check_count, check_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +63,6 @@ def to_delete(
     return [checkpoint for checkpoint in ordered[:-1] if checkpoint.path not in kept]
 
 
-def _require_positive(name: str, value: float) -> None:
-    if not value > 0:
-        raise ValueError(f"{name} must be positive, not {value!r}")
-
-
 @dataclasses.dataclass(frozen=True)
 class KeepLatest:
     """Keep the newest ones.
@@ -77,7 +74,7 @@ class KeepLatest:
     count: int = 1
 
     def __post_init__(self) -> None:
-        _require_positive("count", self.count)
+        check_options({"count": check_count}, vars(self))
 
     def kept(self, checkpoints: Sequence[SavedCheckpoint]) -> Collection[SavedCheckpoint]:
         return checkpoints[-self.count :]
@@ -100,7 +97,7 @@ class KeepBest:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        _require_positive("count", self.count)
+        check_options({"count": check_count}, vars(self))
         if self.mode not in ("min", "max"):
             raise ValueError(f"mode must be 'min' or 'max', not {self.mode!r}")
 
@@ -121,10 +118,16 @@ class KeepEverySteps:
     steps: int
 
     def __post_init__(self) -> None:
-        _require_positive("steps", self.steps)
+        check_options({"steps": check_count}, vars(self))
 
     def kept(self, checkpoints: Sequence[SavedCheckpoint]) -> Collection[SavedCheckpoint]:
         return _first_of_each([(c.step // self.steps, c) for c in checkpoints if c.step >= self.steps])
+
+
+def _check_hours(value: Any) -> None:
+    hours = value.total_seconds() if isinstance(value, datetime.timedelta) else value
+    if isinstance(hours, bool) or not isinstance(hours, (int, float)) or not 0 < hours < math.inf:
+        raise ValueError(f"must be hours above 0, or a timedelta, not {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +143,7 @@ class KeepEveryTime:
     interval: datetime.timedelta | float
 
     def __post_init__(self) -> None:
-        _require_positive("interval", self._seconds)
+        check_options({"interval": _check_hours}, vars(self))
 
     @property
     def _seconds(self) -> float:

@@ -23,8 +23,9 @@ import torch
 
 from ckpt_core.digest import digest, digest_of_parts
 from ckpt_core.rehearsal.plan import Plan
-from ckpt_core.state.plain import PlainState, fingerprint
-from ckpt_core.state.reach import is_plain
+from ckpt_core.rehearsal.samples import Drawn
+from ckpt_core.state.changed_values import PlainState, fingerprint
+from ckpt_core.state.object_walk import is_plain
 from ckpt_core.state.rng import RngState, capture_generator, find_generators
 from ckpt_core.tree import leaves
 
@@ -63,6 +64,10 @@ class Notes:
         self._missed: list[str] = []
         self._said: list[str] = []
         self._resumed = False
+        self._drawn = Drawn()
+        self._handed: dict[int, list[tuple[int, list[str]]]] = {}
+        self._last = self._trained = 0  # loaders
+        self._drops = False
         self._listen()
 
     def _listen(self) -> None:
@@ -89,12 +94,31 @@ class Notes:
         """Note in which files the code is that a subject depends on."""
         self._where[subject] = list(dict.fromkeys([*self._where.get(subject, []), *places]))
 
-    def saved(self, point: str, path: str, number: int, place: str, already: Sequence[str] = ()) -> None:
+    @property
+    def handed(self) -> int:
+        """How many batches of the loader that is trained on were handed out."""
+        return len(self._handed.get(self._trained, ()))
+
+    def hand_out(self, epoch: int, loader: Any, batch: Mapping[str, Any], count: int = 1) -> None:
+        """Note the samples of a batch of an epoch, for which the loader has drawn ``count`` batches of its own."""
+        self._last = id(loader)
+        self._handed.setdefault(id(loader), []).append((epoch, self._drawn.of_batch(loader, batch, described, count)))
+        self._drops |= any(getattr(one, "drop_last", False) for one in (loader, getattr(loader, "sampler", None)))
+
+    def trains(self) -> None:
+        """The script trains on the batch that was handed out last: its loader, if it is the first, is followed."""
+        self._trained = self._trained or self._last
+
+    def saved(
+        self, point: str, path: str, number: int, place: str, already: Sequence[str] = (), handed: int | None = None
+    ) -> None:
         """Note a checkpoint: why it was saved, where, and after which step (``place`` is for people).
 
         ``already`` has ``subject:key`` of what the next step has from before the save, and a resumed run has not.
         """
-        self._saved.append({"point": point, "path": path, "number": number, "place": place, "already": [*already]})
+        handed = self.handed if handed is None else handed
+        saved = {"point": point, "path": path, "number": number, "place": place, "already": [*already]}
+        self._saved.append({**saved, "handed": handed})
 
     def missed(self, points: list[str]) -> None:
         """Note points that did not occur."""
@@ -113,6 +137,8 @@ class Notes:
             "missed": self._missed,
             "said": self._said,
             "resumed": self._resumed,
+            "handed": self._handed.get(self._trained, []),
+            "drops": self._drops,
         }
         with open(f"{self._path}.part", "w", encoding="utf-8") as file:
             json.dump(found, file)

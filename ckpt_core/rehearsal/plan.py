@@ -29,6 +29,7 @@ class Plan:
     # After how many optimizer steps to end; None: a little after the second epoch if that is short.
     steps: int | None = None
     resume: str | None = None  # the checkpoint to resume from; None trains from the beginning
+    ranks: int | None = None  # how many other ranks continue the epoch, until its end; what they train is not compared
     until: int | None = None  # number of the last step to take notes of, in a run that is compared with another one
 
     def variables(self) -> dict[str, str]:

@@ -19,6 +19,7 @@ from typing import Any
 from ckpt_core.errors import CheckpointError
 from ckpt_core.rehearsal.comparing import EXPLAIN, HINTS, SUBJECTS, TOLD, Difference, compare, hints
 from ckpt_core.rehearsal.plan import POINTS, Plan
+from ckpt_core.rehearsal.samples import judge
 
 __all__ = ["CannotRehearseError", "Result", "Resumed", "rehearse"]
 
@@ -26,6 +27,8 @@ _RANK = re.compile(r"rank-(\d+)\.json$")
 _SHOWN = 4
 _TAIL_LINES = 25
 _GRACE_SECONDS = 10
+#: Points after which all that was handed out has been trained on; an open window of accumulation is begun again.
+_SHARED = ("middle", "epoch-end", "step", "save_state")
 
 _EACH_PROCESS = (
     "A second resume from the same checkpoint differs in it, too: it is something that is another in each process. "
@@ -75,6 +78,9 @@ class Resumed:
         where: By subject, the classes and functions that it depends on, with file and line.
         said: What the resumed run itself has warned of.
         failure: The end of its output, if it has failed.
+        ranks: How many ranks resumed, if not as many as had saved; then nothing but the samples is compared.
+        samples: What became of the samples of the epoch that these continued.
+        problem: What is wrong with that.
     """
 
     point: str
@@ -85,11 +91,14 @@ class Resumed:
     where: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     said: tuple[str, ...] = ()
     failure: str | None = None
+    ranks: int | None = None
+    samples: str = "-"
+    problem: str | None = None
 
     @property
     def is_exact(self) -> bool:
-        """Whether it ended with the same bits."""
-        return not self.differences and self.failure is None
+        """Whether it ended with the same bits; of other ranks, whether each sample was handed out once."""
+        return not self.differences and self.failure is None and self.problem is None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,10 +134,17 @@ class Result:
         times = "1 resume" if len(self.resumes) == 1 else f"{len(self.resumes)} resumes"
         yield f"{times} of `{shlex.join(self.command)}`, compared with {self.steps} steps that were not interrupted"
         yield ""
+        others = sorted({resumed.ranks for resumed in self.resumes if resumed.ranks})
         yield from _table(
             [
                 ["saved after", *(resumed.place.partition(" (")[0] for resumed in self.resumes)],
                 ["", *(resumed.point for resumed in self.resumes)],
+                *(
+                    [["resumed by ranks", *(str(resumed.ranks or "as many") for resumed in self.resumes)]]
+                    if others
+                    else []
+                ),
+                *([["samples of the epoch", *(resumed.samples for resumed in self.resumes)]] if others else []),
                 ["repeated steps", *(str(resumed.steps) for resumed in self.resumes)],
                 *([SUBJECTS[subject], *(_cell(r, subject) for r in self.resumes)] for subject in self.subjects),
             ]
@@ -143,6 +159,8 @@ class Result:
         if self.is_exact:
             yield ""
             yield "exact: every resumed run did the same, bit for bit"
+            if others:
+                yield f"with {', '.join(map(str, others))} ranks: each sample of the epoch was handed out once"
 
     def _details(self, resumed: Resumed) -> Iterator[str]:
         yield f"saved after {resumed.place} [{resumed.point}]: NOT EXACT"
@@ -151,6 +169,8 @@ class Result:
         if resumed.failure is not None:
             yield "  the resumed run failed:"
             yield from (f"    {line}" for line in resumed.failure.splitlines())
+        if resumed.problem is not None:
+            yield f"  resumed by {resumed.ranks} ranks: {resumed.problem}"
         if not resumed.differences:
             return
         first = resumed.differences[0].number
@@ -218,6 +238,7 @@ def rehearse(
     points: Sequence[str] | None = None,
     steps: int | None = None,
     resume_arguments: Sequence[str] = (),
+    ranks: Sequence[int] = (),
     ignore: Collection[str] = (),
     directory: str | os.PathLike[str] | None = None,
     env: Mapping[str, str] | None = None,
@@ -235,7 +256,9 @@ def rehearse(
             is given.
         steps: How many optimizer steps to train; None: a little more than two epochs if that is short, else 30.
         resume_arguments: Words that a resumed run gets besides, with which a script is told to resume; ``{checkpoint}``
-            in one is replaced by the path.
+            in one is replaced by the path, ``{ranks}`` by the number of ranks.
+        ranks: Other numbers of ranks that resume, too, from the middle and the end of an epoch and train to the end of
+            theirs: whether each sample is handed out once.
         ignore: Patterns of ``subject:key`` that may differ, such as ``"attributes:Model.seen"``.
         directory: Where checkpoints, notes and the output of all processes go, and stay; None: a temporary directory.
         env: Variables in addition to those of this process.
@@ -257,6 +280,8 @@ def rehearse(
         raise ValueError(f"there is no point {unknown[0]!r}: there are {', '.join(POINTS)}")
     if any(step < 1 for step in at) or (steps is not None and steps <= max(at, default=0)):
         raise ValueError("steps to save after are at least 1, and fewer than those that are trained")
+    if any(number < 1 for number in ranks):
+        raise ValueError(f"ranks must be numbers of at least 1, not {list(ranks)}")
     if steps is None and at:
         steps = max(at) + 10
     with contextlib.ExitStack() as stack:
@@ -264,7 +289,7 @@ def rehearse(
         runs = _Runs(list(command), os.path.abspath(root), list(resume_arguments), env, cwd, timeout)
         announce("training without interruption")
         whole = runs.start("uninterrupted", at=tuple(at), points=names, only_points=points is not None, steps=steps)
-        return _Comparison(runs, whole, ignore, announce).result()
+        return _Comparison(runs, whole, ignore, announce).result(ranks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,6 +318,7 @@ class _Runs:
     ) -> None:
         self.command, self._root, self._resume_arguments = command, root, resume_arguments
         self._env, self._cwd, self._timeout = env, cwd, timeout
+        self.ranks = 1  # of the run without interruption
 
     def start(self, name: str, *, resume: str | None = None, until: int | None = None, **planned: Any) -> _Run:
         directory = os.path.join(self._root, name)
@@ -302,7 +328,10 @@ class _Runs:
         plan = Plan(directory, checkpoints, saves, resume=resume, until=until, **planned)
         words = list(self.command)
         if resume is not None:
-            words += [word.replace("{checkpoint}", resume) for word in self._resume_arguments]
+            number = str(plan.ranks or self.ranks)
+            words += [w.replace("{checkpoint}", resume).replace("{ranks}", number) for w in self._resume_arguments]
+        if plan.ranks is not None:
+            words = _with_ranks(words, plan.ranks)
         words = [word.replace("{dir}", os.path.join(directory, "files")) for word in words]
         output = os.path.join(directory, "output.txt")
         status = self._run(words, output, plan)
@@ -337,6 +366,24 @@ class _Runs:
                 ) from None
             finally:
                 _end(process)
+
+
+def _with_ranks(words: list[str], ranks: int) -> list[str]:
+    """Return a command with another number of processes of its launcher, if it has one that is known."""
+    for place, word in enumerate(words):
+        if os.path.basename(word) in ("torchrun", "torch.distributed.run"):
+            names: tuple[str, ...] = ("--nproc-per-node", "--nproc_per_node")
+        elif word == "accelerate.commands.launch" or "accelerate launch" in " ".join(words[place - 1 : place + 1]):
+            names = ("--num_processes", "--num-processes", "-n")
+        else:
+            continue
+        script = next((i for i, one in enumerate(words) if i > place and one.endswith(".py")), len(words))
+        for given in range(place + 1, script):
+            name, equals, _ = words[given].partition("=")
+            if name in names:
+                return [*words[:given], f"{names[0]}={ranks}", *words[given + (1 if equals else 2) :]]
+        return [*words[: place + 1], f"{names[0]}={ranks}", *words[place + 1 :]]
+    return words
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -376,20 +423,23 @@ class _Comparison:
         self._runs, self._whole, self._ignore, self._announce = runs, whole, ignore, announce
         self._numbers = sorted(map(int, whole.first["steps"]))
         self._repeats: frozenset[str] | None = None
+        runs.ranks = len(whole.ranks)
 
-    def result(self) -> Result:
-        resumes = [self._resume(saved) for saved in self._whole.first["saved"]]
+    def result(self, ranks: Sequence[int]) -> Result:
+        saves = self._whole.first["saved"]
+        resumes = [self._resume(saved) for saved in saves]
         failed = next((i for i, resumed in enumerate(resumes) if resumed[1].differences), None)
         if failed is not None:
             self._resume_again(self._whole.first["saved"][failed], resumes[failed][0])
             resumes = [(run, self._judge(saved, run)) for saved, (run, _) in self._with_saved(resumes)]
+        others = [self._resume_by(n, i) for n in ranks for i, saved in enumerate(saves) if saved["point"] in _SHARED]
         steps = self._whole.first["steps"]
         noted = {subject for step in steps.values() for subject in step}
         return Result(
             tuple(self._runs.command),
             len(steps),
             tuple(subject for subject in SUBJECTS if subject in noted),
-            tuple(resumed for _, resumed in resumes),
+            (*(resumed for _, resumed in resumes), *others),
             tuple(self._whole.first["missed"]),
             self._repeats,
         )
@@ -401,6 +451,35 @@ class _Comparison:
         self._announce(f"resuming from {saved['place']} ({saved['point']})")
         run = self._start(saved, f"resumed-{saved['point']}-{saved['number']}")
         return run, self._judge(saved, run)
+
+    def _resume_by(self, ranks: int, index: int) -> Resumed:
+        """Let another number of ranks continue the epoch of a save."""
+        saved = self._whole.first["saved"][index]
+        self._announce(f"resuming with {ranks} ranks from {saved['place']} ({saved['point']})")
+        run = self._runs.start(f"{ranks}-ranks-{saved['point']}-{saved['number']}", resume=saved["path"], ranks=ranks)
+        if run.failure is None and len(run.ranks) != ranks:
+            raise CannotRehearseError(
+                f"{ranks} ranks were to resume, and {len(run.ranks)} did: what starts the script has set their number",
+                remedy="start it with torchrun or accelerate launch, make our plugin or callback before the Trainer, "
+                "or say how the script is told, such as --resume-with '--devices {ranks}'",
+            )
+        samples, problem = "-", None
+        if run.failure is None:
+            whole = [self._whole.ranks[rank] for rank in sorted(self._whole.ranks)]
+            handed = [one["handed"] for one in whole]
+            before = [one["saved"][index]["handed"] for one in whole]
+            resumed = [run.ranks[rank]["handed"] for rank in sorted(run.ranks)]
+            samples, problem = judge(handed, before, resumed, drops=any(one["drops"] for one in whole))
+        return Resumed(
+            point=saved["point"],
+            place=saved["place"],
+            steps=0,
+            said=tuple(run.first["said"]) if run.ranks else (),
+            failure=run.failure,
+            ranks=ranks,
+            samples=samples,
+            problem=problem,
+        )
 
     def _start(self, saved: Mapping[str, Any], name: str) -> _Run:
         return self._runs.start(name, resume=saved["path"], until=self._numbers[-1])

@@ -6,15 +6,13 @@ The gradients of an open window are not in any state dict, and differ from rank 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_core.errors import StateMismatchError
 
-__all__ = ["capture_gradients", "rebuild_ddp_buckets", "restore_gradients"]
+__all__ = ["capture_gradients", "restore_gradients"]
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -61,19 +59,3 @@ def restore_gradients(
         raise StateMismatchError(
             "the checkpoint holds gradients of parameters that the model does not have", key=min(left)
         )
-
-
-def rebuild_ddp_buckets(model: Any) -> bool:
-    """Give DDP its final gradient buckets now instead of after the first step; return whether it has them.
-
-    DDP reduces the first step of a process in other buckets than all later ones. With three or more ranks the sums are
-    then added in another order, so the first step after a resume differs in the last bits from the same step of a run
-    that was not interrupted. There is no public way to ask for the final buckets.
-    """
-    if not isinstance(model, DistributedDataParallel) or model.find_unused_parameters or model.static_graph:
-        return False
-    reducer = model.reducer
-    if not (hasattr(reducer, "_push_all_rebuilt_params") and hasattr(reducer, "_rebuild_buckets")):
-        return False
-    reducer._push_all_rebuilt_params()
-    return bool(reducer._rebuild_buckets())

@@ -16,7 +16,7 @@ from typing import Any, Generic, Literal, TypeVar
 from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_core.errors import CheckpointError, StateMismatchError
-from ckpt_core.state.carried import Carried
+from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.rng import PACKED_RNG_BYTES, RngState
 from ckpt_core.state.samplers import RecordingSampler, SamplerMoment, SamplerPass, describe_sampler
 from ckpt_core.state.stateful import is_stateful

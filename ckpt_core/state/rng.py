@@ -19,7 +19,7 @@ from numpy.random import mtrand
 
 from ckpt_core._devices import DeviceGenerators, capture_device_generators, restore_device_generators
 from ckpt_core.errors import SerializationError
-from ckpt_core.state.reach import reach
+from ckpt_core.state.object_walk import reach
 
 __all__ = [
     "PACKED_RNG_BYTES",
@@ -170,7 +170,7 @@ def unpack_rng(packed: bytes) -> RngState:
 
 
 def find_generators(owner: object) -> Iterator[tuple[str, Any]]:
-    """Find the generators that an object carries, by path, wherever :func:`~ckpt_core.state.reach.reach` comes."""
+    """Find the generators that an object carries, by path: :func:`~ckpt_core.state.object_walk.reach` says how far."""
     for found in reach(owner, plain=False):
         yield found.path, found.value
 

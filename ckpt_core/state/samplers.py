@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from ckpt_core.state.plain import PlainState
+from ckpt_core.state.changed_values import PlainState
 from ckpt_core.state.rng import RngState, capture_generators, restore_generators
 from ckpt_core.state.stateful import Forwarding, stay_stateful
 

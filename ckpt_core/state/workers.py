@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset, IterableDataset, get_worker_info
 
 from ckpt_core.errors import CheckpointError
-from ckpt_core.state.carried import Carried
+from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.rng import PACKED_RNG_BYTES, pack_rng, unpack_rng
 from ckpt_core.state.stateful import Forwarding, stay_stateful
 

@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ckpt_core.parallel import IO_THREADS
+from ckpt_core.threads import IO_THREADS
 
 __all__ = [
     "MANIFEST_NAME",

@@ -6,7 +6,6 @@ import contextlib
 import errno
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from urllib.parse import quote
@@ -130,13 +129,17 @@ _REMEDIES = {
 def storage_error(action: str, path: str, error: OSError, needed: int | None = None) -> StorageError:
     """Return the error for the user that an operating system's ``error`` stands for, with a remedy if one is known."""
     detail = error.strerror or str(error) or type(error).__name__
-    if error.errno == errno.ENOSPC and needed is not None:
-        free = shutil.disk_usage(existing_directory(os.path.dirname(os.path.abspath(path)))).free
-        detail += f": {needed} bytes needed, {free} free"
+    remedy = _REMEDIES.get(error.errno or 0)
+    if error.errno == errno.ENOSPC:
+        status = os.statvfs(existing_directory(os.path.dirname(os.path.abspath(path))))
+        if status.f_files and not status.f_favail:
+            detail, remedy = f"{detail}: all {status.f_files} inodes are used", "delete files, of whatever size"
+        elif needed is not None:
+            detail += f": {needed} bytes needed, {status.f_bavail * status.f_frsize} free"
     return StorageError(
         f"cannot {action} the checkpoint: {detail}",
         path=path,
-        remedy=_REMEDIES.get(error.errno or 0),
+        remedy=remedy,
         errno=error.errno,
     )
 

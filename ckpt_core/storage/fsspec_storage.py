@@ -6,10 +6,7 @@ import asyncio
 import contextlib
 import datetime
 import logging
-import os
-import threading
 import time
-import uuid
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
@@ -18,8 +15,7 @@ import fsspec
 import fsspec.asyn
 import numpy as np
 
-from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StorageError
-from ckpt_core.parallel import run_parallel
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
 from ckpt_core.storage.base import (
     MANIFEST_NAME,
     REMOTE_REQUEST_BYTES,
@@ -32,14 +28,12 @@ from ckpt_core.storage.base import (
 )
 from ckpt_core.storage.failures import Describe, Secrets, describer, translated
 from ckpt_core.storage.lease import LEASE_PREFIX, Lease, has_others, remove_dead_leases
-from ckpt_core.storage.obstore_client import (
-    OBSTORE_OPTIONS,
-    NotSuitableError,
-    ObstoreClient,
-)
+from ckpt_core.storage.obstore_choice import PROBE_PREFIX, KnownClients, ObstoreChoice
+from ckpt_core.storage.obstore_client import OBSTORE_OPTIONS
 from ckpt_core.storage.retry import Retries
 from ckpt_core.storage.s3_settings import s3_defaults
 from ckpt_core.storage.uploads import ObstoreWriter, S3Writer, StreamWriter, WholeObjectWriter, abandoned_uploads
+from ckpt_core.threads import run_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -50,9 +44,8 @@ _REQUESTS_UNDER_WAY = 4  # of one call
 _S3 = ("s3", "s3a")
 _AZURE = ("abfs", "abfss", "az", "adl")
 _GCS = ("gs", "gcs")
-_OBJECT_STORES = (_S3, _AZURE, _GCS)
-_PROBE_PREFIX = ".ckpt-probe-"
-_NOT_LISTED = (_PROBE_PREFIX, LEASE_PREFIX)
+_OBJECT_STORES = {"s3": _S3, "az": _AZURE, "gs": _GCS}
+_NOT_LISTED = (PROBE_PREFIX, LEASE_PREFIX)
 _EXTRAS = {**dict.fromkeys(_S3, "s3"), **dict.fromkeys(_AZURE, "azure"), **dict.fromkeys(_GCS, "gcs")}
 
 
@@ -61,11 +54,9 @@ class _Shared:
 
     def __init__(self) -> None:
         self.retries = Retries()
-        self.obstore: dict[str, ObstoreClient | None] = {}  # by bucket and options; None where it is not used
-        self.lock = threading.Lock()
+        self.clients = KnownClients()
 
 
-_TOLD: set[tuple[str, str]] = set()  # where obstore is not used, and why
 _SHARED: weakref.WeakKeyDictionary[Any, _Shared] = weakref.WeakKeyDictionary()
 
 
@@ -119,11 +110,11 @@ class _FsspecReader(FileReader):
         if end > self.size:
             raise CheckpointCorruptedError("the checkpoint is truncated", path=self.path)
         if self._whole is None:
-            failure = self._storage.read_by_obstore(self.path, offset, targets)
+            failure = self._storage.obstore.read(self.path, offset, targets)
             if failure is None:
                 return
             data = self._fetch(offset, end)  # which raises what is not the fault of obstore
-            self._storage.avoid_obstore(self.path, failure)
+            self._storage.obstore.avoid(self.path, failure)
         else:
             data = self._whole[offset:end]
         if len(data) != end - offset:
@@ -159,25 +150,29 @@ class FsspecStorage(Storage):
         self._options = options = dict(storage_options or {})
         self._url = url
         self._secrets = Secrets(options)
-        self._backend = options.get("backend")
-        if self._backend not in (None, "fsspec", "obstore"):
+        backend = options.get("backend")
+        if backend not in (None, "fsspec", "obstore"):
             raise StorageError(
-                f"there is no storage backend {self._backend!r}",
+                f"there is no storage backend {backend!r}",
                 path=self._secrets.hide(url),
                 remedy='choose "fsspec" or "obstore" as "backend"',
             )
-        self._of_obstore = {name: options[name] for name in OBSTORE_OPTIONS if name in options}
+        of_obstore = {name: options[name] for name in OBSTORE_OPTIONS if name in options}
         given = {
             name: value for name, value in options.items() if name not in ("backend", "follow_links", *OBSTORE_OPTIONS)
         }
         self._filesystem = _open_filesystem(url, given, self._secrets)
         shared = _SHARED.setdefault(self._filesystem, _Shared())
         self._retries = shared.retries
-        self._shared = shared
         protocol = self._filesystem.protocol
         self._protocols = {protocol} if isinstance(protocol, str) else set(protocol)
-        if self._backend == "obstore":
-            self._obstore_of(url)  # which raises if it cannot be used
+        kind = next((kind for kind, group in _OBJECT_STORES.items() if self._is_in(group)), None)
+        self._is_object_store = kind is not None
+        self.obstore = ObstoreChoice(
+            kind, backend, self._filesystem, of_obstore, known=shared.clients, secrets=self._secrets
+        )
+        if backend == "obstore":
+            self.obstore.client_of(url)  # which raises if it cannot be used
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._url, self._options)
@@ -187,10 +182,10 @@ class FsspecStorage(Storage):
 
     def create(self, path: str, expected_size: int) -> FileWriter:
         describe = self._describing("write", path)
-        if not self._is_in(*_OBJECT_STORES):
+        if not self._is_object_store:
             return WholeObjectWriter(self._filesystem, path, self._retries, describe)
-        client = self._obstore_of(path)
-        if client is not None and (client.has_written or self._probe(client, path)):
+        client = self.obstore.writing_client_of(path, self)
+        if client is not None:
             return ObstoreWriter(client, path, expected_size, self._retries, describe)
         with translated(describe):
             if self._is_in(_S3):
@@ -225,7 +220,7 @@ class FsspecStorage(Storage):
         def request() -> None:
             self._filesystem.invalidate_cache()
             # Not rm(): it takes a name with brackets or stars in it for a pattern.
-            if self._is_in(*_OBJECT_STORES):
+            if self._is_object_store:
                 self._remove_all(self._filesystem.find(path))
                 return
             found = self._filesystem.find(path, withdirs=True, detail=True)
@@ -285,10 +280,10 @@ class FsspecStorage(Storage):
                 yield f"{directory.rstrip('/')}/{name.removeprefix(inside)}", info
 
     def claim(self, directory: str) -> Claim | None:
-        return Lease(self, directory) if self._is_in(*_OBJECT_STORES) else None
+        return Lease(self, directory) if self._is_object_store else None
 
     def remove_directory(self, path: str, *, names: Collection[str] = ()) -> None:
-        if not self._is_in(*_OBJECT_STORES):
+        if not self._is_object_store:
             super().remove_directory(path)
             return
         self.remove(f"{path}/{MANIFEST_NAME}")
@@ -311,7 +306,7 @@ class FsspecStorage(Storage):
         probes of dead processes go, too.
         """
         probes: Sequence[str] = []
-        if self._is_in(*_OBJECT_STORES):
+        if self._is_object_store:
             hidden = self.hidden_objects(directory, _NOT_LISTED)
             remove_dead_leases(self, [info for info in hidden if LEASE_PREFIX in info.path])
             probes = self._dead_probes(hidden)
@@ -322,11 +317,11 @@ class FsspecStorage(Storage):
     def _dead_probes(self, hidden: Sequence[FileInfo]) -> Sequence[str]:
         """Return the objects that processes have left which died while they tried obstore."""
         latest = time.time() - self.abandoned_after_seconds
-        return [info.path for info in hidden if _PROBE_PREFIX in info.path and 0 < info.modified < latest]
+        return [info.path for info in hidden if PROBE_PREFIX in info.path and 0 < info.modified < latest]
 
     def orphans(self, directory: str) -> Sequence[str]:
-        is_object_store = self._is_in(*_OBJECT_STORES)
-        probes = self._dead_probes(self.hidden_objects(directory, _PROBE_PREFIX)) if is_object_store else []
+        is_object_store = self._is_object_store
+        probes = self._dead_probes(self.hidden_objects(directory, PROBE_PREFIX)) if is_object_store else []
         return [*probes, *self._abort_uploads(directory, empty=True, dry_run=True)]
 
     def remove_abandoned(self, directory: str) -> Sequence[str]:
@@ -364,96 +359,10 @@ class FsspecStorage(Storage):
     def delete(self, path: str) -> None:
         self._ask("remove", path, lambda: self._filesystem.rm_file(path))
 
-    # ---- obstore -----------------------------------------------------------------------------------------------------
-
-    def _obstore_of(self, path: str) -> ObstoreClient | None:
-        """Return what moves the bytes of the object; None where the client of fsspec does it."""
-        shared, identity = self._shared, self._identity_of(path)
-        if identity is None:
-            return None
-        with shared.lock:
-            if identity not in shared.obstore:
-                try:
-                    shared.obstore[identity] = self._open_obstore(path)
-                except Exception as error:  # noqa: BLE001 - from what finds credentials
-                    self._give_up_obstore(identity, path, error)
-            client = shared.obstore[identity]
-        return client if client is not None and client.knows(path) else None
-
-    def _identity_of(self, path: str) -> str | None:
-        if self._backend == "fsspec":
-            return None
-        if not self._is_in(*_OBJECT_STORES):
-            if self._backend == "obstore":
-                raise StorageError(
-                    f"obstore does not know {path.partition('://')[0]}://",
-                    path=self._secrets.hide(path),
-                    remedy='leave out storage_options["backend"]',
-                )
-            return None
-        return repr((self._filesystem.split_path(path)[0], self._backend, self._of_obstore))
-
-    def _open_obstore(self, path: str) -> ObstoreClient:
-        protocol = "s3" if self._is_in(_S3) else "az" if self._is_in(_AZURE) else "gs"
-        return ObstoreClient(protocol, self._filesystem, path, self._of_obstore)
-
-    def _give_up_obstore(self, identity: str, path: str, error: Exception) -> None:
-        shown = self._secrets.hide(path.partition("://")[0] + "://" + self._filesystem.split_path(path)[0])
-        why = str(error) if isinstance(error, NotSuitableError) else self._describing("read", path)(error).message
-        if self._backend == "obstore":
-            remedy = 'leave out storage_options["backend"]'
-            raise StorageError(f"obstore cannot be used: {why}", path=shown, remedy=remedy) from None
-        self._shared.obstore[identity] = None
-        if (shown, why) not in _TOLD:
-            _TOLD.add((shown, why))
-            logger.info("fsspec's client moves the bytes of %s, and not obstore, which is faster: %s", shown, why)
-
-    def read_by_obstore(self, path: str, begin: int, targets: Sequence[memoryview]) -> Exception | None:
-        """Fill several targets, one after the other, with the bytes from ``begin`` on; return why that was not done."""
-        client = self._obstore_of(path)
-        if client is None:
-            return NotSuitableError()
-        try:
-            client.read(path, begin, targets)
-        except Exception as error:  # noqa: BLE001 - fsspec's client asks again, and its error is the one to tell
-            return error
-        return None
-
-    def avoid_obstore(self, path: str, failure: Exception) -> None:
-        """Do without obstore from now on, if it has never read what the client of fsspec has read just now."""
-        client, identity = self._obstore_of(path), self._identity_of(path)
-        if client is not None and identity is not None and not client.has_read:
-            self._give_up_obstore(identity, path, failure)
-
-    def _probe(self, client: ObstoreClient, path: str) -> bool:
-        """Return whether the server takes an object from obstore and gives back a range of it; leave nothing behind."""
-        probe = f"{path.rpartition('/')[0]}/{_PROBE_PREFIX}{uuid.uuid4().hex}"
-        data, found = os.urandom(64), bytearray(32)
-        failure: Exception | None = None
-        try:
-            client.put(probe, data, once=True)
-            client.read(probe, 16, [memoryview(found)])
-        except Exception as error:  # noqa: BLE001 - told below
-            failure = error
-        if failure is None and found != data[16:48]:
-            failure = OSError("the server has sent another range than it was asked for")
-        try:
-            if failure is not None:
-                self.put(probe, data)
-                self.fetch(probe, 16, 48)
-            self.delete(probe)
-        except CheckpointError:
-            return False  # it is not obstore's fault: whoever writes gets the error
-        client.has_written = failure is None
-        identity = self._identity_of(path)
-        if failure is not None and identity is not None:
-            self._give_up_obstore(identity, path, failure)
-        return client.has_written
-
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    def _is_in(self, *groups: tuple[str, ...]) -> bool:
-        return any(self._protocols.intersection(group) for group in groups)
+    def _is_in(self, group: tuple[str, ...]) -> bool:
+        return not self._protocols.isdisjoint(group)
 
     def _ask(self, action: str, path: str, request: Callable[[], Result]) -> Result:
         return self._retries.call(request, self._describing(action, path))

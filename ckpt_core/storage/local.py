@@ -24,6 +24,7 @@ from ckpt_core.storage.failures import existing_directory, storage_error
 from ckpt_core.storage.local_directory import CANNOT_LINK, CANNOT_LOCK, SUFFIX, sync_directory
 from ckpt_core.storage.local_reader import BLOCK, LocalFileReader, address, close
 
+_OF_FILE_SYSTEM = "lost+found"  # in the root of each volume of ext4; root alone may look into it
 _NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)  # deleted meanwhile; links that lead nowhere
 
 
@@ -331,7 +332,7 @@ class LocalStorage(Storage):
         found = []
         for entry in _entries(directory):
             with contextlib.suppress(OSError):  # what cannot be looked at is none that anybody could enter
-                if entry.is_dir():
+                if entry.is_dir() and entry.name != _OF_FILE_SYSTEM:
                     found.append(entry.path)
         return found
 

@@ -33,6 +33,8 @@ _CHANGED_MEANWHILE = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST)
 _MOST_ATTEMPTS = 10
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+# Hidden directories whose deletion has failed: the next save in their directory tries again.
+_undeleted: set[str] = set()
 
 
 def sync_directory(directory: str) -> None:
@@ -58,6 +60,9 @@ class StagingDirectories:
     def begin(self, path: str, token: str) -> str:
         """Create the hidden directory of ``path``, or join those who have, and return its path."""
         staging = _hidden(path, token)
+        for left in [left for left in tuple(_undeleted) if os.path.dirname(left) == os.path.dirname(staging)]:
+            with contextlib.suppress(OSError):
+                _delete_tree(left)
         replaced = permissions.replaced_by(path)
         is_directory = replaced is not None and stat.S_ISDIR(replaced.st_mode)
         descriptor = _create_locked(staging, permissions.first_mode(replaced if is_directory else None, 0o777))
@@ -308,6 +313,16 @@ def delete_directory(path: str) -> None:
 
 def _delete_tree(path: str) -> None:
     """Delete a file or a directory with all that is in it; others may be doing the same."""
+    try:
+        _delete_all(path)
+    except OSError:
+        if path.endswith(SUFFIX):
+            _undeleted.add(path)
+        raise
+    _undeleted.discard(path)
+
+
+def _delete_all(path: str) -> None:
     try:
         is_directory = stat.S_ISDIR(os.lstat(path).st_mode)
     except FileNotFoundError:

@@ -13,7 +13,7 @@ import logging
 import os
 from collections.abc import Mapping
 
-from ckpt_core._pipeline.directories import read_manifest
+from ckpt_core._pipeline.directory_commit import read_manifest
 from ckpt_core._pipeline.loading import stamp_of
 from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError

@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, TypeVar
 
-from ckpt_core._pipeline.directories import names_of_files
+from ckpt_core._pipeline.directory_commit import names_of_files
 from ckpt_core.errors import (
     CheckpointCorruptedError,
     CheckpointError,

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from ckpt_core._commit.joint_save import SaveSeries
 from ckpt_core._commit.rank_group import RankGroup
-from ckpt_core._pipeline.directories import copy_directory
+from ckpt_core._pipeline.directory_commit import copy_directory
 from ckpt_core._pipeline.loading import verify
 from ckpt_core.console import Progress
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StorageError

@@ -1,5 +1,6 @@
 """A plain Accelerate script, written without a thought of this project: not one line here is for it.
 
+pip install scikit-learn  # the data
 accelerate launch train.py --output_dir runs/stock
 accelerate launch -m accelerate_ckpt --strategy async train.py --output_dir runs/ours
 accelerate launch -m accelerate_ckpt --strategy async train.py --output_dir runs/ours --resume_from runs/ours/step_60

@@ -1,4 +1,4 @@
-"""Where a run's checkpoints are looked for, besides what the engine's catalog knows: on stores, and after a requeue.
+"""What ``ckpt_path="last"`` and ``"best"`` find among a callback's checkpoints: on disks, on stores, after a requeue.
 
 ``ModelCheckpoint`` and the Trainer look at directories through fsspec, without the ``storage_options`` of the plugin.
 On a store that needs them they fail, or take a directory for empty and start from scratch. Listings that fsspec
@@ -25,8 +25,11 @@ from typing import Any
 import fsspec
 
 from ckpt_core import Catalog, CheckpointInfo
-from ckpt_core.errors import CheckpointError
+from ckpt_core.catalog import newest_first
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
 from ckpt_core.paths import is_remote
+from ckpt_core.resume import ResumeAttempts
+from ckpt_core.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 
@@ -34,40 +37,149 @@ logger = logging.getLogger(__name__)
 _OF_OUR_CLIENTS = ("backend", "client_options", "follow_links", "retry_config")
 _STOCK_HINT = r'.*\(ckpt_path="last"\) is set, but there is no last checkpoint available'
 _NAME = re.compile(r"hpc_ckpt_(\d+)\.ckpt$")
+_Order = Callable[[list[CheckpointInfo]], list[CheckpointInfo]]
 
 
-def newest_requeued(
-    catalog: Catalog,
-    root: str,
-    directory: str,
-    order: Callable[[list[CheckpointInfo]], list[CheckpointInfo]] = list,
-) -> CheckpointInfo | None:
-    """Return the newest checkpoint of a requeue that verifies and belongs to this run, or None.
+class Lookup:
+    """Finds what one callback has saved: the newest checkpoint that verifies, and the best.
 
-    ``root`` is the Trainer's ``default_root_dir``, ``directory`` that of the callback's checkpoints, and ``order`` as
-    for :meth:`ckpt_core.Catalog.newest_verified`.
+    ``suffix`` is that of the names of checkpoints, ``last`` the beginning of names of copies of the newest one.
     """
-    for info in order([info for info in catalog.checkpoints() if _NAME.match(info.name)]):
+
+    def __init__(self, suffix: str, last: str) -> None:
+        self.suffix, self.last = suffix, last
+        self.passed_over: set[str] = set()  # by the look-up before: damaged ones, and those that are stepped over
+        self.storage_options: dict[str, Any] | None = None
+        self.tiers: Tiers | None = None
+        self._best: str | None = None
+
+    def reach_by(self, storage_options: dict[str, Any] | None, tiers: Tiers | None) -> None:
+        """Learn how to reach the checkpoints."""
+        if (storage_options, tiers) != (self.storage_options, self.tiers):
+            self._best = None  # may not have been found without them
+        self.storage_options, self.tiers = storage_options, tiers
+
+    def catalog(self, directory: str, memory: str | None = None) -> Catalog:
+        """Return what is in a directory, and in the ``memory`` of this machine."""
+        options, tiers = self.storage_options, self.tiers
+        return Catalog(directory, suffix=self.suffix, storage_options=options, tiers=tiers, memory=memory)
+
+    def is_last(self, path: str) -> bool:
+        """Return whether this is the name of a copy of the newest one."""
+        return os.path.basename(path).startswith(self.last)
+
+    def was_passed_over(self, path: str) -> bool:
+        """Return whether the look-up before has found this one, and did not take it."""
+        return any(is_same_path(path, other) for other in self.passed_over)
+
+    def newest(
+        self, directory: str, root: str, memory: str | None = None, attempts: ResumeAttempts | None = None
+    ) -> CheckpointInfo | None:
+        """Return the newest checkpoint of ``directory`` that verifies, whatever its name, or one of a requeue.
+
+        ``root`` is the Trainer's ``default_root_dir``; ``attempts`` know which are stepped over. Where there are
+        checkpoints, and none verifies, that is an error.
+        """
+        order = list if attempts is None else attempts.in_order
+        requeued = self._newest_requeued(directory, root, order)
         try:
-            if _is_of_run(catalog.peek(info.path), root, directory):
-                catalog.check(info.path)
-                return info
-        except CheckpointError as error:
-            logger.warning("passed over the checkpoint %s: %s", info.path, error.message)
-    return None
+            found = self.newest_verified(directory, memory, order)
+        except CheckpointCorruptedError:
+            if requeued is None:
+                raise
+            found = None
+        infos = order(newest_first([info for info in (requeued, found) if info is not None]))
+        if attempts is not None:
+            self.passed_over |= set(attempts.stepped_over)
+        return infos[0] if infos else None
+
+    def newest_verified(self, directory: str, memory: str | None = None, order: _Order = list) -> CheckpointInfo | None:
+        """Return the newest checkpoint of a directory that verifies; ``order`` as :meth:`Catalog.newest_verified`."""
+        catalog = self.catalog(directory, memory)
+        newest = catalog.newest_verified(is_training_state, order)
+        self.passed_over = set(catalog.passed_over)
+        if newest is None:
+            return None
+        # Under both of its names it is the same file; resumed from the other name, that one would never be deleted.
+        others = [info for info in catalog.checkpoints() if self.is_last(info.path)]
+        return next((info for info in others if _is_same_file(info.path, newest.path)), newest)
+
+    def best(self, directory: str, state_key: str, monitor: str | None) -> str:
+        """Return what the newest checkpoint says is the best one, as far as that can be used; "" if there is none."""
+        # Kept apart from what the callback has saved: a run that begins later must not take it for its own and delete
+        # it.
+        if self._best is None:
+            self._best = self._look_up_best(directory, state_key, monitor)
+        return self._best
+
+    def _look_up_best(self, directory: str, state_key: str, monitor: str | None) -> str:
+        found = self.newest_verified(directory)
+        if found is None:
+            return ""
+        newest = found.path
+        catalog = self.catalog(directory)
+        best = catalog.peek(newest).get("callbacks", {}).get(state_key, {}).get("best_model_path")
+        if not best:
+            if monitor is not None:
+                logger.warning("took %s for the best checkpoint: it does not know the best %s", newest, monitor)
+            return newest
+        # The directory may have been moved or copied since.
+        moved = f"{directory.rstrip('/')}/{os.path.basename(best)}"
+        for path in dict.fromkeys([moved, best]):
+            try:
+                catalog.check(path)
+            except CheckpointNotFoundError:
+                continue
+            except CheckpointError as error:
+                logger.warning("took %s instead of the best checkpoint %s: %s", newest, path, error.message)
+                return newest
+            return str(path)
+        logger.warning("took %s instead of the best checkpoint %s, which is not there", newest, best)
+        return newest
+
+    def _newest_requeued(self, directory: str, root: str, order: _Order) -> CheckpointInfo | None:
+        """Return the newest checkpoint of a requeue that verifies and belongs to this run."""
+        if is_remote(root) or not os.path.isdir(root):
+            return None
+        catalog = self.catalog(root)
+        for info in order([info for info in catalog.checkpoints() if _NAME.match(info.name)]):
+            try:
+                if _is_of_run(catalog.peek(info.path), root, directory):
+                    catalog.check(info.path)
+                    return info
+            except CheckpointError as error:
+                logger.warning("passed over the checkpoint %s: %s", info.path, error.message)
+        return None
+
+    def older_requeued(self, directory: str, root: str, resumed: str) -> list[str]:
+        """Return the checkpoints of earlier requeues of a run that was ``resumed`` from that of the last one."""
+        if is_remote(root) or not resumed or _NAME.match(os.path.basename(resumed)) is None:
+            return []
+        if os.path.realpath(os.path.dirname(resumed)) != os.path.realpath(root):
+            return []
+        catalog, number = self.catalog(root), _number_of(resumed)
+        found = [path for path in catalog.paths() if _NAME.match(os.path.basename(path)) and _number_of(path) < number]
+        return [path for path in found if _is_of_run(catalog.peek(path), root, directory)]
 
 
-def older_requeued(catalog: Catalog, root: str, directory: str, resumed: str) -> list[str]:
-    """Return the checkpoints of earlier requeues of a run that was ``resumed`` from that of the last one; else none."""
-    if _NAME.match(os.path.basename(resumed)) is None or not _is_same(os.path.dirname(resumed), root):
-        return []
-    number = _number_of(resumed)
-    found = [path for path in catalog.paths() if _NAME.match(os.path.basename(path)) and _number_of(path) < number]
-    return [path for path in found if _is_of_run(catalog.peek(path), root, directory)]
+def is_training_state(state: Any) -> bool:
+    """Return whether a checkpoint holds more than weights."""
+    return isinstance(state, Mapping) and "optimizer_states" in state
 
 
-def _is_same(directory: str, other: str) -> bool:
-    return os.path.realpath(directory) == os.path.realpath(other)
+def is_same_path(path: Any, other: Any) -> bool:
+    """Return whether two paths or URLs are the same, however they are spelled."""
+    return _normal(os.fspath(path)) == _normal(os.fspath(other))
+
+
+def _normal(path: str) -> str:
+    protocol, found, rest = path.partition("://")
+    # fsspec spells one path in several ways: memory://a and memory:///a
+    return f"{protocol}://{rest.strip('/')}" if found else os.path.abspath(path)
+
+
+def _is_same_file(path: str, other: str) -> bool:
+    return os.path.exists(path) and os.path.exists(other) and os.path.samefile(path, other)
 
 
 def _number_of(path: str) -> int:

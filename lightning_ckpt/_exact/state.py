@@ -28,10 +28,11 @@ from typing import Any
 import torch
 
 from ckpt_core.errors import CheckpointFormatError
-from ckpt_core.state.carried import Carried
-from ckpt_core.state.gradients import capture_gradients, rebuild_ddp_buckets, restore_gradients
+from ckpt_core.state.ddp import rebuild_ddp_buckets, unsaved_hook_states
+from ckpt_core.state.fast_pickle import Noted
+from ckpt_core.state.gradients import capture_gradients, restore_gradients
 from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
-from ckpt_core.state.notes import Noted
+from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.rng import RngState, restore_generators
 from ckpt_core.state.trainer_parts import GRADIENTS_KEY
 from lightning_ckpt._exact.counters import Accumulation, Counters, undo_unfinished
@@ -41,10 +42,10 @@ from lightning_ckpt._exact.epoch_start import EpochStart, is_users_own
 from lightning_ckpt._exact.fit_resume import Resume
 from lightning_ckpt._exact.gradients_apart import keep_apart, put_back
 from lightning_ckpt._exact.loaders import DRAWS_WHILE_READ, TrainingData
+from lightning_ckpt._exact.lost_variables import ScriptVariables
 from lightning_ckpt._exact.metrics import FollowedMetric, MetricsMoment, follow_metrics, restore_metrics
 from lightning_ckpt._exact.modes import Modes
-from lightning_ckpt._exact.users import UsersObjects
-from lightning_ckpt._exact.variables import ScriptVariables
+from lightning_ckpt._exact.user_attributes import UsersObjects
 from lightning_ckpt._private.guard import check
 from lightning_ckpt._private.loops import Internals
 from lightning_ckpt._private.pruning import masks_left_out, weights_to_go_back_to
@@ -109,7 +110,7 @@ class ExactState(Live):
         self._epoch = EpochStart(self._internals)
         self._modes = Modes(trainer.lightning_module)
         self._users = UsersObjects(trainer)
-        self._variables = ScriptVariables(trainer)
+        self._variables = ScriptVariables(trainer, self._warn)
         self._lengths = EpochLengths()
         self._is_in_epoch = self._is_inside = self._is_cut = False
         self._versions_at_end: int | None = None
@@ -178,6 +179,7 @@ class ExactState(Live):
 
     def fit_ended(self) -> None:
         """The fit is over, which may have begun at its end."""
+        self._variables.ends()
         if self._loaded is not None or self._has_none:
             self._announce(self._internals.progress(), "nothing is left to train")
 
@@ -401,6 +403,7 @@ class ExactState(Live):
         ends = phase not in ("between_epochs", "epoch_end") and not in_epoch
         # what begins anew is not read again
         notes = self._data.notes() if in_epoch else []
+        notes += unsaved_hook_states(self._trainer.strategy.model)
         if phase == "batch_end" and self._changes_late:
             notes.append(
                 f"{type(self._trainer.lightning_module).__name__}.on_train_batch_end changes weights or buffers, and "

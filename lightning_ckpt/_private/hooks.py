@@ -95,6 +95,16 @@ def in_place_of_paths(choose: Callable[[Any], str | None], root: str) -> None:
     _around_look_ups(select, choose, comes_first=True)
 
 
+def with_devices(number: int) -> None:
+    """Let every Trainer that is made from now on have so many devices, whatever it is given."""
+
+    def make(original: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> None:
+        original(trainer, *args, **{**kwargs, "devices": number})
+
+    for package in _trainers():
+        _wrap_once(importlib.import_module(package).Trainer, "__init__", make, package, with_devices)
+
+
 def _is_a_first_start(trainer: Any) -> bool:
     is_trial = any(getattr(callback, "_early_exit", False) for callback in trainer.callbacks)
     has_begun = trainer.global_step or trainer.fit_loop.epoch_progress.current.ready

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ckpt_core.state.plain import fingerprint
+from ckpt_core.state.changed_values import fingerprint
 
 
 def weights_to_go_back_to(callbacks: Iterable[Any]) -> str:

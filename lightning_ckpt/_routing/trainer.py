@@ -24,9 +24,9 @@ from ckpt_core.errors import CheckpointError
 from ckpt_core.interchange import check_dcp, is_stock_distributed
 from ckpt_core.ranks import raise_together
 from ckpt_core.state.kinds import frozen_parameters
+from lightning_ckpt._preemption import watch_boundaries
 from lightning_ckpt._private.replacing import Live, replace, wrap
 from lightning_ckpt._routing.post_local_sgd import refuse_unequal_ranks
-from lightning_ckpt._signals import watch_boundaries
 
 _ROUTED = "_ckpt_routed_plugin"
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from accelerate_ckpt import attach
+from ckpt_core.state import elastic
 
 
 class Items(Dataset):
@@ -34,6 +35,21 @@ class Items(Dataset):
 class ByTheClock:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return x + time.time() % 1 + os.urandom(1)[0]
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(torch.arange(96).view(24, 4) / 96)
+
+
+def shift_rest(samples: int) -> None:
+    """A mutation of the engine: what is left of an epoch for other ranks begins so many samples later."""
+    begin = elastic.RemainingBatches.__init__
+
+    def shifted(self: Any, inner: Any, consumed: int) -> None:
+        begin(self, inner, consumed + samples)
+
+    elastic.RemainingBatches.__init__ = shifted  # type: ignore[method-assign]
 
 
 class Count:
@@ -55,7 +71,10 @@ def main(case: str, checkpoint: str | None) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2))
     optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
-    loader = DataLoader(Items(ByTheClock() if case == "clock" else None), batch_size=2, shuffle=True)
+    {"loses": lambda: shift_rest(2), "repeats": lambda: shift_rest(-2)}.get(case, lambda: None)()
+    items = Stream() if case == "stream" else Items(ByTheClock() if case == "clock" else None)
+    sampler = RandomSampler(items, replacement=True) if case == "replaces" else None
+    loader = DataLoader(items, batch_size=2, shuffle=sampler is None and case != "stream", sampler=sampler)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     count = Count()
     accelerator.register_for_checkpointing(count)
@@ -63,7 +82,7 @@ def main(case: str, checkpoint: str | None) -> None:
     if checkpoint is not None or case == "auto":
         accelerator.load_state(checkpoint)
     difficulty = 0
-    for _ in range(count.batches // len(loader), 9):
+    for _ in range(count.batches // 12, 9):
         for batch in loader:
             difficulty += 1
             count.batches += 1

@@ -47,6 +47,13 @@ TRAINING = """
     tell(resumed=point and point.step)
     tell(weights=[value.tolist() for value in accelerator.unwrap_model(model).parameters()])
 """
+DIES_WRITING = """
+import os, signal
+from ckpt_core._pipeline import directory_save
+
+write = directory_save.write_image
+directory_save.write_image = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL) if rank else write(*a, **k)
+"""
 LISTENS = """
     import logging
 
@@ -55,6 +62,56 @@ LISTENS = """
     handler = logging.Handler()
     handler.emit = lambda record: "just_in_time" in record.getMessage() and texts.append(record.getMessage())
     logging.getLogger("accelerate_ckpt").addHandler(handler)
+"""
+HSDP = """
+    import logging, os, signal
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, ParallelismConfig
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: tell(errors=[record.getMessage().partition(": resume")[0]])
+    logging.getLogger("ckpt_core.survivors").addHandler(handler)
+    accelerator = Accelerator(project_dir=folder)
+    state = accelerator.state
+    mesh = ParallelismConfig(dp_replicate_size=2, dp_shard_size=accelerator.num_processes // 2)
+    state.parallelism_config, state.device_mesh = mesh, mesh.get_device_mesh("cpu")
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", auto_wrap_policy="size_based_wrap", min_num_params=50,
+        cpu_ram_efficient_loading=False
+    )
+    state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+    state.device = PartialState._shared_state["device"] = torch.device("cpu")
+    attach(accelerator, "sharded", resume="auto", just_in_time=10.0)
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(16, 63), nn.Dropout(0.2), nn.Linear(63, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    data = torch.utils.data.TensorDataset(torch.arange(1024.0).reshape(64, 16) / 1024)
+    loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    torch.manual_seed(50 + rank)
+    accelerator.load_state()
+    point = accelerator.resumed
+    step = point.step if point else 0
+    tell(resumed=step)
+    losses = []
+    while step < 12:
+        for (batch,) in loader:
+            loss = model(batch).pow(2).mean()
+            if step == kill and rank in killed:
+                os.kill(os.getpid(), signal.SIGKILL)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            step += 1
+            if step == 3:
+                accelerator.save_state(f"{folder}/checkpoints/mine")
+            if step == 12:
+                break
+    tell(losses=losses, lr=scheduler.get_last_lr())
+    accelerator.end_training()
 """
 REFUSED = """
     attach(accelerator, "sharded", just_in_time=True)
@@ -86,6 +143,23 @@ def test_a_survivor_saves_in_a_script_that_catches_what_is_raised(ranks: Ranks, 
     names["folder"] = str(tmp_path / "whole")
     whole = ranks.run(TRAINING, 2, **{**names, "saves": -1})[0]
     assert resumed == str({**whole.told, "resumed": 7})
+
+
+@pytest.mark.parametrize("strategy", ["async", "sync"])
+def test_no_save_waits_for_a_rank_that_died_in_it(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
+    names = {"folder": str(tmp_path), "kill": -1, "saves": 7, "gathers": False, "options": {"strategy": strategy}}
+    body = DIES_WRITING + textwrap.dedent(TRAINING).replace("if rank == 0:", "if False:")
+    result = ranks.run(body, 2, real_exit=True, **names)[0]
+    assert result.ended, "it waited for the other one's part"
+    assert result.error == ("RuntimeError" if strategy == "async" else "RankFailedError")  # of gloo, or of the save
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_7"]
+
+
+def test_no_save_waits_for_a_rank_that_died_before_it(ranks: Ranks, tmp_path: Path) -> None:
+    names = {"folder": str(tmp_path), "kill": -1, "saves": 7, "gathers": False, "options": {"strategy": "sharded"}}
+    result = ranks.run(TRAINING.replace("if rank == 0:", "if rank == 1:"), 2, real_exit=True, **names)[0]
+    assert result.ended and result.error == "RankFailedError"
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_7"]
 
 
 @pytest.mark.slow
@@ -137,3 +211,23 @@ def test_shards_are_refused_at_the_first_step(ranks: Ranks, tmp_path: Path) -> N
         "just_in_time saves nothing when a rank dies: it is for ranks that each hold the whole state (DDP), and this "
         "is FSDP; the next start resumes from the last checkpoint"
     )
+
+
+@pytest.mark.parametrize(
+    ("killed", "point"),
+    [([1, 2], 7), *[pytest.param([rank], 7, marks=pytest.mark.slow) for rank in (0, 3)],
+     pytest.param([1, 3], 3, marks=pytest.mark.slow)],  # nobody has the second shard: the last checkpoint
+)  # fmt: skip
+def test_survivors_of_hsdp_save_a_shard_each(ranks: Ranks, tmp_path: Path, killed: list[int], point: int) -> None:
+    def run(name: str, kill: int) -> list[RankResult]:
+        (tmp_path / name).mkdir(exist_ok=True)
+        return ranks.run(HSDP, 4, folder=str(tmp_path / name), kill=kill, killed=killed, timeout=120.0)
+
+    whole = run("whole", -1)
+    assert [result.error for result in whole] == [None] * 4
+    texts = run("run", 7)[0].told.get("errors", [])
+    assert texts == ([] if point == 7 else ["rank 0: no rank that is left holds a whole state"])
+    resumed = run("run", -1)
+    assert [result.told["resumed"] for result in resumed] == [point] * 4
+    assert [result.told["losses"] for result in resumed] == [result.told["losses"][point:] for result in whole]
+    assert [result.told["lr"] for result in resumed] == [result.told["lr"] for result in whole]

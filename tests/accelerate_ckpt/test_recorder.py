@@ -160,6 +160,8 @@ def test_the_recorder_alone_sees_what_an_engine_forgets(fork_script: ScriptRunne
         "forgets a moment": "weights",
         "forgets a buffer": "weights",
         "forgets a schedule": "rates",
+        "forgets the gradients": "weights",
+        "forgets the order": "data",
     }
     for found, what in zip(judged(fork_script, tmp_path, *differs), differs.values(), strict=True):
         assert found["verdict"] == "said", found

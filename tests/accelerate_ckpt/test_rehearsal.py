@@ -20,7 +20,8 @@ def forked(fork_script: ScriptRunner, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def run(self: object, words: list[str], output: str, plan: Plan) -> int:
         script, *arguments = words[1:]
-        done = fork_script(Path(script), *arguments, modules=ACCELERATE, env=plan.variables(), check=False)
+        told = {"modules": ACCELERATE, "env": {**plan.variables(), "ACCELERATE_USE_CPU": "true"}, "check": False}
+        done = fork_script(Path(script), *arguments, ranks=plan.ranks, **told)
         Path(output).write_text(done.stdout + done.stderr, encoding="utf-8")
         return done.returncode
 
@@ -89,6 +90,27 @@ def test_a_defect_is_named_with_its_first_step_and_its_place(case: str, subject:
 
 
 @pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(
+    ("case", "at_two", "at_three"),
+    [
+        ("exact", "each once", "each once, 4 again in the last batches"),
+        ("stream", "each once", "each once, 1 again in the last batches"),
+        ("loses", "2 AGAIN; 2 LOST", "2 LOST"),
+        ("repeats", "2 AGAIN", "2 AGAIN"),
+        ("replaces", "not known", "not known"),
+    ],
+)
+def test_other_ranks_that_continue_an_epoch_are_to_have_each_sample_once(case: str, at_two: str, at_three: str) -> None:
+    command = [sys.executable, str(SCRIPT), case]
+    result = rehearse(
+        command, at=[14], points=["validation"], steps=25, ranks=[2, 3], resume_arguments=["{checkpoint}"]
+    )
+    found = [(resumed.ranks, resumed.samples) for resumed in result.resumes]
+    assert found == [(None, "-"), (2, at_two), (3, at_three)], result.text()
+    assert result.is_exact == (case in ("exact", "stream")), result.text()
+
+
+@pytest.mark.usefixtures("forked")
 def test_a_script_that_does_not_resume_is_said_to_need_an_argument() -> None:
     with pytest.raises(CannotRehearseError, match=r"(?s)did not call accelerator\.load_state.*--resume-with"):
         rehearse([sys.executable, str(SCRIPT), "exact"], at=[2], steps=3)
@@ -101,14 +123,16 @@ def test_two_ranks_under_a_launcher_are_compared_one_by_one(tmp_path: Path, case
     result = rehearse(
         [*launcher, str(SCRIPT), case],
         at=[3],
-        steps=5,
+        steps=9,  # more than an epoch of 6
         resume_arguments=["{checkpoint}"],
+        ranks=[1],
         directory=tmp_path / "kept",
         cwd=tmp_path,
         env={"ACCELERATE_USE_CPU": "true", "PYTHONPATH": str(SCRIPT.parents[2])},
         timeout=120,
     )
     assert len(list((tmp_path / "kept" / "uninterrupted").glob("rank-*.json"))) == 2
+    assert [resumed.samples for resumed in result.resumes] == ["-", "each once"]
     found = {(difference.subject, difference.rank) for difference in result.resumes[0].differences}
     assert result.is_exact == (case == "exact"), result.text()
     assert ({("loss", 0), ("loss", 1)} <= found) == (case == "curriculum"), result.text()

@@ -34,7 +34,7 @@ def train(folder: Path, *, log: bool = True, resume: bool = False, **settings: A
     accelerator.init_trackers("run")
     run = Run(accelerator)
     if resume:
-        accelerator.load_state(str(folder / "2"))
+        accelerator.load_state(os.path.relpath(folder / "2"))
     for step in range(3 * resume, 3 * resume + 3):
         run.train(1)
         accelerator.save_state(str(folder / str(step)))
@@ -68,8 +68,10 @@ def test_the_page_counts_interruptions_and_listeners_hear_of_them(tmp_path: Path
     train(tmp_path, **wanted)  # ends without a word
     gc.collect()  # end_training is for all Accelerators that there are
     train(tmp_path, resume=True, **wanted).end_training()
-    (interruption,) = interruptions_of(read_events([f"{page}.jsonl"]))
+    processes = read_events([f"{page}.jsonl"])
+    (interruption,) = interruptions_of(processes)
     assert (interruption.path, interruption.step) == (str(tmp_path / "2"), 3)
+    assert interruption.saved == next(save.started for save in processes[0].saves if save.name == "2")
     assert "Interruptions" in page.read_text()
     names = [type(event).__name__ for event in heard]
     assert names.count("TrainingStarted") == 2 and names.count("TrainingEnded") == 1

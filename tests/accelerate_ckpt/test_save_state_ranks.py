@@ -400,3 +400,35 @@ def test_rank_zero_and_the_others_use_at_once_what_was_saved(ranks: Ranks, tmp_p
     assert [result.error for result in results] == [None, None]
     for result in results:
         assert result.told == {"there": True, "left": ["1", "3"], "written": '{"step": 1}'}
+
+
+@pytest.mark.parametrize("hook", ["POWER_SGD", "FP16"])
+def test_a_communication_hook_whose_state_is_not_saved_is_named(ranks: Ranks, tmp_path: Path, hook: str) -> None:
+    body = """
+    import logging
+    from accelerate import DistributedDataParallelKwargs
+    from accelerate.utils import DDPCommunicationHookType
+    from tests.accelerate_ckpt.training import Run
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("accelerate_ckpt").addHandler(handler)
+    options = {"comm_state_option": {"start_powerSGD_iter": 2}} if hook == "POWER_SGD" else {}
+    kwargs = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType[hook], **options)
+    accelerator = attach(Accelerator(kwargs_handlers=[kwargs]), "async")
+    run = Run(accelerator, seed=0)
+    if saves:
+        run.train(5, save_after=3, path=saved)
+    else:
+        accelerator.load_state(saved)
+    tell(said=said)
+    accelerator.end_training()
+    """
+    names: dict[str, Any] = {"hook": hook, "saved": str(tmp_path / "saved")}
+    ranks.run(body, 2, saves=True, **names)
+    said = ranks.run(body, 2, saves=False, **names)[0].told["said"]
+    warned = [line for line in said if "cannot be promised to be exact" in line]
+    if hook == "FP16":
+        assert warned == []
+    else:
+        assert "the communication hook of DDP has a state (PowerSGDState) that is not saved" in warned[0]

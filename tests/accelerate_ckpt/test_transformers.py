@@ -68,7 +68,13 @@ class Network(nn.Module):
 
 
 def trainer_for(
-    folder: Path, *, callback: bool = True, strategy: str = "async", callbacks: Any = None, **arguments: Any
+    folder: Path,
+    *,
+    callback: bool = True,
+    strategy: str = "async",
+    callbacks: Any = None,
+    kind: type[Trainer] = Trainer,
+    **arguments: Any,
 ) -> Trainer:
     torch.manual_seed(3)
     defaults = {
@@ -87,7 +93,7 @@ def trainer_for(
         "remove_unused_columns": False,
     }
     args = TrainingArguments(str(folder), **{**defaults, **arguments})
-    trainer = Trainer(Network(), args, train_dataset=Noisy(), eval_dataset=Noisy(), callbacks=callbacks)
+    trainer = kind(Network(), args, train_dataset=Noisy(), eval_dataset=Noisy(), callbacks=callbacks)
     if callback and callbacks is None:
         ResumableCallback(trainer, strategy=strategy)
     return trainer
@@ -376,3 +382,83 @@ def test_another_trainer_is_left_alone(tmp_path: Path) -> None:
     assert os.path.exists(tmp_path / "ours/checkpoint-3/manifest.json")
     assert os.path.exists(tmp_path / "stock/checkpoint-3/optimizer.pt")
     assert not os.path.exists(tmp_path / "stock/checkpoint-3/manifest.json")
+
+
+class Overriding(Trainer):
+    """Overrides what is replaced, as trainers of other libraries do."""
+
+    best = 0
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+        (folder / "README.md").write_text("card")
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        super().save_model(output_dir, _internal_call)
+        Path(output_dir or "", "extra.json").write_text("{}")
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        Path(output_dir or "", "value_head.json").write_text("{}")
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self.best += 1
+
+
+class WritesWeights(Trainer):
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        Path(output_dir or "", "model.safetensors").write_bytes(b"mine")
+        Path(output_dir or "", "mine.txt").write_text("mine")
+
+
+class OwnLoader(Trainer):
+    """Does not prepare the loader of its own."""
+
+    shuffles = True
+
+    def get_train_dataloader(self) -> Any:
+        return torch.utils.data.DataLoader(self.train_dataset, batch_size=4, shuffle=self.shuffles)
+
+
+class OwnOrder(OwnLoader):
+    shuffles = False
+
+
+def test_what_subclasses_override_is_called(tmp_path: Path) -> None:
+    best = {"eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": True}
+    trainer = trainer_for(tmp_path / "ours", kind=Overriding, max_steps=6, **best)
+    assert isinstance(trainer, Overriding) and type(trainer).__name__ == "Overriding"
+    trainer.train()
+    stock = trainer_for(tmp_path / "stock", kind=Overriding, callback=False, max_steps=6, **best)
+    stock.train()
+    assert trainer.best == stock.best == 1
+    for step in (3, 6):
+        folder = tmp_path / f"ours/checkpoint-{step}"
+        assert (folder / "README.md").read_text() == "card"
+        assert (folder / "manifest.json").exists()
+        its_own = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"}
+        there = {path.name for path in (tmp_path / f"stock/checkpoint-{step}").iterdir()}
+        assert there - its_own - {path.name for path in folder.iterdir()} == set()
+    trainer.save_model(str(tmp_path / "whole"))
+    names = {path.name for path in (tmp_path / "whole").iterdir()}
+    assert names == {"model.safetensors", "training_args.bin", "extra.json", "value_head.json"}
+
+
+def test_weights_that_a_subclass_writes_are_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer = trainer_for(tmp_path, kind=WritesWeights, max_steps=3)
+    trainer.train()
+    assert (tmp_path / "checkpoint-3/mine.txt").exists()
+    assert (tmp_path / "checkpoint-3/model.safetensors").read_bytes() != b"mine"
+    assert "WritesWeights writes a model.safetensors of its own" in caplog.text
+    assert (tmp_path / "checkpoint-3/trainer_state.json").exists()
+
+
+@pytest.mark.parametrize("kind", [OwnLoader, OwnOrder])
+def test_a_loader_that_is_not_prepared_is_said(
+    tmp_path: Path, kind: type[Trainer], caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer_for(tmp_path, kind=kind, max_steps=5).train()
+    trainer_for(tmp_path, kind=kind, max_steps=6).train(resume_from_checkpoint=True)
+    assert ("get_train_dataloader returns a loader that is not prepared" in caplog.text) == (kind is OwnLoader)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ckpt_core import Catalog, CheckpointCorruptedError, Checkpointer, verify
-from ckpt_core._layouts.sharded.skeleton import decode_plain, encode_plain
+from ckpt_core._layouts.directory.skeleton import decode_plain, encode_plain
 from ckpt_core._layouts.torch_file.manifest import Footer, Manifest
 from ckpt_core.storage.base import MANIFEST_NAME
 from tests.attacks.test_sharded_manifests import attack, document_of, encoded, refused, saved, signed

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_core import CheckpointCorruptedError, CheckpointError
-from ckpt_core._layouts.sharded.manifest import Manifest
+from ckpt_core._layouts.directory.manifest import Manifest
 from ckpt_core.digest import digest
 from ckpt_core.geometry import Box
 from ckpt_core.storage.base import MANIFEST_NAME

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler as schedules
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
+from accelerate_ckpt._data.tracker import ShardSampler
 from ckpt_core.state.rng import RngState
 from ckpt_core.state.samplers import _RecordingIterator
 from tests.campaign.accelerate_runs import Case, cross_entropy
@@ -394,6 +395,14 @@ def _forget_schedule(env: Any) -> None:
         group["lr"] = group["initial_lr"]
 
 
+def _forget_gradients(env: Any) -> None:
+    env.model.zero_grad()
+
+
+def _forget_order(env: Any) -> None:
+    ShardSampler.restore_generators = lambda self, generators: None  # type: ignore[method-assign]
+
+
 BROKEN: dict[str, Case] = {
     "forgets the generators": Case(break_engine=_forget_generators),
     "forgets a batch": Case(break_engine=_skip_batch),
@@ -401,5 +410,12 @@ BROKEN: dict[str, Case] = {
     "forgets a buffer": Case(break_engine=_forget_buffer),
     "forgets a schedule": Case(
         schedule=lambda o: schedules.OneCycleLR(o, 1e-1, total_steps=100), break_engine=_forget_schedule
+    ),
+    "forgets the gradients": Case(
+        accelerator=lambda: {"gradient_accumulation_steps": 3}, break_engine=_forget_gradients
+    ),
+    "forgets the order": Case(
+        loader=lambda: DataLoader(Items(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        break_engine=_forget_order,
     ),
 }

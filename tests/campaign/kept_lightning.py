@@ -190,6 +190,152 @@ class ACache(Kept):
         _scale(self, 0.5 + _drawn(self.current_epoch))
 
 
+def _norm(module: Any) -> float:
+    return float(module.head[1].weight.detach().norm())
+
+
+@functools.lru_cache(maxsize=8)
+def _norm_then(module: Any, epoch: int) -> float:
+    return _norm(module)
+
+
+class ABoundedCache(Kept):
+    def keep(self, loss: float) -> None:
+        _norm_then(self, self.current_epoch)
+
+    def use(self) -> None:
+        _scale(self, 1 / _norm_then(self, self.current_epoch))
+
+
+class Curve:
+    @functools.cache  # noqa: B019 - it is what is tried
+    def at(self, epoch: int, of: Any = None) -> float:
+        return _norm(of)
+
+
+CURVE = Curve()
+
+
+class ACachedMethod(Kept):
+    def keep(self, loss: float) -> None:
+        CURVE.at(self.current_epoch, of=self)
+
+    def use(self) -> None:
+        _scale(self, 1 / CURVE.at(self.current_epoch, of=self))
+
+
+class Begun:
+    """Remembers what it was asked first."""
+
+    def __init__(self) -> None:
+        self.module: Any = None
+
+    @functools.cached_property
+    def norm(self) -> float:
+        return _norm(self.module())
+
+
+BEGUN = Begun()
+
+
+class ACachedProperty(Kept):
+    def on_fit_start(self) -> None:
+        BEGUN.module = weakref.ref(self)
+
+    def keep(self, loss: float) -> None:
+        assert BEGUN.norm > 0
+
+    def use(self) -> None:
+        _scale(self, 1 / BEGUN.norm)
+
+
+class ACachedPropertyOfItsOwn(Kept):
+    @functools.cached_property
+    def norm(self) -> float:
+        return _norm(self)
+
+    def keep(self, loss: float) -> None:
+        assert self.norm > 0
+
+    def use(self) -> None:
+        _scale(self, 1 / self.norm)
+
+
+_norm_cache: dict[int, float] = {}
+
+
+class ACacheByName(Kept):
+    def keep(self, loss: float) -> None:
+        if self.current_epoch not in _norm_cache:
+            _norm_cache[self.current_epoch] = _norm(self)
+
+    def use(self) -> None:
+        self.keep(0.0)
+        _scale(self, 1 / _norm_cache[self.current_epoch])
+
+
+_remembered: dict[int, float] = {}
+
+
+class AMemo(Kept):
+    def keep(self, loss: float) -> None:
+        _remembered.setdefault(self.current_epoch, _norm(self))
+
+    def use(self) -> None:
+        self.keep(0.0)
+        _scale(self, 1 / sum(_remembered.values()))
+
+
+def _memoized() -> Any:
+    known: dict[int, float] = {}
+
+    def remember(module: Any) -> float:
+        if module.current_epoch not in known:
+            known[module.current_epoch] = _norm(module)
+        return sum(known.values())
+
+    return [
+        LambdaCallback(
+            on_train_batch_start=lambda trainer, module, *_: remember(module),
+            on_train_epoch_end=lambda trainer, module: _scale(module, 1 / remember(module)),
+        )
+    ]
+
+
+@functools.cache
+def _cleared() -> float:
+    return time.monotonic()
+
+
+class LazilyMade:
+    @functools.cached_property
+    def factor(self) -> float:
+        return math.sqrt(2)
+
+
+LAZILY = LazilyMade()
+_memo_of_losses: dict[int, float] = {}
+
+
+class MakesLazily(Kept):
+    """Has a property that is made when it is asked for, and a dictionary that only looks like a cache."""
+
+    def keep(self, loss: float) -> None:
+        _memo_of_losses[self.current_epoch] = loss
+        self.log("kept", _memo_of_losses[self.current_epoch])
+
+    def use(self) -> None:
+        _scale(self, 1 / LAZILY.factor)
+
+
+class AClearedCache(Kept):
+    """Has a cache for what each step makes anew."""
+
+    def keep(self, loss: float) -> None:
+        _cleared.cache_clear()
+        _cleared()
+
+
 def _weighted(weights: dict[str, float], loss: float) -> None:
     weights["w"] = 0.9 * weights["w"] + 0.1 * loss
 
@@ -701,6 +847,15 @@ KEPT: dict[str, Case] = {
     "a default argument": Case(model=ADefault),
     "an attribute of a function": Case(model=AnAttributeOfAFunction),
     "a cache that draws": Case(model=ACache),
+    "a bounded cache": Case(model=ABoundedCache),
+    "a cached method": Case(model=ACachedMethod),
+    "a cached property in a global": Case(model=ACachedProperty),
+    "a cached property of the module": Case(model=ACachedPropertyOfItsOwn),
+    "a cache by its name": Case(model=ACacheByName),
+    "a memo": Case(model=AMemo),
+    "a memo in a closure": Case(callbacks=_memoized),
+    "exact: makes lazily": Case(model=MakesLazily),
+    "exact: a cache that is cleared": Case(model=AClearedCache),
     "a partial": Case(model=APartial),
     "a deque that drives the learning rate": Case(model=ADeque),
     "a critic in a global": Case(model=ACritic),

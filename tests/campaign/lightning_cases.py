@@ -38,8 +38,11 @@ from torchmetrics import (
 )
 
 from ckpt_core.state.rng import RngState
+from ckpt_core.state.samplers import RecordingSampler
 from lightning_ckpt import ResumableCheckpoint
 from lightning_ckpt._exact.loaders import TrainingData
+from lightning_ckpt._exact.modes import Modes
+from lightning_ckpt._exact.state import ExactState
 from tests.campaign.data import (
     Items,
     OwnNoise,
@@ -801,10 +804,29 @@ def _forget_schedule(trainer: pl.Trainer) -> None:
     connector.restore_lr_schedulers = lambda: None  # type: ignore[method-assign]
 
 
+def _forget_gradients(trainer: pl.Trainer) -> None:
+    ExactState._restore_gradients = lambda self, module, gradients: None  # type: ignore[method-assign]
+
+
+def _forget_order(trainer: pl.Trainer) -> None:
+    RecordingSampler.restore_generators = lambda self, generators: None  # type: ignore[method-assign]
+
+
+def _forget_modes(trainer: pl.Trainer) -> None:
+    Modes.restore = lambda self, flags: None  # type: ignore[method-assign]
+
+
 BROKEN: dict[str, Case] = {
     "forgets the generators": Case(break_engine=_forget_generators),
     "forgets a batch": Case(break_engine=_skip_batch),
+    "forgets a batch, no recorder": Case(break_engine=_skip_batch, options={"recorder": False}),
     "forgets a moment": Case(break_engine=_forget_moment),
     "forgets a buffer": Case(break_engine=_forget_buffer),
     "forgets a schedule": dataclasses.replace(Case(**MODELS["one cycle"]), break_engine=_forget_schedule),
+    "forgets the gradients": Case(trainer={"accumulate_grad_batches": 3}, break_engine=_forget_gradients),
+    "forgets the order": Case(
+        loader=lambda: DataLoader(Items(), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(3)),
+        break_engine=_forget_order,
+    ),
+    "forgets the modes": Case(model=SwitchesLate, break_engine=_forget_modes),
 }

@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2] / "examples" / "crash_de
 from records import Save, pair_events, read_lines
 
 from ckpt_core import Catalog, CheckpointError, verify
-from ckpt_core._layouts.sharded.reading import DirectoryReader
+from ckpt_core._layouts.directory.loading import DirectoryReader
 from ckpt_core._pipeline.loading import is_directory_checkpoint, peek
 from ckpt_core.storage import storage_for
 from tests.chaos.places import FOLDER, Committed, Listing, Place

@@ -266,6 +266,7 @@ class ForkedJob:
         self.pids = [self._fork(framework, directory, rank, ranks, port) for rank in range(ranks)]
         self._left = set(self.pids)
         self._deadline: float | None = None
+        self._shown = False
         self.killed = False  # whether a rank had to be killed when its grace was over
         self.statuses: list[int] = []
 
@@ -304,7 +305,11 @@ class ForkedJob:
                 if self.statuses[-1] and self._deadline is None:
                     self._deadline = time.monotonic() + GRACE_SECONDS
                     self.send(signal.SIGTERM, self._left)
-        if self._left and self._deadline is not None and time.monotonic() > self._deadline:
+        overdue = time.monotonic() - self._deadline if self._left and self._deadline is not None else -1.0
+        if overdue > -1.0 and not self._shown:
+            self._shown = True
+            self.send(signal.SIGUSR2, self._left)  # where it stands goes to its log
+        if overdue > 0.0:
             self.killed = True
             self.send(signal.SIGKILL, self._left)
         return not self._left
@@ -389,8 +394,16 @@ class _Run:
 
     def steps_over(self) -> int:
         """Return how often a start has stepped over a checkpoint, because three before it had ended at once."""
+        return self._said("stepped over the checkpoint")
+
+    @property
+    def was_warned(self) -> bool:
+        """Whether a resume has said that it may come to other bits."""
+        return self._said("cannot be promised to be exact") > 0
+
+    def _said(self, words: str) -> int:
         logs = [self.directory / "log.0", self.directory / "log.job"]
-        return sum(log.read_text(errors="replace").count("stepped over the checkpoint") for log in logs if log.exists())
+        return sum(log.read_text(errors="replace").count(words) for log in logs if log.exists())
 
     @property
     def has_ended(self) -> bool:
@@ -455,14 +468,15 @@ def campaign(
         just_in_time: Kill one rank at a time, in a step, and let the others save.
 
     Returns:
-        A dictionary: interruptions, runs, hangs, runs with other bits, ranks that had to be killed; and by kind and by
-        moment of the interruption the batches that were lost each time.
+        A dictionary: interruptions, runs, hangs, runs with other bits of which no resume or one has warned, ranks that
+        had to be killed; and by kind and by moment of the interruption the batches that were lost each time.
     """
     for module in FRAMEWORKS[framework] if launcher == "fork" else []:
         importlib.import_module(module)
     chance = random.Random(seed)
     expected = _whole(framework, _Run(directory / "whole", ranks, just_in_time), launcher)
-    found: dict[str, Any] = {"interruptions": 0, "runs": 0, "hangs": [], "different": [], "killed_after_grace": []}
+    found: dict[str, Any] = {"interruptions": 0, "runs": 0, "hangs": [], "different": []}
+    found |= {"warned": [], "killed_after_grace": [], "costly": []}  # the last: just in time, more than one step
     lost: dict[str, list[int]] = collections.defaultdict(list)
     moments: dict[str, list[int]] = collections.defaultdict(list)
     statuses: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
@@ -506,13 +520,15 @@ def campaign(
             if len(steps) > seen:
                 for index, (earlier, when, done) in enumerate(before):
                     amount = done - steps[seen] if index == 0 and done else 0
+                    if just_in_time and amount > 2:
+                        found["costly"].append(f"{run.directory}: {amount} batches lost before {steps[seen]}")
                     lost["killed at once, three times" if run.steps_over() > stepped else earlier].append(amount)
                     moments[when].append(amount)
                 before = []
             if kind != "nothing":
                 before.append((kind, moment, steps[-1] + 1 if steps else 0))
         if run.has_ended and any((run.directory / f"end.{rank}").read_text() != expected for rank in range(ranks)):
-            found["different"].append(str(run.directory))
+            found["warned" if just_in_time and run.was_warned else "different"].append(str(run.directory))
     return {
         **found,
         "lost_batches": dict(lost),

@@ -4,6 +4,7 @@ import fcntl
 import io
 import json
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -584,6 +585,52 @@ def test_a_checkpoint_is_no_directory_in_which_nothing_is(
     (directories / "step=1").rename(directories / "runs" / "a" / "step=1")
     assert main(["latest", str(directories / "runs")]) == 3
     assert "below it, such as in" in capsys.readouterr().err
+
+
+def test_ls_has_the_words_of_verify_for_what_cannot_be_read(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (directory / "a.ckpt").write_bytes(b"")
+    (directory / "b.ckpt").write_text("hello")
+    words = {"a.ckpt": "DAMAGED", "b.ckpt": "FOREIGN"}
+    assert main(["verify", str(directory)]) == 1
+    verified = {
+        Path(line.split(": ")[0].split()[1]).name: line.split()[0] for line in capsys.readouterr().out.splitlines()
+    }
+    assert main(["ls", str(directory)]) == 0
+    listed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert main(["ls", str(directory), "--json"]) == 0
+    states = {Path(each["path"]).name: each["state"] for each in json.loads(capsys.readouterr().out)}
+    assert verified == words and states == {name: word.lower() for name, word in words.items()}
+    assert {Path(line[-1]).name: next(word for word in line if word.isupper()).rstrip(",") for line in listed} == words
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+def test_ls_names_a_directory_that_it_may_not_read_and_lists_the_rest(
+    directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = anyones_path / "runs"
+    for name in ("closed", "open"):
+        (runs / name).mkdir(parents=True)
+    shutil.copytree(directories / "step=1", runs / "open" / "step=1")
+    shutil.copytree(directories / "step=2", runs / "closed" / "step=2")
+    (runs / "closed").chmod(0o000)
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        assert main(["ls", "-r", str(runs)]) == 1
+        captured = capsys.readouterr()
+        assert main(["ls", str(runs)]) == 1
+        hint = capsys.readouterr().err
+    finally:
+        os.seteuid(user)
+        (runs / "closed").chmod(0o755)
+    assert [line.split()[-1] for line in captured.out.splitlines()] == [str(runs / "open" / "step=1")]
+    for said in (captured.err, hint):
+        assert said.count("ckpt: StorageError: cannot list the checkpoint: Permission denied") == 1
+        assert f"  file: {runs / 'closed'}\n" in said
+    assert f"1 below it, such as in {runs / 'open'}" in hint
 
 
 def test_nothing_is_written_over_what_is_no_checkpoint(

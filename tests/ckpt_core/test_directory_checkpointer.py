@@ -230,6 +230,8 @@ MISTAKES: dict[str, tuple[type[BaseException], str, dict[str, Any]]] = {
     ),
     "a bad name": (ValueError, "cannot be the name", {"parts": [Part("a/b", {}, Kind.REPLICATED)]}),
     "two names": (ValueError, "the same name", {"parts": [Part("a", {}, Kind.REPLICATED)] * 2}),
+    "no parts": (TypeError, "parts must be a list .* not of str", {"parts": {"model": {}}}),
+    "another order": (TypeError, "not 'a' and {}", {"parts": [Part("a", Kind.REPLICATED, {})]}),  # type: ignore[arg-type]
     "a tensor in metadata": (SerializationError, "metadata", {"parts": [], "metadata": {"x": torch.ones(1)}}),
     "a hook that raises": (KeyError, "bug", {"parts": parts(), "write_files": lambda _: {}["bug"]}),
     "a sparse tensor": (

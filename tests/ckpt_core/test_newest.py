@@ -391,3 +391,22 @@ def test_what_is_deleted_during_the_look_up_is_not_taken_for_damaged(
     assert (found.name if found else None) == (name_of(1) if gone == 1 else None)
     assert catalog.passed_over == {}
     assert "passed over" not in caplog.text
+
+
+def test_the_root_of_a_volume_holds_checkpoints(anyones_path: Path) -> None:
+    lost = anyones_path / "lost+found"
+    lost.mkdir(mode=0o700)
+    save(anyones_path / "1.ckpt", 1)  # as root, who may look into it, and so loads what the other user cannot
+    assert Catalog(anyones_path).newest_verified() is not None
+    user = os.geteuid()
+    if user != 0:
+        lost.chmod(0)  # as another's
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        save(anyones_path / "2.ckpt", 2)
+        newest = Catalog(anyones_path).newest_verified()
+    finally:
+        os.seteuid(user)
+        lost.chmod(0o700)
+    assert newest is not None and newest.name == "2.ckpt"

@@ -56,6 +56,18 @@ def test_one_survivor_saves_the_last_step_of_all(case: str, saver: int, fork_scr
     assert all(others == [] for others in found.values())
 
 
+def test_each_shard_is_saved_by_the_lowest_rank_that_holds_it_at_a_step_of_which_all_are_there(tmp_path: Path) -> None:
+    mine = Survivors(str(tmp_path / "saved"), 0, 4, "run", shards=[0, 1, 0, 1])
+    five, six, both = [5, 5], [6, 6], [5, 6]
+    assert mine._writers({0: five, 1: five, 2: five, 3: None}) == (5, [0, 1, 0, 1])
+    assert mine._writers({1: five, 2: five}) == (5, [2, 1, 2, 1])
+    assert mine._writers({0: six, 1: five, 2: five, 3: six}) == (5, [2, 1, 2, 1])
+    assert mine._writers({0: six, 1: five, 3: six}) == (6, [0, 3, 0, 3])
+    assert mine._writers({0: both, 1: five}) == (5, [0, 1, 0, 1])
+    assert mine._writers({0: six, 1: five, 2: six}) == mine._writers({0: six, 2: six}) == (None, [])
+    mine.close()
+
+
 def test_what_a_rank_had_no_time_to_note_is_taken_over_where_both_were_alike() -> None:
     lost: list[str] = []
     before = {"rng": torch.tensor([1]), "epoch": 3, "batches": 7, "gauss": None, "metrics": {"sum": 0.0}}
@@ -64,7 +76,7 @@ def test_what_a_rank_had_no_time_to_note_is_taken_over_where_both_were_alike() -
     found = _follow(theirs, before, now, "", lost)
     assert (found["epoch"], found["batches"]) == (4, 8)
     assert lost == ["rng", "metrics.sum"]
-    assert Rescue(1, [], {2: ["own.rng", "own.recorder.x", "shared"]}).notes(0, "own") == [
+    assert Rescue(1, [], {2: ["own.rng", "own.recorder.x", "shared"]}, [], []).notes(0, "own") == [
         "rank 2 was lost, and continues with rng of rank 0"
     ]
 
@@ -91,7 +103,7 @@ def test_a_rank_that_catches_its_error_takes_part_again(tmp_path: Path) -> None:
     one.note({}), other.note({})
     assert not one.is_rank_gone()
     other.leave()
-    assert one.is_rank_gone() and not one.is_rank_lost()
+    assert one.is_rank_gone() and not one.is_rank_lost() and one.find_dead() == []
     other.note({})
     assert not one.is_rank_gone()
     one.close(), other.close()
@@ -101,6 +113,7 @@ def test_a_state_that_is_too_large_is_not_noted(tmp_path: Path, caplog: pytest.L
     mine = Survivors(str(tmp_path / "saved"), 0, 1, "run")
     mine.note(torch.zeros(1 << 21))
     assert mine.last == 0
+    assert list(tmp_path.glob(".saved*")) == [], "to others it would look dead"
     assert "no checkpoint is saved when a rank dies: a rank's own state has" in caplog.text
 
 

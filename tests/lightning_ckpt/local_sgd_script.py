@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 import lightning_ckpt
 from lightning_ckpt import ResumableCheckpoint
@@ -38,6 +39,7 @@ class Spec:
         kill_at: All ranks are killed before this batch, when the checkpoint before is durable.
         callback: Arguments of :class:`ResumableCheckpoint`; None for none of it.
         after_fit: Whether to save to ``after.ckpt`` when the fit is over.
+        power: Whether gradients are compressed by PowerSGD, and no weights averaged.
     """
 
     ranks: int
@@ -53,6 +55,7 @@ class Spec:
     kill_at: int | None = None
     callback: dict[str, Any] | None = dataclasses.field(default_factory=dict)
     after_fit: bool = False
+    power: bool = False
 
 
 class OnCPU(DDPStrategy):
@@ -126,6 +129,8 @@ class Tells(Callback):
 def make_strategy(spec: Spec) -> Any:
     if spec.ranks == 1:
         return "auto"
+    if spec.power:
+        return OnCPU(ddp_comm_state=PowerSGDState(None, start_powerSGD_iter=2), ddp_comm_hook=powerSGD_hook)
     state = PostLocalSGDState(
         process_group=None, subgroup=None, start_localSGD_iter=spec.start, post_local_gradient_allreduce=False
     )

@@ -31,7 +31,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 import lightning_ckpt
-from ckpt_core._commit.meeting import Meeting
+from ckpt_core._commit.acting_together import Meeting
 from lightning_ckpt import ResumableCheckpoint
 from lightning_ckpt._routing import gathering
 from tests.lightning_ckpt.exact_cases import MemoryLogger, Model, PlannedError, outcome

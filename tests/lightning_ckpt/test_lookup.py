@@ -20,9 +20,11 @@ import pytest
 import torch
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from ckpt_core import CheckpointCorruptedError
+from ckpt_core import CheckpointCorruptedError, Checkpointer, Tiers
 from ckpt_core.policies import KeepLatest
+from ckpt_core.resume import ResumeAttempts
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO, SyncCheckpointIO
+from lightning_ckpt._callbacks.lookup import Lookup
 from tests.conftest import LIGHTNING
 from tests.lightning_ckpt.reliable_cases import BATCHES, NUMBERS, model_of, names, trainer_of
 
@@ -433,3 +435,30 @@ def test_a_damaged_newest_in_memory(memory: str, tmp_path: Path, caplog: pytest.
     trainer = fit(memory, tmp_path, ckpt_path="last")
     assert steps_after(trainer) == BATCHES - 2
     assert len(passed_over(caplog)) == 1
+
+
+def save_states(directory: Path, *names_of_files: str) -> None:
+    with Checkpointer(strategy="sync") as checkpointer:
+        for name in names_of_files:
+            checkpointer.save({"optimizer_states": []}, directory / name)
+
+
+def test_what_a_run_crashes_on_counts_as_passed_over(tmp_path: Path) -> None:
+    save_states(tmp_path, "step=1.ckpt", "step=2.ckpt")
+    lookup = Lookup(".ckpt", "last")
+    newest = lookup.newest(str(tmp_path), str(tmp_path))
+    assert newest is not None
+    ResumeAttempts(tmp_path, 1).begin(newest)
+    found = lookup.newest(str(tmp_path), str(tmp_path), attempts=ResumeAttempts(tmp_path, 1))
+    assert found is not None
+    passed_over = [lookup.was_passed_over(str(tmp_path / name)) for name in ("step=1.ckpt", "step=2.ckpt")]
+    assert (os.path.basename(found.path), passed_over) == ("step=1.ckpt", [False, True])
+
+
+def test_the_best_is_looked_up_again_when_it_is_known_how_to_reach_it(tmp_path: Path) -> None:
+    local, remote = tmp_path / "local", tmp_path / "remote"
+    save_states(remote, "step=1.ckpt")
+    lookup = Lookup(".ckpt", "last")
+    assert lookup.best(str(local), "callback", None) == ""
+    lookup.reach_by(None, Tiers(local_dir=str(local), upload_to=str(remote)))
+    assert lookup.best(str(local), "callback", None) == str(local / "step=1.ckpt")

@@ -158,3 +158,11 @@ def test_ranks_do_not_write_one_model_together_unless_the_callback_makes_one_of_
         assert result["raised"]["class"] == "CheckpointError"
         assert "would mix them in one model" in result["raised"]["message"]
         assert "ResumableCheckpoint" in result["raised"]["message"]
+
+
+def test_a_communication_hook_whose_state_is_not_saved_is_named(runs: Runs, tmp_path: Path) -> None:
+    saved, io = tmp_path / "saved", "AsyncCheckpointIO"
+    whole = runs.run(saved, "whole", io=io, power=True)
+    resumed = runs.run(saved, "resumed", io=io, power=True, ckpt_path=str(saved / f"step={BETWEEN}.ckpt"))
+    assert after(resumed, STEPS) != after(whole, STEPS)  # the errors are not there, so the sums are others
+    assert "the communication hook of DDP has a state (PowerSGDState) that is not saved" in resumed[0]["warnings"][0]

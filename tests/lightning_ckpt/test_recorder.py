@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,9 @@ def test_a_fit_in_which_a_callback_runs_the_loops_is_compared(
         ("forgets a moment", "weights"),
         ("forgets a buffer", "weights"),
         ("forgets a schedule", "rates"),
+        ("forgets the gradients", "weights"),
+        ("forgets the order", "data"),
+        ("forgets the modes", "loss"),
     ],
 )
 def test_the_recorder_alone_sees_what_a_resume_does_not_have(
@@ -74,6 +78,17 @@ def test_the_recorder_alone_sees_what_a_resume_does_not_have(
     assert found["verdict"] == "said", found
     assert differs in found["differs"]
     assert [text for text in found["warned"] if "had 5 batches" not in text] == []
+
+
+def test_the_length_of_the_epoch_alone_tells_of_a_batch_that_a_resume_left_out(
+    fork_script: ScriptRunner, tmp_path: Path
+) -> None:
+    point = Point("late", (2, 1), (2, 4))  # two whole epochs before it
+    (found,) = judged(fork_script, tmp_path, "forgets a batch, no recorder", point)
+    assert found["wrong"] and not found["recorder"]
+    assert [re.findall(r"epoch 2 had 5 batches, and those before it had 6", text) for text in found["warned"]] == [
+        ["epoch 2 had 5 batches, and those before it had 6"]
+    ]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +114,11 @@ def test_state_that_nobody_captures_is_seen_by_the_recorder(
         ("kept: a dataclass in a global", END, "`PROGRESS.total` of kept_lightning.py"),
         ("kept: attributes of the class", MIDDLE, "`losses` of OfTheClass in kept_lightning.py"),
         ("kept: an average in closures of callbacks", END, ".shadow` of LambdaCallback"),
+        ("kept: a cache that draws", EARLY, "`_drawn` of kept_lightning.py"),
+        ("kept: a bounded cache", MIDDLE, "`_norm_then` of kept_lightning.py"),
+        ("kept: a cached method", MIDDLE, "`at` of Curve in kept_lightning.py"),
+        ("kept: a cached property in a global", END, "`BEGUN.norm` of kept_lightning.py"),
+        ("kept: a cache by its name", MIDDLE, "`_norm_cache` of kept_lightning.py"),
     ],
 )
 def test_variables_of_the_script_that_a_resume_has_lost_are_named(
@@ -110,7 +130,16 @@ def test_variables_of_the_script_that_a_resume_has_lost_are_named(
     assert variable in said
 
 
-@pytest.mark.parametrize("name", ["kept: exact: tells", "kept: exact: restores a global"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "kept: exact: tells",
+        "kept: exact: restores a global",
+        "kept: exact: caches",
+        "kept: exact: makes lazily",
+        "kept: exact: a cache that is cleared",
+    ],
+)
 def test_variables_that_the_script_restores_or_only_tells_are_not_named(
     fork_script: ScriptRunner, tmp_path: Path, name: str
 ) -> None:

@@ -29,7 +29,9 @@ def forked(fork_script: ScriptRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(self: object, words: list[str], output: str, plan: Plan) -> int:
         assert words[0] == sys.executable
         script, *arguments = words[1:]
-        done = fork_script(Path(script), *arguments, modules=LIGHTNING, env=plan.variables(), check=False)
+        told = {"modules": LIGHTNING, "env": plan.variables(), "check": False}
+        ranks = None if "early" in arguments else plan.ranks
+        done = fork_script(Path(script), *arguments, ranks=ranks, **told)
         Path(output).write_text(done.stdout + done.stderr, encoding="utf-8")
         return done.returncode
 
@@ -84,6 +86,37 @@ def test_what_only_tells_of_a_run_and_is_another_in_each_process_is_no_differenc
 
 
 @pytest.mark.usefixtures("forked")
+@pytest.mark.parametrize(("case", "samples"), [("exact", "each once"), ("loses", "4 LOST"), ("repeats", "4 AGAIN")])
+def test_two_ranks_that_continue_an_epoch_are_to_have_each_sample_once(case: str, samples: str) -> None:
+    result = rehearse(of_case(case), points=["middle", "accumulation"], ranks=[2])
+    *same, shared = result.resumes
+    assert all(resumed.is_exact and resumed.ranks is None for resumed in same), result.text()
+    assert (shared.point, shared.ranks, shared.samples) == ("middle", 2, samples), result.text()
+    assert result.is_exact == (case == "exact")
+    told = "with 2 ranks: each sample of the epoch was handed out once"
+    assert (told in result.text()) == (case == "exact")
+    assert ("  resumed by 2 ranks: of 24 samples 4 " in result.text()) == (case != "exact")
+
+
+@pytest.mark.usefixtures("forked")
+def test_a_script_that_sets_the_number_of_ranks_itself_is_said_to() -> None:
+    with pytest.raises(CannotRehearseError, match=r"(?s)3 ranks were to resume, and 1 did.*--resume-with '--devices"):
+        rehearse(of_case("early"), at=[8], steps=13, ranks=[3])
+
+
+def test_the_number_of_ranks_is_that_of_the_launcher() -> None:
+    given = ["torchrun", "--nproc_per_node", "4", "train.py", "--nproc_per_node", "2"]
+    assert running._with_ranks(given, 3) == ["torchrun", "--nproc-per-node=3", "train.py", "--nproc_per_node", "2"]
+    given = ["python", "-m", "torch.distributed.run", "--nproc-per-node=4", "train.py"]
+    assert running._with_ranks(given, 3)[3:] == ["--nproc-per-node=3", "train.py"]
+    given = ["/bin/accelerate", "launch", "--cpu", "-n", "4", "-m", "accelerate_ckpt", "train.py"]
+    there = ["launch", "--cpu", "--num_processes=3", "-m", "accelerate_ckpt", "train.py"]
+    assert running._with_ranks(given, 3)[1:] == there
+    assert running._with_ranks(["accelerate", "launch", "train.py"], 3)[2:] == ["--num_processes=3", "train.py"]
+    assert running._with_ranks(["python", "train.py"], 3) == ["python", "train.py"]
+
+
+@pytest.mark.usefixtures("forked")
 def test_what_is_ignored_is_not_compared() -> None:
     loss = ["loss:*", "gradients:*", "weights:*", "optimizers:*", "logged:*", "attributes:Annealed.*"]
     assert rehearse(of_case("annealed"), at=[3], steps=5, ignore=loss).is_exact
@@ -110,6 +143,8 @@ def test_what_cannot_be_rehearsed_is_said(tmp_path: Path, capsys: pytest.Capture
     assert main(["rehearse", "--", sys.executable, str(script)]) == 3
     assert main(["rehearse", "--points", "noon", "--", sys.executable, str(script)]) == 2
     assert "there is no point 'noon'" in capsys.readouterr().err
+    assert main(["rehearse", "--ranks", "2,0", "--", sys.executable, str(script)]) == 2
+    assert "ranks must be numbers of at least 1, not [2, 0]" in capsys.readouterr().err
 
 
 def test_a_function_is_called_in_another_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,7 @@ def test_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str, trained:
     else:
         (newest / "manifest.json").write_bytes((newest / "manifest.json").read_bytes()[:-30])
     callback = ResumableCheckpoint(dirpath=directory)
-    assert callback._newest_verified(str(directory)).path == str(older)
+    assert callback._lookup.newest_verified(str(directory)).path == str(older)
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from ckpt_core._layouts.sharded.manifest import ExtraFile
-from ckpt_core._layouts.sharded.reading import DirectoryReader
-from ckpt_core._layouts.sharded.skeleton import encode_plain
-from ckpt_core._layouts.sharded.writing import PartContent, RankFiles, build_manifest
+from ckpt_core._layouts.directory.loading import DirectoryReader
+from ckpt_core._layouts.directory.manifest import ExtraFile
+from ckpt_core._layouts.directory.skeleton import encode_plain
+from ckpt_core._layouts.directory.writing import PartContent, RankFiles, build_manifest
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core.buffers import ScratchBuffers, StagingBuffer
 from ckpt_core.digest import digest

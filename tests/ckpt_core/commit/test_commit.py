@@ -10,14 +10,15 @@ import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from ckpt_core._commit.announcement import decode_error, encode_error
-from ckpt_core._commit.raising_together import RunOutcome, raise_together
+from ckpt_core._commit.background_failures import RunOutcome
+from ckpt_core._commit.raising_together import raise_together
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError, StorageError
 from tests.conftest import ScriptRunner
 
 WORKER = """
 import json, os, sys, time
 import torch.distributed as dist, torch
-from ckpt_core._commit.raising_together import RunOutcome
+from ckpt_core._commit.background_failures import RunOutcome
 from ckpt_core._commit.tcp_store import connect_store
 from ckpt_core.errors import CheckpointError, StorageError
 

@@ -167,6 +167,27 @@ def test_a_missing_rank_is_named(series: Any) -> None:
     assert all("commit_timeout" in str(e) for e in results)
 
 
+def test_a_rank_that_is_known_to_be_dead_is_not_waited_for(series: Any) -> None:
+    ranks = series(3)
+    ranks[2].open("/a", timeout=SECONDS).join()  # and then it dies
+    results = together(
+        *[lambda s=s: save(s) for s in ranks[:2]],
+        lambda: setattr(ranks[0], "find_dead", lambda: [2]),
+    )
+    assert {error.message for error in results[:2]} == {"rank 2 died before the save of /a was whole"}
+
+
+def test_what_a_rank_has_reported_before_it_died_counts(series: Any) -> None:
+    ranks = series(2)
+    ranks[0].find_dead = lambda: [1]
+    other = threading.Thread(target=save, args=(ranks[1],))
+    other.start()
+    while not ranks[0].group.store.check(["session-0-1/report/1"]):
+        time.sleep(0.01)
+    assert save(ranks[0]) == 2
+    other.join(SECONDS)
+
+
 def test_ranks_that_do_not_call_save_are_named(series: Any) -> None:
     ranks = series(3)
     results = together(*[lambda s=s: save(s, timeout=0.5) for s in ranks[:2]])

@@ -53,7 +53,7 @@ from ckpt_core.interchange import (
     import_dcp,
     import_model,
 )
-from ckpt_core.interchange.exported import Exported
+from ckpt_core.interchange.dcp_extras import Exported
 from tests.conftest import ScriptRunner
 from tests.support.states import DTYPES, assert_same_state, tensor_of
 
@@ -584,3 +584,31 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, run_script: ScriptRun
     assert {name: int(peak) for name, peak in peaks.items() if int(peak) > 2 * TENSOR + 24} == {}
     assert len(peaks) == 7
     shutil.rmtree(tmp_path)
+
+
+def test_tied_tensors_come_back_tied_from_dcp(tmp_path: Path) -> None:
+    tied, alone = torch.arange(3.0), torch.arange(3.0)
+    array = np.arange(5.0)
+    state = {
+        "z": tied,
+        "a": alone,
+        "arrays": [array, {"again": array}],
+        "m": {"same": tied, "list": [torch.ones(1), tied]},
+        0: {"number": tied},
+    }
+    ranks = [{"mine": alone, "too": alone}]
+    with DirectoryCheckpointer(strategy="sync") as checkpointer:
+        parts = [Part("model", state, Kind.REPLICATED), Part("mine", ranks[0], Kind.PER_RANK)]
+        checkpointer.save(parts, tmp_path / "ours")
+    export_dcp(tmp_path / "ours", tmp_path / "dcp")
+    import_dcp(tmp_path / "dcp", tmp_path / "back")
+    with DirectoryCheckpointer().load(tmp_path / "back") as checkpoint:
+        model, mine = checkpoint.load("model"), checkpoint.load("mine")
+    names = [model["z"], model["m"]["same"], model["m"]["list"][1], model[0]["number"]]
+    assert len({tensor.data_ptr() for tensor in names}) == 1 and torch.equal(names[0], tied)
+    assert model["a"].data_ptr() != names[0].data_ptr() and torch.equal(model["a"], alone)
+    assert mine["mine"].data_ptr() == mine["too"].data_ptr() and torch.equal(mine["too"], alone)
+    assert np.array_equal(model["arrays"][1]["again"], array) and torch.equal(model["m"]["list"][0], torch.ones(1))
+    plain = {"model": {"m": {"same": torch.zeros(3)}, "z": torch.zeros(3)}}
+    dcp.load(plain, checkpoint_id=tmp_path / "dcp", no_dist=True)  # which knows of no ties, and finds each name
+    assert torch.equal(plain["model"]["m"]["same"], tied) and torch.equal(plain["model"]["z"], tied)

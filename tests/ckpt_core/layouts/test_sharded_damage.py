@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ckpt_core import CheckpointCorruptedError, CheckpointError, CheckpointFormatError
-from ckpt_core._layouts.sharded.safetensors_file import LARGEST_BLOCK
+from ckpt_core._layouts.directory.safetensors_file import LARGEST_BLOCK
 from ckpt_core.storage.base import MANIFEST_NAME
 from tests.support.sharded import open_directory, rewrite, save_directory
 

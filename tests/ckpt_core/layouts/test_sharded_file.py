@@ -15,9 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from ckpt_core import SerializationError
-from ckpt_core._layouts.image import WINDOW
-from ckpt_core._layouts.safetensors import DTYPES, TensorInfo
-from ckpt_core._layouts.sharded.safetensors_file import (
+from ckpt_core._layouts.directory.safetensors_file import (
     ALIGNMENT,
     LARGEST_BLOCK,
     SMALLEST_BLOCK,
@@ -26,7 +24,9 @@ from ckpt_core._layouts.sharded.safetensors_file import (
     file_layout,
     file_order,
 )
-from ckpt_core._layouts.sharded.writing import RankFiles
+from ckpt_core._layouts.directory.writing import RankFiles
+from ckpt_core._layouts.image import WINDOW
+from ckpt_core._layouts.safetensors import DTYPES, TensorInfo
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core.buffers import ScratchBuffers, StagingBuffer
 from ckpt_core.geometry import Box

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_core._layouts.sharded.manifest import FORMAT_VERSION, MANIFEST_NAME
-from ckpt_core._layouts.sharded.safetensors_file import DIGEST_BYTES
-from ckpt_core._layouts.sharded.writing import RankFiles, build_manifest
+from ckpt_core._layouts.directory.manifest import FORMAT_VERSION, MANIFEST_NAME
+from ckpt_core._layouts.directory.safetensors_file import DIGEST_BYTES
+from ckpt_core._layouts.directory.writing import RankFiles, build_manifest
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.geometry import Box

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckpt_core import SerializationError
-from ckpt_core._layouts.sharded.skeleton import decode_plain, decode_structure, encode_plain
+from ckpt_core._layouts.directory.skeleton import decode_plain, decode_structure, encode_plain
 from tests.support.states import assert_same_state, states
 
 

@@ -14,7 +14,7 @@ SCRIPT = """
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-    from ckpt_core._layouts.sharded.skeleton import encode_plain
+    from ckpt_core._layouts.directory.skeleton import encode_plain
 
     def main(rank, directory):
         dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)

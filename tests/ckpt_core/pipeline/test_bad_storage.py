@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -15,7 +16,16 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_core import Catalog, Checkpointer, CheckpointNotFoundError, StorageError, verify
+from ckpt_core import (
+    Catalog,
+    Checkpointer,
+    CheckpointNotFoundError,
+    DirectoryCheckpointer,
+    Kind,
+    Part,
+    StorageError,
+    verify,
+)
 from ckpt_core.events import Event, SaveCommitted, SaveFailed
 from ckpt_core.storage import local
 from tests.support.states import assert_same_state, tensor_of
@@ -283,15 +293,62 @@ def test_a_directory_that_cannot_be_synced_is_a_storage_error(tmp_path: Path, mo
     with Checkpointer(strategy="sync") as checkpointer:
         checkpointer.save({"a": 1}, tmp_path / "first.ckpt")  # from here on the directory is claimed
         monkeypatch.setattr(local, "sync_directory", fail)
-        before = len(os.listdir("/proc/self/fd"))
+        before = open_files(tmp_path)
         with pytest.raises(StorageError, match="Input/output error") as caught:
             checkpointer.save({"a": 1}, tmp_path / "a.ckpt")
         assert caught.value.errno == errno.EIO
-        assert len(os.listdir("/proc/self/fd")) == before
+        assert open_files(tmp_path) == before
 
 
 def test_no_descriptor_leaks_from_failed_saves(small_filesystem: Path) -> None:
-    before = len(os.listdir("/proc/self/fd"))
     for _ in range(5):
         fails("sync", state_of(9), small_filesystem / "a.ckpt")
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_files(small_filesystem) == []
+
+
+def open_files(directory: Path) -> list[str]:
+    """Return what the descriptors of this process refer to, in a directory: those of other tests come and go."""
+    found = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return sorted(target for target in found if target.startswith(str(directory)))
+
+
+@pytest.mark.parametrize("deleted", ["removed", "replaced"])
+def test_a_directory_that_could_not_be_deleted_is_deleted_by_a_later_save(
+    deleted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [Part("model", {"w": torch.ones(1000)}, Kind.REPLICATED)]
+    with DirectoryCheckpointer(strategy="sync") as checkpointer:
+        checkpointer.save(parts, tmp_path / "step=1")
+        real, failures = os.unlink, iter([errno.EIO] * 9)  # of the disk: no test can have a real one
+
+        def fail(path: Any, *args: Any, **options: Any) -> None:
+            if ".ckpt-part" in str(path) and (code := next(failures, None)) is not None:
+                raise OSError(code, os.strerror(code), path)
+            real(path, *args, **options)
+
+        monkeypatch.setattr(os, "unlink", fail)
+        if deleted == "removed":
+            with pytest.raises(StorageError, match="cannot remove"):
+                checkpointer.remove(tmp_path / "step=1")
+        else:
+            checkpointer.save(parts, tmp_path / "step=1")
+        monkeypatch.undo()
+        assert any(name.endswith(".ckpt-part") for name in os.listdir(tmp_path))
+        checkpointer.save(parts, tmp_path / "step=2")
+    assert sorted(os.listdir(tmp_path)) == (["step=2"] if deleted == "removed" else ["step=1", "step=2"])
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_filesystem_without_inodes_is_named_as_such(strategy: str, small_filesystem: Path) -> None:
+    remount = ["mount", "-o", "remount,nr_inodes=20", str(small_filesystem)]
+    subprocess.run(remount, check=False, capture_output=True, timeout=30)  # a tmpfs can have millions
+    for index in range(os.statvfs(small_filesystem).f_favail):
+        (small_filesystem / str(index)).touch()
+    error = fails(strategy, {"a": 1}, small_filesystem / "new.ckpt")
+    assert "inodes are used" in str(error) and "bytes needed" not in str(error)
+    assert error.remedy == "delete files, of whatever size"
+    (small_filesystem / "0").unlink()
+    save(Checkpointer(strategy=strategy), {"a": 1}, small_filesystem / "new.ckpt")

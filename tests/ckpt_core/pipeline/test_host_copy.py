@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ckpt_core import Checkpointer
+from ckpt_core._layouts.directory.safetensors_file import byte_pieces
 from ckpt_core._layouts.image import ImageAbandonedError
-from ckpt_core._layouts.sharded.safetensors_file import byte_pieces
 from ckpt_core._pipeline.host_copy import HOST_PIECE, HostCopy
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 

@@ -21,7 +21,7 @@ from ckpt_core import (
     verify,
 )
 from ckpt_core._layouts.image import WINDOW
-from ckpt_core._layouts.torch_file.image import StateLayout
+from ckpt_core._layouts.torch_file.archive import StateLayout
 from ckpt_core._layouts.torch_file.manifest import FOOTER_SIZE, FORMAT_VERSION
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core.buffers import ScratchBuffers

@@ -195,8 +195,8 @@ def test_what_cannot_be_pickled_ends_the_save(tmp_path: Path) -> None:
 def test_a_window_that_cannot_be_copied_fails_the_save(
     tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckpt_core._layouts.sharded.safetensors_file import SafetensorsImage
-    from ckpt_core._layouts.torch_file.image import FileImage
+    from ckpt_core._layouts.directory.safetensors_file import SafetensorsImage
+    from ckpt_core._layouts.torch_file.archive import FileImage
 
     kind: Any = FileImage if layout == "file" else SafetensorsImage
     whole = kind.window

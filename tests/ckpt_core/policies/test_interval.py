@@ -55,7 +55,7 @@ def test_what_a_run_sees_takes_the_place_of_what_is_assumed() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("auto", 0.0, None), "mtbf must be seconds above 0"),
+        (("auto", 0.0, None), "mtbf must be a number of seconds above 0"),
         (("auto", None, 1.0), "max_overhead must be a share"),
         (("sometimes", None, None), "interval must be 'auto' or 'continuous'"),
         ((None, 60.0, None), "mtbf is for interval='auto'"),

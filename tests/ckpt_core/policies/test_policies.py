@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckpt_core import Catalog, DirectoryCheckpointer
 from ckpt_core.policies import (
     AnyOf,
     KeepAtSteps,
@@ -19,6 +21,7 @@ from ckpt_core.policies import (
     KeepLatest,
     RetentionPolicy,
     SavedCheckpoint,
+    SaveInterval,
     to_delete,
 )
 
@@ -82,20 +85,25 @@ def test_the_order_of_the_list_does_not_matter() -> None:
     assert left(KeepLatest(1), saved(3, 1, 2)) == [3]
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: KeepLatest(0),
-        lambda: KeepBest("loss", count=-1),
-        lambda: KeepBest("loss", mode="lowest"),  # type: ignore[arg-type]
-        lambda: KeepEverySteps(0),
-        lambda: KeepEveryTime(0),
-        lambda: KeepEveryTime(math.nan),
-    ],
-)
-def test_what_makes_no_sense_is_refused(make: object) -> None:
-    with pytest.raises(ValueError, match=r"count|mode|steps|interval"):
-        make()  # type: ignore[operator]
+REFUSED: list[tuple[str, Callable[[Any], object], list[Any]]] = [
+    ("count must be a whole number", KeepLatest, [0, 1.5, "1", math.inf]),
+    ("count must be a whole number", lambda count: KeepBest("loss", count=count), [-1, "1"]),
+    ("mode must be", lambda mode: KeepBest("loss", mode=mode), ["lowest"]),
+    ("steps must be a whole number", KeepEverySteps, [0, "10"]),
+    ("interval must be hours", KeepEveryTime, [0, math.nan, "1", datetime.timedelta(0)]),
+    ("mtbf must be a number of seconds", lambda mtbf: SaveInterval(mtbf=mtbf), ["3600", math.inf, True]),
+    ("max_overhead must be a share", lambda share: SaveInterval(max_overhead=share), ["0.1", 1]),
+    ("suffix must be a text", lambda suffix: Catalog("a", suffix=suffix), [None, b".ckpt"]),
+    ("storage_options must be a mapping", lambda given: Catalog("a", storage_options=given), ["key=1"]),
+    ("memory must be", lambda memory: Catalog("a", memory=memory), [1, ""]),
+    ("commit_timeout must be", lambda seconds: DirectoryCheckpointer(commit_timeout=seconds), [0.0, "1", math.nan]),
+]
+
+
+@pytest.mark.parametrize(("message", "make", "value"), [(m, f, value) for m, f, values in REFUSED for value in values])
+def test_what_makes_no_sense_is_refused_by_name(message: str, make: Callable[[Any], object], value: Any) -> None:
+    with pytest.raises(ValueError, match=f"^{message}"):
+        make(value)
 
 
 policies = st.recursive(

@@ -65,7 +65,7 @@ def test_prune_says_why_each_stays_and_deletes_the_rest(run: Path, capsys: Captu
         "step=50": ["newest", "latest=2", "every_steps=25"],
         "step=40": ["latest=2"],
         "step=30": ["every_steps=25"],
-        "step=20": ["damaged: delete it yourself"],
+        "step=20": ["cannot be read: delete it yourself"],
         "step=10": ["at_steps=10"],
         "stock.ckpt": ["does not say its step and time"],
     }
@@ -275,3 +275,16 @@ def test_sync_of_a_tree_with_a_store_and_back(
     assert set(synced(capsys, "-R", f"{bucket}/all", tmp_path / "back", *options).values()) == {"copy"}
     assert listing(tmp_path / "back") == listing(run)
     assert Checkpointer().load(tmp_path / "back" / "second" / "a.ckpt") == {"step": 5}
+
+
+@pytest.mark.parametrize("kind", ["moto", "azurite", "gcs"])
+def test_a_bucket_that_does_not_exist_is_no_first_start(
+    server_of: Callable[[str], Server], kind: str, capsys: Capture
+) -> None:
+    server = server_of(kind)
+    bucket = server.new_bucket()
+    options = ("--storage-options", json.dumps(dict(server.options)))
+    assert main(["latest", f"{bucket}/run", *options]) == 3
+    assert "nothing to resume" in capsys.readouterr().err
+    assert main(["latest", f"{bucket}typo/run", *options]) == 1
+    assert f"there is no such file, directory or bucket: {bucket}typo" in capsys.readouterr().err

@@ -18,7 +18,7 @@ import stamina
 import torch
 
 from ckpt_core import Checkpointer, StorageError
-from ckpt_core.storage import fsspec_storage, obstore_client, storage_for
+from ckpt_core.storage import fsspec_storage, obstore_choice, obstore_client, storage_for
 from ckpt_core.storage.base import REMOTE_REQUEST_BYTES
 from ckpt_core.storage.obstore_client import ObstoreClient
 from ckpt_core.storage.uploads import ObstoreWriter, S3Writer, StreamWriter
@@ -36,7 +36,7 @@ pytest.importorskip("obstore")
 @pytest.fixture(autouse=True)
 def _small_parts_and_no_pauses(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr("ckpt_core.storage.uploads.PART_BYTES", 5 * 2**20)
-    monkeypatch.setattr(fsspec_storage, "_TOLD", set())
+    monkeypatch.setattr(obstore_choice, "_TOLD", set())
     stamina.set_testing(True, attempts=4, cap=True)
     yield
     stamina.set_testing(False)
@@ -190,7 +190,7 @@ def test_settings_that_obstore_does_not_follow(
     path = f"{server_of('moto').new_bucket()}/a"
     both = {**server_of("moto").options, **options}
     storage: Any = storage_for(path, both)
-    assert storage._obstore_of(path) is None
+    assert storage.obstore.client_of(path) is None
     assert why in told(caplog)[0]
     with pytest.raises(StorageError, match="obstore cannot be used: it does not follow"):
         storage_for(path, {**both, "backend": "obstore"})
@@ -272,7 +272,7 @@ def test_certificates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
         def put(**settings: Any) -> None:
             storage: Any = storage_for(path, {**options, **settings, "retry_config": {"max_retries": 0}})
-            storage._obstore_of(path).put(path, b"abc")
+            storage.obstore.client_of(path).put(path, b"abc")
 
         put(client_kwargs={"verify": False})
         with pytest.raises(Exception, match="error sending request"):

@@ -1,0 +1,86 @@
+"""Plain attributes of a script's models that training changes and no state holds: they are named, once.
+
+Weights and buffers are saved with a model; a factor that its ``forward`` lowers, or a list that it keeps, is not. What
+data sets, samplers and ``collate_fn`` change is captured (:class:`ckpt_core.state.loader_objects.Carried`), and what
+registered objects return from ``state_dict`` is theirs to say.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from ckpt_core.state.changed_values import PlainState
+
+_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", os.path.dirname(torch.__file__))
+_NAMED = 5
+
+
+class Changes:
+    """Watches the modules of a script whose classes are no library's.
+
+    ``say`` is called once for each attribute that a resume will not have, with words for the user.
+    """
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._plain: dict[str, PlainState] = {}
+        self._has_begun = False
+        self._named: set[tuple[str, str]] = set()
+
+    def begin(self, models: Sequence[torch.nn.Module], held: Iterable[object]) -> None:
+        """What changes from now on is changed by training; does nothing a second time.
+
+        Objects that are held have a state of their own in each checkpoint.
+        """
+        if self._has_begun:
+            return
+        self._has_begun = True
+        held = tuple(held)
+        kinds = {type(module) for model in models for module in model.modules()}
+        users = {kind for kind in kinds if _is_users(kind)}
+        for number, model in enumerate(models):
+            for name, module in model.named_modules():
+                if type(module) in users and not _has_more_state(module) and all(module is not one for one in held):
+                    # its children are watched by themselves
+                    self._plain[f"{number}.{name}"] = PlainState(module, skip=(*module.children(), *held))
+
+    def name(self) -> None:
+        """Name what has changed since the save before, if anything has: each attribute once."""
+        for name, plain in self._plain.items():
+            new = [path for path in plain.changed() if (name, path) not in self._named]
+            if new:
+                self._named.update((name, path) for path in new)
+                shown = ", ".join(f"`{path}`" for path in new[:_NAMED]) + (" and more" if len(new) > _NAMED else "")
+                self._say(
+                    f"{_described(plain.owner)} changed {shown} since training began, and no state holds it: a resume "
+                    "will not have it. Make it a buffer (register_buffer), or part of an object given to "
+                    "register_for_checkpointing"
+                )
+
+
+def _described(module: object) -> str:
+    kind = type(module)
+    try:
+        place = f" ({inspect.getsourcefile(kind)}:{inspect.getsourcelines(kind)[1]})"
+    except (OSError, TypeError):
+        place = ""
+    return f"the module {kind.__qualname__}{place}"
+
+
+def _has_more_state(module: torch.nn.Module) -> bool:
+    """Whether a module says itself what its state is."""
+    kind = type(module)
+    names = ("get_extra_state", "state_dict", "_save_to_state_dict")
+    return any(getattr(kind, name) is not getattr(torch.nn.Module, name) for name in names)
+
+
+def _is_users(kind: type) -> bool:
+    try:
+        file = inspect.getsourcefile(kind) or ""
+    except (OSError, TypeError):  # of __main__ without a file
+        return kind.__module__ == "__main__"
+    return not any(part in file for part in _LIBRARIES)

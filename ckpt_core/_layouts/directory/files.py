@@ -1,0 +1,258 @@
+"""The files of a directory checkpoint: found, of the right size and the right save, and their blocks compared.
+
+And what killed saves have left of them on an object store. On a local disk an unfinished directory has a name of its
+own and a lock. On a store, files stand below the final name, and it is the manifest that makes them a checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+
+from ckpt_core._layouts.directory.contents import Shard
+from ckpt_core._layouts.directory.manifest import ExtraFile, Manifest
+from ckpt_core._layouts.directory.safetensors_file import DIGEST_BYTES
+from ckpt_core.digest import digest, digest_of_parts
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
+from ckpt_core.storage.base import MANIFEST_NAME, CountingReader, FileInfo, FileReader, Storage
+from ckpt_core.threads import run_parallel
+
+logger = logging.getLogger(__name__)
+
+_REMEDY = "resume from another checkpoint; this one cannot be repaired"
+_MOST_OPEN = 64  # files: the system's limit is for all that a process has open
+_LARGEST_WHOLE = 2**31  # bytes
+_READ = 4 * 2**20  # bytes read at a time for a digest
+_SAVE_IN_HEADER = re.compile(rb'"save":"([^"]*)"')
+
+
+def describe_file(name: str, reader: FileReader) -> ExtraFile:
+    """Return the record of a file that the caller added into the checkpoint."""
+    return ExtraFile(name, reader.size, digest_of_parts(file_pieces(reader)))
+
+
+def file_pieces(reader: FileReader) -> Iterator[memoryview]:
+    """Yield the bytes of a file from begin to end, in memory that is used again for the next ones."""
+    memory = memoryview(bytearray(min(_READ, reader.size)))
+    for begin in range(0, reader.size, _READ):
+        piece = memory[: min(_READ, reader.size - begin)]
+        reader.read_into(begin, piece)
+        yield piece
+
+
+class Files:
+    """The files of a checkpoint, opened when they are needed. ``sizes``: bytes of each that the manifest names."""
+
+    def __init__(self, directory: str, storage: Storage) -> None:
+        self.sizes: dict[str, int] = {}
+        self.bytes_read = 0
+        self._directory = directory
+        self._storage = storage
+        self._save_id = ""
+        self._digest_files: dict[int, ExtraFile] = {}
+        self._digests: dict[int, memoryview] = {}
+        self._readers: dict[str, FileReader] = {}
+        self._lock = threading.Lock()
+
+    def use(self, manifest: Manifest) -> None:
+        """Learn which files there are."""
+        self._save_id = manifest.save_id
+        for number, rank in enumerate(manifest.ranks):
+            self.sizes.update({file.name: file.size for file in rank.files})
+            self.sizes.update({file.name: file.size for file in rank.extra_files})
+            if rank.digests is not None:
+                self._digest_files[number] = rank.digests
+                self.sizes[rank.digests.name] = rank.digests.size
+
+    def path_of(self, name: str) -> str:
+        """Return the full path of a file."""
+        return f"{self._directory}/{name}"
+
+    def open(self, name: str) -> FileReader:
+        """Open a file, if there is one."""
+        return CountingReader(self._storage.open_inside(self._directory, name), self._count)
+
+    def _count(self, nbytes: int) -> None:
+        with self._lock:
+            self.bytes_read += nbytes
+
+    def _open_named(self, name: str) -> FileReader:
+        """Open a file that the manifest names, if it is as large as the manifest says."""
+        try:
+            reader = self.open(name)
+        except CheckpointNotFoundError as error:
+            raise _corrupted("a file of the checkpoint is missing", self.path_of(name)) from error
+        if reader.size != self.sizes[name]:
+            reader.close()
+            raise _corrupted(
+                f"a file of the checkpoint has {reader.size} bytes and not {self.sizes[name]}", self.path_of(name)
+            )
+        return reader
+
+    def read_whole(self, file: ExtraFile) -> bytes:
+        """Return the bytes of a file, verified, if they are not too many for the memory."""
+        if file.size > _LARGEST_WHOLE:
+            raise CheckpointError(
+                f"a file of {file.size} bytes is not read into memory",
+                path=self.path_of(file.name),
+                remedy="verify the checkpoint, and read the file from where it is",
+            )
+        with self._open_named(file.name) as reader:
+            data = reader.read_whole()
+        self._compare_whole(file, digest(data))
+        return data
+
+    def verify_whole(self, file: ExtraFile) -> None:
+        """Compare a file with its digest."""
+        with self._open_named(file.name) as reader:
+            found = digest_of_parts(file_pieces(reader))
+        self._compare_whole(file, found)
+
+    def _compare_whole(self, file: ExtraFile, found: str) -> None:
+        if found != file.digest:
+            raise _corrupted("the bytes of a file differ from those that were saved", self.path_of(file.name))
+
+    def prepare(self, shards: Sequence[Shard]) -> None:
+        """Make sure that files are there, whole, and of this save: sizes, headers and their files of digests."""
+        if not shards:
+            return
+        threads = self.threads(shards)
+        ranks = sorted({shard.rank for shard in shards} - self._digests.keys())
+        run_parallel(self._load_digests, ranks, threads=min(threads, len(ranks)))
+        for batch in self.batches(shards):
+            run_parallel(self._check_header, batch, threads=min(threads, len(batch)))
+
+    def _load_digests(self, rank: int) -> None:
+        self._digests[rank] = memoryview(self.read_whole(self._digest_files[rank]))
+
+    def _check_header(self, shard: Shard) -> None:
+        header = memoryview(bytearray(shard.file.header_size))
+        self.read(shard, 0, header)
+        found = _SAVE_IN_HEADER.search(header)
+        wanted = shard.file.save_id or self._save_id
+        if found is not None and found[1].decode("ascii", "replace") != wanted:
+            raise _corrupted(
+                f"a file of the checkpoint is of another save, {found[1].decode('ascii', 'replace')} and not {wanted}",
+                self.path_of(shard.file.name),
+            )
+        self.compare(shard, 0, header)
+
+    def batches(self, shards: Sequence[Shard]) -> Iterator[Sequence[Shard]]:
+        """Yield the files in groups that may be open at the same time."""
+        for first in range(0, len(shards), _MOST_OPEN):
+            yield shards[first : first + _MOST_OPEN]
+            if len(shards) > _MOST_OPEN:
+                self.close()
+
+    def threads(self, shards: Sequence[Shard]) -> int:
+        """Return from how many threads files are best read; there must be one."""
+        return self._reader(shards[0].file.name).threads
+
+    def passes_cache(self, shard: Shard) -> bool:
+        """Return whether a file is best read as whole pages into page-aligned memory."""
+        return self._reader(shard.file.name).passes_cache
+
+    def read(self, shard: Shard, offset: int, memory: memoryview) -> None:
+        """Fill ``memory`` with the bytes of a file from ``offset`` on."""
+        self._reader(shard.file.name).read_into(offset, memory)
+
+    def _reader(self, name: str) -> FileReader:
+        """Return a file, opened if it is not."""
+        reader = self._readers.get(name)
+        if reader is None:
+            opened = self._open_named(name)
+            with self._lock:
+                reader = self._readers.setdefault(name, opened)
+            if reader is not opened:
+                opened.close()
+        return reader
+
+    def compare(self, shard: Shard, block: int, memory: memoryview) -> None:
+        """Compare the bytes of a block with its digest; the error names the file and the tensor."""
+        begin = (shard.first_digest + block) * DIGEST_BYTES
+        if digest(memory) == self._digests[shard.rank][begin : begin + DIGEST_BYTES].hex():
+            return
+        path, tensor = self.path_of(shard.file.name), shard.tensor_at(shard.blocks[block])
+        if tensor is None:
+            raise _corrupted("the header of a file differs from what was saved", path)
+        key = shard.key_of(tensor)
+        raise _corrupted(f"the bytes of {key!r} differ from those that were saved", path, key)
+
+    def close(self) -> None:
+        """Close all files; they are opened again when they are needed."""
+        with self._lock:
+            while self._readers:
+                self._readers.popitem()[1].close()
+
+
+def _corrupted(message: str, path: str, key: str | None = None) -> CheckpointCorruptedError:
+    return CheckpointCorruptedError(message, path=path, key=key, remedy=_REMEDY)
+
+
+# ---- what killed saves have left on an object store ------------------------------------------------------------------
+
+SILENT_SECONDS = 24 * 3600.0  # longer than any save takes between two files
+PROBE_NAME = ".ckpt-preflight"  # what a run writes into a store to see whether it can be deleted
+_DIGESTS = re.compile(r"rank-\d{5}-of-\d{5}(-[0-9A-Za-z-]+)?\.digests")
+_METADATA = b'{"__metadata__":'  # with which a header of ours begins, behind its length
+_LONGEST_METADATA = 512  # bytes
+_LENGTH_BYTES = 8
+
+
+def remove_leftovers(
+    storage: Storage, directory: str, *, silent_seconds: float = SILENT_SECONDS, dry_run: bool = False
+) -> list[str]:
+    """Delete the files of directory checkpoints that were never committed and are not written any more; return where.
+
+    Only files that this package has written, by what is in them, in directories without a manifest to which nothing was
+    added for ``silent_seconds``, by the store's dates and our clock. Everything else stays.
+    """
+    removed = []
+    for file in storage.list(directory):
+        if os.path.basename(file.path) == PROBE_NAME and _is_abandoned([file], silent_seconds):
+            if not dry_run:
+                storage.remove(file.path)
+            removed.append(file.path)
+    for path in storage.subdirectories(directory):
+        files = storage.list(path)
+        if not _is_abandoned(files, silent_seconds):
+            continue
+        ours = [file.path for file in files if _is_ours(storage, file)]
+        # Looked at again, because reading took its time.
+        if ours and not storage.exists(f"{path}/{MANIFEST_NAME}"):
+            for name in [] if dry_run else ours:
+                storage.remove(name)
+            removed.append(path)
+    return removed
+
+
+def _is_abandoned(files: Sequence[FileInfo], silent_seconds: float) -> bool:
+    if any(os.path.basename(file.path) == MANIFEST_NAME or file.modified == 0.0 for file in files):
+        return False
+    return bool(files) and time.time() - max(file.modified for file in files) >= silent_seconds
+
+
+def _is_ours(storage: Storage, file: FileInfo) -> bool:
+    """Return whether this package wrote a file for a checkpoint: models, also exported ones, have such names too."""
+    name = os.path.basename(file.path)
+    if _DIGESTS.fullmatch(name):
+        return True
+    if not name.endswith(".safetensors"):
+        return False
+    end = min(file.size, _LENGTH_BYTES + len(_METADATA) + _LONGEST_METADATA)
+    try:
+        with storage.open(file.path) as reader:
+            header = reader.read(0, end)[_LENGTH_BYTES:]
+        if not header.startswith(_METADATA):
+            return False
+        text = header[len(_METADATA) :].decode("ascii", "replace")
+        metadata, _ = json.JSONDecoder().raw_decode(text)
+    except (CheckpointError, ValueError, RecursionError) as error:
+        logger.info("%s stays, because it could not be read: %s", file.path, error)
+        return False
+    return isinstance(metadata, dict) and {"save", "rank"} <= metadata.keys()

@@ -1,0 +1,312 @@
+"""Reading a directory checkpoint: what is in it, and the bytes that a rank needs, straight into its tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from ckpt_core._devices import on_current_streams
+from ckpt_core._layouts.directory.contents import Contents, PartContents, Placed, Shard
+from ckpt_core._layouts.directory.fetching import Job, Read, all_of, jobs_of, reads_of, run_job
+from ckpt_core._layouts.directory.files import Files
+from ckpt_core._layouts.directory.manifest import Kind, Manifest
+from ckpt_core._layouts.directory.matching import (
+    LocalView,
+    Match,
+    check_fits,
+    match,
+    unique_targets,
+)
+from ckpt_core._layouts.directory.skeleton import decode_plain
+from ckpt_core._layouts.safetensors import TensorInfo
+from ckpt_core._plan import LocalTensor
+from ckpt_core.buffers import buffers_for
+from ckpt_core.errors import CheckpointFormatError, CheckpointNotFoundError, StorageError, UnsafeCheckpointError
+from ckpt_core.geometry import Box
+from ckpt_core.storage.base import MANIFEST_NAME, Storage
+from ckpt_core.threads import run_parallel
+
+Opened = TypeVar("Opened", bound="DirectoryReader")
+Placement = str | torch.device | Callable[[TensorInfo], torch.Tensor] | None
+
+_LARGEST_MANIFEST = 2**30  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class PartInfo:
+    """What is in a part."""
+
+    name: str
+    kind: Kind  # who held it
+    # Its tensors by key; of the first rank that has any, where the part is per-rank. Tied ones are under each of their
+    # keys.
+    tensors: Mapping[str, TensorInfo]
+
+
+def _is_one_of_many() -> bool:
+    """Whether other processes, maybe of the same machine, are about to load the same."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _whole(key: str, tensor: torch.Tensor) -> LocalTensor:
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise TypeError(f"{key} is a {type(tensor).__name__}: say with local= which of its elements are on this rank")
+    return LocalTensor.whole(tensor)
+
+
+def _made(info: TensorInfo, where: Placement) -> torch.Tensor:
+    return where(info) if callable(where) else info.empty(where)
+
+
+class DirectoryReader:
+    """A committed directory checkpoint, open for reading.
+
+    Opening it reads the manifest only. Use it as a context manager, or :meth:`close` it. Arguments, attributes and
+    errors are those of :class:`ckpt_core.directory.DirectoryCheckpoint`.
+    """
+
+    def __init__(self, path: str, storage: Storage, *, weights_only: bool | None = None) -> None:
+        self.path = path.rstrip("/") if len(path) > 1 else path
+        self._weights_only = weights_only
+        self._files = Files(self.path, storage)
+        data = self._read_manifest()
+        manifest = Manifest.decode(data, path=self._files.path_of(MANIFEST_NAME))
+        self._manifest = manifest
+        self._contents = Contents(manifest, self.path)
+        self._files.use(manifest)
+        self.metadata = manifest.metadata
+        self.world_size = len(manifest.ranks)
+        self.save_id = manifest.save_id
+        self.stamp = manifest.stamp
+        self.files = self._files.sizes
+        self.size = len(data) + sum(self.files.values())
+
+    def _read_manifest(self) -> bytes:
+        try:
+            with self._files.open(MANIFEST_NAME) as reader:
+                if reader.size > _LARGEST_MANIFEST:
+                    raise CheckpointFormatError(
+                        f"a manifest of {reader.size} bytes is not valid: at most {_LARGEST_MANIFEST} are read",
+                        path=reader.path,
+                        remedy="check that the path is a checkpoint",
+                    )
+                return reader.read_whole()
+        except StorageError as error:
+            if error.errno != errno.ENOTDIR:
+                raise
+            raise CheckpointFormatError(
+                f"{self.path} is one file, and a checkpoint that is a directory was expected",
+                path=self.path,
+                remedy="load it with what saves one file (ckpt_core.Checkpointer, SyncCheckpointIO, "
+                "AsyncCheckpointIO), or give the path of a directory",
+            ) from error
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"there is no checkpoint at {self.path}: it has no {MANIFEST_NAME}, which is written last",
+                path=self.path,
+                remedy="check the path; a save that did not finish leaves none",
+            ) from error
+
+    def __enter__(self: Opened) -> Opened:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of the checkpoint's files that were read so far, all kinds of files together."""
+        return self._files.bytes_read
+
+    @functools.cached_property
+    def parts(self) -> Mapping[str, PartInfo]:
+        """The parts of the state by name."""
+        found = {}
+        for name, kind in self._contents.kinds.items():
+            ranks = self._contents.holders(name)
+            tensors = self._contents.part(name, ranks[0]).tensors() if ranks else {}
+            found[name] = PartInfo(name, kind, tensors)
+        return found
+
+    @property
+    def extra_files(self) -> list[str]:
+        """Names of the files that others have added."""
+        return [file.name for rank in self._manifest.ranks for file in rank.extra_files]
+
+    def ranks_with(self, part: str) -> tuple[int, ...]:
+        """Return the ranks that have saved a part of their own under this name."""
+        return tuple(rank for rank, record in enumerate(self._manifest.ranks) if part in record.parts)
+
+    def stored_tensors(self, part: str, *, rank: int = 0) -> list[int]:
+        """Return which stored tensor each tensor of a part is, in their order: tied ones are the same."""
+        return [reference.index for reference in self._contents.part(part, rank).references]
+
+    def peek(self, part: str, *, rank: int = 0) -> Any:
+        """Return a part of the state without its tensors' bytes: they are on the ``meta`` device.
+
+        Nothing is read: the manifest says all of it. The values of NumPy arrays are undefined.
+        """
+        contents = self._contents.part(part, rank)
+        references = iter(contents.references)
+
+        def stand_in(_: int) -> torch.Tensor:
+            reference = next(references)
+            return contents.record.tensors[reference.index].empty(None if reference.is_array else "meta")
+
+        with self._contents.sense(part):
+            return decode_plain(contents.record.skeleton, stand_in)
+
+    @property
+    def bytes_of_parts(self) -> Mapping[str, int]:
+        """Bytes of the files of each part, of all ranks together; parts that each rank has of its own are one."""
+        found: dict[str, int] = {}
+        for rank in self._manifest.ranks:
+            for file in rank.files:
+                name = "of each rank" if file.part is None else file.part
+                found[name] = found.get(name, 0) + file.size
+        return found
+
+    def load(
+        self,
+        part: str,
+        *,
+        into: Any = None,
+        local: LocalView | None = None,
+        rank: int = 0,
+        map_location: Placement = None,
+        strict: bool = True,
+    ) -> Any:
+        """Return a part of the state.
+
+        Every byte that is used is compared with its digest. A checkpoint that does not fit, that is of another version,
+        or that lacks a file or has a wrong one is refused before anything is changed. Damage inside a tensor is found
+        when its bytes arrive: the error names the file and the tensor, and what was loaded until then has been changed
+        in ``into``.
+
+        Args:
+            part: Its name.
+            into: A state with the same tensors, which are filled in place, whatever pieces of them are here; its other
+                values are not looked at. None: new tensors, whole; tied ones are one tensor again.
+            local: Returns what of a tensor is on this rank. None: all of it, and only plain tensors are taken.
+            rank: Whose part, if it is per-rank.
+            map_location: Device of new tensors, or what makes one without values; the CPU by default.
+            strict: Whether tensors that only one of the two has are an error. If not, those that are not in the
+                checkpoint stay as they are, and those that are only there are returned without values, on the ``meta``
+                device.
+
+        Returns:
+            The state: the tensors of ``into``, and everything else as it was saved.
+
+        Raises:
+            CheckpointNotFoundError: The checkpoint has no such part.
+            StateMismatchError: ``into`` has other keys, shapes or types; or that rank did not save the part.
+            CheckpointCorruptedError: A file is missing, truncated, of another save, or a byte differs.
+            UnsafeCheckpointError: Rebuilding an object that is not plain data would run code.
+        """
+        contents = self._contents.part(part, rank)
+        infos = contents.record.tensors
+        if into is None:
+            matches = [Match(reference.key, reference.index, None) for reference in contents.references]
+        else:
+            matches = match(contents.references, infos, into, strict=strict, part=part, path=self.path)
+        view = _whole if local is None else local
+        found = [(m, view(m.key, m.target)) for m in unique_targets(matches) if m.target is not None]
+        check_fits([(m.key, infos[m.index], own) for m, own in found], part=part, path=self.path)
+
+        new = sorted({m.index for m in matches if m.target is None})
+        boxes = [(m.index, piece.box) for m, own in found for piece in own.pieces]
+        boxes += [(index, Box.whole(infos[index].shape)) for index in new]
+        chunks = self._chunks_of(contents, boxes)
+        arrays = {reference.index for reference in contents.references if reference.is_array}
+        made = {index: _made(infos[index], None if index in arrays else map_location) for index in new}
+        targets = [piece.tensor for _, own in found for piece in own.pieces] + [made[i] for i in new]
+        shared: set[str] = set()
+        if self._contents.kinds[part] != "per-rank" and _is_one_of_many():
+            for (index, box), of_box in zip(boxes, chunks, strict=True):
+                if box.shape == infos[index].shape:
+                    shared.update(placed.shard.file.name for placed in of_box)
+        self._fill(zip(targets, (box for _, box in boxes), chunks, strict=True), shared)
+        in_order = iter([made[m.index] if m.target is None else m.target for m in matches])
+        with self._contents.sense(part):
+            try:
+                return decode_plain(
+                    contents.record.skeleton,
+                    lambda _: next(in_order),
+                    rebuilds=True,
+                    weights_only=self._weights_only,
+                )
+            except (UnsafeCheckpointError, CheckpointFormatError) as error:
+                error.path, error.key = self.path, part
+                raise
+
+    def _chunks_of(self, contents: PartContents, boxes: Sequence[tuple[int, Box]]) -> list[list[Placed]]:
+        """Return the chunks that each box of a tensor needs; all of their files are there, whole and of this save."""
+        for index in {index for index, _ in boxes}:
+            if not contents.table.is_whole(contents.first + index):
+                self._contents.check_tensor(contents, index)
+        chunks = [contents.overlapping(index, box) for index, box in boxes]
+        shards = {placed.shard.file.name: placed.shard for of_box in chunks for placed in of_box}
+        self._contents.check_blocks(shards.values())
+        self._files.prepare(list(shards.values()))
+        return chunks
+
+    def _fill(self, targets: Iterable[tuple[torch.Tensor, Box, Sequence[Placed]]], shared: Container[str]) -> None:
+        """Read what targets need; files that are ``shared`` with other processes come through the page cache."""
+        shards: dict[str, Shard] = {}
+        reads: dict[str, list[Read]] = {}
+        filled = []
+        for tensor, box, chunks in targets:
+            filled.append(tensor)
+            for placed in chunks:
+                name = placed.shard.file.name
+                shards[name] = placed.shard
+                reads.setdefault(name, []).extend(reads_of(placed, box, tensor))
+
+        def jobs_in(shard: Shard) -> Iterable[Job]:
+            name = shard.file.name
+            return jobs_of(shard, reads[name], past_cache=name not in shared and self._files.passes_cache(shard))
+
+        self._run(list(shards.values()), jobs_in, filled)
+
+    def _run(
+        self,
+        shards: Sequence[Shard],
+        jobs_in: Callable[[Shard], Iterable[Job]],
+        filled: Sequence[torch.Tensor] = (),
+    ) -> None:
+        scratch = buffers_for(filled)
+        try:
+            for batch in self._files.batches(shards):
+                jobs = [job for shard in batch for job in jobs_in(shard)]
+                largest = max((job.size for job in jobs), default=0)
+                run = functools.partial(run_job, files=self._files, scratch=scratch, scratch_size=largest)
+                work = on_current_streams(run, filled)
+                run_parallel(work, jobs, threads=min(self._files.threads(batch), len(jobs)))
+        finally:
+            scratch.close()
+
+    def read_file(self, name: str) -> bytes:
+        """Return the bytes of a file that the caller added into the checkpoint, verified."""
+        for rank in self._manifest.ranks:
+            for file in rank.extra_files:
+                if file.name == name:
+                    return self._files.read_whole(file)
+        raise CheckpointNotFoundError(f"the checkpoint holds no file {name!r} of others", path=self.path)
+
+    def verify(self) -> None:
+        """Compare every byte with its digest, and check that every element of every tensor is there once."""
+        shards = self._contents.check()
+        extra = [file for rank in self._manifest.ranks for file in rank.extra_files]
+        run_parallel(self._files.verify_whole, extra)
+        self._files.prepare(shards)
+        self._run(shards, lambda shard: all_of(shard, past_cache=self._files.passes_cache(shard)))

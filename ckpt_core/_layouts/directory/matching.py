@@ -1,0 +1,144 @@
+"""Which tensor of a checkpoint goes into which tensor of the state that is restored; refuses what does not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ckpt_core._layouts.directory.skeleton import identity_of
+from ckpt_core._layouts.safetensors import TensorInfo, dtype_name
+from ckpt_core._plan import LocalTensor
+from ckpt_core.errors import StateMismatchError
+from ckpt_core.tree import join_key
+
+_SHOWN = 5  # keys in a message
+
+KeyPath = tuple[Hashable, ...]
+
+
+LocalView = Callable[[str, torch.Tensor], LocalTensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reference:
+    """A place in the structure of a part where a tensor stands."""
+
+    where: KeyPath  # the keys that lead there
+    key: str  # the same as text
+    index: int  # the tensor's number
+    is_array: bool  # whether it is the memory of a NumPy array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Match:
+    """A tensor of the checkpoint and what it goes into."""
+
+    key: str  # its name
+    index: int  # its number in the checkpoint's part
+    target: torch.Tensor | None  # what it goes into; None where a new one is to be made
+
+
+def tensor_paths(tree: Any, kind: type) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield ``(path, leaf)`` for every leaf of a kind in the dictionaries and sequences of ``tree``, in order."""
+    if isinstance(tree, kind):
+        yield (), tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            for path, leaf in tensor_paths(value, kind):
+                yield (key, *path), leaf
+    elif isinstance(tree, (list, tuple, deque)):
+        for index, value in enumerate(tree):
+            for path, leaf in tensor_paths(value, kind):
+                yield (index, *path), leaf
+
+
+def key_of(path: KeyPath) -> str:
+    """Return a path as text: ``"layer.0.weight"``."""
+    text = ""
+    for key in path:
+        text = join_key(text, key)
+    return text
+
+
+def match(
+    saved: Sequence[Reference], infos: Sequence[TensorInfo], into: Any, *, strict: bool, part: str, path: str
+) -> list[Match]:
+    """Return what each reference of a checkpoint's part goes into.
+
+    With ``strict``, tensors that only one side has are a ``StateMismatchError``, which names the first keys.
+    """
+    targets = dict(tensor_paths(into, torch.Tensor))
+    empty = [key_of(where) for where, target in targets.items() if _has_no_memory(target)]
+    if empty:
+        raise StateMismatchError(
+            f"{len(empty)} tensors of the state that is loaded into have no memory: they are on the meta device",
+            path=path,
+            key=empty[0],
+            remedy="give them memory first (module.to_empty(device=...)), or load new tensors without into=",
+        )
+    if strict:
+        _refuse_different_keys({r.where for r in saved if not r.is_array}, targets, part, path)
+    matches = []
+    for reference in saved:
+        target = None if reference.is_array else targets.get(reference.where)
+        if target is None and not reference.is_array:
+            target = infos[reference.index].empty("meta")
+        matches.append(Match(reference.key, reference.index, target))
+    return matches
+
+
+def _has_no_memory(tensor: torch.Tensor) -> bool:
+    # The property itself raises on a ShardedTensor of which nothing is on this rank.
+    return type(tensor).__name__ != "ShardedTensor" and tensor.is_meta
+
+
+def _refuse_different_keys(wanted: set[KeyPath], targets: Mapping[KeyPath, Any], part: str, path: str) -> None:
+    missing = sorted(key_of(where) for where in targets.keys() - wanted)
+    unexpected = sorted(key_of(where) for where in wanted - targets.keys())
+    if not missing and not unexpected:
+        return
+    found = [
+        f"{len(keys)} {what}: {', '.join(keys[:_SHOWN])}{', ...' if len(keys) > _SHOWN else ''}"
+        for keys, what in ((missing, "not in the checkpoint"), (unexpected, "only in the checkpoint"))
+        if keys
+    ]
+    raise StateMismatchError(
+        f"the checkpoint's part {part!r} has other tensors than the state that it is loaded into; {'; '.join(found)}",
+        path=path,
+        key=(missing or unexpected)[0],
+        remedy="load it into the model and the optimizer that it was saved from, or with strict=False",
+    )
+
+
+def check_fits(fits: Sequence[tuple[str, TensorInfo, LocalTensor]], *, part: str, path: str) -> None:
+    """Refuse tensors of another shape or type than the checkpoint's: ``(name, the checkpoint's, the target)``."""
+    wrong = [
+        (key, f"{key} is {_text(info)} in the checkpoint and {_text(local)} in the state")
+        for key, info, local in fits
+        if info.dtype != local.dtype or info.shape != tuple(local.shape)
+    ]
+    if wrong:
+        texts = [text for _, text in wrong[:_SHOWN]] + (["..."] if len(wrong) > _SHOWN else [])
+        raise StateMismatchError(
+            f"{len(wrong)} tensors of the part {part!r} do not fit: {'; '.join(texts)}",
+            path=path,
+            key=wrong[0][0],
+            remedy="load it into a model of the same sizes and types: nothing is cut, padded or rounded",
+        )
+
+
+def _text(tensor: TensorInfo | LocalTensor) -> str:
+    return f"{dtype_name(tensor.dtype)}{list(tensor.shape)}"
+
+
+def unique_targets(matches: Sequence[Match]) -> list[Match]:
+    """Return the matches that have a target, each target once: where tied tensors get two, the last one wins."""
+    found: dict[Hashable, Match] = {}
+    for entry in matches:
+        if entry.target is not None and not _has_no_memory(entry.target):
+            found[identity_of(entry.target)] = entry
+    return list(found.values())

@@ -1,0 +1,476 @@
+"""What a rank writes: its files, its report, and the manifest that all reports together become."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ckpt_core._layouts.directory.file_names import (
+    check_extra_name,
+    check_part_name,
+    check_save_id,
+    check_shard_name,
+    digests_name,
+    frozen_name,
+    per_rank_name,
+    piece_name,
+    shard_name,
+    with_suffix,
+)
+from ckpt_core._layouts.directory.manifest import ExtraFile, Kind, PartRecord, encode_manifest, encode_part
+from ckpt_core._layouts.directory.safetensors_file import (
+    ALIGNMENT,
+    DigestsImage,
+    FileLayout,
+    SafetensorsImage,
+    byte_pieces,
+    copy_now,
+    file_layout,
+    file_order,
+)
+from ckpt_core._layouts.directory.skeleton import Json, encode_plain
+from ckpt_core._layouts.image import Image
+from ckpt_core._layouts.safetensors import TensorInfo
+from ckpt_core._plan import LocalTensor, Piece
+from ckpt_core.buffers import StagingBuffer
+from ckpt_core.commit_time import NO_STAMP, Stamp
+from ckpt_core.digest import digest
+from ckpt_core.errors import CheckpointError, SerializationError
+from ckpt_core.geometry import Box
+from ckpt_core.storage.base import MANIFEST_NAME
+
+NOT_TENSORS = frozenset({"__metadata__"})  # names in a header of safetensors
+_SMALL = 16 * 2**10  # bytes: handing them to another thread takes longer than copying them
+_REMEDY = "save the same state on all ranks: the same keys, shapes and types, in the same order"
+
+
+@dataclasses.dataclass(frozen=True)
+class PartContent:
+    """A part of the state, ready to be written."""
+
+    name: str  # letters, digits and underscores; beginning of the file's name
+    kind: Kind  # who holds it
+    skeleton: Json  # its structure, from encode_plain
+    # All of its tensors, in the order of encode_plain, the same on all ranks (but for a per-rank part).
+    tensors: Mapping[str, LocalTensor | TensorInfo]
+    # What this rank writes of each; tensors of which it writes nothing may be missing.
+    pieces: Mapping[str, Sequence[Piece]]
+    spread: bool = False  # whether several ranks write it. If not, rank 0 writes it whole
+    frozen: Collection[str] = ()  # tensors that stay as they are from save to save
+    apart: bool = False  # whether those go into a file of their own
+
+
+class _Chunk(NamedTuple):
+    tensor: int  # which tensor of the part; of the file, if it is of the per-rank parts
+    key: str
+    name: str
+    info: TensorInfo
+    box: Box
+    is_whole: bool
+    source: int  # which of the live tensors: chunks outlive them
+
+
+@dataclasses.dataclass(frozen=True)
+class _File:
+    name: str
+    part: str | None
+    layout: FileLayout
+    header: bytes
+    chunks: tuple[_Chunk, ...]
+    holds_all: bool  # every tensor of the part, whole: the manifest need not say what is in it
+    save_id: str | None = None  # of the earlier save that wrote it
+
+
+@dataclasses.dataclass(frozen=True)
+class WrittenFile:
+    """A safetensors file that a rank writes."""
+
+    name: str
+    part: str | None  # the part it is of; None for the one with all per-rank parts
+    save_id: str  # which save it is of: that of the rank's files, or the earlier one that wrote it
+    layout: FileLayout  # where everything is in it
+    keys: tuple[str, ...]  # the tensor that each chunk is of, in file order
+    digests: bytes  # of its blocks, one after the other; of those that were not taken yet, nothing
+
+
+class RankFiles:
+    """The files that one rank writes in one save; ``parts`` are the same ones on all ranks.
+
+    ``save_id``, unique to the save and the same on all ranks, is in every file; where it is not known yet,
+    :meth:`identify` sets it. ``suffix`` comes before the extension of the files' names, where an older checkpoint has
+    the plain names. ``names`` are in the order in which the files are written; ``staged_size`` is what all of them need
+    of a buffer, in bytes.
+    """
+
+    def __init__(
+        self, parts: Sequence[PartContent], *, rank: int, world_size: int, save_id: str = "0", suffix: str = ""
+    ) -> None:
+        check_save_id(save_id)
+        for part in parts:
+            check_part_name(part.name)
+        if len({part.name for part in parts}) != len(parts):
+            raise ValueError("two parts have the same name")
+        self._parts = list(parts)
+        self._sources: list[torch.Tensor] = []
+        self._rank = rank
+        self._world_size = world_size
+        self._save_id = save_id
+        self._files = list(self._lay_out(suffix))
+        self._digests_name = digests_name(rank, world_size, suffix)
+        self._bases: list[int] = []
+        self._images: list[SafetensorsImage] = []
+        self.staged_size = 0
+        for file in self._files:
+            self._bases.append(self.staged_size)
+            self.staged_size += -(-file.layout.size // ALIGNMENT) * ALIGNMENT
+        self.names = [file.name for file in self._files] + ([self._digests_name] if self._files else [])
+        for name in self.names:
+            check_shard_name(name)
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """The live tensors that are written."""
+        return self._sources
+
+    def forget_parts(self) -> None:
+        """Let go of the parts' tensors, but for those that are written; called on the thread that writes them."""
+        self._parts = [
+            dataclasses.replace(
+                part,
+                pieces={},
+                tensors={key: TensorInfo(tensor.dtype, tuple(tensor.shape)) for key, tensor in part.tensors.items()},
+            )
+            for part in self._parts
+        ]
+
+    def forget_tensors(self) -> None:
+        """Let go of the tensors that are written, which are in a buffer now."""
+        self._sources = []
+
+    def _lay_out(self, suffix: str) -> Iterator[_File]:
+        own: list[_Chunk] = []
+        count = 0
+        for part in self._parts:
+            if part.kind == "per-rank":
+                own += _chunks(part, self._sources, first=count, prefix=f"{part.name}.")
+                count += len(part.tensors)
+                continue
+            chunks = _chunks(part, self._sources)
+            spread = part.spread and self._world_size > 1
+            if not spread and self._rank > 0 and chunks:
+                raise ValueError(f"part {part.name!r} is written by rank 0 alone")
+            if part.apart:
+                frozen = [chunk for chunk in chunks if chunk.key in part.frozen]
+                chunks = [chunk for chunk in chunks if chunk.key not in part.frozen]
+            if chunks:
+                name = (
+                    piece_name(part.name, self._rank, self._world_size, suffix)
+                    if spread or part.apart
+                    else shard_name(part.name, suffix)
+                )
+                yield self._file(name, part.name, chunks, len(part.tensors))
+            if part.apart:
+                name = frozen_name(part.name, self._rank, self._world_size, suffix)
+                yield self._file(name, part.name, frozen, len(part.tensors))
+        if count:
+            if not _is_all(own, count):
+                raise SerializationError(
+                    "a per-rank part holds distributed tensors",
+                    remedy="save them in a sharded part, or their local tensors in the per-rank part",
+                )
+            yield self._file(per_rank_name(self._rank, self._world_size, suffix), None, own, count)
+
+    def _file(self, name: str, part: str | None, chunks: list[_Chunk], count: int) -> _File:
+        ordered = tuple(chunks[index] for index in file_order([chunk.info for chunk in chunks]))
+        layout = file_layout(tuple((chunk.name, chunk.info) for chunk in ordered), (("rank", str(self._rank)),))
+        return _File(name, part, layout, layout.header(self._save_id), ordered, _is_all(chunks, count))
+
+    def identify(self, save_id: str, suffix: str) -> None:
+        """Give the files the id of their save and the suffix of their names, which were not known at first."""
+        check_save_id(save_id)
+        self._save_id = save_id
+        self._files = [
+            dataclasses.replace(file, name=with_suffix(file.name, suffix), header=file.layout.header(save_id))
+            for file in self._files
+        ]
+        self._digests_name = with_suffix(self._digests_name, suffix)
+        self.names = [with_suffix(name, suffix) for name in self.names]
+        for name in self.names:
+            check_shard_name(name)
+
+    def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+        """Copy small tensors into ``buffer``, and yield what else to copy as ``(end, target, source)``, in order."""
+        for base, file in zip(self._bases, self._files, strict=True):
+            for chunk, begin, size in zip(file.chunks, file.layout.begins, file.layout.sizes, strict=True):
+                tensor = self._sources[chunk.source]
+                if size <= _SMALL and copy_now(tensor, 0, size, buffer.tensor, base + begin):
+                    continue
+                for first in range(0, size, nbytes):
+                    last = min(first + nbytes, size)
+                    end = base + begin + last
+                    target = buffer.tensor[base + begin + first : end]
+                    for into, source in byte_pieces(tensor, first, last, target):
+                        yield end, into, source
+
+    def staged_files(
+        self, buffer: StagingBuffer, wait_staged: Callable[[int], None] | None = None
+    ) -> list[tuple[str, Image]]:
+        """Return names and images of the files whose tensors are in ``buffer``, or on their way there.
+
+        They are to be written in this order. ``wait_staged`` returns when the buffer is filled up to an offset.
+        """
+        for base, file in zip(self._bases, self._files, strict=True):
+            buffer.memory[base : base + file.layout.header_size] = file.header
+        return self._with_digests(
+            SafetensorsImage(file.layout, file.header, staged=buffer, base=base, wait_staged=wait_staged)
+            for base, file in zip(self._bases, self._files, strict=True)
+        )
+
+    def live_files(self) -> list[tuple[str, Image]]:
+        """Return names and images of the files, which read the live tensors when they are written, in order."""
+        return self._with_digests(
+            SafetensorsImage(file.layout, file.header, [self._sources[chunk.source] for chunk in file.chunks])
+            for file in self._files
+        )
+
+    def _with_digests(self, images: Iterable[SafetensorsImage]) -> list[tuple[str, Image]]:
+        self._images = list(images)
+        if not self._images:
+            return []
+        return list(zip(self.names, [*self._images, DigestsImage(self._images)], strict=True))
+
+    def written(self) -> Iterator[WrittenFile]:
+        """Yield the safetensors files, whose images were made, with what is known of them now."""
+        for file, image in zip(self._files, self._images, strict=True):
+            yield WrittenFile(
+                file.name,
+                file.part,
+                file.save_id or self._save_id,
+                file.layout,
+                tuple([chunk.key for chunk in file.chunks]),
+                b"".join(image.digests),
+            )
+
+    def take_over(self, name: str, *, save_id: str, header_digest: bytes) -> None:
+        """Declare that a file is the one of an earlier save, to which all of its digests but the first apply."""
+        index = [file.name for file in self._files].index(name)
+        self._files[index] = dataclasses.replace(self._files[index], save_id=save_id)
+        self._images[index].digests[0] = header_digest
+
+    @property
+    def is_spread(self) -> bool:
+        """Whether other ranks hold pieces of parts that this rank has not whole."""
+        return self._world_size > 1 and any(part.spread for part in self._parts)
+
+    def report(self, extra_files: Sequence[ExtraFile] = ()) -> str:
+        """Return what this rank has written, when it has: what :func:`build_manifest` takes."""
+        for file in extra_files:
+            check_extra_name(file.name)
+        record = {
+            "rank": self._rank,
+            "files": [self._describe(file) for file in self._files],
+            "digests": describe_digests(self._digests_name, DigestsImage(self._images)) if self._files else None,
+            "parts": {part.name: _encode(part) for part in self._parts if part.kind == "per-rank"},
+            "extra": [[file.name, file.size, file.digest] for file in extra_files],
+        }
+        summary = {
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "save": self._save_id,
+            "kinds": {part.name: part.kind for part in self._parts},
+            "names": [*self.names, *(file.name for file in extra_files)],
+            "written": self._written(self._common),
+            "tables": self._tables,
+            "totals": {part.name: _total(part) for part in self._parts if part.name in self._common},
+        }
+        return "\n".join([_text(summary), _text(record), _text(self._common) if self._rank == 0 else "{}"])
+
+    @functools.cached_property
+    def _common(self) -> dict[str, dict[str, Json]]:
+        """The parts that are the same on all ranks."""
+        return {part.name: _encode(part) for part in self._parts if part.kind != "per-rank"}
+
+    @functools.cached_property
+    def _tables(self) -> dict[str, str]:
+        """Digests of their tables of tensors."""
+        parts = [part for part in self._parts if part.name in self._common]
+        return {part.name: _table_digest(part, self._common[part.name]) for part in parts}
+
+    def _describe(self, file: _File) -> Json:
+        chunks = None
+        if not file.holds_all:
+            chunks = describe_chunks([chunk.tensor for chunk in file.chunks], [chunk.box for chunk in file.chunks])
+        described = describe_shard(file.name, file.part, file.layout, chunks)
+        return described if file.save_id is None else [*described, file.save_id]
+
+    def _written(self, parts: Iterable[str]) -> dict[str, int]:
+        written = dict.fromkeys(parts, 0)
+        for file in self._files:
+            if file.part is not None:
+                written[file.part] += sum(file.layout.sizes)
+        return written
+
+
+def _is_all(chunks: Sequence[_Chunk], count: int) -> bool:
+    """Whether these are all of ``count`` tensors, whole and in order."""
+    return len(chunks) == count and all(chunk.tensor == index and chunk.is_whole for index, chunk in enumerate(chunks))
+
+
+def _chunks(part: PartContent, sources: list[torch.Tensor], *, first: int = 0, prefix: str = "") -> list[_Chunk]:
+    """Return what a rank writes of a part, and append the tensors to ``sources``."""
+    unknown = part.pieces.keys() - part.tensors.keys()
+    if unknown:
+        raise ValueError(f"part {part.name!r} has pieces of tensors that it has not: {sorted(unknown)[:5]}")
+    chunks: list[_Chunk] = []
+    names = set(NOT_TENSORS)
+    for index, (key, tensor) in enumerate(part.tensors.items(), start=first):
+        for piece in part.pieces.get(key, ()):
+            shape = piece.box.shape
+            if piece.tensor.dtype != tensor.dtype or piece.tensor.shape != shape:
+                raise ValueError(f"a piece of {key!r} is not of its tensor's type, or not of its box's shape")
+            is_whole = shape == tensor.shape
+            name = prefix + key
+            if is_whole and name not in names:  # nearly always, and there may be many
+                names.add(name)
+            else:
+                name = name_of_chunk(name, piece.box, is_whole=is_whole, taken=names)
+            info = TensorInfo(tensor.dtype, shape)
+            chunks.append(_Chunk(index, key, name, info, piece.box, is_whole, len(sources)))
+            sources.append(piece.tensor)
+    return chunks
+
+
+def name_of_chunk(key: str, box: Box, *, is_whole: bool, taken: set[str]) -> str:
+    """Return the name that a box of a tensor has in its file, and add it to those that are ``taken`` there.
+
+    At first, :data:`NOT_TENSORS` are.
+    """
+    name = key if is_whole else f"{key}@{','.join(map(str, box.offset))}"
+    while name in taken:
+        name += "~"
+    taken.add(name)
+    return name
+
+
+def describe_shard(name: str, part: str | None, layout: FileLayout, chunks: Json) -> list[Json]:
+    """Return what a report says of a file; ``chunks`` as of :func:`describe_chunks`, None for all tensors of a part."""
+    return [name, part, layout.header_size, layout.size, len(layout.blocks) - 1, chunks]
+
+
+def describe_chunks(tensors: Iterable[int], boxes: Sequence[Box]) -> list[Json]:
+    """Return which boxes of which tensors are in a file, in its order."""
+    offsets = [begin for box in boxes for begin in box.offset]
+    return [list(tensors), offsets, [extent for box in boxes for extent in box.shape]]
+
+
+def describe_digests(name: str, image: DigestsImage) -> list[Json]:
+    """Return what a report says of the file of digests."""
+    data = image.tail()
+    return [name, len(data), digest(data)]
+
+
+def _encode(part: PartContent) -> dict[str, Json]:
+    infos = tuple([TensorInfo(tensor.dtype, tuple(tensor.shape)) for tensor in part.tensors.values()])
+    return encode_part(PartRecord(part.skeleton, infos))
+
+
+def _table_digest(part: PartContent, encoded: dict[str, Json]) -> str:
+    return digest(_text([list(part.tensors), encoded["types"], encoded["tensors"]]).encode())
+
+
+def _total(part: PartContent) -> int:
+    return sum([math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in part.tensors.values()])
+
+
+def _text(document: Json) -> str:
+    return json.dumps(document, separators=(",", ":"), allow_nan=False)
+
+
+# ---- the manifest of all ranks ---------------------------------------------------------------------------------------
+
+
+def build_manifest(
+    reports: Sequence[str | None], *, metadata: Mapping[str, Any], path: str = "", stamp: Stamp = NO_STAMP
+) -> bytes:
+    """Return the manifest's bytes: the checkpoint is committed when they are in place under ``MANIFEST_NAME``.
+
+    ``reports`` are what :meth:`RankFiles.report` returned, in rank order; None for a rank that has written nothing.
+    Reports that are not of one state and save are refused.
+    """
+    encoded, tensors = encode_plain(dict(metadata), key="metadata")
+    if tensors:
+        raise SerializationError(
+            "the metadata hold a tensor", path=path or None, key=f"metadata.{tensors[0][0]}", remedy="save it in a part"
+        )
+    first = json.loads(str(reports[0]).partition("\n")[0])
+    complete = [_nothing(rank, first) if report is None else report for rank, report in enumerate(reports)]
+    summaries, records, commons = zip(*(report.split("\n") for report in complete), strict=True)
+    found = [json.loads(summary) for summary in summaries]
+    _check_reports(found, path or None)
+    return encode_manifest(
+        save_id=found[0]["save"],
+        metadata=encoded,
+        kinds=found[0]["kinds"],
+        parts=commons[0],
+        ranks=records,
+        stamp=stamp,
+    )
+
+
+def _nothing(rank: int, first: dict[str, Any]) -> str:
+    """Return the report of a rank that has written nothing, in the save that rank 0's summary is of."""
+    summary = {**first, "rank": rank, "names": [], "written": dict.fromkeys(first["written"], 0)}
+    record = {"rank": rank, "files": [], "digests": None, "parts": {}, "extra": []}
+    return "\n".join([json.dumps(summary), json.dumps(record), "{}"])
+
+
+def _check_reports(summaries: Sequence[dict[str, Any]], path: str | None) -> None:
+    first = summaries[0]
+    names: dict[str, int] = {MANIFEST_NAME: 0}
+    for rank, summary in enumerate(summaries):
+        if (summary["rank"], summary["world_size"], summary["save"]) != (rank, len(summaries), first["save"]):
+            raise CheckpointError(
+                f"the report of rank {rank} is of another save: rank {summary['rank']} of {summary['world_size']}, "
+                f"save {summary['save']} and not {first['save']}",
+                path=path,
+                remedy="save on all ranks, the same number of times",
+            )
+        if summary["kinds"] != first["kinds"]:
+            differing = sorted(map(repr, dict(summary["kinds"].items() ^ first["kinds"].items())))
+            raise SerializationError(
+                f"rank {rank} saves other parts than rank 0: they differ in {', '.join(differing[:5])}",
+                path=path,
+                remedy=_REMEDY,
+            )
+        for name, table in summary["tables"].items():
+            if table != first["tables"][name]:
+                raise SerializationError(
+                    f"rank {rank} has other tensors in the part {name!r} than rank 0",
+                    path=path,
+                    key=name,
+                    remedy=_REMEDY,
+                )
+        for name in summary["names"]:
+            if name in names:
+                raise SerializationError(
+                    f"ranks {names[name]} and {rank} have both written a file {name!r}",
+                    path=path,
+                    key=name,
+                    remedy="give every rank's file its own name, or write it on one rank only",
+                )
+            names[name] = rank
+    for name, total in first["totals"].items():
+        written = sum(summary["written"][name] for summary in summaries)
+        if written != total:
+            raise SerializationError(
+                f"the ranks have written {written} bytes of the part {name!r}, which has {total}",
+                path=path,
+                key=name,
+                remedy=_REMEDY,
+            )

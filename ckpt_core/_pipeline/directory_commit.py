@@ -1,0 +1,266 @@
+"""Directories that are checkpoints: what is there before a save, what a failed one leaves, and copies."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+
+from ckpt_core._commit.joint_save import JointSave
+from ckpt_core._layouts.directory.manifest import ExtraFile, Manifest, encode_manifest
+from ckpt_core.commit_time import Stamp
+from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
+from ckpt_core.storage import MANIFEST_NAME, Storage, is_remote
+from ckpt_core.storage.base import transfer
+
+_LISTING_SECONDS = 10.0  # a network filesystem may be that late in showing what another machine has written
+logger = logging.getLogger(__name__)
+
+_TOKEN = re.compile(r"-[0-9a-f]{12}-\d+-\d+$")  # of an earlier save or copy in the same place
+
+# ---- what is at a path before a save ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Previous:
+    """The checkpoint that is at the path before a save."""
+
+    exists: bool  # whether there is one
+    files: Collection[str] = ()  # its own files
+    extra: Mapping[str, ExtraFile] = dataclasses.field(default_factory=dict)  # those that callers added, by name
+
+
+NOTHING = Previous(exists=False)
+
+
+def read_manifest(storage: Storage, path: str) -> tuple[bytes, Manifest]:
+    """Return the manifest of the checkpoint at ``path``: its bytes, and what they say."""
+    with storage.open(f"{path}/{MANIFEST_NAME}") as reader:
+        data = reader.read_whole()
+    return data, Manifest.decode(data, path=path)
+
+
+def files_of(manifest: Manifest) -> tuple[set[str], dict[str, ExtraFile]]:
+    """Return the names of the files that a checkpoint consists of, and the files that callers have added, by name."""
+    own = {file.name for rank in manifest.ranks for file in rank.files}
+    own |= {rank.digests.name for rank in manifest.ranks if rank.digests is not None}
+    return own, {file.name: file for rank in manifest.ranks for file in rank.extra_files}
+
+
+def names_of_files(storage: Storage, path: str) -> set[str]:
+    """Return the names of all files of the checkpoint at ``path``; none if its manifest cannot be read."""
+    try:
+        own, extra = files_of(read_manifest(storage, path)[1])
+    except CheckpointError:
+        return set()
+    return {*own, *extra}
+
+
+def previous_at(storage: Storage, path: str) -> Previous:
+    """Return what is at ``path``, if an object store says."""
+    try:
+        _, manifest = read_manifest(storage, path)
+    except CheckpointNotFoundError:
+        return NOTHING
+    except StorageError:
+        if is_remote(path):
+            raise
+        return NOTHING  # a file, or a directory that cannot be read: replacing it will tell
+    except CheckpointError:
+        return Previous(exists=True)  # damaged, or of another program: nothing there is known to be ours
+    return Previous(True, *files_of(manifest))
+
+
+def unchangeable(name: str, path: str) -> StorageError:
+    """Return the error for a file of a caller that would have to change in the same moment as the manifest."""
+    return StorageError(
+        f"{name!r} has changed and cannot be replaced together with the rest of the checkpoint",
+        path=path,
+        key=name,
+        remedy="on an object store, save to a path of its own each time",
+    )
+
+
+def not_alone(name: str, path: str) -> StorageError:
+    """Return the error for a file of a caller where another job may be writing one of the same name."""
+    return StorageError(
+        f"another job saves into the same directory, and could overwrite {name!r}, which is a name in all checkpoints",
+        path=path,
+        key=name,
+        remedy="end one of the two jobs, or give it a directory of its own",
+    )
+
+
+# ---- what a failed save leaves ---------------------------------------------------------------------------------------
+
+
+def discard(storage: Storage, path: str, token: str, created: Sequence[str]) -> None:
+    """Delete what a save has left that is never going to be committed; a failure is logged."""
+    try:
+        storage.discard_directory(path, token, created)
+    except CheckpointError as error:
+        logger.warning("could not delete what a failed save of %s has left: %s", path, error)
+
+
+def leave(storage: Storage, path: str, token: str) -> None:
+    """End this process's work on a directory; a failure is logged."""
+    try:
+        storage.leave_directory(path, token)
+    except CheckpointError as error:
+        logger.warning("could not clean up after the save of %s: %s", path, error)
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+def copy_directory(
+    storage: Storage,
+    source: str,
+    target: str,
+    joint: JointSave,
+    *,
+    is_alone: Callable[[], bool] = lambda: True,
+    origin: Storage | None = None,
+    before_commit: Callable[[], None] = lambda: None,
+) -> int:
+    """Make ``target`` a copy of the checkpoint ``source``, and return its size in bytes; called by all ranks.
+
+    Rank 0 does it; the others learn the outcome. ``origin`` is where ``source`` is, if it is in another storage than
+    ``target``. ``is_alone`` says whether no other job may be writing files of the same names in the same place.
+    ``before_commit`` is called when all files are there; if it raises, no checkpoint appears.
+    """
+    joint.join()
+    created: list[str] = []
+
+    def commit(_: Sequence[str | None]) -> int:
+        try:
+            manifest, content = read_manifest(origin or storage, source)
+        except CheckpointNotFoundError as error:
+            raise CheckpointNotFoundError("there is no checkpoint to copy", path=source) from error
+        own, extra = files_of(content)
+        directory = storage.begin_directory(target, joint.token)
+        previous = previous_at(storage, target)
+        new_names = {name: name for name in sorted({*own, *extra})}
+        has_place = directory != target or is_alone()
+        if extra and not has_place:
+            raise not_alone(next(iter(extra)), target)
+        if directory == target and (previous.exists or not has_place):
+            new_names.update({name: _suffixed(name, joint.token) for name in own})
+            manifest = _renamed(manifest, new_names)
+            changed = [name for name, file in extra.items() if previous.extra.get(name, file) != file]
+            if changed:
+                raise unchangeable(changed[0], target)
+        size = len(manifest)
+        for name, new_name in new_names.items():
+            if name in extra and name in previous.extra and directory == target:
+                size += extra[name].size
+                continue
+            created.append(new_name)
+            old_path, new_path = f"{source}/{name}", f"{directory}/{new_name}"
+            size += (
+                storage.copy(old_path, new_path) if origin is None else transfer(origin, old_path, storage, new_path)
+            )
+        kept = set(new_names.values())
+        gone = [name for name in (*previous.files, *previous.extra) if has_place and name not in kept]
+        before_commit()
+        storage.publish_directory(target, joint.token, manifest, gone=gone)
+        return size
+
+    size, failure = 0, None
+    try:
+        size = joint.conclude("", commit)
+    except CheckpointError as error:
+        failure = error
+    if failure is not None and joint.group.rank == 0:
+        discard(storage, target, joint.token, created)
+    leave(storage, target, joint.token)
+    if failure is not None:
+        raise failure
+    return size
+
+
+def has_suffix(name: str) -> bool:
+    """Return whether a file's name is that of one save alone."""
+    return _TOKEN.search(name.rpartition(".")[0]) is not None
+
+
+def _suffixed(name: str, token: str) -> str:
+    stem, _, ending = name.rpartition(".")
+    return f"{_TOKEN.sub('', stem)}-{token}.{ending}"
+
+
+def _renamed(manifest: bytes, new_names: Mapping[str, str]) -> bytes:
+    """Return the manifest of the same content in files of other names."""
+    document = json.loads(manifest)
+    for rank in document["ranks"]:
+        for file in (*rank["files"], *([] if rank["digests"] is None else [rank["digests"]])):
+            file[0] = new_names[file[0]]
+    compact = functools.partial(json.dumps, separators=(",", ":"))
+    return encode_manifest(
+        save_id=document["save"],
+        metadata=document["metadata"],
+        kinds=document["kinds"],
+        parts=compact(document["parts"]),
+        ranks=list(map(compact, document["ranks"])),
+        stamp=Stamp.read(manifest),
+    )
+
+
+@contextlib.contextmanager
+def errors_name(path: str, *, written_to: str) -> Iterator[None]:
+    """Let errors name files below ``path``, where the user knows them, and not where they are written to."""
+    try:
+        yield
+    except CheckpointError as error:
+        if error.path is not None and error.path.startswith(written_to):
+            error.path = path + error.path[len(written_to) :]
+        raise
+
+
+def publish(
+    storage: Storage,
+    path: str,
+    token: str,
+    manifest: bytes,
+    sizes: Mapping[str, int],
+    *,
+    written_to: str,
+    added: Collection[str] = (),
+    keeps_old: bool = False,
+    is_shared: bool = True,
+) -> None:
+    """Make what was written the checkpoint at its path, in the place of what was there.
+
+    ``sizes`` are those of the files that the ranks have written, to ``written_to``; ``added`` the names of callers'
+    files. With ``keeps_old``, files of the checkpoint before stay where they are; with ``is_shared``, other processes,
+    maybe of other machines, have written some of the files, and all have to be seen here.
+    """
+    if is_shared:
+        _wait_for(storage, written_to, sizes, path)
+    previous = previous_at(storage, path)
+    old = [name for name in (*previous.files, *previous.extra) if name not in sizes and name not in added]
+    storage.publish_directory(path, token, manifest, gone=[] if keeps_old else old)
+
+
+def _wait_for(storage: Storage, directory: str, sizes: Mapping[str, int], path: str) -> None:
+    """Raise if a file that another rank has written is not where this rank sees it: on the disk of another machine."""
+    deadline = time.monotonic() + _LISTING_SECONDS
+    while True:
+        found = {os.path.basename(file.path): file.size for file in storage.list(directory)}
+        missing = sorted(name for name, size in sizes.items() if found.get(name) != size)
+        if not missing:
+            return
+        if time.monotonic() > deadline:
+            raise StorageError(
+                f"rank 0 does not see {len(missing)} files of {len(sizes)} that the ranks have written, "
+                f"{missing[0]!r} among them",
+                path=path,
+                remedy="save to a directory that all machines share",
+            )
+        time.sleep(0.1)

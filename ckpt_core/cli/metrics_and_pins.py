@@ -1,0 +1,104 @@
+"""What checkpoints tell of themselves beyond their age: metrics, what their run called the best, and why they stay."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ckpt_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from ckpt_core.catalog import CheckpointInfo
+
+__all__ = ["Told", "in_words", "listen", "pinned", "reasons"]
+
+_ACCELERATE = "accelerate_ckpt"
+_THREADS = 8
+_SHOWN = 3  # metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class Told:
+    """What a checkpoint tells."""
+
+    metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # values that its run noted with it, by name
+    best: frozenset[str] = frozenset()  # names of the checkpoints that its run took for the best at that moment
+    note: str | None = None  # why it is pinned, "" if nobody has said; None if it is not pinned
+
+
+def listen(infos: Sequence[CheckpointInfo], storage_options: dict[str, Any] | None) -> dict[str, Told]:
+    """Return what checkpoints tell, by path; no tensor is read. What cannot be asked tells nothing."""
+    from ckpt_core.threads import run_parallel
+
+    found: dict[str, Told] = {}
+
+    def ask(info: CheckpointInfo) -> None:
+        found[info.path] = _ask(info, storage_options)
+
+    run_parallel(ask, infos, threads=min(_THREADS, len(infos)))
+    return found
+
+
+def _ask(info: CheckpointInfo, storage_options: dict[str, Any] | None) -> Told:
+    from ckpt_core._pipeline import loading
+    from ckpt_core.pins import note_of_pin
+    from ckpt_core.state.trainer_parts import metrics_of
+    from ckpt_core.storage import storage_for
+
+    storage = storage_for(info.path, storage_options)
+    note = note_of_pin(info.path, storage) if info.is_pinned else None
+    if info.committed is None or not info.is_readable:
+        return Told(note=note)
+    try:
+        values = loading.glance(info.path, storage=storage)
+    except CheckpointError:
+        return Told(note=note)
+    if not isinstance(values, Mapping):
+        return Told(note=note)
+    accelerate, callbacks = _mapping(values.get(_ACCELERATE)), _mapping(values.get("callbacks"))
+    metrics = {**_mapping(values.get("metrics")), **_mapping(accelerate.get("metrics"))}
+    metrics |= metrics_of({"callbacks": callbacks})
+    best = (_mapping(state).get("best_model_path") for state in callbacks.values())
+    return Told(
+        {str(name): value for name, value in metrics.items() if isinstance(value, float)},
+        frozenset(os.path.basename(path.rstrip("/")) for path in best if isinstance(path, str) and path),
+        note,
+    )
+
+
+def _mapping(value: Any) -> Mapping[Any, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def reasons(infos: Sequence[CheckpointInfo], told: Mapping[str, Told]) -> dict[str, list[str]]:
+    """Return why each checkpoint of one directory (the newest first) stays, as far as is known outside of its run."""
+    found: dict[str, list[str]] = {info.path: [] for info in infos}
+    newest = next((info for info in infos if info.is_readable), None)
+    best = told[newest.path].best if newest is not None else frozenset()
+    for info in infos:
+        if newest is not None and info.is_readable and _is_copy(info, newest):
+            found[info.path].append("newest")
+        if info.name in best:
+            found[info.path].append("best")
+        note = told[info.path].note
+        if note is not None:
+            found[info.path].append(pinned(note))
+    return found
+
+
+def pinned(note: str) -> str:
+    """Return that somebody has pinned a checkpoint, and why."""
+    return f"pinned ({note})" if note else "pinned"
+
+
+def _is_copy(info: CheckpointInfo, other: CheckpointInfo) -> bool:
+    same = info.committed is not None and (info.committed, info.step) == (other.committed, other.step)
+    return same or info.path == other.path
+
+
+def in_words(metrics: Mapping[str, float]) -> str:
+    """Return metrics in a few words: ``"loss=0.31 acc=0.9"``; of many, some."""
+    shown = [f"{name}={value:.4g}" for name, value in list(metrics.items())[:_SHOWN]]
+    return " ".join(shown) + (f" +{len(metrics) - _SHOWN}" if len(metrics) > _SHOWN else "")

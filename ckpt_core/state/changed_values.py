@@ -1,0 +1,300 @@
+"""Plain values that objects of users change while a run is under way: found by digests, captured where they are small.
+
+What has not changed since the run began is left to the script that makes it, so a setting that its user changes between
+two runs is the user's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ckpt_core.digest import digest_of_parts
+from ckpt_core.state.object_walk import Found, is_generator, reach, sample
+
+__all__ = ["PlainState", "fingerprint"]
+
+_WHOLE_BYTES = 1 << 18
+_LOOKED_AT_BYTES = 1 << 22  # of the arrays in one value: a data set's may be a list of a million
+_SAMPLED_ITEMS = 1 << 12
+_FEWEST_ITEMS = 1 << 6
+_CAPTURED_BYTES = 64 << 20
+_CAPTURED_ITEMS = 1 << 18
+_PACKED_ITEMS = 64
+# what is kept to be faster, and what a library keeps for a state_dict of its own
+_NO_STATE = ("cache", "state_dict")
+_EXACT = (list, tuple, set, frozenset, dict, deque)
+_SCALARS = (bool, int, str, type(None))
+_INT64 = range(-(1 << 63), 1 << 63)
+
+
+def fingerprint(value: Any) -> str:
+    """Return a digest of a plain value, the same in every process; of long containers and arrays, that of a sample."""
+    try:
+        return digest_of_parts(_parts(value, [_LOOKED_AT_BYTES]))
+    except Exception:  # noqa: BLE001 - of a user's class, whatever its repr raises: a save must not end by a look
+        return digest_of_parts([f"{type(value).__qualname__}, unreadable".encode()])
+
+
+def _parts(value: Any, left: list[int]) -> Iterator[bytes]:
+    if isinstance(value, torch.Tensor):
+        value = value.detach()
+        yield f"{value.dtype}{tuple(value.shape)}".encode()
+        if value.device.type != "cpu" or value.layout != torch.strided:
+            return  # to look at it would wait for the device
+        if not _is_whole(value.numel() * value.element_size(), left):
+            value = _thinned(value.flatten() if value.is_contiguous() else value, left)
+        flat = value.reshape(-1)
+        yield flat.contiguous().view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+    elif isinstance(value, np.ndarray):
+        yield f"{value.dtype}{value.shape}".encode()
+        if isinstance(value, np.memmap):
+            return  # a file, which is no state of the run: to look at it would read from the disk
+        if not _is_whole(value.nbytes, left):
+            value = _thinned(value.reshape(-1) if value.flags.c_contiguous else value, left)
+        yield value.tobytes()
+    elif isinstance(value, dict):
+        yield f"{type(value).__name__}{len(value)}".encode()
+        for key in sample(value):
+            yield repr(key).encode()
+            yield from _parts(value[key], left)
+    elif isinstance(value, (set, frozenset)):
+        # of one set, its members alone: their order is another in each process
+        yield f"{type(value).__name__}{len(value)}".encode()
+        yield "".join(sorted(map(repr, value)) if len(value) <= _SAMPLED_ITEMS else []).encode()
+    elif isinstance(value, (list, tuple, deque)):
+        yield f"{type(value).__name__}{len(value)}".encode()
+        items = sample(value)
+        if all(type(item) in (int, float, bool, str) for item in items):
+            yield repr(items).encode()
+        else:
+            for item in items:
+                yield from _parts(item, left)
+    else:
+        yield f"{type(value).__name__}{value!r}".encode()
+
+
+def _is_whole(size: int, left: list[int]) -> bool:
+    left[0] -= size
+    return size <= _WHOLE_BYTES and left[0] >= 0
+
+
+def _thinned(array: Any, left: list[int]) -> Any:
+    """Return some elements, spread over all axes: to flatten what is not contiguous would copy it."""
+    number = _SAMPLED_ITEMS if left[0] >= 0 else _FEWEST_ITEMS
+    along = max(1, round(number ** (1 / max(1, array.ndim))))
+    return array[tuple(slice(None, None, max(1, size // along)) for size in array.shape)]
+
+
+def _reference(value: Any) -> Callable[[], Any] | None:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return weakref.ref(value)
+    return (lambda: value) if isinstance(value, (list, set, dict, deque)) else None
+
+
+def _is_record(value: Any, depth: int = 4) -> bool:
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return depth > 0 and all(isinstance(i, (int, float, str)) or _is_record(i, depth - 1) for i in sample(value))
+    return type(value) is int
+
+
+class _TooMuch(Exception):  # noqa: N818 - it says no, and nothing is wrong
+    """It is not captured."""
+
+
+class PlainState:
+    """The plain values that an object carries, and which of them have changed since this was made.
+
+    Attributes of the object itself that are in ``ignore`` are left out; ``skip`` are objects that it may hold and that
+    are not looked into, ``leave`` classes of such objects.
+    """
+
+    def __init__(
+        self,
+        owner: object,
+        *,
+        ignore: frozenset[str] = frozenset(),
+        skip: tuple[object, ...] = (),
+        leave: tuple[type, ...] = (),
+    ) -> None:
+        self.owner = owner
+        self._ignore, self._skip, self._leave = ignore, skip, leave
+        self._known: dict[str, tuple[str, Callable[[], Any] | None]] = {}
+        self._scalars: dict[str, Any] = {}
+        self.begin()
+
+    def begin(self) -> None:
+        """Take what the object carries now as what it began with."""
+        # the values themselves are kept, too: a list that was changed in place is the same list
+        self._known = {f.path: (fingerprint(f.value), _reference(f.value)) for f in self._found()}
+        self._scalars = {f.path: f.value for f in self._found() if type(f.value) in _SCALARS}
+
+    def _found(self) -> Iterator[Found]:
+        for found in reach(self.owner, ignore=self._ignore, skip=self._skip, leave=self._leave):
+            if not is_generator(found.value):
+                yield found
+
+    def _is_known(self, found: Found) -> bool:
+        # most attributes are numbers that never change
+        if found.path not in self._scalars or type(found.value) not in _SCALARS:
+            return False
+        known = self._scalars[found.path]
+        return type(known) is type(found.value) and bool(known == found.value)
+
+    def digests(self) -> dict[str, str]:
+        """Return the digest of each plain value."""
+        return {
+            found.path: self._known[found.path][0] if self._is_known(found) else fingerprint(found.value)
+            for found in self._found()
+        }
+
+    def values(self) -> dict[str, Any]:
+        """Return each plain value."""
+        return {found.path: found.value for found in self._found()}
+
+    def changed(self) -> dict[str, str]:
+        """Return the digests of the values that have changed since the beginning."""
+        changed = {found.path: fingerprint(found.value) for found in self._found() if not self._is_known(found)}
+        return {path: digest for path, digest in changed.items() if self._known.get(path, ("", None))[0] != digest}
+
+    def without_records(self, digests: Mapping[str, str]) -> dict[str, str]:
+        """Leave out whole numbers, and lists of numbers and texts: most often they only tell what has happened."""
+        if not digests:
+            return {}
+        records = {found.path for found in self._found() if found.path in digests and _is_record(found.value, 4)}
+        return {path: digest for path, digest in digests.items() if path not in records}
+
+    def capture(self) -> tuple[dict[str, Any], list[str]]:
+        """Capture the values that have changed since the beginning; also return the paths of those that cannot be.
+
+        Those are too large, or of a kind of their own.
+        """
+        values, left_out = {}, []
+        for found in self._found():
+            if self._is_known(found):
+                continue
+            digest, before = self._known.get(found.path, ("", None))
+            if any(word in found.path.lower() for word in _NO_STATE) or digest == fingerprint(found.value):
+                continue
+            try:
+                in_place = before is not None and found.value is before()
+                values[found.path] = {"value": _encode(found.value, [_CAPTURED_ITEMS, _CAPTURED_BYTES])}
+                values[found.path]["in_place"] = in_place
+            except _TooMuch:
+                left_out.append(found.path)
+        return values, left_out
+
+    def copy(self, paths: Collection[str]) -> dict[str, Any]:
+        """Copy some values, to be put back by :meth:`restore`; those that are too large are left out."""
+        values = {}
+        for found in self._found():
+            if found.path in paths:
+                with contextlib.suppress(_TooMuch):
+                    value = _encode(found.value, [_CAPTURED_ITEMS, _CAPTURED_BYTES])
+                    values[found.path] = {"value": value, "in_place": True}
+        return values
+
+    def restore(self, values: Mapping[str, Any], but: tuple[str, ...] = ()) -> list[str]:
+        """Put captured values back, but those of some paths; return the paths that the object does not have."""
+        places = {found.path: found for found in self._found()}
+        missing = []
+        for path, saved in values.items():
+            if path in but:
+                continue
+            value = _decode(saved["value"])
+            found = places.get(path)
+            if found is not None:
+                if fingerprint(found.value) == fingerprint(value):
+                    continue
+                if not (saved["in_place"] and _fill(found.value, value)):
+                    found.put(value)
+            elif "." not in path and isinstance(getattr(self.owner, "__dict__", None), dict):
+                vars(self.owner)[path] = value
+            else:
+                missing.append(path)
+        return missing
+
+
+def _encode(value: Any, left: list[int]) -> Any:
+    if type(value) in (bool, int, float, complex, str, type(None)):
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.layout != torch.strided or type(value) is not torch.Tensor:
+            raise _TooMuch
+        _spend(left, 1, value.numel() * value.element_size())
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, np.ndarray):
+        _spend(left, 1, value.nbytes)
+        array = torch.frombuffer(bytearray(value.tobytes()), dtype=torch.uint8) if value.nbytes else torch.empty(0)
+        return {"array": array, "dtype": str(value.dtype), "shape": list(value.shape)}
+    if isinstance(value, np.generic) and value.dtype != object:
+        return {"scalar": value.item(), "dtype": str(value.dtype)}
+    if type(value) is bytes:
+        _spend(left, 1, len(value))
+        return {"bytes": torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0)}
+    if not isinstance(value, (list, tuple, set, frozenset, dict, deque)) or type(value) not in _EXACT:
+        raise _TooMuch
+    kind = type(value).__name__
+    _spend(left, len(value), 0)
+    if isinstance(value, dict):
+        return {kind: [[_encode(key, left), _encode(item, left)] for key, item in value.items()]}
+    items = list(value)
+    if len(items) >= _PACKED_ITEMS and all(type(item) is int and item in _INT64 for item in items):
+        return {kind: torch.tensor(items, dtype=torch.int64)}
+    return {kind: [_encode(item, left) for item in items]}
+
+
+def _spend(left: list[int], items: int, size: int) -> None:
+    left[0] -= items
+    left[1] -= size
+    if min(left) < 0:
+        raise _TooMuch
+
+
+def _decode(saved: Any) -> Any:
+    if not isinstance(saved, dict):
+        return saved.clone() if isinstance(saved, torch.Tensor) else saved
+    if "array" in saved:
+        data = saved["array"].cpu().numpy().tobytes()
+        return np.frombuffer(data, dtype=saved["dtype"]).reshape(saved["shape"]).copy()
+    if "scalar" in saved:
+        return np.dtype(saved["dtype"]).type(saved["scalar"])
+    if "bytes" in saved:
+        return saved["bytes"].cpu().numpy().tobytes() if saved["bytes"].numel() else b""
+    ((kind, items),) = saved.items()
+    if kind == "dict":
+        return {_decode(key): _decode(item) for key, item in items}
+    makers: dict[str, Callable[[Any], Any]] = {made.__name__: made for made in _EXACT}
+    return makers[kind](items.tolist() if isinstance(items, torch.Tensor) else [_decode(item) for item in items])
+
+
+def _fill(old: Any, new: Any) -> bool:
+    """Give an object, that others may hold too, the contents of another one; return whether that was possible."""
+    if type(old) is not type(new):
+        return False
+    if isinstance(old, torch.Tensor):
+        if old.shape != new.shape or old.dtype != new.dtype:
+            return False
+        with torch.no_grad():
+            old.copy_(new)
+    elif isinstance(old, np.ndarray):
+        if old.shape != new.shape or old.dtype != new.dtype or not old.flags.writeable:
+            return False
+        np.copyto(old, new)
+    elif isinstance(old, list):
+        old[:] = new
+    elif isinstance(old, (set, dict)):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, deque):
+        old.clear()
+        old.extend(new)
+    else:
+        return False
+    return True

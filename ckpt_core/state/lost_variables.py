@@ -1,0 +1,829 @@
+"""What a script keeps to itself, training changes and no checkpoint holds: a resume that begins without it is told.
+
+A best value, a patience, a meter, an average of the weights, an optimizer that was not prepared, the place in a loader:
+what the script keeps to itself is often used long after a resume, when nothing compares steps any more. A look at it
+when the first batch is handed out shows what a run begins with; what a save finds changed goes into the checkpoint. A
+resumed run that has, when it trains on its first batch, what a new run has there, has lost it. One that has restored it
+in its own way has another value.
+
+Not all that is lost is missed. Of a function's own variables only those count that are *live*: that may be read later
+before they are written again (Plank, Beck, Kingsley, "Compiler-assisted memory exclusion for fast checkpointing",
+1995). What objects and dictionaries hold, and globals, count where the source shows that they keep something from one
+step to the next, and an epoch does not set them back. Values count that the source uses for more than to tell people of
+them. The source is only read by a resume that has lost something.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import contextvars
+import dis
+import enum
+import functools
+import gc
+import inspect
+import itertools
+import json
+import logging
+import operator
+import os
+import re
+import sys
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import torch
+from torch.nn.parameter import UninitializedParameter
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from ckpt_core.state.changed_values import fingerprint
+from ckpt_core.state.object_walk import is_generator, is_library, is_plain
+from ckpt_core.state.rng import capture_generator
+from ckpt_core.state.source_code import CELL, Source, is_live, mark
+
+__all__ = ["Variables", "Watched", "are_kept", "in_words"]
+
+logger = logging.getLogger(__name__)
+
+_LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.__file__), "<")
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_PACKAGES = tuple(os.path.join(_OURS, n) + os.sep for n in ("ckpt_core", "lightning_ckpt", "accelerate_ckpt"))
+_NUMBERS = (bool, int, float, type(None))
+_CONTAINERS = (dict, list, tuple, set, collections.deque)
+_MADE_OF: tuple[Any, ...] = ([], (), range(1), {}, {}.values(), {}.items(), "", set())
+_POSITIONS = tuple({type(iter(one)) for one in _MADE_OF})
+_ITERATORS = (enumerate, zip, map, itertools.cycle, itertools.islice, itertools.chain)
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+# what may change, of classes that are entered otherwise by nobody
+_CHANGEABLE = (
+    itertools.count,
+    types.GeneratorType,
+    contextvars.ContextVar,
+    torch.Tensor,
+    np.ndarray,
+    torch.nn.Module,
+    torch.optim.Optimizer,
+    LRScheduler,
+    torch.amp.GradScaler,
+    functools._lru_cache_wrapper,
+    *_WEAK,
+    *_ITERATORS,
+    *_POSITIONS,
+)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
+_NO_STATE = re.compile(r"cache|memo(?!r)", re.IGNORECASE)
+_VARIABLES, _VALUES, _OF_WEIGHTS, _NAMED, _DEPTH, _MODULES, _SOURCE = 256, 64, 8, 5, 5, 64, 1 << 20
+_LONGEST = 80  # characters of a key
+_LARGE_CACHE = 4096  # results; of a bounded one, all are asked for
+_MOST_GLOBAL = 256  # values in globals and classes: a look at more would take longer than a save
+
+# What is known of a thing: it is a copy of the weights; it stays until training changes it; it is a place in something
+# that may begin again; it is a value, of which the source must tell.
+_WEIGHTS, _STAYS, _PLACE, _VALUE = "weights", "stays", "place", "value"
+_CACHE = "cache"  # of a function, which is lost if it is computed again and comes to something else
+
+
+class Watched(NamedTuple):
+    """Whose variables are watched.
+
+    Attributes:
+        models: The models that are trained.
+        held: What a checkpoint holds besides, or somebody else looks at; not looked into.
+        owners: Objects of the script whose attributes are looked at as those of the models' modules are.
+        ignored: Attributes of models and owners that are a framework's own.
+        others_look: Whether somebody else looks at plain attributes of models and owners, and at objects in them, so
+            that only functions, iterators, optimizers and the like are looked at here.
+    """
+
+    models: Sequence[torch.nn.Module]
+    held: Sequence[object]
+    owners: Sequence[object] = ()
+    ignored: frozenset[str] = frozenset()
+    others_look: bool = False
+
+
+class _Held(NamedTuple):
+    """What is somewhere: what it is told by, what is known of it, where, and the class of what it belongs to."""
+
+    mark: str
+    kind: str
+    path: str
+    frame: types.FrameType | None
+    value: Any
+    owner: type | None
+    is_elsewhere: bool = False  # in another thread, which may be anywhere
+
+    @property
+    def code(self) -> types.CodeType | None:
+        return self.frame.f_code if self.frame is not None else None
+
+    @property
+    def is_live(self) -> bool:
+        return self.frame is None or self.is_elsewhere or is_live(self.path.partition(".")[0], self.frame)
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _harmless(look: _Method) -> _Method:
+    """Have a look end with nothing, and be the last, where it meets something that nobody thought of.
+
+    It is made in every training, of whatever the user's program has, and no training may end because of it.
+    """
+
+    @functools.wraps(look)
+    def look_or_stop(self: Variables, *arguments: Any, **options: Any) -> Any:
+        try:
+            return look(self, *arguments, **options)
+        except Exception:
+            logger.debug("the variables of the script are not looked at any more", exc_info=True)
+            self._watched = lambda: None
+            self._lost = []
+            return {}
+
+    return cast(_Method, look_or_stop)
+
+
+class _UserModule(NamedTuple):
+    """A module of the program, globals that its functions set, and those that keep something themselves."""
+
+    module: types.ModuleType
+    names: set[str]
+    functions: list[types.FunctionType]
+
+
+class Variables:
+    """Watches what a script keeps in variables of the functions that are running, in globals and in classes.
+
+    Args:
+        watched: Returns whose variables are watched; None where nothing is looked at.
+        say: Called once in a resumed run that has lost variables, with their names.
+    """
+
+    def __init__(self, watched: Callable[[], Watched | None], say: Callable[[Sequence[str]], None]) -> None:
+        self._watched, self._say = watched, say
+        self._first: dict[str, str] = {}
+        self._ids: dict[str, int] = {}
+        self._of_pass: dict[str, str] = {}
+        self._passes = 0
+        self._anew: set[str] = set()
+        self._saved: Mapping[str, Any] = {}
+        self._at_load: dict[str, str] = {}
+        self._lost: list[str] | None = None
+        self._trained = False
+        self._known: _Known | None = None
+
+    def handed_out(self, *, begins: bool) -> None:
+        """Note that the script is given a batch.
+
+        Args:
+            begins: Whether it is the first of an epoch.
+        """
+        if not self._trained and (self._lost or not self._first or self._lost is None):
+            self._look()
+        elif self._trained and begins:
+            found = self._found()
+            self._compare_caches(found)
+            self._of_pass = {key: one.mark for key, one in found.items()}
+            self._passes += 1
+            self._anew |= {key for key, mark in self._of_pass.items() if self._first.get(key) == mark}
+
+    def trains(self) -> None:
+        """Note a backward pass, or a step of an optimizer."""
+        if self._trained:
+            return
+        if not self._first:  # it has loaders of its own
+            self._look()
+        self._trained = True
+        if self._lost:
+            self._say(self._lost)
+
+    @_harmless
+    def ends(self) -> None:
+        """The training is over."""
+        if self._trained and self._caches:
+            self._compare_caches(self._found())
+
+    @property
+    def _caches(self) -> dict[str, str]:
+        return {key: noted[0] for key, noted in self._saved.get("values", {}).items() if noted[2] == _CACHE}
+
+    def _compare_caches(self, found: Mapping[str, _Held]) -> None:
+        """Say which functions have come to something else than what they had cached for the same arguments."""
+        caches = self._caches if self._trained else {}
+        lost = {key: found[key] for key in caches if key in found and _is_other(caches[key], found[key].mark)}
+        source = _source_of([*lost.values()], self._watched()) if lost else None
+        names = [key for key, held in lost.items() if source is not None and _is_filled_once(held, source)]
+        if names:
+            self._say(names)
+            self._saved = {**self._saved, "values": {k: v for k, v in self._saved["values"].items() if k not in names}}
+
+    @_harmless
+    def capture(self, *, between: bool = False, ends: bool = False) -> dict[str, Any]:
+        """Return what has changed since training began, and is not made anew.
+
+        Args:
+            between: Whether the run continues with another epoch.
+            ends: Whether it continues with the end of this one, so that no step makes anything anew before.
+        """
+        if not self._first:
+            return {}
+        noted: dict[str, list[Any]] = {}
+        found = self._found(anew=False)
+        self._compare_caches(found)
+        for key, now in found.items():
+            first = self._first.get(key)
+            if first is not None and first != now.mark and now.is_live:
+                touched = self._of_pass.get(key) != now.mark
+                in_place = isinstance(now.value, _CONTAINERS) and self._ids.get(key) == id(now.value)
+                noted[key] = [now.mark, first, now.kind, touched, in_place]
+            elif first is None and now.is_live and (owner := self._began_without(key, found)):
+                noted.setdefault(owner, ["", self._first[owner], _VALUE, True, True, []])
+                noted[owner][5].append(key[len(owner.partition("` of ")[0]) + 1 : key.index("` of ")])
+        anew = [key for key in noted if key in self._anew]
+        counts = {"passes": self._passes, "anew": anew} if noted else {}  # of this process, and for these values alone
+        return {"values": noted, "between": between, "ends": ends, **counts}
+
+    def _began_without(self, key: str, found: Mapping[str, _Held]) -> str | None:
+        """Return where there was nothing, an empty dictionary or another kind of value, of which this is a part now."""
+        path, _, place = key.partition("` of ")
+        while "." in path:
+            path = path.rpartition(".")[0]
+            owner = f"{path}` of {place}"
+            if owner in self._first:
+                return owner if owner not in found else None
+        return None
+
+    @_harmless
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """Compare what training begins with now with what a checkpoint says."""
+        self._saved = saved if saved.get("values") else {}
+        self._first, self._ids, self._trained, self._lost, self._passes, self._anew = {}, {}, False, None, 0, set()
+        self._at_load = {key: one.mark for key, one in self._found().items()} if self._saved else {}
+
+    @_harmless
+    def _look(self) -> None:
+        found = self._found()
+        if not self._first:
+            self._of_pass = {key: one.mark for key, one in found.items()}
+            self._ids = {key: id(one.value) for key, one in found.items()}
+            # what a new run began with stays known in the runs that are resumed from it
+            self._first = self._of_pass | {key: noted[1] for key, noted in self._saved.get("values", {}).items()}
+            self._passes, self._anew = int(self._saved.get("passes", 0)), set(self._saved.get("anew", ()))
+        self._lost = self._lost_of(found) if self._saved else []
+
+    # ---- what is lost ------------------------------------------------------------------------------------------------
+
+    def _lost_of(self, found: Mapping[str, _Held]) -> list[str]:
+        lost = [
+            (key, found[key], noted)
+            for key, noted in self._saved["values"].items()
+            if key in found and self._is_as_new(found[key], noted, key)
+        ]
+        has_values = any(held.kind == _VALUE for _, held, _ in lost)
+        source = _source_of([held for _, held, _ in lost], self._watched()) if has_values else None
+        missed = [one for one in lost if one[1].is_live and self._is_missed(*one, source)]
+        # a variable of a function is a part of those that are defined in it, too
+        missed.sort(key=lambda one: -one[1].path.count("."))
+        return list({(_shown(held.path).rpartition(".")[2], *noted[:2]): key for key, held, noted in missed}.values())[
+            ::-1
+        ]
+
+    def _is_as_new(self, now: _Held, noted: Sequence[Any], key: str) -> bool:
+        saved, first = noted[:2]
+        if now.mark == saved:
+            return False
+        if now.kind == _WEIGHTS == noted[2] and (now.mark == self._at_load.get(key) or self._is_a_copy(now)):
+            return True
+        return bool(now.mark == first)
+
+    def _is_a_copy(self, now: _Held) -> bool:
+        """Whether an average, or what was once the best, has been made of the weights that were loaded."""
+        watched = self._watched()
+        models = watched.models if watched is not None else ()
+        mine = {_mark_of([p]) for model in models for p in (*model.parameters(), *model.buffers())}
+        return all(_mark_of([tensor]) in mine for tensor in _some(_tensors_in(now.value)))
+
+    def _is_missed(self, key: str, now: _Held, noted: Sequence[Any], source: Source | None) -> bool:
+        first, kind, touched, in_place, *parts = noted[1:]
+        if parts and source is not None:  # there was nothing, and of what it has now some is made anew by each step
+            names = [source.names_of(f"{now.path}.{part}", now.code)[-1] for part in parts[0][:_VALUES]]
+            if all(name.endswith("]") and not source.keeps(name, 0.0) for name in names) and not self._saved["ends"]:
+                return False
+        if kind == _CACHE:
+            return False  # it may come to the same again
+        if kind in (_WEIGHTS, _STAYS):
+            return True
+        names = [] if source is None else source.names_of(now.path, now.code)
+        if kind == _VALUE and source is not None:
+            counts, holds = type(now.value) is int, isinstance(now.value, _CONTAINERS)
+            if not source.decides(names[-1], counts=counts, holds=holds):
+                return False
+            is_variable = now.frame is not None and not now.is_elsewhere and "." not in now.path
+            if not (is_variable or in_place or self._saved.get("ends") or source.keeps(names[-1], now.value)):
+                return False
+        # an epoch, or what comes next, may begin with it anew
+        if self._saved["between"] and self._saved["passes"]:
+            return key not in self._saved["anew"]
+        may_begin_anew = kind == _PLACE or any(source.begins_anew(name, first) for name in names if source)
+        return not may_begin_anew or (touched and not self._saved["between"])
+
+    # ---- what there is -----------------------------------------------------------------------------------------------
+
+    @_harmless
+    def _found(self, *, anew: bool = True) -> dict[str, _Held]:
+        if (watched := self._watched()) is None or not watched.models:
+            return {}
+        models = watched.models
+        if self._known is None or anew or self._known.models != list(map(id, models)):
+            self._known = _Known.of(models)
+        look = _Look(self._known, [*watched.held, *watched.owners])
+        found: dict[str, _Held] = {}
+        # what is in several is looked at where it is for the longest time
+        for owner, variables in [
+            *(at for model in models for at in _of_model(model)),
+            *map(_attributes, watched.owners),
+        ]:
+            for name, value in variables:
+                is_left = watched.others_look and not _is_more_than_plain(value)
+                if name.rpartition(".")[2] not in watched.ignored and not is_left and not _NO_STATE.search(name):
+                    for path, what, one, of, mark in look.into(name, value):
+                        held = _Held(mark, what, f"self.{path}", None, one, of or owner)
+                        found[f"`{_shown(path)}` of {owner.__name__}"] = held
+        elsewhere, frames = _frames_elsewhere(), _frames(sys._getframe(1))
+        everywhere, innermost = [*elsewhere, *frames], frames[-1] if frames else None
+        for place, frame, variables in [
+            *_globals(frames, watched),
+            *((*_place_of(one), _variables_of(one)) for one in everywhere),
+        ]:
+            for name, value in variables:
+                if frame is None and len(found) > _MOST_GLOBAL:
+                    break
+                # what another function is given, and is not used here again, is looked at there
+                is_other = frame in elsewhere
+                is_given = frame not in (None, innermost) and not is_other and not is_live(name, frame)
+                is_none = bool(_NO_STATE.search(name)) and not isinstance(value, dict)
+                if not (name.startswith("__") or is_given or is_none):
+                    for path, what, one, of, mark in look.into(name, value):
+                        found[f"`{_shown(path)}` of {place}"] = _Held(mark, what, path, frame, one, of, is_other)
+        return found
+
+
+def are_kept(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
+    """Return which values of objects are more than what each step makes anew and people are told.
+
+    Args:
+        values: Class of each object, path of the attribute, and value.
+    """
+    held = [_Held("", _VALUE, f"self.{path}", None, value, owner) for owner, path, value in values]
+    source = _source_of(held)
+    names = [source.names_of(one.path, None)[-1] for one in held]
+    return [source.decides(name) and source.keeps(name, one.value) for name, one in zip(names, held, strict=True)]
+
+
+def in_words(names: Sequence[str]) -> str:
+    """Return the first of the names of lost variables, and how many more there are."""
+    return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+class _Known(NamedTuple):
+    """The models, by what tells what is a part or a copy of them."""
+
+    models: list[int]
+    shapes: set[torch.Size]
+    parameters: set[int]
+    modules: set[int]
+
+    @classmethod
+    def of(cls, models: Sequence[torch.nn.Module]) -> _Known:
+        modules = [module for model in models for module in model.modules()]
+        every = [one for module in modules for one in module._parameters.values() if one is not None]
+        shapes = {one.shape for one in every if not isinstance(one, UninitializedParameter)}
+        return cls(list(map(id, models)), shapes, set(map(id, every)), set(map(id, modules)))
+
+
+class _Look:
+    """One look at everything, which sees each object once."""
+
+    def __init__(self, known: _Known, held: Sequence[object]) -> None:
+        self._shapes, self._parameters = known.shapes, known.parameters
+        self._seen = {id(one) for one in held} | known.modules
+
+    def into(self, name: str, value: Any) -> list[tuple[str, str, Any, type | None, str]]:
+        found: list[tuple[str, str, Any, type | None, str]] = []
+        with contextlib.suppress(Exception):  # of the user's classes, whatever they raise when looked at
+            for path, what, one, owner in itertools.islice(self._walk(name, value, None, _DEPTH), _VALUES):
+                found.append((path, what, one, owner, _mark(what, one)))
+        return found
+
+    def _walk(self, path: str, value: Any, owner: Any, depth: int) -> Iterator[tuple[str, str, Any, Any]]:
+        if type(value) in _NUMBERS or type(value) is str:
+            yield path, _VALUE, value, owner
+            return
+        if isinstance(value, dict) and _NO_STATE.search(path.rpartition(".")[2]):
+            yield path, _CACHE, _marks_of(_newest(value)), owner
+            return
+        value = dict(enumerate(value.values())) if isinstance(value, _WEAK) else value
+        tensors = _tensors_in(value)
+        if len(tensors) >= len(self._shapes) > 0 and self._shapes <= {one.shape for one in tensors}:
+            yield path, _WEIGHTS, value, owner
+            return
+        is_small = isinstance(value, dict) and 0 < len(value) <= _VALUES and not tensors
+        is_small |= hasattr(value, "_fields")
+        if not is_small and not isinstance(value, type) and is_plain(value):
+            yield path, _VALUE, value, owner
+            return
+        if id(value) in self._seen or depth == 0 or isinstance(value, (type, types.ModuleType)):
+            return
+        self._seen.add(id(value))
+        if is_generator(value):
+            yield path, _STAYS, repr(capture_generator(value)), owner
+        elif isinstance(value, (torch.optim.Optimizer, LRScheduler, torch.amp.GradScaler)):
+            yield path, _STAYS, _state_of(value), owner
+        elif isinstance(value, torch.nn.Parameter):
+            if id(value) not in self._parameters:
+                yield path, _STAYS, value.detach(), owner
+        elif isinstance(value, contextvars.ContextVar):
+            kept = value.get(None)
+            yield path, _STAYS, kept if is_plain(kept) else None, owner
+        elif isinstance(value, torch.nn.Module):
+            yield from self._of_module(path, value, owner)
+        elif isinstance(value, enum.Enum):
+            yield path, _VALUE, value.name, owner
+        elif isinstance(value, functools._lru_cache_wrapper):
+            yield path, _CACHE, _cached_by(value), owner
+        elif (place := _position_in(value)) is not None:
+            yield path, _PLACE, place, owner
+        else:
+            properties = _cached_properties(type(value))  # type: ignore[arg-type]  # a class has a hash
+            for name in properties:
+                kept = vars(value).get(name)
+                yield (
+                    f"{path}.{name}",
+                    _CACHE,
+                    {"": mark(kept)} if kept is not None and is_plain(kept) else {},
+                    type(value),
+                )
+            for name, child in _children_of(value):
+                if name in properties:
+                    continue
+                is_owner = not isinstance(value, _CONTAINERS)
+                yield from self._walk(f"{path}.{name}", child, type(value) if is_owner else owner, depth - 1)
+
+    def _of_module(self, path: str, value: torch.nn.Module, owner: Any) -> Iterator[tuple[str, str, Any, Any]]:
+        parameters = list(value.parameters())
+        if any(id(one) in self._parameters for one in parameters):
+            return  # it is a part of what is saved, or holds it
+        if isinstance(state := getattr(value, "metric_state", None), dict):
+            yield path, _PLACE, {**state, "": getattr(value, "_update_count", None)}, owner
+        elif parameters and self._shapes <= {one.shape for one in parameters}:
+            yield path, _WEIGHTS, parameters, owner
+        elif parameters:
+            yield path, _STAYS, _mark_of(_some(parameters)), owner
+
+
+def _of_model(model: torch.nn.Module) -> Iterator[tuple[type, list[tuple[str, Any]]]]:
+    """Yield the attributes of modules whose classes are the user's and say nothing of a state, and all hooks."""
+    for name, module in model.named_modules():
+        kind, found = type(module), []
+        if not is_library(kind) and kind.get_extra_state is torch.nn.Module.get_extra_state:
+            found = [(f"{name}.{n}".lstrip("."), v) for n, v in vars(module).items() if n not in _OF_EVERY_MODULE]
+        hooks = [one for of in _HOOKS for one in vars(module)[of].values()]
+        hooks += [
+            one for p in module._parameters.values() if p is not None for one in (p._backward_hooks or {}).values()
+        ]
+        found += [(f"{name}.hook{number}".lstrip("."), hook) for number, hook in enumerate(hooks)]
+        if found:
+            yield kind, found
+
+
+def _is_more_than_plain(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    kinds = (types.FunctionType, types.MethodType, functools.partial, *_CHANGEABLE)
+    return len(items) <= _VALUES and not is_plain(value) and any(isinstance(one, kinds) for one in items)
+
+
+def _attributes(owner: object) -> tuple[type, list[tuple[str, Any]]]:
+    return type(owner), list(vars(owner).items())
+
+
+def _shown(path: str) -> str:
+    return path.replace(CELL, "")
+
+
+def _children_of(value: Any) -> list[tuple[str, Any]]:
+    if hasattr(value, "_fields"):
+        return list(value._asdict().items())
+    if isinstance(value, _CONTAINERS):
+        if len(value) > _VALUES:
+            return []
+        return [(str(k)[:_LONGEST], one) for k, one in (value.items() if isinstance(value, dict) else enumerate(value))]
+    if isinstance(value, functools.partial):
+        return [("func", value.func), ("args", value.args), ("keywords", value.keywords)]
+    if isinstance(value, types.MethodType):
+        return [("self", value.__self__)]
+    if isinstance(value, types.FunctionType):
+        if not _is_users(value.__code__.co_filename):
+            return []
+        cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
+        found = [(f"{CELL}{name}", cell.cell_contents) for name, cell in cells if _is_filled(cell)]
+        return [*found, *vars(value).items()]
+    if isinstance(value, DataLoader):
+        return [(name, getattr(value, name, None)) for name in ("dataset", "sampler", "batch_sampler")]
+    if is_library(type(value)) and not isinstance(value, (types.SimpleNamespace, Dataset)):
+        return []
+    slots = {name for kind in type(value).__mro__ for name in _names_of_slots(kind)}
+    librarys = _private_names_of_libraries(type(value))  # type: ignore[arg-type]
+    own = [(name, one) for name, one in getattr(value, "__dict__", {}).items() if name not in librarys]
+    found = [*own, *((n, getattr(value, n)) for n in slots if hasattr(value, n))]
+    if isinstance(value, Dataset):  # its data is no state, and much
+        return [(name, one) for name, one in found if not isinstance(one, (*_CONTAINERS, torch.Tensor))]
+    return found
+
+
+@functools.cache
+def _cached_properties(kind: type) -> frozenset[str]:
+    mro = kind.__mro__ if not is_library(kind) else ()
+    return frozenset(n for of in mro for n, one in vars(of).items() if isinstance(one, functools.cached_property))
+
+
+@functools.lru_cache(maxsize=256)
+def _private_names_of_libraries(kind: type) -> frozenset[str]:
+    """Return names with an underscore that classes of libraries under a class of the user's use, and those do not."""
+    names: dict[bool, set[str]] = {True: set(), False: set()}
+    for base in kind.__mro__:
+        codes = (getattr(one, "__code__", None) for one in vars(base).values())
+        names[is_library(base)].update(name for code in codes if code is not None for name in code.co_names)
+    return frozenset(name for name in names[True] - names[False] if name.startswith("_"))
+
+
+def _names_of_slots(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ()) if not is_library(kind) else ()
+    return (slots,) if isinstance(slots, str) else tuple(slots)
+
+
+def _is_filled(cell: Any) -> bool:
+    with contextlib.suppress(ValueError):
+        return cell.cell_contents is not None
+    return False
+
+
+def _position_in(value: Any) -> Any:
+    """Return how far an iterator is, without moving it; None if it is none, or nobody knows."""
+    if isinstance(value, _POSITIONS):
+        return operator.length_hint(value)
+    if isinstance(value, itertools.count):
+        return repr(value)
+    if type(value).__module__.startswith(("torch.utils.data", "torchdata")) and hasattr(value, "_num_yielded"):
+        return value._num_yielded
+    if isinstance(value, _ITERATORS):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            parts: Any = value.__reduce__()[1:]
+        return [_position_in(one) if not is_plain(one) else one for part in parts if part for one in _flat(part)]
+    if isinstance(value, types.GeneratorType) and value.gi_frame is not None and not value.gi_running:
+        frame = value.gi_frame
+        if _is_users(frame.f_code.co_filename):
+            return {n: v for n, v in _variables_of(frame) if type(v) in _NUMBERS and is_live(n, frame)} or None
+    return None
+
+
+def _flat(part: Any) -> tuple[Any, ...]:
+    return part if isinstance(part, tuple) else (part,)
+
+
+# ---- marks -----------------------------------------------------------------------------------------------------------
+
+
+def _cached_by(function: Any) -> dict[str, str]:
+    """Return what ``functools.cache`` has kept, if nothing of it was computed twice: marks of arguments and results."""
+    code, info = getattr(inspect.unwrap(function), "__code__", None), function.cache_info()
+    is_large = info.maxsize is not None and info.currsize > _LARGE_CACHE
+    if code is None or not _is_users(code.co_filename) or info.misses != info.currsize > 0 or is_large:
+        return {}
+    parts = gc.get_referents(function)  # the cache itself is in C
+    cache = next(one for one in parts if isinstance(one, dict) and one is not vars(function))
+    results = {id(one): after for one, after in itertools.pairwise(parts)}  # a bounded one has them beside each other
+    return _marks_of((key, kept if info.maxsize is None else results.get(id(key))) for key, kept in _newest(cache))
+
+
+def _newest(cache: dict[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    return itertools.islice(reversed(cache.items()), _VALUES)
+
+
+def _marks_of(cached: Iterator[tuple[Any, Any]]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for key, result in cached:
+        if is_plain(result):
+            arguments = key if isinstance(key, (tuple, list)) else [key]
+            called = repr([mark(one) if is_plain(one) else type(one).__name__ for one in arguments])
+            found[called] = mark(result) if called not in found else ""  # of objects that cannot be told apart
+    return found
+
+
+def _is_filled_once(held: _Held, source: Source) -> bool:
+    """Whether a cache has for one key the same until the end."""
+    name = source.names_of(held.path, held.code)[-1]
+    return source.fills_once(name) if _NO_STATE.search(held.path) else not source.clears(name)
+
+
+def _is_other(saved: str, now: str) -> bool:
+    """Whether two marks of caches have another result for the same arguments."""
+    before, after = json.loads(saved or "{}"), json.loads(now or "{}")
+    return any(before[key] != after[key] for key in before.keys() & after if before[key] and after[key])
+
+
+def _mark(kind: str, value: Any) -> str:
+    if kind == _CACHE:
+        return json.dumps(value)
+    return _mark_of(_some(_tensors_in(value))) if kind == _WEIGHTS else mark(value)
+
+
+def _mark_of(tensors: Sequence[torch.Tensor]) -> str:
+    return fingerprint([one.detach().flatten()[:: max(1, one.numel() // _VALUES)] for one in tensors])
+
+
+def _some(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    return tensors[:: max(1, len(tensors) // _OF_WEIGHTS)]  # all of them change
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    if not isinstance(next(iter(items), None), torch.Tensor):
+        return []
+    return [one for one in items if isinstance(one, torch.Tensor) and type(one) is not UninitializedParameter]
+
+
+def _state_of(value: Any) -> list[Any]:
+    """Return some of the state of an optimizer, or all of a schedule."""
+    if isinstance(value, (LRScheduler, torch.amp.GradScaler)):
+        return [{name: one for name, one in vars(value).items() if is_plain(one)}]
+    rates = [{name: one for name, one in group.items() if name != "params"} for group in value.param_groups]
+    states = list(value.state.values())
+    tensors = [one for state in states for one in state.values() if isinstance(one, torch.Tensor)]
+    return [rates, len(states), _mark_of(_some(tensors))]
+
+
+# ---- where things are ------------------------------------------------------------------------------------------------
+
+
+def _place_of(frame: types.FrameType) -> tuple[str, types.FrameType]:
+    code = frame.f_code
+    place = os.path.basename(code.co_filename)
+    return (place if code.co_name == "<module>" else f"{code.co_name}() in {place}"), frame
+
+
+def _variables_of(frame: types.FrameType) -> list[tuple[str, Any]]:
+    # Until Python 3.12, a function has one dictionary for locals() and for those who look at it.
+    is_shared = sys.version_info < (3, 13) and bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
+    if is_shared and "locals" in frame.f_code.co_names:
+        return []  # what the script got would change
+    variables = frame.f_locals
+    found = list(variables.items())[:_VARIABLES]
+    if is_shared:
+        variables.clear()  # or it would keep what the script deletes
+    return found
+
+
+def _frames(innermost: types.FrameType) -> list[types.FrameType]:
+    """Return the frames of the user's functions that are running, the outermost first."""
+    found: list[types.FrameType] = []
+    frame: types.FrameType | None = innermost
+    while frame is not None:
+        if _is_users(frame.f_code.co_filename):
+            found.append(frame)
+        frame = frame.f_back
+    return found[::-1]
+
+
+def _frames_elsewhere() -> list[types.FrameType]:
+    """Return those of other threads."""
+    mine = threading.get_ident()
+    return [one for ident, frame in sys._current_frames().items() if ident != mine for one in _frames(frame)]
+
+
+@functools.cache
+def _is_users(file: str) -> bool:
+    return not any(part in file for part in _LIBRARIES) and not os.path.abspath(file).startswith(_PACKAGES)
+
+
+def _globals(frames: Sequence[types.FrameType], watched: Watched) -> Iterator[tuple[str, None, list[tuple[str, Any]]]]:
+    """Yield globals that functions set, containers and objects of the user's modules, and attributes of classes."""
+    running = {id(frame.f_globals) for frame in frames if frame.f_code.co_name == "<module>"}
+    for module, names, functions in _user_modules(frames, watched):
+        with contextlib.suppress(Exception):  # of objects, whatever they raise when asked for their class
+            file, variables = os.path.basename(str(module.__file__)), dict(vars(module))
+            if id(vars(module)) not in running:
+                yield file, None, [(n, v) for n, v in variables.items() if n in names or _may_change(v)]
+            for kind in variables.values():
+                if isinstance(kind, type) and kind.__module__ == module.__name__:
+                    yield f"{kind.__name__} in {file}", None, [(n, v) for n, v in vars(kind).items() if _of_class(v)]
+            for function in functions:
+                yield f"{function.__name__}() in {file}", None, _kept_by(function)
+
+
+def _may_change(value: Any) -> bool:
+    if isinstance(value, (dict, list, set, collections.deque)):
+        return len(value) <= _VALUES
+    if isinstance(value, (type, types.ModuleType, types.FunctionType)):
+        return False
+    return is_generator(value) or isinstance(value, _CHANGEABLE) or not is_library(type(value))
+
+
+def _of_class(value: Any) -> bool:
+    return type(value) in (*_NUMBERS, str) or _may_change(value)
+
+
+def _kept_by(function: types.FunctionType) -> list[tuple[str, Any]]:
+    """Return the attributes of a function, and the defaults of its arguments that may change."""
+    names = function.__code__.co_varnames[: function.__code__.co_argcount]
+    defaults = function.__defaults__ or ()
+    found = [*zip(names[len(names) - len(defaults) :], defaults, strict=True), *(function.__kwdefaults__ or {}).items()]
+    return [*vars(function).items(), *((name, value) for name, value in found if _may_change(value))]
+
+
+def _user_modules(frames: Sequence[types.FrameType], watched: Watched | None) -> list[_UserModule]:
+    """Return what is looked at in the modules of the program: those of what is running and is watched, first."""
+    names = dict.fromkeys(str(f.f_globals.get("__name__")) for f in frames)
+    if watched is not None:
+        modules = [one for model in watched.models for one in model.modules()]
+        kinds = dict.fromkeys(map(type, [*modules, *watched.owners, *watched.held]))
+        names |= {base.__module__: None for kind in kinds for base in kind.__mro__}
+    return _modules_from(tuple(names), len(sys.modules))
+
+
+@functools.lru_cache(maxsize=4)
+def _modules_from(running: tuple[str, ...], _: int) -> list[_UserModule]:
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    place = os.path.dirname(os.path.abspath(main)) + os.sep if main and _is_users(os.path.abspath(main)) else None
+    beside = [name for name, module in list(sys.modules.items()) if place and _file_of(module).startswith(place)]
+    found: dict[str, _UserModule] = {}
+    ahead = collections.deque([*running, *beside])
+    while ahead and len(found) < _MODULES:
+        name = ahead.popleft()
+        module = sys.modules.get(name)
+        if name in found or name == "__mp_main__" or module is None or not (file := _file_of(module)):
+            continue
+        if os.path.isabs(file) and _is_users(file):
+            with contextlib.suppress(Exception):  # of modules that load what they are asked for
+                functions = list(_functions_in(module))
+                names = {name for function in functions for name in _set_globally(function.__code__)}
+                found[name] = _UserModule(module, names, [function for function in functions if _kept_by(function)])
+                ahead.extend(_used_by(module))
+    return list(found.values())
+
+
+def _file_of(module: Any) -> str:
+    return str(vars(module).get("__file__") or "") if isinstance(module, types.ModuleType) else ""
+
+
+def _used_by(module: types.ModuleType) -> Iterator[str]:
+    """Yield the names of modules of which something is imported."""
+    for value in list(vars(module).values()):
+        name = value.__name__ if isinstance(value, types.ModuleType) else getattr(type(value), "__module__", None)
+        if isinstance(value, (type, types.FunctionType)):
+            name = value.__module__
+        if isinstance(name, str):
+            yield name
+
+
+def _functions_in(module: types.ModuleType) -> Iterator[types.FunctionType]:
+    for value in list(vars(module).values()):
+        if getattr(value, "__module__", None) == module.__name__:
+            for function in [value, *(vars(value).values() if isinstance(value, type) else ())]:
+                inner = inspect.unwrap(getattr(function, "__func__", function))
+                if isinstance(inner, types.FunctionType):
+                    yield inner
+
+
+def _set_globally(code: types.CodeType) -> set[str]:
+    if _STORE_GLOBAL not in code.co_code[::2]:
+        return set()
+    return {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}
+
+
+def _source_of(lost: Sequence[_Held], watched: Watched | None = None) -> Source:
+    """Read the files of what is running, of the user's modules, and of the classes of what is lost."""
+    frames = [*_frames(sys._getframe(1)), *_frames_elsewhere()]
+    running = {(f.f_code.co_filename, f.f_code.co_name, f.f_code.co_firstlineno) for f in frames}
+    files = {file: None for file, _, _ in sorted(running)}
+    for held in lost:
+        for kind in held.owner.__mro__[:-1] if held.owner is not None else ():
+            file = getattr(sys.modules.get(kind.__module__), "__file__", None)
+            files |= {str(file): None} if file else {}
+    files |= {str(module.__file__): None for module, *_ in _user_modules(frames, watched)}
+    left, some = _SOURCE, list[str]()
+    for file in files:
+        with contextlib.suppress(OSError):
+            left -= os.path.getsize(file)
+            some += [file] if left > 0 else []
+    return Source(some, running)

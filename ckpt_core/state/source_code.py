@@ -1,0 +1,590 @@
+"""What the source of a user's code does with its names: whether a value stays, begins anew, and decides anything.
+
+Names alone are looked at (of variables, of attributes, constant keys of dictionaries), without knowing what they stand
+for: an attribute ``best`` is the same in all classes. Nobody can know for certain what code does; where it cannot be
+read, everything stays and decides.
+"""
+
+from __future__ import annotations
+
+import ast
+import collections
+import contextlib
+import dis
+import functools
+import linecache
+import re
+import types
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
+
+from ckpt_core.state.changed_values import fingerprint
+
+__all__ = ["CELL", "Source", "is_live", "mark"]
+
+#: What the name of a variable of a closure begins with, in the path to what it holds.
+CELL = "()"
+
+# what only tells people of a value, or writes it down
+_TELLS = re.compile(
+    r"print|info|debug|warn\w*|error|critical|exception|set_postfix\w*|set_description\w*|\w*save\w*|dumps?|str|repr"
+    r"|format|write\w*|isinstance|type|id|assert\w*|join"
+)
+_CHANGES = frozenset(
+    [
+        "append",
+        "appendleft",
+        "extend",
+        "extendleft",
+        "add",
+        "update",
+        "insert",
+        "pop",
+        "popleft",
+        "popitem",
+        "remove",
+        "discard",
+        "setdefault",
+        "sort",
+        "reverse",
+        "rotate",
+        "subtract",
+        "push",
+    ]
+)
+_MAKES = frozenset({"dict", "list", "set", "deque", "defaultdict", "Counter", "OrderedDict"})
+_AT_START = frozenset({"__init__", "__post_init__", "__new__", "setup"})
+_TELLING = frozenset({"state_dict", "__getstate__", "get_state", "__repr__", "__str__", "get_extra_state"})
+_CONSTANTS = frozenset({"float", "math", "np", "numpy", "torch", "list", "dict", "set", "deque", "collections", "inf"})
+_ANY = "any"
+_SHORT = 256
+
+
+class Source:
+    """What some files do with names.
+
+    Names are those of :meth:`name_of`: variables belong to a function, attributes and keys to all objects.
+
+    Args:
+        files: Paths of the files that can be read.
+        running: Functions that are running, whose loops are under way: file name, name and first line of each.
+    """
+
+    def __init__(self, files: Collection[str], running: Collection[tuple[str, str, int]] = ()) -> None:
+        self._reader = _Reader()
+        self._is_readable = False
+        for file in files:
+            with contextlib.suppress(Exception):  # what this cannot read ends no training
+                tree = ast.parse("".join(linecache.getlines(file)))
+                self._is_readable |= bool(tree.body)
+                self._reader.read(tree, {(name, line) for path, name, line in running if path == file})
+
+    def clears(self, name: str) -> bool:
+        """Whether the cache of a function is emptied."""
+        return name in self._reader.cleared
+
+    def fills_once(self, name: str) -> bool:
+        """Whether items are set in a dictionary only where it has none of their key."""
+        return name in self._reader.filled_once
+
+    def names_of(self, path: str, code: types.CodeType | None) -> list[str]:
+        """Return the names on the way to a value, the value's own last.
+
+        Args:
+            path: A variable, and attributes and keys, joined by dots.
+            code: Of the function that has the variable; None for a global, or an attribute of a class.
+        """
+        root, *rest = path.split(".")
+        if code is not None and code.co_name != "<module>":
+            root = f"{code.co_name}:{code.co_firstlineno}:{root}"
+        elif f":{root}" in self._reader.stored | self._reader.read_names:
+            root = f":{root}"
+        else:
+            root = f".{root}"
+        names = [root]
+        for part in rest:
+            key = f"{names[-1]}[{part}]"
+            if part.startswith(CELL):  # the name of the function that it is a variable of is not known
+                end = part.replace(CELL, ":")
+                names.append(
+                    min((n for n in self._reader.stored if n.count(":") == 2 and n.endswith(end)), default=part)
+                )
+            else:
+                names.append(key if key in self._reader.stored else f".{part}")
+        while len(names) > 1 and self._is_readable and names[-1] not in self._reader.stored:
+            names.pop()  # what is only reached through another name, such as the items of a list
+        return names
+
+    def keeps(self, name: str, value: object) -> bool:
+        """Whether what is stored there may come of what was there before, and is not made anew by each step."""
+        reader = self._reader
+        is_state = isinstance(value, (bool, int, str, type(None))) and name in reader.set_to
+        return is_state or not self._is_readable or name not in reader.stored or name in reader.keeps
+
+    def begins_anew(self, name: str, first: str) -> bool:
+        """Whether it is set back, unconditionally and not when its owner is made, to the value with a mark."""
+        found = self._reader.resets.get(name, set())
+        return any(to in (first, _ANY) and (by is None or by in self._reader.called) for to, by in found)
+
+    def decides(self, name: str, *, counts: bool = False, holds: bool = False) -> bool:
+        """Whether a value goes into anything but what people read and what is written down.
+
+        Args:
+            name: Of the value.
+            counts: Whether it is a whole number, which may only say when to end.
+            holds: Whether it is a container, which may be returned to be looked at.
+        """
+        reader = self._reader
+        if not self._is_readable or name not in reader.read_names | reader.stored:
+            return True
+        seen, ahead = set[str](), [name]
+        while ahead:
+            one = ahead.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            if one in reader.decides or (one in reader.returned and not holds):
+                return True
+            if one in reader.ends and not (counts and one not in reader.set_again):
+                return True
+            ahead += reader.flows.get(one, ())
+        return False
+
+
+def mark(value: Any) -> str:
+    """Return a text that is another one if a plain value is."""
+    is_short = isinstance(value, (bool, int, float, type(None))) or (type(value) is str and len(value) < _SHORT)
+    return repr(value) if is_short else fingerprint(value)
+
+
+class _Scope:
+    """A function, or a loop of one that is running."""
+
+    def __init__(self, depth: int, *, resets: bool) -> None:
+        self.depth, self.resets = depth, resets
+        self.read: set[str] = set()
+        self.stored: set[str] = set()
+
+
+class _Reader(ast.NodeVisitor):
+    def __init__(self) -> None:
+        self.keeps: set[str] = set()
+        self.stored: set[str] = set()
+        self.set_to: set[str] = set()
+        self.set_again: set[str] = set()
+        self.decides: set[str] = set()
+        self.ends: set[str] = set()
+        self.returned: set[str] = set()
+        self.read_names: set[str] = set()
+        self.flows: dict[str, set[str]] = collections.defaultdict(set)
+        self.resets: dict[str, set[tuple[str, str | None]]] = collections.defaultdict(set)
+        self.called: set[str] = set()
+        self.filled_once: set[str] = set()
+        self.cleared: set[str] = set()
+        self._made: set[str] = set()
+        self._functions: list[tuple[str, set[str]]] = []
+        self._scopes = [_Scope(0, resets=False)]
+        self._running: set[tuple[str, int]] = set()
+        self._is_running = self._in_class = False
+        self._depth = self._loops = 0
+        self._into: set[str] | None = self.decides
+
+    def read(self, tree: ast.Module, running: set[tuple[str, int]]) -> None:
+        self._running, self._is_running = running, any(name == "<module>" for name, _ in running)
+        self._scopes = [_Scope(0, resets=False)]
+        self.visit(tree)
+
+    # ---- names -------------------------------------------------------------------------------------------------------
+
+    def _variable(self, name: str) -> str:
+        if self._in_class:
+            return f".{name}"
+        for function, local in reversed(self._functions):
+            if name in local:
+                return f"{function}:{name}"
+        return f":{name}"
+
+    def _name(self, node: ast.AST | None) -> str | None:
+        if isinstance(node, ast.Name):
+            return self._variable(node.id)
+        if isinstance(node, ast.Attribute):
+            return f".{node.attr}"
+        if not isinstance(node, ast.Subscript):
+            return None
+        name, key = self._name(node.value), _key(node)
+        return name if name is None or key is None else f"{name}[{key}]"
+
+    def _goes_to(self, target: ast.AST) -> str | None:
+        """Return the name that stands for what is stored there; None where that belongs to somebody else."""
+        if isinstance(target, ast.Name):
+            return self._name(target)
+        owner = getattr(target, "value", None)
+        if isinstance(target, ast.Attribute):
+            return self._name(target) if isinstance(owner, ast.Name) and owner.id in ("self", "cls") else None
+        if not isinstance(target, ast.Subscript) or self._name(owner) not in self._made:
+            return None
+        return self._name(target)
+
+    # ---- events ------------------------------------------------------------------------------------------------------
+
+    def _reads(self, name: str | None) -> None:
+        if name is None:
+            return
+        self.read_names.add(name)
+        for scope in self._scopes:
+            if name not in scope.stored:
+                scope.read.add(name)
+        if self._into is not None:
+            self._into.add(name)
+
+    def _stores(self, name: str | None, value: ast.AST | None, *, updates: bool = False) -> None:
+        if name is None:
+            return
+        self.stored.add(name)
+        inner = self._scopes[-1]
+        is_sure = self._depth == inner.depth
+        for scope in self._scopes:
+            if name not in scope.stored and (updates or name in scope.read or self._depth != scope.depth):
+                self.keeps.add(name)
+            if self._depth == scope.depth:
+                scope.stored.add(name)
+        if not updates and (self._depth or self._loops):
+            self.set_again.add(name)
+        literal = None if updates or value is None else _literal(value)
+        if literal is not None and inner.resets:
+            self.set_to.add(name)
+            if is_sure:
+                function = (
+                    self._functions[-1][0].partition(":")[0] if self._functions and not self._is_running else None
+                )
+                self.resets[name].add((literal, function))
+
+    @contextlib.contextmanager
+    def _reading(self, into: set[str] | None) -> Iterator[None]:
+        # what is inside of what only tells tells, too
+        kept, self._into = self._into, into if self._into is not None else None
+        try:
+            yield
+        finally:
+            self._into = kept
+
+    def _flow(self, names: set[str], targets: set[str]) -> None:
+        for name in names:
+            self.flows[name] |= targets - {name}
+
+    def _all(self, nodes: list[Any], *, conditional: bool = False) -> None:
+        self._depth += conditional
+        for node in nodes:
+            self.visit(node)
+        self._depth -= conditional
+
+    # ---- expressions -------------------------------------------------------------------------------------------------
+
+    def visit_Name(self, node: ast.Name) -> None:
+        if isinstance(node.ctx, ast.Load):
+            self._reads(self._name(node))
+        else:
+            self._stores(self._name(node), None)
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        if isinstance(node.ctx, ast.Load):
+            self._reads(self._name(node))
+        else:
+            self._stores(self._name(node), None)
+        is_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        with self._reading(None if is_self else self._into):  # its owner
+            self.visit(node.value)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        if isinstance(node.ctx, ast.Load):
+            if _key(node) is not None:
+                self._reads(self._name(node))
+            self.visit(node.value)
+        else:
+            self._stores(self._name(node), None, updates=_key(node) is None)
+        self.visit(node.slice)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        owner = self._name(node.func.value) if isinstance(node.func, ast.Attribute) else None
+        if not self._functions or self._functions[-1][0].partition(":")[0] not in _AT_START:
+            self.called.add(called)
+        of = {"setdefault": self.filled_once, "cache_clear": self.cleared}.get(called)
+        if of is not None:
+            of.add(str(owner))
+        changes = owner is not None and (called in _CHANGES or called.endswith("_"))
+        with self._reading(None if owner is not None else self._into):
+            if isinstance(node.func, ast.Attribute):
+                self.visit(node.func.value)
+            elif not isinstance(node.func, ast.Name):
+                self.visit(node.func)
+        found = set[str]()
+        tells = bool(_TELLS.fullmatch(called))
+        into = None if tells else found if changes and owner in self._made else self._into
+        with self._reading(into):
+            self._all([*node.args, *node.keywords])
+        if owner is None:
+            return
+        self._flow(found, {owner})
+        key = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else None
+        if called == "get" and isinstance(key, str):
+            self._reads(f"{owner}[{key}]")
+        if changes:
+            self._stores(owner, None, updates=True)
+        elif called == "clear":
+            self._stores(owner, node.func)
+        elif not tells and self._into is not None:
+            self._into.add(owner)  # a method of it is called
+
+    def visit_Lambda(self, node: ast.Lambda) -> None:
+        with self._reading(self.decides):  # who calls it has it
+            self.generic_visit(node)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> None:
+        with self._reading(None):
+            self.generic_visit(node)
+
+    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
+        self._assigns([node.target], node.value)
+        self._reads(self._name(node.target))
+
+    # ---- statements --------------------------------------------------------------------------------------------------
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        self._assigns(node.targets, node.value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        if node.value is not None:
+            self._assigns([node.target], node.value)
+
+    def visit_AugAssign(self, node: ast.AugAssign) -> None:
+        self._assigns([node.target], node.value, updates=True)
+
+    def _assigns(self, targets: list[Any], value: Any, *, updates: bool = False) -> None:
+        flat = [part for target in targets for part in (target.elts if hasattr(target, "elts") else [target])]
+        values = value.elts if len(getattr(value, "elts", ())) == len(flat) > 1 else [value] * len(flat)
+        for target, one in zip(flat, values, strict=True):
+            if _makes(one):
+                self._made.add(str(self._name(target)))
+            into, found = self._goes_to(target), set[str]()
+            with self._reading(self.decides if into is None else found):
+                self.visit(one)
+            if into is not None:
+                self._flow(found, {into})
+        for target, one in zip(flat, values, strict=True):
+            with self._reading(None):
+                for child in ast.iter_child_nodes(target):
+                    if not isinstance(child, ast.expr_context):
+                        self.visit(child)
+            is_part = isinstance(target, ast.Subscript) and _key(target) is None
+            if not (is_part and not updates):
+                self._stores(self._name(target), one, updates=updates)
+            elif (name := self._name(target)) is not None:
+                # an item of it is another one: that comes of what was there where the value does
+                reads = {self._name(part) for part in ast.walk(one)}
+                self._stores(name, None, updates=name in reads)
+
+    def visit_Assert(self, node: ast.Assert) -> None:
+        with self._reading(None):
+            self.generic_visit(node)
+
+    def visit_Return(self, node: ast.Return) -> None:
+        is_bare = isinstance(node.value, (ast.Name, ast.Attribute, ast.Tuple, ast.Dict))
+        with self._reading(self.returned if is_bare else self.decides):
+            self.generic_visit(node)
+
+    def visit_Delete(self, node: ast.Delete) -> None:
+        """It ends there."""
+
+    def visit_If(self, node: ast.If) -> None:
+        if isinstance(node.test, ast.Compare) and isinstance(node.test.ops[0], ast.NotIn):
+            self.filled_once.add(str(self._name(node.test.comparators[0])))
+        into, targets = self._if_only_sets(node.body + node.orelse)
+        found = set[str]()
+        with self._reading(found if targets else into):
+            self.visit(node.test)
+        self._flow(found, targets)
+        self._all(node.body, conditional=True)
+        self._all(node.orelse, conditional=True)
+
+    def _if_only_sets(self, body: list[ast.stmt]) -> tuple[set[str] | None, set[str]]:
+        """Return where what a condition reads goes, and what is only set, if there is nothing else that it decides."""
+        targets: set[str] = set()
+        kinds = set[str]()
+        for one in body:
+            parts: list[Any] = one.targets if isinstance(one, ast.Assign) else []
+            parts = [one.target] if isinstance(one, (ast.AugAssign, ast.AnnAssign)) else parts
+            flat = [part for target in parts for part in getattr(target, "elts", [target])]
+            names = {self._goes_to(part) for part in flat}
+            kinds.add("sets" if names and None not in names else _kind(one))
+            targets |= {name for name in names if name is not None}
+        if "does" in kinds or {"ends", "sets"} <= kinds:
+            return self._into, set()
+        return (self.ends if "ends" in kinds else None), targets if "sets" in kinds else set()
+
+    def visit_While(self, node: ast.While) -> None:
+        with self._loop():
+            with self._reading(self.ends):
+                self.visit(node.test)
+            self._all(node.body + node.orelse)
+
+    def visit_For(self, node: Any) -> None:
+        self.visit(node.iter)
+        with self._loop():
+            self.visit(node.target)
+            self._all(node.body + node.orelse)
+
+    def visit_AsyncFor(self, node: Any) -> None:
+        self.visit_For(node)
+
+    @contextlib.contextmanager
+    def _loop(self) -> Iterator[None]:
+        self._loops += 1
+        kept = self._scopes
+        self._scopes = [*kept, _Scope(self._depth, resets=True)] if self._is_running else kept
+        yield
+        self._scopes = kept
+        self._loops -= 1
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        kept, self._in_class = self._in_class, True
+        self._all(node.body)
+        self._in_class = kept
+
+    def visit_FunctionDef(self, node: Any) -> None:
+        line = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+        kept = self._is_running, self._loops, self._into, self._scopes, self._depth, self._in_class
+        self._is_running, self._loops, self._depth = (node.name, line) in self._running, 0, 0
+        self._in_class = False
+        self._into = None if node.name in _TELLING else self.decides
+        self._scopes = [_Scope(0, resets=node.name not in _AT_START and not self._is_running)]
+        self._functions.append((f"{node.name}:{line}", _local_to(node)))
+        self._all(node.body)
+        self._functions.pop()
+        self._is_running, self._loops, self._into, self._scopes, self._depth, self._in_class = kept
+
+    def visit_AsyncFunctionDef(self, node: Any) -> None:
+        self.visit_FunctionDef(node)
+
+
+def _local_to(function: Any) -> set[str]:
+    arguments = function.args
+    every = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg]
+    found, others = {one.arg for one in every if one is not None}, set[str]()
+    ahead = list(function.body)
+    while ahead:
+        node = ahead.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+            continue
+        if isinstance(node, (ast.Global, ast.Nonlocal)):
+            others |= set(node.names)
+        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
+            found.add(node.id)
+        ahead += ast.iter_child_nodes(node)
+    return found - others
+
+
+def _key(node: Any) -> str | None:
+    key = node.slice.value if isinstance(node.slice, ast.Constant) else None
+    return key if isinstance(key, str) else None
+
+
+def _makes(node: ast.AST) -> bool:
+    """Whether a container is made there."""
+    called = getattr(node.func, "attr", getattr(node.func, "id", "")) if isinstance(node, ast.Call) else ""
+    called = getattr(getattr(getattr(node, "func", None), "value", None), "id", called)  # of list[float]()
+    return isinstance(node, (ast.Dict, ast.List, ast.Set)) or called in _MAKES
+
+
+def _literal(node: ast.AST) -> str | None:
+    """Return the mark of a value that is written there, or that it may be any; None if it comes of variables."""
+    with contextlib.suppress(ValueError, TypeError, SyntaxError):
+        return mark(ast.literal_eval(node))
+    if isinstance(node, ast.Attribute) and node.attr == "clear":
+        return _ANY
+    names = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+    return _ANY if names <= _CONSTANTS else None
+
+
+def _kind(node: ast.AST) -> str:
+    if isinstance(node, (ast.Break, ast.Return, ast.Raise, ast.Continue)):
+        return "ends"
+    if isinstance(node, ast.Pass):
+        return "tells"
+    if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
+        return "does"
+    called = getattr(node.value.func, "attr", getattr(node.value.func, "id", ""))
+    return "tells" if _TELLS.fullmatch(called) else "ends" if called == "exit" else "does"
+
+
+# ---- liveness --------------------------------------------------------------------------------------------------------
+
+
+def is_live(name: str, frame: types.FrameType) -> bool:
+    """Return whether a variable may be read after the instruction that is under way, before it is written again.
+
+    Args:
+        name: Of the variable.
+        frame: Of a function, or of a module. Where it waits for the next item of a loop, there is one.
+    """
+    return _is_live(name, frame.f_code, frame.f_lasti)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_live(name: str, code: types.CodeType, last: int) -> bool:
+    if name in code.co_cellvars or name in code.co_freevars:
+        return True  # other functions may read it
+    if code.co_name == "<module>" and any(name in inner.co_names for inner in _inner(code)):
+        return True
+    steps = _steps(code)
+    # it may point behind the instruction, into its cache
+    here = steps[max(offset for offset in steps if offset <= last)]
+    ahead = here.then[-1:] if here.is_loop else list(here.then)
+    seen: set[int] = set()
+    while ahead:
+        offset = ahead.pop()
+        if offset not in seen:
+            seen.add(offset)
+            effect = next((is_read for variable, is_read in steps[offset].effects if variable == name), None)
+            if effect:
+                return True
+            if effect is None:
+                ahead += steps[offset].then
+    return False
+
+
+class _Step(NamedTuple):
+    """What an instruction reads (True) and writes, and the offsets of those that may follow."""
+
+    effects: list[tuple[str, bool]]
+    then: list[int]
+    is_loop: bool
+
+
+@functools.lru_cache(maxsize=64)
+def _steps(code: types.CodeType) -> dict[int, _Step]:
+    found: dict[int, _Step] = {}
+    instructions = list(dis.get_instructions(code))
+    jumps = {*dis.hasjrel, *dis.hasjabs}
+    for step, after in zip(instructions, [*instructions[1:], None], strict=True):
+        then = [step.argval] if step.opcode in jumps else []
+        leaves = step.opname.startswith(("RETURN", "RAISE", "RERAISE"))
+        if after is not None and not leaves and not (step.opname.startswith("JUMP") and "IF" not in step.opname):
+            then.append(after.offset)
+        effects: list[tuple[str, bool]] = []
+        parts = step.opname.split("_")
+        # what LOAD_FAST_AND_CLEAR reads is put back after a comprehension
+        if {"FAST", "NAME"} & set(parts) and parts[0] in ("LOAD", "STORE", "DELETE") and "CLEAR" not in parts:
+            does = [part == "LOAD" for part in parts if part in ("LOAD", "STORE", "DELETE")]
+            names = step.argval if isinstance(step.argval, tuple) else (step.argval,)
+            effects = list(zip(names, does, strict=False))
+        found[step.offset] = _Step(effects, then, step.opname == "FOR_ITER")
+    return found
+
+
+def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield constant
+            yield from _inner(constant)

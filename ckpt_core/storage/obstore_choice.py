@@ -1,0 +1,147 @@
+"""Whether obstore moves the bytes of an object, or fsspec's client: what was asked for, what fits, and a probe."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from ckpt_core.errors import CheckpointError, StorageError
+from ckpt_core.storage.failures import Secrets, describer
+from ckpt_core.storage.obstore_client import NotSuitableError, ObstoreClient
+
+logger = logging.getLogger(__name__)
+
+PROBE_PREFIX = ".ckpt-probe-"
+_TOLD: set[tuple[str, str]] = set()  # where obstore is not used, and why
+
+
+class Requests(Protocol):
+    """What fsspec's client does with small objects."""
+
+    def put(self, path: str, data: bytes) -> None: ...
+
+    def fetch(self, path: str, begin: int, end: int) -> bytes: ...
+
+    def delete(self, path: str) -> None: ...
+
+
+class KnownClients:
+    """What is known of the buckets of one server."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, ObstoreClient | None] = {}  # by bucket and options; None where obstore is not used
+        self.lock = threading.Lock()
+
+
+class ObstoreChoice:
+    """Says which client moves the bytes of an object of one store; asks a server only once.
+
+    ``kind`` is obstore's own name of the store, None for one that it does not know. ``backend`` is what the user asks
+    for: ``"obstore"`` (what speaks against it is an error then), ``"fsspec"`` or None.
+    """
+
+    def __init__(
+        self,
+        kind: str | None,
+        backend: str | None,
+        filesystem: Any,
+        options: Mapping[str, Any],
+        *,
+        known: KnownClients,
+        secrets: Secrets,
+    ) -> None:
+        self._kind, self._backend, self._filesystem, self._options = kind, backend, filesystem, dict(options)
+        self._known, self._secrets = known, secrets
+
+    def client_of(self, path: str) -> ObstoreClient | None:
+        """Return what moves the bytes of the object; None where the client of fsspec does it."""
+        identity = self._identity_of(path)
+        if self._kind is None or identity is None:
+            return None
+        with self._known.lock:
+            if identity not in self._known.found:
+                try:
+                    client = ObstoreClient(self._kind, self._filesystem, path, self._options)
+                    self._known.found[identity] = client
+                except Exception as error:  # noqa: BLE001 - from what finds credentials
+                    self._give_up(identity, path, error)
+            found = self._known.found[identity]
+        return found if found is not None and found.knows(path) else None
+
+    def writing_client_of(self, path: str, by_fsspec: Requests) -> ObstoreClient | None:
+        """Return what writes the object, of a server that is known to take one from it."""
+        client = self.client_of(path)
+        return client if client is not None and (client.has_written or self._probe(client, path, by_fsspec)) else None
+
+    def read(self, path: str, begin: int, targets: Sequence[memoryview]) -> Exception | None:
+        """Fill several targets, one after the other, with the bytes from ``begin`` on; return why that was not done."""
+        client = self.client_of(path)
+        if client is None:
+            return NotSuitableError()
+        try:
+            client.read(path, begin, targets)
+        except Exception as error:  # noqa: BLE001 - fsspec's client asks again, and its error is the one to tell
+            return error
+        return None
+
+    def avoid(self, path: str, failure: Exception) -> None:
+        """Do without obstore from now on, if it has never read what the client of fsspec has read just now."""
+        client, identity = self.client_of(path), self._identity_of(path)
+        if client is not None and identity is not None and not client.has_read:
+            self._give_up(identity, path, failure)
+
+    def _identity_of(self, path: str) -> str | None:
+        if self._backend == "fsspec":
+            return None
+        if self._kind is None:
+            if self._backend == "obstore":
+                raise StorageError(
+                    f"obstore does not know {path.partition('://')[0]}://",
+                    path=self._secrets.hide(path),
+                    remedy='leave out storage_options["backend"]',
+                )
+            return None
+        return repr((self._filesystem.split_path(path)[0], self._backend, self._options))
+
+    def _give_up(self, identity: str, path: str, error: Exception) -> None:
+        shown = self._secrets.hide(path.partition("://")[0] + "://" + self._filesystem.split_path(path)[0])
+        if isinstance(error, NotSuitableError):
+            why = str(error)
+        else:
+            why = describer(self._secrets, "read", path)(error).message
+        if self._backend == "obstore":
+            remedy = 'leave out storage_options["backend"]'
+            raise StorageError(f"obstore cannot be used: {why}", path=shown, remedy=remedy) from None
+        self._known.found[identity] = None
+        if (shown, why) not in _TOLD:
+            _TOLD.add((shown, why))
+            logger.info("fsspec's client moves the bytes of %s, and not obstore, which is faster: %s", shown, why)
+
+    def _probe(self, client: ObstoreClient, path: str, by_fsspec: Requests) -> bool:
+        """Return whether the server takes an object from obstore and gives back a range of it; leave nothing behind."""
+        probe = f"{path.rpartition('/')[0]}/{PROBE_PREFIX}{uuid.uuid4().hex}"
+        data, found = os.urandom(64), bytearray(32)
+        failure: Exception | None = None
+        try:
+            client.put(probe, data, once=True)
+            client.read(probe, 16, [memoryview(found)])
+        except Exception as error:  # noqa: BLE001 - told below
+            failure = error
+        if failure is None and found != data[16:48]:
+            failure = OSError("the server has sent another range than it was asked for")
+        try:
+            if failure is not None:
+                by_fsspec.put(probe, data)
+                by_fsspec.fetch(probe, 16, 48)
+            by_fsspec.delete(probe)
+        except CheckpointError:
+            return False  # it is not obstore's fault: whoever writes gets the error
+        client.has_written = failure is None
+        identity = self._identity_of(path)
+        if failure is not None and identity is not None:
+            self._give_up(identity, path, failure)
+        return client.has_written

@@ -1,0 +1,86 @@
+"""What the script keeps outside of module, datamodule and callbacks, or in what they do: globals, classes, closures."""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ckpt_core.state.lost_variables import Variables, Watched, in_words
+from lightning_ckpt._exact.user_attributes import is_framework, of_framework
+
+
+def _is_users(owner: object) -> bool:
+    has_functions = any(isinstance(one, types.FunctionType) for one in vars(owner).values())  # as a LambdaCallback
+    return has_functions or not is_framework(type(owner))
+
+
+class ScriptVariables:
+    """Watches the variables of the script of one Trainer.
+
+    ``warn`` is given in words what is found to be lost only after training has continued.
+    """
+
+    def __init__(self, trainer: Any, warn: Callable[[str], None]) -> None:
+        self._trainer, self._warn = trainer, warn
+        self._lost: list[str] = []
+        self._continues = False
+        self._variables = Variables(self._watched, self._tell)
+
+    def _tell(self, names: Sequence[str]) -> None:
+        if self._continues:
+            self._warn(_in_words(names))
+        else:
+            self._lost.extend(names)
+
+    def _watched(self) -> Watched | None:
+        trainer = self._trainer
+        # to look at a piece of a tensor would take all ranks
+        if not trainer.is_global_zero or trainer.strategy.restore_checkpoint_after_setup:
+            return None
+        module = trainer.lightning_module
+        owners = [one for one in (trainer.datamodule, *trainer.callbacks) if one is not None and _is_users(one)]
+        kinds = {type(module), *map(type, owners)}
+        loader = trainer.train_dataloader  # its state is captured
+        data = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler", "collate_fn")]
+        made = [*trainer.optimizers, *(one.scheduler for one in trainer.lr_scheduler_configs), *trainer.loggers]
+        return Watched(
+            [module],
+            [trainer, loader, *data, *made],
+            owners,
+            frozenset().union(*map(of_framework, kinds)),
+            others_look=True,
+        )
+
+    def epoch_begins(self) -> None:
+        """The hooks of an epoch's start have run."""
+        self._variables.handed_out(begins=True)
+        self._variables.trains()
+
+    def ends(self) -> None:
+        """The fit is over."""
+        self._variables.ends()
+
+    def capture(self, *, between: bool, ends: bool) -> dict[str, Any]:
+        """Return what training has changed, where a resume begins with the next epoch, or the end of this one."""
+        return self._variables.capture(between=between, ends=ends)
+
+    def resume(self, saved: Mapping[str, Any]) -> None:
+        """The run continues from what :meth:`capture` returned."""
+        self._variables.resume(saved)
+
+    def lost(self, but: str) -> str | None:
+        """Return which variables training continues without, in words, but those that are named already."""
+        self._variables.handed_out(begins=False)
+        self._variables.trains()
+        names = [name for name in self._lost if re.sub(r"`(.*)` of (.*)", r"\2.\1", name) not in but]
+        self._continues = True
+        return _in_words(names) if names else None
+
+
+def _in_words(names: Sequence[str]) -> str:
+    return (
+        f"it begins without variables of the script that training had changed: {in_words(names)} (if "
+        "training depends on them, save them in on_save_checkpoint and set them in on_load_checkpoint)"
+    )

@@ -1,0 +1,200 @@
+"""What module, datamodule and callbacks keep in their attributes: generators are captured, lost changes are named.
+
+Attributes themselves are not put back: a user may have meant another value. But each one that the run has changed is
+remembered by a digest, so that a resume knows whether hooks and ``state_dict`` have brought it back.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, Sampler
+from torchmetrics import Metric, MetricCollection, MetricTracker
+
+from ckpt_core.state.changed_values import PlainState
+from ckpt_core.state.loader_objects import Carried
+from ckpt_core.state.lost_variables import are_kept, in_words
+from lightning_ckpt._private.replacing import Live
+
+_FRAMEWORK = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_ckpt", "torch", "torchmetrics")
+# their state is captured by others
+_FOLLOWED = (Dataset, Sampler, DataLoader, Metric, MetricCollection, MetricTracker)
+_HOLDS = ("state_dict", "on_save_checkpoint")
+_MODULE = ("module", "datamodule")
+_NAMED = 5
+_SCALARS = (bool, int, float, str)
+
+Digests = dict[str, dict[str, str]]
+
+
+class UsersObjects(Live):
+    """Module, datamodule and callbacks of one Trainer, as far as their classes are the user's."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._owners: dict[str, Any] = {"module": trainer.lightning_module}
+        if getattr(trainer, "datamodule", None) is not None:
+            self._owners["datamodule"] = trainer.datamodule
+        for number, callback in enumerate(trainer.callbacks):
+            if not is_framework(type(callback)):
+                self._owners[f"callback {number} {type(callback).__name__}"] = callback
+        self._plain = {
+            name: PlainState(owner, ignore=of_framework(owner.__class__), leave=_FOLLOWED)
+            for name, owner in self._owners.items()
+        }
+        self.generators = Carried(self._owners, plain=False)
+        self._at_start: Digests = {}
+        self._by_hooks: Digests = {}
+        self._copies: dict[str, dict[str, Any]] = {}
+        self._named: set[tuple[str, str]] = set()
+
+    def digests(self) -> Digests:
+        """Return the digests of all plain attributes."""
+        return {name: plain.digests() for name, plain in self._plain.items()}
+
+    def values(self) -> list[tuple[Any, dict[str, Any]]]:
+        """Return each object with its plain attributes."""
+        return [(self._owners[name], plain.values()) for name, plain in self._plain.items()]
+
+    # ---- while training ----------------------------------------------------------------------------------------------
+
+    def training_starts(self) -> None:
+        """What changes from now on is changed by training."""
+        self.generators.look()
+        self._at_start = self.digests()
+
+    def epoch_began(self, before: Digests) -> None:
+        """The hooks of the epoch's start have run; ``before`` are the digests from before them."""
+        self.generators.look()
+        for name, now in self.digests().items():
+            made, earlier = self._by_hooks.setdefault(name, {}), before.get(name, {})
+            for path, digest in now.items():
+                if path in made or earlier.get(path) != digest:
+                    made[path] = digest
+
+    # ---- at a save ---------------------------------------------------------------------------------------------------
+
+    def capture(self, *, in_epoch: bool = True) -> Digests:
+        """Return the digests of what has changed since the objects were set up, without lists that only tell.
+
+        What training has changed and no state holds is named, once. With ``in_epoch``, a resume continues an epoch, and
+        does not begin the next one, whose hooks set anew what they have set.
+        """
+        changed = {name: plain.changed() for name, plain in self._plain.items()}
+        for name, owner in self._owners.items():
+            if _holds_state(type(owner)):
+                continue
+            start, made = self._at_start.get(name, {}), self._by_hooks.get(name, {})
+            lost = []
+            for path, digest in changed[name].items():
+                if not in_epoch and path in made:
+                    continue
+                if start.get(path) != digest and made.get(path) != digest and (name, path) not in self._named:
+                    self._named.add((name, path))
+                    lost.append(path)
+            if lost and self._trainer.is_global_zero:
+                _warn_of(owner, name.partition(" ")[0], lost)
+        return {name: self._plain[name].without_records(digests) for name, digests in changed.items()}
+
+    # ---- at a resume -------------------------------------------------------------------------------------------------
+
+    def before_hooks(self, saved: Mapping[str, Mapping[str, str]]) -> None:
+        """Remember what a checkpoint has brought back, before hooks change it again."""
+        self._copies = {}
+        for name, digests in saved.items():
+            if name in self._plain:
+                now = self._plain[name].digests()
+                right = [path for path, digest in digests.items() if now.get(path) == digest]
+                self._copies[name] = self._plain[name].copy(right)
+
+    def after_hooks(self) -> None:
+        """Put back what was as it was saved."""
+        for name, values in self._copies.items():
+            self._plain[name].restore(values)
+        self._copies = {}
+
+    def differences(
+        self, saved: Mapping[str, Mapping[str, str]], before: Digests | None = None, *, steps_make_anew: bool = False
+    ) -> str | None:
+        """Return what of module and datamodule is not as it was saved, in words, or ``None``.
+
+        ``before`` are digests from before hooks that began the next epoch: what they have changed is theirs. With
+        ``steps_make_anew``, numbers and texts do not count that, by the source, each step only sets.
+        """
+        found: list[tuple[type, str, Any]] = []
+        for name in _MODULE:
+            if name not in self._plain:
+                continue
+            now, values = self._plain[name].digests(), self._plain[name].values()
+            for path, digest in saved.get(name, {}).items():
+                by_hooks = before is not None and before.get(name, {}).get(path) != now.get(path)
+                if now.get(path) != digest and not by_hooks:
+                    found.append((type(self._owners[name]), path, values.get(path)))
+        set_only = [one for one in found if steps_make_anew and isinstance(one[2], _SCALARS)]
+        kept = dict(zip(map(id, set_only), are_kept(set_only) if set_only else [], strict=True))
+        names = [f"{kind.__name__}.{path}" for one in found for kind, path, _ in [one] if kept.get(id(one), True)]
+        return (
+            None
+            if not names
+            else (
+                f"training had changed {in_words(names)}, and no state holds it (use a buffer, or "
+                "on_save_checkpoint and on_load_checkpoint)"
+            )
+        )
+
+
+def _warn_of(owner: Any, kind: str, paths: list[str]) -> None:
+    shown = ", ".join(f"`{path}`" for path in paths[:_NAMED]) + (" and more" if len(paths) > _NAMED else "")
+    remedy = "register buffers, or override on_save_checkpoint" if kind == "module" else "give it state_dict"
+    has = "no on_save_checkpoint" if kind == "module" else "no state_dict"
+    cls: Any = type(owner)
+    file, line = _place_of(cls)
+    warnings.warn_explicit(
+        f"{kind} `{cls.__name__}` changed {shown} since the start, and has {has}: a resume will not have it ({remedy})",
+        UserWarning,
+        file,
+        line,
+        module=cls.__module__,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _place_of(cls: type) -> tuple[str, int]:
+    """File and line of a class, for which its whole file is parsed."""
+    try:
+        return str(inspect.getsourcefile(cls) or cls.__module__), inspect.getsourcelines(cls)[1]
+    except (OSError, TypeError):
+        return cls.__module__, 1
+
+
+def is_framework(kind: type) -> bool:
+    """Return whether a class is of Lightning, torch or this package."""
+    return kind.__module__.partition(".")[0] in _FRAMEWORK
+
+
+def _holds_state(kind: type) -> bool:
+    for name in _HOLDS:
+        if name == "state_dict" and hasattr(kind, "named_parameters"):
+            continue  # of parameters and buffers
+        if not is_framework(next(base for base in kind.__mro__ if name in vars(base) or base is object)):
+            return next(base for base in kind.__mro__ if name in vars(base) or base is object) is not object
+    return False
+
+
+@functools.lru_cache(maxsize=256)
+def of_framework(kind: Any) -> frozenset[str]:
+    """Return the attributes that the framework's own classes among the bases of a class set."""
+    names = set()
+    for base in kind.__mro__:
+        if is_framework(base):
+            for value in vars(base).values():
+                function = getattr(value, "__func__", getattr(value, "fset", value))
+                if isinstance(function, types.FunctionType):
+                    names |= {i.argval for i in dis.get_instructions(function) if i.opname == "STORE_ATTR"}
+    return frozenset(names)

@@ -1,0 +1,147 @@
+"""Plain values that an object has changed are found and captured without pickle, and come back as they were."""
+
+from __future__ import annotations
+
+import io
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from ckpt_core.state.changed_values import PlainState, fingerprint
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.inner: Any = None
+
+
+VALUES: dict[str, Any] = {
+    "integer": 2**70,
+    "float": float("inf"),
+    "text": "a",
+    "bytes": b"\0\1",
+    "complex": 1j,
+    "list": [1, [2.5, None], ("a", True)],
+    "many integers": list(range(1000)),
+    "batches": [list(range(i, i + 70)) for i in range(5)],
+    "deque": deque([1, 2]),
+    "set": {3, 1, 2},
+    "dictionary": {(1, "a"): [torch.ones(2)], 3: {}},
+    "array": np.arange(6.0).reshape(2, 3),
+    "times": np.array(["2020-01-01"], dtype="datetime64[D]"),
+    "number of NumPy": np.float32(1.5),
+    "tensor": torch.arange(4, dtype=torch.bfloat16),
+    "empty": [[], {}, np.zeros(0), torch.zeros(0)],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_a_value_comes_back_with_its_type(name: str) -> None:
+    owner, fresh = Holder(), Holder()
+    plain, other = PlainState(owner), PlainState(fresh)
+    owner.value = VALUES[name]
+    buffer = io.BytesIO()
+    torch.save(plain.capture(), buffer)
+    buffer.seek(0)
+    values, left_out = torch.load(buffer, weights_only=True)
+    assert left_out == []
+    assert other.restore(values) == []
+    assert type(fresh.value) is type(owner.value)
+    assert fingerprint(fresh.value) == fingerprint(owner.value)
+    assert repr(fresh.value) == repr(owner.value)
+
+
+@pytest.mark.parametrize("make", [lambda: [3, 1, 2], lambda: {1: 2}, lambda: np.arange(3), lambda: torch.arange(3)])
+def test_what_was_changed_in_place_stays_the_same_object(make: Any) -> None:
+    owner, fresh = Holder(), Holder()
+    owner.inner, fresh.inner = Holder(), Holder()
+    owner.inner.value, fresh.inner.value = make(), make()
+    plain, other, same = PlainState(owner), PlainState(fresh), fresh.inner.value
+    owner.inner.value[1] = 7
+    other.restore(plain.capture()[0])
+    assert fresh.inner.value is same
+    assert int(same[1]) == 7
+
+
+def test_only_changes_are_captured_and_large_ones_are_named() -> None:
+    owner = Holder()
+    owner.value, owner.inner, owner.cache = [0] * 300_000, [1, 2], {}  # type: ignore[attr-defined]
+    plain = PlainState(owner)
+    assert plain.capture() == ({}, [])
+    owner.value[-1] = 1
+    owner.cache[1] = 2  # type: ignore[attr-defined]
+    assert plain.capture() == ({}, ["value"])
+
+
+def test_a_shuffle_of_a_long_list_is_seen() -> None:
+    order = list(range(1_000_000))
+    before = fingerprint(order)
+    order.sort(key=lambda i: i % 7)
+    assert fingerprint(order) != before
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.broadcast_to(np.zeros(1), (2**20, 2**20)), torch.zeros(1).expand(2**20, 2**20)],
+    ids=["array", "tensor"],
+)
+def test_to_look_at_what_is_not_contiguous_does_not_copy_it(value: Any) -> None:
+    # 8 TiB, if it did
+    assert fingerprint(value) == fingerprint(value)
+    assert fingerprint(value) != fingerprint(value[:-1])
+
+
+def test_a_file_that_is_mapped_into_memory_is_not_read(tmp_path: Path) -> None:
+    mapped = np.memmap(tmp_path / "data.bin", dtype=np.uint8, mode="w+", shape=(100,))
+    before = fingerprint(mapped)
+    mapped[3] = 1
+    assert fingerprint(mapped) == before
+
+
+def test_a_change_in_one_of_many_arrays_is_seen() -> None:
+    arrays = [np.zeros(1000, np.float32) for _ in range(500)]
+    before = fingerprint(arrays)
+    arrays[250][999] = 1
+    assert fingerprint(arrays) != before
+
+
+def test_of_a_list_of_a_thousand_large_arrays_a_part_is_looked_at() -> None:
+    # one page each: more would be 256 GiB
+    arrays = [np.broadcast_to(np.zeros(1), (2**25,)) for _ in range(1000)]
+    assert fingerprint(arrays) == fingerprint(list(arrays))
+
+
+class NoText:
+    def __repr__(self) -> str:
+        raise ValueError("not now")
+
+
+class Quantity(float):
+    def __repr__(self) -> str:
+        raise ValueError("no unit")
+
+
+class Lazy(list[int]):
+    def __iter__(self) -> Any:
+        raise OSError("closed")
+
+
+class Proxy:
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("not connected")
+
+
+@pytest.mark.parametrize("odd", [Quantity(2), {NoText(): 1}, Lazy([1]), Proxy()], ids=lambda odd: type(odd).__name__)
+def test_what_a_value_raises_when_it_is_looked_at_hides_no_other(odd: Any) -> None:
+    owner = Holder()
+    owner.odd, owner.count = odd, 1  # type: ignore[attr-defined]
+    state = PlainState(owner)
+    owner.count = 2  # type: ignore[attr-defined]
+    assert list(state.changed()) == ["count"]
+    assert list(state.capture()[0]) == ["count"]

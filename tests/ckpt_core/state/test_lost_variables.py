@@ -1,0 +1,344 @@
+"""What a script keeps to itself, in places of every kind: a run that begins without it names it, and nothing else."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextvars
+import queue
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from ckpt_core.state import lost_variables as variables_module
+from ckpt_core.state.lost_variables import Variables, Watched
+
+LEVEL: contextvars.ContextVar[float] = contextvars.ContextVar("level", default=1.0)
+CRITIC = torch.nn.Linear(3, 1)
+NOTES: dict[str, float] = {}
+
+
+class Run:
+    """One start of a script: the first notes what changes, the second begins without it."""
+
+    def __init__(self, saved: Any = None, owners: tuple[object, ...] = ()) -> None:
+        self.model = torch.nn.Linear(2, 2)
+        self.lost: list[str] = []
+        self.saved: Any = None
+        self.mean: Any = None
+        self.owners = owners
+        self.is_second = saved is not None
+        self.variables = Variables(lambda: Watched([self.model], [self], self.owners), self.lost.extend)
+        if saved is not None:
+            self.variables.resume(saved)
+
+    def begins(self) -> bool:
+        """Train on the first batch; return whether the script goes on to change what it keeps."""
+        self.variables.handed_out(begins=True)
+        self.variables.trains()
+        return not self.is_second
+
+    def saves(self) -> None:
+        self.saved = self.variables.capture()
+
+    def uses(self, value: Any) -> None:
+        """Whatever a training does with a value."""
+
+
+class Pair(NamedTuple):
+    total: float
+    count: int
+
+
+def in_a_thread(run: Run) -> None:
+    asked: queue.Queue[float] = queue.Queue()
+    told: queue.Queue[float] = queue.Queue()
+
+    def work() -> None:
+        total = 0.0
+        while (value := asked.get()) >= 0:
+            total += value
+            told.put(total)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    asked.put(0.0)
+    told.get()
+    if run.begins():
+        asked.put(1.0)
+        told.get()
+        run.saves()
+    asked.put(-1.0)
+    thread.join()
+
+
+def in_a_weak_dictionary(run: Run) -> None:
+    moments: Any = weakref.WeakKeyDictionary()
+    if run.begins():
+        moments[run.model] = 0.9 * moments.get(run.model, 0.0) + 1.0
+        run.saves()
+    run.uses(moments.get(run.model))
+
+
+def in_a_context(run: Run) -> None:
+    if run.begins():
+        LEVEL.set(LEVEL.get() * 0.5)
+        run.saves()
+    run.uses(LEVEL.get())
+
+
+def appended(value: float, seen: list[float] = []) -> float:  # noqa: B006 - it is what is tried
+    seen.append(value)
+    return sum(seen)
+
+
+def in_a_default(run: Run) -> None:
+    if run.begins():
+        appended(1.0)
+        run.saves()
+    run.uses(appended(1.0))
+
+
+def counted() -> int:
+    counted.calls += 1  # type: ignore[attr-defined]
+    return counted.calls  # type: ignore[attr-defined,no-any-return]
+
+
+counted.calls = 0  # type: ignore[attr-defined]
+
+
+def at_a_function(run: Run) -> None:
+    if run.begins():
+        counted()
+        run.saves()
+    run.uses(counted())
+
+
+def in_a_scaler(run: Run) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))
+    if run.begins():
+        scaler.update(new_scale=4.0)
+        run.saves()
+    run.uses(scaler.get_scale())
+
+
+def in_a_model_of_its_own(run: Run) -> None:
+    if run.begins():
+        with torch.no_grad():
+            CRITIC.weight.mul_(2)
+        run.saves()
+    run.uses(CRITIC.weight)
+
+
+def in_a_parameter(run: Run) -> None:
+    extra = {"temperature": torch.nn.Parameter(torch.ones(()))}
+    if run.begins():
+        with torch.no_grad():
+            extra["temperature"].sub_(0.5)
+        run.saves()
+    run.uses(extra["temperature"])
+
+
+def in_a_tuple_with_names(run: Run) -> None:
+    pair = Pair(0.0, 0)
+    for _ in range(run.begins()):
+        pair = Pair(pair.total + 1.0, pair.count + 1)
+        run.saves()
+    run.uses(pair.total / 2)
+
+
+def in_a_dictionary_that_begins_empty(run: Run) -> None:
+    shadow: dict[str, torch.Tensor] = {}
+    if run.begins():
+        for name, p in run.model.named_parameters():
+            shadow.setdefault(name, p.detach().clone()).lerp_(p.detach() + 1, 0.5)
+        run.saves()
+    run.uses(shadow["weight"] if shadow else None)
+
+
+def observed(model: torch.nn.Module) -> Callable[[], torch.Tensor]:
+    sums = torch.zeros(2)
+
+    def note(module: Any, args: Any, output: torch.Tensor) -> None:
+        sums.add_(output.detach().abs().mean(0))
+
+    model.register_forward_hook(note)
+    return sums.mean
+
+
+def in_a_hook(run: Run) -> None:
+    run.mean = observed(run.model)
+    if run.begins():
+        run.model(torch.ones(3, 2))
+        run.saves()
+    run.uses(run.mean())
+
+
+class Calls:
+    """A callback, whose function keeps something."""
+
+    def __init__(self) -> None:
+        best = 0.0
+
+        def look(value: float) -> bool:
+            nonlocal best
+            best, before = max(best, value), best
+            return value > before
+
+        self.look = look
+
+
+def in_a_callback(run: Run) -> None:
+    calls = Calls()
+    run.owners = (calls,)
+    if run.begins():
+        calls.look(1.0)
+        run.saves()
+    run.uses(calls.look(2.0))
+
+
+def what_each_step_sets(run: Run) -> None:
+    for _ in range(run.begins()):
+        NOTES["loss"] = 2.0
+        run.saves()
+    run.uses(NOTES.get("loss"))
+
+
+def what_is_a_memo(run: Run) -> None:
+    memo: dict[int, float] = {}
+    if run.begins():
+        memo.setdefault(1, 2.0)
+        run.saves()
+    run.uses(memo)
+
+
+class Score(concurrent.futures.Future[float]):
+    """Of a library's class, which keeps what is its own in names with an underscore."""
+
+
+def what_a_library_keeps(run: Run) -> None:
+    score = Score()
+    if run.begins():
+        score.set_result(2.0)
+        run.saves()
+    run.uses(score.result() if score.done() else None)
+
+
+@pytest.fixture(autouse=True)
+def _as_in_a_new_process() -> Iterator[None]:
+    _begin_anew()
+    yield
+    _begin_anew()
+
+
+def _begin_anew() -> None:
+    LEVEL.set(1.0)
+    appended.__defaults__[0].clear()  # type: ignore[index]
+    counted.calls = 0  # type: ignore[attr-defined]
+    globals()["NOTES"].clear()  # as if nobody did
+    with torch.no_grad():
+        CRITIC.weight.fill_(1.0)
+
+
+@pytest.mark.parametrize(
+    ("script", "name"),
+    [
+        (in_a_thread, "`total` of work() in"),
+        (in_a_weak_dictionary, "`moments` of in_a_weak_dictionary() in"),
+        (in_a_context, "`LEVEL` of"),
+        (in_a_default, "`seen` of appended() in"),
+        (at_a_function, "`calls` of counted() in"),
+        (in_a_scaler, "`scaler` of in_a_scaler() in"),
+        (in_a_model_of_its_own, "`CRITIC` of"),
+        (in_a_parameter, "`extra.temperature` of in_a_parameter() in"),
+        (in_a_tuple_with_names, "`pair."),
+        (in_a_dictionary_that_begins_empty, "`shadow` of in_a_dictionary_that_begins_empty() in"),
+        (in_a_hook, "`hook0.sums` of Linear"),
+        (in_a_callback, "`look.best` of Calls"),
+        (what_each_step_sets, None),
+        (what_is_a_memo, None),
+        (what_a_library_keeps, None),
+    ],
+)
+def test_what_a_script_keeps_is_named_by_a_run_that_begins_without_it(
+    script: Callable[[Run], None], name: str | None
+) -> None:
+    first = Run()
+    script(first)
+    assert first.saved["values"] or name is None
+    _begin_anew()
+    second = Run(first.saved)
+    script(second)
+    assert [one for one in second.lost if name is None or not one.startswith(name)] == []
+    assert bool(second.lost) == (name is not None)
+
+
+class Refuses(float):
+    """A number that nobody may look at."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no unit")
+
+    __str__ = __hash__ = __eq__ = __bool__ = __format__ = __repr__  # type: ignore[assignment]
+
+
+def beside_what_refuses(run: Run) -> None:
+    refuses, several, best = Refuses(1), {"a": Refuses(2)}, 1.0
+    if run.begins():
+        best = 0.5
+        run.saves()
+    run.uses(best)
+    run.uses((refuses, several))
+
+
+def test_what_cannot_be_looked_at_is_left_out() -> None:
+    first = Run()
+    beside_what_refuses(first)
+    second = Run(first.saved)
+    beside_what_refuses(second)
+    assert [one.partition(" of ")[0] for one in second.lost] == ["`best`"]
+
+
+def test_no_training_ends_because_of_a_look() -> None:
+    def fails() -> Watched:
+        raise ZeroDivisionError
+
+    variables = Variables(fails, lambda names: None)
+    variables.handed_out(begins=True)
+    variables.trains()
+    assert variables.capture() == {}
+    variables.resume({"values": {"a": []}})
+    variables.handed_out(begins=True)
+    variables.trains()
+    assert variables.capture() == {}
+
+
+def test_a_look_at_a_large_program_stays_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = types.ModuleType(__name__)
+    module.__file__ = __file__
+    vars(module).update({f"values_{number}": {str(key): float(key) for key in range(60)} for number in range(500)})
+    monkeypatch.setattr(variables_module, "_user_modules", lambda *_: [(module, set(), [])])
+    run = Run()
+    beside_much(run)
+    assert 256 < len(run.variables._first) < 400
+    assert "`mine` of beside_much() in test_lost_variables.py" in run.variables._first
+
+
+def beside_much(run: Run) -> None:
+    mine = 1.0
+    run.begins()
+    run.uses(mine)
+
+
+def test_where_nothing_is_noted_a_checkpoint_depends_on_no_earlier_start() -> None:
+    once, twice = Run(), Run()
+    for run, epochs in ((once, 1), (twice, 3)):
+        for _ in range(epochs):
+            run.begins()
+        run.saves()
+    assert once.saved == twice.saved == {"values": {}, "between": False, "ends": False}

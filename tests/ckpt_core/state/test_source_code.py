@@ -1,0 +1,139 @@
+"""What the source of a script says of its names: what stays, what begins anew, and what decides."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt_core.state.source_code import Source, mark
+
+SCRIPT = """
+import math
+
+TOTAL = 0
+SEEN = []
+
+class Meter:
+    best: float = math.inf
+
+    def __init__(self):
+        self.sum, self.count, self.shown, self.last, self.phase = 0.0, 0, 0, 0.0, "warm"
+        self.history = []
+        self.reset_all()
+
+    def reset(self):
+        self.sum = 0.0
+
+    def reset_all(self):
+        self.count = 0
+
+    def update(self, value):
+        self.sum += value
+        self.count = self.count + 1
+        self.shown += 1
+        self.last = value
+        self.history.append(value)
+        if value < self.best:
+            self.best = value
+        mean = self.sum / self.count
+        print(f"{self.shown}: {mean}", self.history)
+
+    def cool(self):
+        self.phase = "cold"
+
+def train(optimizer, batches, limit, meter):
+    global TOTAL
+    done, steps, bad, stage, noted = 0, 0, 0, 0, {}
+    while done < limit:
+        meter.reset()
+        for batch in batches:
+            done += 1
+            steps += 1
+            TOTAL += 1
+            bad = 0 if meter.last < meter.best else bad + 1
+            SEEN.append(batch)
+            noted["loss"] = meter.last
+            noted["sum"] = noted.get("sum", 0) + 1
+            if steps == 7:
+                stage = 1
+            if steps % 10 == 0:
+                print(steps, TOTAL)
+                save(f"step_{steps}")
+            if bad > 3:
+                break
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 ** stage
+        if meter.phase == "cold" and noted["sum"]:
+            optimizer.step()
+    return SEEN
+"""
+TRAIN = 35  # the line of train
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Source:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    assert SCRIPT.splitlines()[TRAIN - 1].startswith("def train")
+    return Source([str(path)], [(str(path), "train", TRAIN)])
+
+
+def of_train(name: str) -> str:
+    return f"train:{TRAIN}:{name}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "decides"),
+    [
+        (of_train("done"), 3, False),  # says when to end
+        (of_train("bad"), 3, True),  # the same, and is set back
+        (of_train("steps"), 3, True),  # by stage
+        (of_train("stage"), 1, True),
+        (of_train("noted[loss]"), 0.5, False),
+        (of_train("noted[sum]"), 2, True),
+        (":TOTAL", 3, False),
+        (":SEEN", [1], False),  # returned, to be looked at
+        (".sum", 0.5, False),  # printed by its mean
+        (".shown", 3, False),
+        (".last", 0.5, True),  # by bad
+        (".phase", "cold", True),
+        (".history", [0.5], False),
+        (".unknown", 3, True),
+    ],
+)
+def test_what_decides(source: Source, name: str, value: Any, decides: bool) -> None:
+    assert source.decides(name, counts=type(value) is int, holds=isinstance(value, list)) == decides
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "keeps"),
+    [
+        (".sum", 0.5, True),
+        (".count", 3, True),
+        (".last", 0.5, False),
+        (".best", 0.5, True),
+        (".phase", "cold", True),
+        (of_train("noted[loss]"), 0.5, False),
+        (of_train("noted[sum]"), 2, True),
+        (".unknown", 3, True),
+    ],
+)
+def test_what_keeps_something_of_what_was_there(source: Source, name: str, value: Any, keeps: bool) -> None:
+    assert source.keeps(name, value) == keeps
+
+
+def test_what_is_set_back(source: Source) -> None:
+    assert source.begins_anew(".sum", mark(0.0))
+    assert not source.begins_anew(".sum", mark(1.0))
+    assert not source.begins_anew(".count", mark(0))  # only when the object is made
+    assert not source.begins_anew(".best", mark(0.5))  # only if it is a better one
+
+
+def test_where_no_source_is_everything_matters(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("def (")
+    source = Source([str(tmp_path / "broken.py"), str(tmp_path / "none.py")])
+    assert source.decides(".sum")
+    assert source.keeps(".sum", 0.5)
+    assert source.names_of("meter.sum", None)[-1] == ".sum"

@@ -1,0 +1,74 @@
+"""A few threads over a list of jobs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from ckpt_core.threads import run_parallel
+
+
+@pytest.mark.parametrize("threads", [1, 2, 4])
+def test_every_job_is_done_once(threads: int) -> None:
+    done: list[int] = []
+    run_parallel(done.append, range(500), threads=threads)
+    assert sorted(done) == list(range(500))
+
+
+def test_several_threads_work_at_the_same_time() -> None:
+    meeting = threading.Barrier(3)
+    run_parallel(lambda _: meeting.wait(20), range(3), threads=3)
+    assert not meeting.broken
+
+
+def test_the_first_error_is_raised_when_all_threads_have_stopped() -> None:
+    done: list[int] = []
+
+    def work(job: int) -> None:
+        if job == 3:
+            raise ValueError("job 3")
+        done.append(job)
+
+    with pytest.raises(ValueError, match="job 3"):
+        run_parallel(work, range(10_000), threads=4)
+    count = len(done)
+    assert count < 9_999  # without the failed one, all the others
+    time.sleep(0.05)
+    assert len(done) == count
+
+
+def test_an_error_of_the_jobs_themselves_is_raised() -> None:
+    def jobs() -> Iterator[int]:
+        yield 1
+        raise KeyError("no more")
+
+    with pytest.raises(KeyError, match="no more"):
+        run_parallel(lambda _: None, jobs(), threads=3)
+
+
+def test_an_interrupt_is_raised_only_when_no_thread_works_any_more() -> None:
+    """The caller frees the memory and closes the file that the threads are writing from and to."""
+    main_is_done = threading.Event()
+    finished: list[str] = []
+
+    def work(job: str) -> None:
+        if threading.current_thread() is threading.main_thread():
+            main_is_done.set()
+            return
+        assert main_is_done.wait(20)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+        finished.append(job)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_parallel(work, iter(["a", "b"]), threads=2)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(finished) == 1
