@@ -35,6 +35,7 @@ class PassedImage:
         self.region_size = image.region_size
         self.live = image
         self._windows = windows
+        self._live_is_read = threading.Lock()
 
     @property
     def approximate_size(self) -> int:
@@ -51,10 +52,13 @@ class PassedImage:
 
     def tail(self) -> bytes:
         """Return the rest of the file."""
-        return self.live.tail()
+        with self._live_is_read:
+            return self.live.tail()
 
     def forget_sources(self) -> None:
-        """Nothing: who copies the windows does."""
+        """Take what is left of the live tensors, which nobody reads any more when this returns."""
+        with self._live_is_read:
+            self.live.forget_sources()
 
     def is_there(self) -> bool:
         """Return, when it is known, whether the file is there without being written."""
@@ -158,7 +162,7 @@ class PassingWindows:
         try:
             run_parallel(self._copy, self._windows(files, is_there))
             for _, image in files:
-                image.live.forget_sources()
+                image.forget_sources()
         except BaseException as error:  # noqa: BLE001 - raised again by wait()
             self._fail(error)
         finally:

@@ -336,6 +336,26 @@ def waits_for_room(windows: PassingWindows) -> None:
         pass
 
 
+def test_training_does_not_go_on_while_the_writer_reads_the_rest_of_the_file() -> None:
+    reads, let_go = threading.Event(), threading.Event()
+    begun_while_it_read: list[bool] = []
+
+    class Rest(Windows):
+        def tail(self) -> bytes:
+            reads.set()
+            begun_while_it_read.append(let_go.wait(0.2))
+            return b""
+
+        def forget_sources(self) -> None:
+            let_go.set()
+
+    windows = PassingWindows(StagingBuffer(2 * ROOM), lambda: None)
+    (passed,) = windows.begin([("file", Rest(lambda _: reads.wait()))], lambda *_: False) or []
+    assert passed[1].tail() == b""
+    ends(windows.wait)
+    assert begun_while_it_read == [False]
+
+
 def test_all_saves_under_way_together_take_what_is_allowed() -> None:
     pool = BufferPool(2, 2 * ROOM)
     buffers = [pool.acquire(5 * ROOM) for _ in range(2)]
