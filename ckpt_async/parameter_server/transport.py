@@ -92,11 +92,9 @@ class SocketTransport:
         advertise: Host, or ``host:port``, that others connect to, where it is not that of ``listen``: as with
             ``0.0.0.0``.
         secret: What all processes of the training share, of at least 16 characters, or as a :class:`~pathlib.Path` the
-            file
-            it is in. None: the environment variable ``CKPT_SECRET``, or the file that ``CKPT_SECRET_FILE`` names;
-                without
-            them a file of this user's (mode 600), which is enough where all processes are on one machine and listen at
-            its loopback interface.
+            file it is in. None: the environment variable ``CKPT_SECRET``, or the file that ``CKPT_SECRET_FILE`` names;
+            without them a file of this user's (mode 600), which is enough where all processes are on one machine and
+            listen at its loopback interface.
         connect_timeout: Seconds to wait for a participant that does not listen yet.
         silence_timeout: Seconds, at least 6, after which a process that gives no sign of life while it owes an answer
             is taken for lost. One that works on a long answer does give signs; one that was stopped, or whose machine
