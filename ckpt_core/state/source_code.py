@@ -116,10 +116,10 @@ class Source:
         return names
 
     def keeps(self, name: str, value: object) -> bool:
-        """Whether what is stored there may come of what was there before, and is not made anew by each step."""
+        """Whether what is stored there may come of what was there before, and no step is seen to make it anew."""
         reader = self._reader
         is_state = isinstance(value, (bool, int, str, type(None))) and name in reader.set_to
-        return is_state or not self._is_readable or name not in reader.stored or name in reader.keeps
+        return is_state or not self._is_readable or name not in reader.set_by_steps or name in reader.keeps
 
     def begins_anew(self, name: str, first: str) -> bool:
         """Whether it is set back, unconditionally and not when its owner is made, to the value with a mark."""
@@ -170,6 +170,7 @@ class _Reader(ast.NodeVisitor):
     def __init__(self) -> None:
         self.keeps: set[str] = set()
         self.stored: set[str] = set()
+        self.set_by_steps: set[str] = set()
         self.set_to: set[str] = set()
         self.set_again: set[str] = set()
         self.decides: set[str] = set()
@@ -250,6 +251,8 @@ class _Reader(ast.NodeVisitor):
                 scope.stored.add(name)
         if not updates and (self._depth or self._loops):
             self.set_again.add(name)
+        if inner.resets:
+            self.set_by_steps.add(name)
         literal = None if updates or value is None else _literal(value)
         if literal is not None and inner.resets:
             self.set_to.add(name)

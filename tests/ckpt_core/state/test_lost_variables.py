@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextvars
+import operator
 import queue
 import threading
 import types
@@ -202,6 +203,22 @@ def in_a_callback(run: Run) -> None:
     run.uses(calls.look(2.0))
 
 
+def in_an_object_that_is_set_elsewhere(run: Run) -> None:
+    held = types.SimpleNamespace(pace=1.0)
+    if run.begins():
+        operator.setitem(vars(held), "pace", 0.5)  # no source says so
+        run.saves()
+    run.uses(held.pace)
+
+
+def what_each_step_makes(run: Run) -> None:
+    noted = {"pace": 1.0}
+    for _ in range(run.begins()):
+        noted = {"pace": 2.0}
+        run.saves()
+    run.uses(noted["pace"])
+
+
 def what_each_step_sets(run: Run) -> None:
     for _ in range(run.begins()):
         NOTES["loss"] = 2.0
@@ -260,6 +277,8 @@ def _begin_anew() -> None:
         (in_a_dictionary_that_begins_empty, "`shadow` of in_a_dictionary_that_begins_empty() in"),
         (in_a_hook, "`hook0.sums` of Linear"),
         (in_a_callback, "`look.best` of Calls"),
+        (in_an_object_that_is_set_elsewhere, "`held.pace` of in_an_object_that_is_set_elsewhere() in"),
+        (what_each_step_makes, None),
         (what_each_step_sets, None),
         (what_is_a_memo, None),
         (what_a_library_keeps, None),

@@ -117,6 +117,7 @@ def test_what_decides(source: Source, name: str, value: Any, decides: bool) -> N
         (".phase", "cold", True),
         (of_train("noted[loss]"), 0.5, False),
         (of_train("noted[sum]"), 2, True),
+        (of_train("noted"), {}, True),  # made by no step: what is in it, and is set elsewhere, stays
         (".unknown", 3, True),
     ],
 )
