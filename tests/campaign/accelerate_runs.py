@@ -11,7 +11,7 @@ import sys
 import traceback
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -226,16 +226,20 @@ class _Loop:
         self._env.progress.kept = values
 
     def saves(self) -> None:
-        _hidden.run.saves(self._env, self._env.progress.epoch, self._env.progress.batch - 1)
+        epoch, batch = self._env.progress.epoch, self._env.progress.batch - 1
+        _note(sys._getframe(1).f_locals, f"{epoch} {batch}")
+        _hidden.run.saves(self._env, epoch, batch)
 
     def epoch_saves(self) -> None:
-        caller = sys._getframe(1).f_locals
-        epoch = self._env.progress.epoch
-        variables = {f"{name}, {epoch}": sha(value) for name, value in caller.items() if name not in ("env", "do")}
-        at_ends = _hidden.run.outcome.attributes.setdefault("end", {"variables": {}})
-        at_ends["variables"].update(variables)
+        _note(sys._getframe(1).f_locals, str(self._env.progress.epoch))
         self._env.progress.epoch, self._env.progress.batch = self._env.progress.epoch + 1, 0
         _hidden.run.saves(self._env, self._env.progress.epoch - 1, -1)
+
+
+def _note(variables: Mapping[str, Any], place: str) -> None:
+    """Note a script's variables after a step, or an epoch: an alarm is no false one if what it names is another one."""
+    noted = _hidden.run.outcome.attributes.setdefault("end", {"variables": {}})["variables"]
+    noted.update({f"{name}, {place}": sha(one) for name, one in variables.items() if name not in ("env", "do")})
 
 
 # in no variable and no object, because those that training changes are looked at
@@ -307,7 +311,7 @@ def _script(what: str, point: Point | None) -> Any:
         progress.epoch, progress.batch = progress.epoch + 1, 0
         case.end(env)
         _hidden.run.saves(env, progress.epoch - 1, -1)
-    _hidden.run.outcome.attributes.setdefault("end", {"variables": {"local": sha(env.local)}})
+    _hidden.run.outcome.attributes.setdefault("end", {"variables": {"env, end": sha(env.local)}})
     case.last(env)
     _hidden.run.outcome.weights = sha(dict(accelerator.unwrap_model(env.model).state_dict()))
     _hidden.run.outcome.optimizers = sha([optimizer.optimizer.state_dict() for optimizer in env.optimizers])

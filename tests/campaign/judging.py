@@ -162,10 +162,13 @@ def compare(base: Outcome, resumed: Outcome, point: str) -> Judgement:
 
 
 def _is_true(text: str, base: Mapping[str, Any], resumed: Mapping[str, Any]) -> bool:
-    """Whether an attribute that is said to be lost is indeed another one, though nothing came of it."""
+    """Whether what is said to be lost is indeed another one, though nothing came of it."""
     if "variables of the script" in text:
         there, here = base.get("variables", {}), resumed.get("variables", {})
-        return base.get("modules") != resumed.get("modules") or any(there[k] != here[k] for k in there.keys() & here)
+        named = {path.partition(".")[0] for path in re.findall(r"`([^`]+)` of ", text)}
+        both = there.keys() & here.keys()
+        told = {key for key in both if key.partition(",")[0] in named} or both  # a global is in no function
+        return base.get("modules") != resumed.get("modules") or any(there[key] != here[key] for key in told)
     found = re.match(r"\w+ `(\w+)` changed (.*) since the start", text)
     if found is None:
         return False

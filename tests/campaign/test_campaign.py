@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from tests.campaign.judging import Outcome, compare
 from tests.conftest import ROOT
 
 
@@ -18,6 +19,23 @@ def test_the_tests_that_the_page_about_exact_resumes_names_are_there() -> None:
     there = {name for text in files for name in re.findall(r"^def (test_\w+)", text, re.MULTILINE)}
     assert len(named) >= 20
     assert named - there == set()
+
+
+@pytest.mark.parametrize(
+    ("named", "place", "verdict"),
+    [
+        ("state.best", "0 4", "exact"),  # was another one after a step, and then what it would have been
+        ("state.best", "0", "exact"),
+        ("other", "0 4", "FALSE ALARM"),
+        ("total", "0 4", "exact"),  # a global, which nobody notes
+    ],
+)
+def test_an_alarm_is_false_if_what_it_names_was_never_another_one(named: str, place: str, verdict: str) -> None:
+    text = f"this resume begins without variables of the script that training had changed: `{named}` of run() in a.py"
+    base, resumed = Outcome(marks={"early": [0, 0, 0, 0]}), Outcome(warned=[text])
+    for run, best in ((base, "a"), (resumed, "b")):
+        run.attributes = {"end": {"variables": {f"state, {place}": best, f"other, {place}": "c"}}}
+    assert compare(base, resumed, "early").verdict == verdict
 
 
 @pytest.mark.slow
