@@ -32,7 +32,7 @@ class Image(Protocol):
 
     @property
     def region_size(self) -> int:
-        """Length in bytes of the first part of the file, which :meth:`window` gives; a multiple of 4096."""
+        """Length in bytes of the first part of the file, which :meth:`digested_window` gives; a multiple of 4096."""
 
     @property
     def approximate_size(self) -> int:
@@ -42,8 +42,8 @@ class Image(Protocol):
     def is_staged(self) -> bool:
         """Whether the bytes are in a buffer of ours, so that the live tensors may change."""
 
-    def window(self, begin: int, scratch: Memory | None) -> memoryview:
-        """Return the page-aligned bytes of the window at ``begin``, waiting for them if need be.
+    def digested_window(self, begin: int, scratch: Memory | None) -> memoryview:
+        """Return the page-aligned bytes of the window at ``begin``, waiting for them if need be; keep their digests.
 
         ``scratch`` is memory of at least ``WINDOW`` bytes to assemble it in; a staged image needs none.
         """

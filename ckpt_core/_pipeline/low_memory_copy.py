@@ -42,7 +42,7 @@ class PassedImage:
         """As of the image."""
         return self.live.approximate_size
 
-    def window(self, begin: int, scratch: Memory | None) -> memoryview:
+    def digested_window(self, begin: int, scratch: Memory | None) -> memoryview:
         """Return a window, waiting for it if need be; :meth:`written` has to follow."""
         return self._windows.take(self, begin)
 
@@ -194,7 +194,7 @@ class PassingWindows:
     def _copy(self, job: tuple[PassedImage, int, _Room]) -> None:
         image, begin, room = job
         try:
-            memory = image.live.window(begin, room)
+            memory = image.live.digested_window(begin, room)
         except BaseException as error:
             self._fail(error)  # at once: others may be waiting for room
             raise

@@ -214,11 +214,11 @@ def _take_all(image: Image, scratch: ScratchBuffers) -> None:
 
     def take(begin: int) -> None:
         if image.is_staged:
-            image.window(begin, None)
+            image.digested_window(begin, None)
             return
         buffer = scratch.take(min(WINDOW, image.region_size))
         try:
-            image.window(begin, buffer)
+            image.digested_window(begin, buffer)
         finally:
             scratch.give(buffer)
 

@@ -41,14 +41,14 @@ def write_image(
     def write_window(begin: int) -> None:
         if image.is_staged:
             try:
-                writer.write_at(begin, image.window(begin, None))
+                writer.write_at(begin, image.digested_window(begin, None))
             finally:
                 if written is not None:
                     written(begin)
             return
         buffer = scratch.take(min(WINDOW, image.region_size))
         try:
-            window = image.window(begin, buffer)
+            window = image.digested_window(begin, buffer)
             with writing:
                 writer.write_at(begin, window)
         finally:

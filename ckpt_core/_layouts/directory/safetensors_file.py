@@ -160,7 +160,7 @@ class SafetensorsImage:
         """The file's size in bytes, exactly."""
         return self._layout.size
 
-    def window(self, begin: int, scratch: Memory | None) -> memoryview:
+    def digested_window(self, begin: int, scratch: Memory | None) -> memoryview:
         """Return the page-aligned bytes of the window at ``begin``, and keep digests of the blocks that end in it."""
         return self._bytes(begin, min(begin + WINDOW, self.region_size), scratch)
 
@@ -288,7 +288,7 @@ class DigestsImage:
         self._images = list(images)
         self.approximate_size = sum(len(image.digests) for image in images) * DIGEST_BYTES
 
-    def window(self, begin: int, scratch: Memory | None) -> memoryview:
+    def digested_window(self, begin: int, scratch: Memory | None) -> memoryview:
         """Never called: there is no window below ``region_size``."""
         raise IndexError(begin)
 

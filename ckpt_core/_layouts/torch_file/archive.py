@@ -70,8 +70,8 @@ def _region(sizes: tuple[int, ...]) -> _Region:
 class FileImage:
     """The bytes of a torch file, either staged in a buffer of ours or still in the live tensors.
 
-    It can be written while it is being made: :meth:`window` waits for its bytes (``wait_staged`` returns when the
-    buffer is filled up to an offset), and :meth:`tail` comes after :meth:`add_pickle`.
+    It can be written while it is being made: :meth:`digested_window` waits for its bytes (``wait_staged`` returns when
+    the buffer is filled up to an offset), and :meth:`tail` comes after :meth:`add_pickle`.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class FileImage:
         """The file's size in bytes but for its last few kilobytes, and for its pickle while that is not known."""
         return self.region_size + len(self._pickled) + sum(map(len, self._late))
 
-    def window(self, begin: int, scratch: Memory | None) -> memoryview:
+    def digested_window(self, begin: int, scratch: Memory | None) -> memoryview:
         """Return the page-aligned bytes of the window that starts at ``begin``, and keep their digests."""
         end = min(begin + WINDOW, self.region_size)
         if self._wait_staged is not None:

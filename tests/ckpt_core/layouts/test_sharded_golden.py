@@ -65,7 +65,7 @@ def write_linked(path: Path) -> Path:
         for name in newer.names:
             image = newer_images[name]
             if "unchanged" in name:
-                image.window(0, scratch.take(2**24))  # the digests of its blocks
+                image.digested_window(0, scratch.take(2**24))  # the digests of its blocks
                 image.tail()
                 image = older_images[name]
             write_image(image, storage, str(path / name), scratch=scratch)

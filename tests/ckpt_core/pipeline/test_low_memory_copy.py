@@ -199,7 +199,7 @@ def test_a_window_that_cannot_be_copied_fails_the_save(
     from ckpt_core._layouts.torch_file.archive import FileImage
 
     kind: Any = FileImage if layout == "file" else SafetensorsImage
-    whole = kind.window
+    whole = kind.digested_window
 
     def fail_later(self: Any, begin: int, scratch: Any) -> memoryview:
         if begin:
@@ -208,7 +208,7 @@ def test_a_window_that_cannot_be_copied_fails_the_save(
         return found
 
     saves = Saves(layout, tmp_path)
-    monkeypatch.setattr(kind, "window", fail_later)
+    monkeypatch.setattr(kind, "digested_window", fail_later)
     with pytest.raises(RuntimeError, match="the device has gone"):
         ends(lambda: saves.save(state_of()))
     assert not saves.checkpointer.is_busy
@@ -322,7 +322,7 @@ class Windows:
     def __init__(self, copy: Callable[[int], None]) -> None:
         self._copy = copy
 
-    def window(self, begin: int, scratch: Any) -> memoryview:
+    def digested_window(self, begin: int, scratch: Any) -> memoryview:
         self._copy(begin)
         return memoryview(scratch.memory)
 
@@ -365,8 +365,8 @@ def test_all_saves_under_way_together_take_what_is_allowed() -> None:
 def test_who_waits_for_room_hears_that_nobody_writes_any_more() -> None:
     windows = PassingWindows(StagingBuffer(ROOM), lambda: None)
     (passed,) = windows.begin([("file", Windows(lambda _: None))], lambda *_: False) or []
-    passed[1].window(0, None)
-    passed[1].window(WINDOW, None)  # the room is full
+    passed[1].digested_window(0, None)
+    passed[1].digested_window(WINDOW, None)  # the room is full
     waits_for_room(windows)
     ends(windows.settle)
 
@@ -383,7 +383,7 @@ def test_who_waits_for_room_hears_that_a_copy_has_failed() -> None:
     with pytest.raises(OSError, match="cannot be copied"):
         ends(windows.wait)
     with pytest.raises(ImageAbandonedError):
-        passed[1].window(2 * WINDOW, None)
+        passed[1].digested_window(2 * WINDOW, None)
 
 
 def test_the_memory_comes_back_when_nothing_is_copied_into_it_any_more() -> None:
