@@ -7,8 +7,6 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from ckpt_core._layouts.torch_file.loading import peek_torch_file, verify_torch_file
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import UnsafeCheckpointError
@@ -56,8 +54,12 @@ def recognize(source: StrPath, *, storage_options: dict[str, Any] | None = None)
     if not holds_model(path, storage):
         return None
     files = infos_of_model(path, storage)
-    state = {name: _meta(info) for infos in files.values() for name, info in infos.items()}
-    what = "a safetensors file" if path.endswith(".safetensors") else f"a Hugging Face model, {_files(len(files))}"
+    state = {name: info.empty("meta") for infos in files.values() for name, info in infos.items()}
+    what = (
+        "a safetensors file"
+        if path.endswith(".safetensors")
+        else f"a Hugging Face model, {len(files)} file{'s' * (len(files) != 1)}"
+    )
     return Foreign(what, state, _HEADER, lambda: None)  # the headers have been compared
 
 
@@ -67,7 +69,7 @@ def _accelerate(path: str, storage: Storage) -> Foreign:
     for name in sorted(os.path.basename(file.path) for file in storage.list(path)):
         if name.endswith(".safetensors"):
             for infos in infos_of_model(f"{path}/{name}", storage).values():
-                state.setdefault("model", {}).update({key: _meta(info) for key, info in infos.items()})
+                state.setdefault("model", {}).update({key: info.empty("meta") for key, info in infos.items()})
         elif is_file_of_stock(name):
             files.append(f"{path}/{name}")
             with storage.open(files[-1]) as reader:
@@ -97,7 +99,7 @@ def _accelerate(path: str, storage: Storage) -> Foreign:
 
 def _dcp(path: str, storage: Storage) -> Foreign:
     entries = entries_of_dcp(path, storage)
-    state = {entry_name(each.path): "an object" if each.info is None else _meta(each.info) for each in entries}
+    state = {entry_name(each.path): "an object" if each.info is None else each.info.empty("meta") for each in entries}
     is_ours = state.pop(STRUCTURE, None) is not None
     has_rest = storage.exists(f"{path}/{_REST}")
 
@@ -114,11 +116,3 @@ def _dcp(path: str, storage: Storage) -> Foreign:
         "every entry is there, and CRC-32 of each record of torch's",
         check,
     )
-
-
-def _meta(info: Any) -> torch.Tensor:
-    return torch.empty(info.shape, dtype=info.dtype, device="meta")
-
-
-def _files(number: int) -> str:
-    return "1 file" if number == 1 else f"{number} files"
