@@ -14,11 +14,11 @@ from ckpt_core.events import Listener
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.paths import StrPath
 from ckpt_core.ranks import RankGroup
+from ckpt_core.state.kinds import indexed
 from ckpt_core.state.trainer_parts import (
     GRADIENTS_KEY,
     gradients_of,
     metadata_of,
-    optimizer_part,
     parts_of,
     rest_of,
     whole,
@@ -254,7 +254,7 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
             with torch.no_grad():
                 for name in model.keys() & buffers.keys():
                     model[name].copy_(buffers[name])
-            states = [opened.load(optimizer_part(i), into=state) for i, state in enumerate(optimizers)]
+            states = [opened.load(indexed("optimizer", i), into=state) for i, state in enumerate(optimizers)]
         return rest, states
 
     def _refuse_file(self, path: StrPath) -> None:

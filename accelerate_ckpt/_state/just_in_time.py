@@ -12,7 +12,7 @@ import torch
 from accelerate.utils import DistributedType
 
 from accelerate_ckpt import _termination
-from accelerate_ckpt._state.parts import FORMAT, RANK, indexed, is_sharded, model_parts, optimizer_parts, sharded_parts
+from accelerate_ckpt._state.parts import FORMAT, RANK, is_sharded, model_parts, optimizer_parts, sharded_parts
 from accelerate_ckpt._state.preemption import target_of_run
 from accelerate_ckpt._state.resume import directory_of_run
 from accelerate_ckpt._state.save import metadata_of, rank_state
@@ -21,7 +21,7 @@ from ckpt_core.at_exit import call_after_threads
 from ckpt_core.errors import RankFailedError
 from ckpt_core.paths import is_remote
 from ckpt_core.separate import LocalTensor, SeparateSaves, local_tensor
-from ckpt_core.state.kinds import Kind, Part
+from ckpt_core.state.kinds import Kind, Part, indexed
 from ckpt_core.survivors import (
     NO_PLACE,
     BufferCopies,

@@ -20,7 +20,6 @@ from accelerate_ckpt._state.parts import (
     apply_sharded,
     check_optimizer,
     check_weights,
-    indexed,
     is_sharded,
     load_model,
     read_sharded,
@@ -42,6 +41,7 @@ from ckpt_core.paths import StrPath, is_remote
 from ckpt_core.resume import ResumePoint
 from ckpt_core.state.elastic import average_gradients
 from ckpt_core.state.gradients import restore_gradients
+from ckpt_core.state.kinds import indexed
 
 log = logging.getLogger(__name__)
 

@@ -18,16 +18,11 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from ckpt_core.directory import DirectoryCheckpoint, Part
 from ckpt_core.errors import StateMismatchError
-from ckpt_core.state.kinds import Kind, frozen_parameters
+from ckpt_core.state.kinds import Kind, frozen_parameters, indexed
 from ckpt_core.tree import tensors
 
 FORMAT = "accelerate_ckpt"  # our entry in a checkpoint's metadata
 RANK = "own"  # the part in which every rank has what is its own
-
-
-def indexed(name: str, index: int) -> str:
-    """Return ``model``, ``model_1``, ``model_2`` and so on, as Accelerate names its files."""
-    return name if index == 0 else f"{name}_{index}"
 
 
 def model_parts(models: Sequence[Any], weights: Sequence[Mapping[str, Any]], kind: Kind) -> list[Part]:

@@ -28,9 +28,10 @@ from accelerate.utils import load as load_file
 from safetensors import SafetensorError, safe_open
 
 from accelerate_ckpt._private.files import registered_states
-from accelerate_ckpt._state.parts import check_optimizer, check_weights, indexed, is_sharded
+from accelerate_ckpt._state.parts import check_optimizer, check_weights, is_sharded
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, StateMismatchError, UnsafeCheckpointError
 from ckpt_core.interchange import check_dcp
+from ckpt_core.state.kinds import indexed
 
 _CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 _RANDOM = re.compile(rf"{RNG_STATE_NAME}_(\d+)\.pkl")

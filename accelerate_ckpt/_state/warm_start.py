@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from accelerate_ckpt._state.parts import indexed
 from ckpt_core.interchange import LoadReport, load_into
+from ckpt_core.state.kinds import indexed
 
 
 def warm_start(

@@ -51,7 +51,7 @@ from accelerate_ckpt._private.trainers import trainer_being_made
 from accelerate_ckpt._state.just_in_time import note_step, save_if_rank_was_lost
 from accelerate_ckpt._state.load import FolderNotFoundError, find_resume, newest_usable
 from accelerate_ckpt._state.naming import candidates
-from accelerate_ckpt._state.parts import FORMAT, indexed, load_model
+from accelerate_ckpt._state.parts import FORMAT, load_model
 from accelerate_ckpt._state.resume import AutoResume
 from accelerate_ckpt._state.session import SavesAlone, Session, session_of
 from accelerate_ckpt._state.stock import refuse_damaged_ours
@@ -59,6 +59,7 @@ from accelerate_ckpt.config import OptionError
 from accelerate_ckpt.integrations.stock_trainer import StockCheckpointNotice
 from ckpt_core import Catalog, verify
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointFormatError, StateMismatchError
+from ckpt_core.state.kinds import indexed
 from ckpt_core.state.rng import RngState
 
 __all__ = ["ResumableCallback", "missing_internals"]

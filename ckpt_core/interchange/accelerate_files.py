@@ -22,7 +22,7 @@ from ckpt_core.interchange.dcp_format import METADATA_NAME
 from ckpt_core.interchange.model_files import read_model, write_model_file
 from ckpt_core.interchange.streaming import DiskMemory, new_directory
 from ckpt_core.paths import StrPath
-from ckpt_core.state.kinds import Kind, Part
+from ckpt_core.state.kinds import Kind, Part, indexed
 from ckpt_core.state.rng import RngState
 from ckpt_core.storage import Storage, storage_for
 from ckpt_core.tree import tensors
@@ -186,7 +186,7 @@ def _parts(state: Mapping[str, Any]) -> dict[str, Any]:
     if "state_dict" in state:  # Lightning's
         found = {"model": state["state_dict"]}
         for name, key in (("optimizer", "optimizer_states"), ("scheduler", "lr_schedulers")):
-            found |= {_indexed(name, index): each for index, each in enumerate(state.get(key, ()))}
+            found |= {indexed(name, index): each for index, each in enumerate(state.get(key, ()))}
         return found
     known = re.compile(
         r"(model|optimizer|scheduler|sampler|dl_state_dict)(_[0-9]+)?|scaler|custom_[0-9]+|random_states"
@@ -197,10 +197,6 @@ def _parts(state: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(state.get(_OWN), list):
         found["random_states"] = {rank: own["data"] for rank, own in enumerate(state[_OWN])}
     return found
-
-
-def _indexed(name: str, index: int) -> str:
-    return name if index == 0 else f"{name}_{index}"
 
 
 def _as_stock(data: Mapping[str, Any]) -> dict[str, Any]:

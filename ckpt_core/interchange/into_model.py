@@ -20,7 +20,8 @@ from ckpt_core.interchange.accelerate_files import is_stock_accelerate
 from ckpt_core.interchange.converting import load_whole
 from ckpt_core.interchange.model_files import holds_model
 from ckpt_core.paths import StrPath
-from ckpt_core.state.trainer_parts import is_of_trainer, optimizer_part, rest_of
+from ckpt_core.state.kinds import indexed
+from ckpt_core.state.trainer_parts import is_of_trainer, rest_of
 from ckpt_core.storage import storage_for
 from ckpt_core.tree import tensors
 
@@ -208,7 +209,7 @@ class _State:
         several = state.get("optimizer_states")
         if isinstance(several, Sequence):
             return several[index] if index < len(several) else None
-        return state.get(optimizer_part(index), state.get("optimizer_state_dict") if index == 0 else None)
+        return state.get(indexed("optimizer", index), state.get("optimizer_state_dict") if index == 0 else None)
 
     def fill(self, targets: Mapping[str, torch.Tensor], _: Mapping[str, str]) -> None:
         with torch.no_grad():
@@ -241,7 +242,7 @@ class _Directory:
         self.buffers = frozenset(self._whole)
 
     def optimizer(self, index: int) -> Any:
-        name = optimizer_part(index)
+        name = indexed("optimizer", index)
         return self._opened.load(name) if name in self._opened.parts else None
 
     def fill(self, targets: Mapping[str, torch.Tensor], converted: Mapping[str, str]) -> None:
@@ -464,7 +465,7 @@ def _match_optimizer(state: Any, optimizer: torch.optim.Optimizer, plan: _Plan, 
     the same rule, has in each group as many parameters that the checkpoint knows as the group there; or where there is
     one group with as many as the model there has parameters.
     """
-    label = optimizer_part(index)
+    label = indexed("optimizer", index)
     if not isinstance(state, Mapping) or "param_groups" not in state or "state" not in state:
         return _OptimizerMatch({}, [], {label: "the checkpoint has no state of it"})
     names = _names_of_parameters(optimizer, plan)

@@ -12,7 +12,7 @@ import torch
 
 from ckpt_core.errors import StateMismatchError
 
-__all__ = ["Kind", "Part", "frozen_parameters", "join_ranks", "state_of_rank"]
+__all__ = ["Kind", "Part", "frozen_parameters", "indexed", "join_ranks", "state_of_rank"]
 
 
 class Kind(enum.Enum):
@@ -45,6 +45,11 @@ class Part:
     state: Any
     kind: Kind
     frozen: Collection[str] = ()
+
+
+def indexed(name: str, index: int) -> str:
+    """Return the name of the part for one of several models or optimizers: ``model``, ``model_1`` and so on."""
+    return name if index == 0 else f"{name}_{index}"
 
 
 _WRAPPERS = re.compile(r"_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.|_orig_mod\.")

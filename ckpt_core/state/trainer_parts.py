@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ckpt_core.state.kinds import Kind, Part
+from ckpt_core.state.kinds import Kind, Part, indexed
 
 __all__ = [
     "GRADIENTS_KEY",
@@ -18,7 +18,6 @@ __all__ = [
     "is_of_trainer",
     "metadata_of",
     "metrics_of",
-    "optimizer_part",
     "parts_of",
     "rest_of",
     "whole",
@@ -29,11 +28,6 @@ _REST = "trainer"
 _GRADIENTS = "gradients"
 # in the Trainer's checkpoint: gradients of an open accumulation window, of which each rank has its own
 GRADIENTS_KEY = "lightning_ckpt_gradients"
-
-
-def optimizer_part(index: int) -> str:
-    """Return the name of the part that holds one optimizer's state."""
-    return "optimizer" if index == 0 else f"optimizer_{index}"
 
 
 def parts_of(
@@ -53,7 +47,7 @@ def parts_of(
     rest = {name: value for name, value in checkpoint.items() if name not in kept_apart}
     parts = [Part(_MODEL, weights, Kind.SHARDED, frozen)]
     for index, state in enumerate(checkpoint.get("optimizer_states", ())):
-        parts.append(Part(optimizer_part(index), state, Kind.SHARDED))
+        parts.append(Part(indexed("optimizer", index), state, Kind.SHARDED))
     own = {"checkpoint": rest, "buffers": whole, "order": list(model) if "state_dict" in checkpoint else None}
     parts.append(Part(_GRADIENTS, checkpoint.get(GRADIENTS_KEY, {}), Kind.PER_RANK))
     return [*parts, Part(_REST, own if rank == 0 else {}, Kind.PER_RANK)]
@@ -119,6 +113,6 @@ def whole(
     count = opened.metadata.get("optimizer_states")
     if count is not None:
         checkpoint["optimizer_states"] = [
-            opened.load(optimizer_part(index), map_location=device) for index in range(count)
+            opened.load(indexed("optimizer", index), map_location=device) for index in range(count)
         ]
     return checkpoint
