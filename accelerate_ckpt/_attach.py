@@ -227,6 +227,13 @@ _AROUND: dict[str, Callable[..., Any]] = {
 }
 
 
+_LOCAL_SGD: dict[str, Callable[[Session, Any], None]] = {
+    "__enter__": lambda session, context: session.local_sgd.entered(context),
+    "__exit__": lambda session, context: session.local_sgd.left(context),
+    "_sync_and_avg_model_params": lambda session, _: session.outcomes.at_boundary(),
+}
+
+
 def _listen() -> None:
     # On the class, so that a method of the user's own subclass is called first, and calls ours as its super().
     if not _methods:
@@ -241,9 +248,8 @@ def _listen() -> None:
         _signals.wrap(AcceleratedOptimizer, "step", _optimizer_step)
         _signals.wrap(DataLoaderShard, "__iter__", _iterate)
         _signals.wrap(DataLoaderDispatcher, "__iter__", _iterate)
-        _signals.wrap(LocalSGD, "__enter__", _enter_local_sgd)
-        _signals.wrap(LocalSGD, "__exit__", _exit_local_sgd)
-        _signals.wrap(LocalSGD, "_sync_and_avg_model_params", _average)
+        for name, tell in _LOCAL_SGD.items():
+            _signals.wrap(LocalSGD, name, _of_local_sgd(tell))
 
 
 def _prepare_model(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -327,24 +333,14 @@ def _iterate(original: Any, loader: Any) -> Iterator[Any]:
             rehearsal.after_batch(loader)
 
 
-def _enter_local_sgd(original: Any, context: Any) -> Any:
-    result = original(context)
-    session = session_of(context.accelerator) if context.enabled else None
-    if session is not None:
-        session.local_sgd.entered(context)
-    return result
+def _of_local_sgd(tell: Callable[[Session, Any], None]) -> Callable[..., Any]:
+    """Return what calls ``tell(session, context)`` when that method of ``LocalSGD`` has been called."""
 
+    def around(original: Any, context: Any, *args: Any) -> Any:
+        result = original(context, *args)
+        session = session_of(context.accelerator) if context.enabled else None
+        if session is not None:
+            tell(session, context)
+        return result
 
-def _exit_local_sgd(original: Any, context: Any, *exception: Any) -> Any:
-    result = original(context, *exception)
-    session = session_of(context.accelerator) if context.enabled else None
-    if session is not None:
-        session.local_sgd.left(context)
-    return result
-
-
-def _average(original: Any, context: Any) -> None:
-    original(context)
-    session = session_of(context.accelerator)
-    if session is not None:
-        session.outcomes.at_boundary()
+    return around

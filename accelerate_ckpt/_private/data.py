@@ -15,7 +15,7 @@ import inspect
 import sys
 import weakref
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import accelerate
 from accelerate import accelerator as accelerator_module
@@ -59,40 +59,20 @@ def check() -> None:
     """Make sure that this release of Accelerate is built as we know it: else exact resume is not possible."""
     missing = missing_internals()
     if missing:
-        raise CheckpointError(
-            f"exact resume does not work with accelerate {accelerate.__version__}: it has no {', '.join(missing)}",
-            remedy=_REMEDY,
-        )
+        raise not_as_known(f"it has no {', '.join(missing)}")
 
 
 def not_as_known(what: str) -> CheckpointError:
-    """Return the error for a release of Accelerate that has the names we know, but does something else."""
+    """Return the error for a release of Accelerate that is built in another way."""
     return CheckpointError(
         f"exact resume does not work with accelerate {accelerate.__version__}: {what}", remedy=_REMEDY
     )
 
 
-class Follower(Protocol):
-    """What follows one loader."""
-
-    def iterate(self, begin: Callable[[], Generator[Any, None, None]]) -> Iterator[Any]:
-        """Stand between the loader's iteration, which ``begin`` begins, and the script."""
-
-    def skip_first_batches(self, batches: int) -> Any:
-        """Return what the script is to iterate over instead of a loader without its first batches."""
+_finders: weakref.WeakSet[Any] = weakref.WeakSet()  # :class:`~accelerate_ckpt._data.loaders.LoaderPositions`
 
 
-class Finder(Protocol):
-    """What knows the followers of the loaders of one Accelerator."""
-
-    def find(self, loader: Any) -> Follower | None:
-        """Return the follower of the loader, if it is one of this Accelerator."""
-
-
-_finders: weakref.WeakSet[Finder] = weakref.WeakSet()
-
-
-def _follower_of(loader: Any) -> Follower | None:
+def _follower_of(loader: Any) -> Any:
     for finder in list(_finders):
         follower = finder.find(loader)
         if follower is not None:
@@ -100,15 +80,15 @@ def _follower_of(loader: Any) -> Follower | None:
     return None
 
 
-def register(finder: Finder) -> None:
-    """Let the followers that ``finder`` knows take part in the iteration of their loaders, as long as it lives."""
+def register(finder: Any) -> None:
+    """Let what ``finder.find`` returns for a loader take part in the iteration of that, as long as the finder lives."""
     _patch_iteration(data_loader.DataLoaderShard)
     _patch_iteration(data_loader.DataLoaderDispatcher)
     _patch_skip_first_batches()
     _finders.add(finder)
 
 
-def unregister(finder: Finder) -> None:
+def unregister(finder: Any) -> None:
     """Undo :func:`register`: Accelerate's loaders are themselves again for this finder."""
     _finders.discard(finder)
 

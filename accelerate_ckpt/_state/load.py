@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from accelerate_ckpt._state.naming import automatic_root, candidates, next_iteration, number_of, path_text
 from accelerate_ckpt._state.parts import (
@@ -95,7 +95,7 @@ def load_state(
         path = _newest(session)
 
     # In two steps, because the second one may need all ranks: one that had failed would leave the others waiting.
-    found: list[_Loading] = []
+    found: list[_Ours | _Stock] = []
 
     def read() -> None:
         if session.reader_of(path).exists(path):
@@ -126,13 +126,6 @@ def find_resume(
 def _wait_for_saves(session: Session, root: str) -> None:
     session.checkpointer.drain()
     wait_for_saves(session.checkpointer.known_as(root))  # of an Accelerator that this process had before
-
-
-class _Loading(Protocol):
-    """A checkpoint that was found to fit."""
-
-    def apply(self) -> None:
-        """Bring the Accelerator's run to where it was."""
 
 
 class _Stock:

@@ -136,7 +136,8 @@ class Session:
             )
         self.outcomes = OutcomeWatch(self.checkpointer, self.agreement, store)
         self.retention: Retention | None = None
-        self.interval = _interval_of(config, ranks.world_size)
+        interval = SaveInterval.of(config.interval, config.mtbf, config.max_overhead)
+        self.interval = None if interval is None else AutoInterval(interval, ranks.world_size)
         automatic = accelerator.project_configuration.automatic_checkpoint_naming
         if config.retention is not None:
             self.retention = Retention(config.retention, self.checkpointer, config.storage_options)
@@ -483,11 +484,6 @@ def _forget(data: LoaderPositions) -> None:
     with contextlib.suppress(ReferenceError):  # it would put the Accelerator right as well
         data.release()
     unregister(data)
-
-
-def _interval_of(config: CheckpointConfig, world_size: int) -> AutoInterval | None:
-    interval = SaveInterval.of(config.interval, config.mtbf, config.max_overhead)
-    return None if interval is None else AutoInterval(interval, world_size)
 
 
 def _rank_group(accelerator: Any, timeout: float) -> RankGroup:
