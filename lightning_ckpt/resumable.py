@@ -307,7 +307,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self._auto_interval = None if self._interval is None else AutoInterval(self._interval, trainer)
             self._begin_memory(trainer)
         name_mismatches(trainer)
-        if stage == "fit" and self._is_first_callback(trainer):
+        if stage == "fit" and next(cb for cb in trainer.callbacks if isinstance(cb, ResumableCheckpoint)) is self:
             self._report = RunReport(trainer, log_metrics=self.log_metrics)
         if self.exact and stage == "fit" and trainer.lightning_module is not None:  # which a test may leave out
             self._state = ExactState.of(trainer, self.data_resume == "replay", self._warn_inexact)
@@ -384,9 +384,6 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self._state.save(checkpoint)
         if KEY not in checkpoint:
             checkpoint[NO_STATE_KEY] = "outside of a fit" if self.exact else "by ResumableCheckpoint(exact=False)"
-
-    def _is_first_callback(self, trainer: Any) -> bool:
-        return next(cb for cb in trainer.callbacks if isinstance(cb, ResumableCheckpoint)) is self
 
     def _is_first(self, trainer: Any) -> bool:
         # The callbacks on a Trainer share the exact state; all ranks take part in each gathering of it.

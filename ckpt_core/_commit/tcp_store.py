@@ -56,7 +56,8 @@ def _serve(world_size: int, timeout: datetime.timedelta) -> tuple[TCPStore, str]
     """Return a server, and the address under which the others find it."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     for address in _addresses(host, world_size):
-        with contextlib.suppress(OSError), socket.socket(_family(address)) as listening:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        with contextlib.suppress(OSError), socket.socket(family) as listening:
             listening.bind((address, 0))
             listening.listen(socket.SOMAXCONN)
             port = listening.getsockname()[1]
@@ -85,10 +86,6 @@ def _are_on_one_machine(world_size: int) -> bool:
     if get("SLURM_NNODES") == "1" and get("SLURM_NTASKS") == total:
         return True
     return any(get(here) == get(everywhere) == total for here, everywhere in _COUNTS)
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def seal(store: Store, key: str, value: str) -> str:

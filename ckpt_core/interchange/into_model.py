@@ -468,7 +468,7 @@ def _match_optimizer(state: Any, optimizer: torch.optim.Optimizer, plan: _Plan, 
     label = indexed("optimizer", index)
     if not isinstance(state, Mapping) or "param_groups" not in state or "state" not in state:
         return _OptimizerMatch({}, [], {label: "the checkpoint has no state of it"})
-    names = _names_of_parameters(optimizer, plan)
+    names = [[plan.parameters.get(id(each)) for each in group["params"]] for group in optimizer.param_groups]
     numbers = [name for group in names for name in group]
     saved_names = _saved_names(state, names, plan)
     if saved_names is None:
@@ -488,10 +488,6 @@ def _match_optimizer(state: Any, optimizer: torch.optim.Optimizer, plan: _Plan, 
             match.state[number] = found
             match.taken.append(here)
     return match
-
-
-def _names_of_parameters(optimizer: torch.optim.Optimizer, plan: _Plan) -> list[list[str | None]]:
-    return [[plan.parameters.get(id(each)) for each in group["params"]] for group in optimizer.param_groups]
 
 
 def _saved_names(saved: Mapping[str, Any], here: list[list[str | None]], plan: _Plan) -> dict[Any, str] | None:

@@ -430,8 +430,8 @@ class _Comparison:
         resumes = [self._resume(saved) for saved in saves]
         failed = next((i for i, resumed in enumerate(resumes) if resumed[1].differences), None)
         if failed is not None:
-            self._resume_again(self._whole.first["saved"][failed], resumes[failed][0])
-            resumes = [(run, self._judge(saved, run)) for saved, (run, _) in self._with_saved(resumes)]
+            self._resume_again(saves[failed], resumes[failed][0])
+            resumes = [(run, self._judge(saved, run)) for saved, (run, _) in zip(saves, resumes, strict=True)]
         others = [self._resume_by(n, i) for n in ranks for i, saved in enumerate(saves) if saved["point"] in _SHARED]
         steps = self._whole.first["steps"]
         noted = {subject for step in steps.values() for subject in step}
@@ -443,9 +443,6 @@ class _Comparison:
             tuple(self._whole.first["missed"]),
             self._repeats,
         )
-
-    def _with_saved(self, resumes: list[tuple[_Run, Resumed]]) -> Iterator[tuple[Mapping[str, Any], Any]]:
-        return zip(self._whole.first["saved"], resumes, strict=True)
 
     def _resume(self, saved: Mapping[str, Any]) -> tuple[_Run, Resumed]:
         self._announce(f"resuming from {saved['place']} ({saved['point']})")

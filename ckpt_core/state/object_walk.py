@@ -60,7 +60,7 @@ def is_generator(value: object) -> bool:
 
 def is_library(kind: type) -> bool:
     """Return whether a class belongs to a library whose objects are not entered."""
-    return _top(kind) in _NOT_ENTERED
+    return kind.__module__.partition(".")[0] in _NOT_ENTERED
 
 
 def is_plain(value: object, depth: int = 4) -> bool:
@@ -227,10 +227,6 @@ def _content(cell: Any) -> Any:
         return cell.cell_contents
     except ValueError:  # not yet filled
         return None
-
-
-def _top(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
 
 
 def _is_entered(value: object, owner: object) -> bool:

@@ -96,7 +96,7 @@ def reads_of(placed: Placed, box: Box, target: torch.Tensor) -> Iterator[Read]:
         return
     view = bits_of(view)
     strides = _strides(shape)
-    step = block_size(_nbytes(shape, itemsize))
+    step = block_size(Box.whole(shape).numel * itemsize)
     for part in _parts(shape, inside, itemsize):
         corner = part.relative_to(inside).offset
         cut = view[tuple(slice(b, b + n) for b, n in zip(corner, part.shape, strict=True))]
@@ -109,10 +109,6 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     for dimension in range(len(shape) - 1, 0, -1):
         strides[dimension - 1] = strides[dimension] * shape[dimension]
     return tuple(strides)
-
-
-def _nbytes(shape: tuple[int, ...], itemsize: int) -> int:
-    return Box.whole(shape).numel * itemsize
 
 
 def _span(shape: tuple[int, ...], box: Box, itemsize: int) -> tuple[int, int]:
