@@ -1,7 +1,4 @@
-"""Gradients: those of an open accumulation window, and the buckets in which ``DistributedDataParallel`` reduces them.
-
-The gradients of an open window are not in any state dict, and differ from rank to rank.
-"""
+"""The gradients of an open accumulation window, which are not in any state dict, and differ from rank to rank."""
 
 from __future__ import annotations
 
