@@ -13,7 +13,6 @@ import functools
 import importlib
 import json
 import os
-import signal
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, NamedTuple, get_args
@@ -24,6 +23,7 @@ from ckpt_core.option_checks import (
     check_path,
     check_seconds,
     check_share,
+    check_signals,
     check_switch,
     or_none,
 )
@@ -86,9 +86,7 @@ def _check_preempt(value: Any) -> Any:
     if value is None or value is False:
         return None
     if isinstance(value, str):
-        wrong = [name for name in value.replace(" ", "").split(",") if not hasattr(signal, name.upper() or "-")]
-        if wrong:
-            raise ValueError(f"must be true, or names of signals such as 'SIGTERM,SIGUSR1': there is no {wrong[0]!r}")
+        check_signals(value, "true, or names of signals such as 'SIGTERM,SIGUSR1'")
     elif value is not True and not isinstance(value, Mapping) and not hasattr(value, "signals"):
         raise ValueError(f"must be true, names of signals, or a ckpt_core.preemption.Preemption, not {value!r}")
     return value

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import signal
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "check_path",
     "check_seconds",
     "check_share",
+    "check_signals",
     "check_switch",
     "check_text",
     "or_none",
@@ -65,6 +67,19 @@ def check_share(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 1:
         raise ValueError(f"must be a share of the run between 0 and 1, not {value!r}")
     return float(value)
+
+
+def check_signals(value: Any, what: str = "names of signals such as 'SIGTERM'") -> tuple[str, ...]:
+    """Take names of signals that a program can handle, also as a text with commas between them."""
+    given = [value] if isinstance(value, str) else value
+    names = list(given) if isinstance(given, Iterable) else [given]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"must be {what}, not {value!r}")
+    names = [name.strip().upper() for text in names for name in text.split(",") if name.strip()]
+    for name in names:
+        if not isinstance(getattr(signal, name, None), signal.Signals) or name in ("SIGKILL", "SIGSTOP"):
+            raise ValueError(f"must be {what}: {name!r} is no signal that a program can handle")
+    return tuple(dict.fromkeys(names))
 
 
 def check_path(value: Any, what: str = "the path of a file") -> str:

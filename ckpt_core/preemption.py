@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from ckpt_core.option_checks import check_options, check_path, check_seconds, check_signals
 from ckpt_core.paths import StrPath
 from ckpt_core.ranks import Meeting, RankGroup
 
@@ -46,7 +47,7 @@ class Preemption:
         look_every: Seconds between two looks at the clock and the notice.
 
     Raises:
-        ValueError: There is no such signal, it cannot be handled, or the deadline is none.
+        ValueError: A value makes no sense; the message begins with the argument's name.
 
     Example:
         >>> Preemption(signals=["SIGTERM", "SIGUSR1"], deadline=4 * 3600).signals
@@ -60,13 +61,8 @@ class Preemption:
     ends_at: float | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        names = [self.signals] if isinstance(self.signals, str) else self.signals
-        names = [name.strip().upper() for text in names for name in text.split(",") if name.strip()]
-        for name in names:
-            number = getattr(signal, name, None)
-            if not isinstance(number, signal.Signals) or name in ("SIGKILL", "SIGSTOP"):
-                raise ValueError(f"signals: {name!r} is no signal that a program can handle, such as 'SIGTERM'")
-        object.__setattr__(self, "signals", tuple(dict.fromkeys(names)))
+        check_options({"signals": check_signals, "notice": _check_notice, "look_every": check_seconds}, vars(self))
+        object.__setattr__(self, "signals", check_signals(self.signals))
         object.__setattr__(self, "ends_at", _time_of(self.deadline))
 
     @classmethod
@@ -92,6 +88,11 @@ class Preemption:
         raise ValueError(f"must be true, false, names of signals, or a Preemption, not {value!r}")
 
 
+def _check_notice(value: Any) -> None:
+    if value is not None and not callable(value):
+        check_path(value, "the path of a file, or a function")
+
+
 def _time_of(deadline: Any) -> float | None:
     if deadline is None:
         return None
@@ -104,7 +105,10 @@ def _time_of(deadline: Any) -> float | None:
             except ValueError:
                 raise ValueError(f"deadline must be seconds or a time as 2026-11-22T04:00, not {deadline!r}") from None
     if isinstance(deadline, datetime.datetime):
-        return deadline.timestamp()
+        try:
+            return deadline.timestamp()
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"deadline must be a time that the system's clock has, not {deadline}: {error}") from None
     if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0:
         raise ValueError(f"deadline must be seconds above 0 or a time, not {deadline!r}")
     return time.time() + deadline
@@ -232,6 +236,7 @@ class EndWatch:
     def __init__(
         self, preempt: Any = True, ranks: RankGroup | None = None, is_rank_gone: Callable[[], bool] = lambda: False
     ) -> None:
+        check_options({"preempt": Preemption.of}, {"preempt": preempt})
         preemption = Preemption.of(preempt) or Preemption(signals=())
         rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
         store: Store | None = None if ranks is None else ranks.store

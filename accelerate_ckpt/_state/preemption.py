@@ -39,7 +39,7 @@ class PreemptionWatch:
         try:
             watch = EndWatch(value, ranks, is_rank_gone)
         except ValueError as error:
-            raise OptionError(f"preempt {error}") from None
+            raise OptionError(str(error)) from None
         self.due, self.close = watch.due, watch.close
         self.asks_itself = True
 

@@ -145,7 +145,8 @@ def test_without_the_options_the_process_ends_as_ever(ranks: Ranks, tmp_path: Pa
     ("options", "message"),
     [
         ({"resume": "last"}, "resume must be one of 'auto', not 'last'"),
-        ({"preempt": "SIGTREM"}, "there is no 'SIGTREM'"),
+        ({"preempt": "SIGTREM"}, "preempt must be true, or names of signals .*: 'SIGTREM' is no signal"),
+        ({"preempt": "SIGKILL"}, "'SIGKILL' is no signal that a program can handle"),
         ({"preempt": 3}, "preempt must be true, names of signals"),
         ({"resume_attempts": 0}, "at least 1"),
     ],

@@ -37,17 +37,26 @@ def test_an_option_is_written_in_several_ways(value: Any, signals: tuple[str, ..
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("SIGTREM", "'SIGTREM' is no signal"),
+        ("SIGTREM", "signals must be names of signals such as 'SIGTERM': 'SIGTREM' is no signal"),
         ("SIGKILL", "'SIGKILL' is no signal that a program can handle"),
         ({"after": 3}, "there are signals, deadline, notice and look_every"),
         ({"deadline": "soon"}, "deadline must be seconds or a time"),
         ({"deadline": -1}, "deadline must be seconds above 0"),
+        ({"deadline": datetime.datetime.min}, "deadline must be a time that the system's clock has"),
+        ({"signals": signal.SIGTERM}, "signals must be names of signals such as 'SIGTERM', not <Signals"),
+        (["SIGTERM", 10], "signals must be names of signals such as 'SIGTERM', not"),
+        ({"signals": None}, "signals must be names of signals such as 'SIGTERM', not None"),
+        ({"notice": 5}, "notice must be the path of a file, or a function, not 5"),
+        ({"look_every": "1"}, "look_every must be a number of seconds above 0, not '1'"),
+        ({"look_every": 0}, "look_every must be a number of seconds above 0, not 0"),
         (3, "must be true, false, names of signals"),
     ],
 )
 def test_what_makes_no_sense_is_refused(value: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Preemption.of(value)
+    with pytest.raises(ValueError, match=f"preempt .*{message}"):
+        EndWatch(value)
 
 
 def test_deadlines_are_seconds_or_times() -> None:
