@@ -121,9 +121,15 @@ class LocalFileWriter(FileWriter):
         close(descriptor)
 
 
-def _is_inside(place: str, directory: str) -> bool:
-    directory = os.path.realpath(directory)
-    return os.path.commonpath([os.path.realpath(place), directory]) == directory
+def _refuse_working_directory(path: str, does: str, remedy: str) -> None:
+    """Refuse to take away the directory in which this process works."""
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:
+        return  # somebody has taken it away
+    directory = os.path.realpath(path)
+    if os.path.isdir(path) and os.path.commonpath([os.path.realpath(here), directory]) == directory:
+        raise StorageError(f"{does} the directory in which this process works", path=path, remedy=remedy)
 
 
 def _part_name(path: str) -> str:
@@ -209,8 +215,13 @@ class LocalStorage(Storage):
         return os.path.lexists(path)
 
     def remove(self, path: str) -> None:
+        is_directory = os.path.isdir(path) and not os.path.islink(path)
+        if is_directory:
+            _refuse_working_directory(
+                path, "what is to be deleted is", "give the path of a checkpoint, or change the working directory"
+            )
         try:
-            if os.path.isdir(path) and not os.path.islink(path):
+            if is_directory:
                 local_directory.delete_directory(path)
             else:
                 os.unlink(path)
@@ -288,12 +299,9 @@ class LocalStorage(Storage):
     def begin_directory(self, path: str, token: str) -> str:
         try:
             _make_directories(os.path.dirname(os.path.abspath(path)))
-            if os.path.isdir(path) and _is_inside(os.getcwd(), path):
-                raise StorageError(
-                    "the checkpoint would replace the directory in which this process works",
-                    path=path,
-                    remedy="save to a directory inside it, or change the working directory",
-                )
+            _refuse_working_directory(
+                path, "the checkpoint would replace", "save to a directory inside it, or change the working directory"
+            )
             return self._staging.begin(path, token)
         except StorageError:
             raise

@@ -346,6 +346,24 @@ def test_a_path_with_a_nul_character_is_refused_by_name(tmp_path: Path) -> None:
             assert caught.value.remedy is not None
 
 
+def test_the_working_directory_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run" / "inside").mkdir(parents=True)
+    (tmp_path / "run" / "precious").touch()
+    monkeypatch.chdir(tmp_path / "run" / "inside")
+    checkpointer = Checkpointer(strategy="sync")
+    for path in ("", ".", "..", tmp_path, "/"):
+        with pytest.raises(StorageError, match="works") as caught:
+            checkpointer.remove(path)
+        assert "give the path of a checkpoint" in str(caught.value)
+    assert sorted(os.listdir(tmp_path / "run")) == ["inside", "precious"]
+    os.rmdir(tmp_path / "run" / "inside")  # from here on, no relative path leads anywhere
+    with DirectoryCheckpointer(strategy="sync") as directories:
+        for _ in range(2):
+            directories.save([Part("model", {"w": torch.ones(2)}, Kind.REPLICATED)], tmp_path / "step", step=1)
+    checkpointer.remove(tmp_path / "step")
+    assert sorted(os.listdir(tmp_path)) == ["run"]
+
+
 def test_the_working_directory_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run" / "inside").mkdir(parents=True)
     (tmp_path / "run" / "precious").touch()
