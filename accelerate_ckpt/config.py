@@ -131,7 +131,7 @@ def _parse_retention(text: str) -> Any:
 
 
 def _check_retention(value: Any) -> Any:
-    if callable(getattr(value, "kept", None)):
+    if callable(getattr(value, "kept", None)) and not isinstance(value, type):
         return value
     if isinstance(value, str):
         return _from_words(value)

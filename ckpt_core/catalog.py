@@ -28,7 +28,7 @@ from ckpt_core.paths import StrPath
 from ckpt_core.pins import is_pin, pin_path
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 from ckpt_core.threads import run_parallel
-from ckpt_core.tiers import LEDGER_NAME, TieredStorage, Tiers, read_ledger
+from ckpt_core.tiers import LEDGER_NAME, TieredStorage, Tiers, check_tiers, read_ledger
 
 __all__ = [
     "RECORD_OF_RESUMES",
@@ -272,10 +272,13 @@ class Catalog:
         tiers: Tiers | None = None,
         memory: str | None = None,
     ) -> None:
-        check_options(
-            {"suffix": check_text, "storage_options": or_none(check_mapping), "memory": or_none(check_path)},
-            {"suffix": suffix, "storage_options": storage_options, "memory": memory},
-        )
+        given = {"suffix": suffix, "storage_options": storage_options, "memory": memory, "tiers": tiers}
+        checks: dict[str, Callable[[Any], Any]] = {
+            "storage_options": check_mapping,
+            "memory": check_path,
+            "tiers": check_tiers,
+        }
+        check_options({"suffix": check_text, **{name: or_none(check) for name, check in checks.items()}}, given)
         self.root = self._saved_in = local_path(root)
         self._memory = None if memory is None else Catalog(memory, suffix=suffix)
         self._suffix = suffix

@@ -24,7 +24,7 @@ from ckpt_core.option_checks import check_count, check_functions, check_mapping,
 from ckpt_core.paths import StrPath
 from ckpt_core.pins import is_pinned
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
-from ckpt_core.tiers import TieredStorage, Tiers, Uploader
+from ckpt_core.tiers import TieredStorage, Tiers, Uploader, check_tiers
 
 __all__ = ["Checkpointer", "CheckpointerBase", "full_path"]
 
@@ -63,13 +63,14 @@ class CheckpointerBase:
         if strategy not in ("sync", "async"):
             raise ValueError(f"strategy must be 'sync' or 'async', not {strategy!r}")
         check_options(
-            OPTION_CHECKS,
+            {**OPTION_CHECKS, "tiers": or_none(check_tiers)},
             {
                 "max_pending": max_pending,
                 "storage_options": storage_options,
                 "listeners": listeners,
                 "overlap": overlap,
                 "max_host_bytes": max_host_bytes,
+                "tiers": tiers,
             },
         )
         if on_error not in ("raise", "warn"):

@@ -205,8 +205,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
         if isinstance(retention, str):
             check_options({"retention": policy_of_words}, {"retention": retention})
             retention = policy_of_words(retention)
-        if retention is not None and not isinstance(retention, RetentionPolicy):
-            raise TypeError(f"retention must be a policy such as ckpt_core.policies.KeepLatest, not {retention!r}")
+        if retention is not None and (isinstance(retention, type) or not isinstance(retention, RetentionPolicy)):
+            raise TypeError(f"retention must be a policy such as ckpt_core.policies.KeepLatest(2), not {retention!r}")
         self._retention = RetentionHistory(retention) if retention is not None else None
         self._metrics: dict[str, float] = {}  # of the checkpoint that is being saved
         self._best_model_path = self._last_model_path = ""

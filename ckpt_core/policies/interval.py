@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ckpt_core.option_checks import check_options, check_seconds, check_share, or_none
+from ckpt_core.option_checks import check_options, check_seconds, check_share, check_switch, or_none
 
 # Llama 3 (2024): 419 unexpected interruptions in 54 days on 16,384 GPUs.
 _HOURS_OF_A_RANK = 50_000
@@ -81,7 +81,8 @@ class SaveInterval:
     continuous: bool = False
 
     def __post_init__(self) -> None:
-        check_options({"mtbf": or_none(check_seconds), "max_overhead": or_none(check_share)}, vars(self))
+        checks = {"mtbf": or_none(check_seconds), "max_overhead": or_none(check_share), "continuous": check_switch}
+        check_options(checks, vars(self))
 
     @classmethod
     def of(cls, interval: Any, mtbf: float | None = None, max_overhead: float | None = None) -> SaveInterval | None:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from ckpt_core.option_checks import check_count, check_options
+from ckpt_core.option_checks import check_count, check_options, check_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +97,7 @@ class KeepBest:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        check_options({"count": check_count}, vars(self))
+        check_options({"metric": check_text, "count": check_count}, vars(self))
         if self.mode not in ("min", "max"):
             raise ValueError(f"mode must be 'min' or 'max', not {self.mode!r}")
 
@@ -154,6 +154,11 @@ class KeepEveryTime:
         return _first_of_each([(math.floor(c.time / self._seconds), c) for c in checkpoints])
 
 
+def _check_steps(value: Any) -> None:
+    if not isinstance(value, Collection) or not all(isinstance(step, int) for step in value):
+        raise ValueError(f"must be a list of whole numbers, not {value!r}")
+
+
 @dataclasses.dataclass(frozen=True)
 class KeepAtSteps:
     """Keep those of certain steps.
@@ -164,9 +169,18 @@ class KeepAtSteps:
 
     steps: Sequence[int]
 
+    def __post_init__(self) -> None:
+        check_options({"steps": _check_steps}, vars(self))
+
     def kept(self, checkpoints: Sequence[SavedCheckpoint]) -> Collection[SavedCheckpoint]:
         wanted = set(self.steps)
         return [checkpoint for checkpoint in checkpoints if checkpoint.step in wanted]
+
+
+def _check_policies(value: Any) -> None:
+    is_list = isinstance(value, Collection) and not isinstance(value, str)
+    if not is_list or any(isinstance(each, type) or not isinstance(each, RetentionPolicy) for each in value):
+        raise ValueError(f"must be a list of policies such as KeepLatest(2), not {value!r}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,6 +196,9 @@ class AnyOf:
     """
 
     policies: Sequence[RetentionPolicy]
+
+    def __post_init__(self) -> None:
+        check_options({"policies": _check_policies}, vars(self))
 
     def kept(self, checkpoints: Sequence[SavedCheckpoint]) -> Collection[SavedCheckpoint]:
         kept = {checkpoint.path for policy in self.policies for checkpoint in policy.kept(checkpoints)}

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from typing import Any
 
 from ckpt_core.errors import StorageError
+from ckpt_core.option_checks import check_count, check_options, check_path, or_none
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 
@@ -44,10 +46,11 @@ class Tiers:
     remote: Storage | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        places = {"local_dir": "a directory", "upload_to": "a URL or directory"}
+        check_options({name: functools.partial(check_path, what=what) for name, what in places.items()}, vars(self))
+        check_options({"keep_local": or_none(check_count)}, vars(self))
         if is_remote(self.local_dir):
             raise ValueError(f"local_dir must be a directory on a local disk, not {self.local_dir!r}")
-        if self.keep_local is not None and (isinstance(self.keep_local, bool) or self.keep_local < 1):
-            raise ValueError(f"keep_local must be None or at least 1, not {self.keep_local!r}")
         # The only way to set a frozen field.
         object.__setattr__(self, "local_dir", _normal(self.local_dir))
         object.__setattr__(self, "upload_to", _normal(self.upload_to))
@@ -76,7 +79,7 @@ class Tiers:
             raise ValueError(
                 f"{given} needs {missing} too: checkpoints go to local_dir first, and from there to upload_to"
             )
-        return cls(local_dir=os.fspath(local_dir), upload_to=os.fspath(upload_to), keep_local=keep_local)
+        return cls(local_dir=local_dir, upload_to=upload_to, keep_local=keep_local)  # type: ignore[arg-type]
 
     def covers(self, path: str) -> bool:
         """Return whether ``path`` lies in one of the tiers."""
@@ -122,6 +125,12 @@ class Tiers:
             return None
         # Lightning follows symbolic links before it saves.
         return _relative(os.path.realpath(normal), os.path.realpath(self.local_dir))
+
+
+def check_tiers(value: Any) -> None:
+    """Refuse what is no :class:`Tiers`, such as the two paths themselves."""
+    if not isinstance(value, Tiers):
+        raise ValueError(f"must be a ckpt_core.tiers.Tiers, not {value!r}")  # noqa: TRY004  as the others
 
 
 def _normal(path: StrPath) -> str:

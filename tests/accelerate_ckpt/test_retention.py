@@ -226,6 +226,11 @@ def test_rules_that_cannot_be_are_named(written: str, said: str) -> None:
         CheckpointConfig.from_sources({"retention": written}, variables={})
 
 
+def test_a_class_is_no_policy() -> None:
+    with pytest.raises(OptionError, match=r"retention must be a policy such as ckpt_core.policies.KeepLatest\(2\)"):
+        CheckpointConfig(retention=KeepLatest)
+
+
 @pytest.mark.parametrize(
     ("path", "said"),
     [

@@ -159,3 +159,5 @@ def test_what_is_no_policy_is_refused() -> None:
         ResumableCheckpoint(retention="newest=2")
     with pytest.raises(TypeError, match="retention must be a policy"):
         ResumableCheckpoint(retention=3)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="retention must be a policy"):
+        ResumableCheckpoint(retention=KeepLatest)  # type: ignore[arg-type]

@@ -173,7 +173,10 @@ def test_a_path_of_either_tier_names_the_pair(tmp_path: Path) -> None:
         ({"local_dir": "s3://bucket", "upload_to": "/slow"}, "local_dir must be a directory on a local disk"),
         ({"local_dir": "/a", "upload_to": "/a/b"}, "must lie apart"),
         ({"local_dir": "/a/b", "upload_to": "/a"}, "must lie apart"),
-        ({"local_dir": "/a", "upload_to": "/b", "keep_local": 0}, "keep_local must be None or at least 1"),
+        ({"local_dir": "/a", "upload_to": "/b", "keep_local": 0}, "keep_local must be a whole number of at least 1"),
+        ({"local_dir": "/a", "upload_to": "/b", "keep_local": "2"}, "keep_local must be a whole number of at least 1"),
+        ({"local_dir": 5, "upload_to": "/b"}, "local_dir must be a directory, not 5"),
+        ({"local_dir": "/a", "upload_to": ""}, "upload_to must be a URL or directory, not ''"),
     ],
 )
 def test_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
