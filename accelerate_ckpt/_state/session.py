@@ -40,6 +40,7 @@ from ckpt_core.policies import KeepLatest, SaveInterval, numbers_in
 from ckpt_core.ranks import Agreement, RankGroup
 from ckpt_core.resume import ResumePoint
 from ckpt_core.state.lost_variables import Variables, Watched, in_words
+from ckpt_core.state.object_walk import is_library
 from ckpt_core.tiers import MemoryTier
 
 log = logging.getLogger(__name__)
@@ -239,7 +240,9 @@ class Session:
         inner = [getattr(one, name) for one in wrapped for name in ("optimizer", "scheduler") if hasattr(one, name)]
         loaders = list(accelerator._dataloaders)
         inner += [getattr(one, name, None) for one in loaders for name in ("dataset", "sampler", "batch_sampler")]
-        return Watched(accelerator._models, [accelerator, *wrapped, *inner, *loaders, *accelerator._custom_objects])
+        # a class of the script's may have more than its state_dict holds
+        librarys = [one for one in accelerator._custom_objects if is_library(type(one))]
+        return Watched(accelerator._models, [accelerator, *wrapped, *inner, *loaders, *librarys])
 
     @property
     def window_is_open(self) -> bool:

@@ -435,6 +435,30 @@ def trains_for_some_steps(of: Training) -> None:
                 break
 
 
+class Waits(Patience):
+    """Leaves out of its state how often it was no better."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bad = 0
+
+    def update(self, value: float) -> None:
+        self.bad += value >= self.best
+        super().update(value)
+
+
+def registers_what_holds_a_part_of_its_state(of: Training) -> None:
+    waits = Waits()
+    of.accelerator.register_for_checkpointing(waits)
+    of.resume()
+    for _ in range(2):
+        for batch in of.loader:
+            of.step(batch)
+            waits.update(1.0)
+            of.set_rate(0.1 / (1 + waits.bad))
+        of.save("end")
+
+
 def restores_its_own(of: Training) -> None:
     best, patience = math.inf, Patience()
     of.accelerator.register_for_checkpointing(patience)
@@ -555,6 +579,7 @@ def lost(train: Callable[[Training], None], directory: Path, source: str) -> lis
         (has_slots, "middle", ["slots.best"]),
         (averages_what_was_loaded, "middle", ["average.shadow"]),
         (has_caches, "middle", ["begun.norm", "norm_cache", "norm", "bias"]),
+        (registers_what_holds_a_part_of_its_state, "end", ["waits.bad"]),
     ],
 )
 def test_lost_variables_are_named_at_the_resume(
