@@ -28,7 +28,7 @@ CELL = "()"
 # what only tells people of a value, or writes it down
 _TELLS = re.compile(
     r"print|info|debug|warn\w*|error|critical|exception|set_postfix\w*|set_description\w*|\w*save\w*|dumps?|str|repr"
-    r"|format|write\w*|isinstance|type|id|assert\w*|join"
+    r"|format|write\w*|add_scalars?|isinstance|type|id|assert\w*|join"
 )
 _CHANGES = frozenset(
     [
