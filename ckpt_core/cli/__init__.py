@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import sys
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ from ckpt_core.cli import (
     tidying,
     verifying,
 )
+from ckpt_core.cli.output import complain
 from ckpt_core.cli.parser import STORE_OPTIONS, Exit, parse
 from ckpt_core.errors import CheckpointError, StorageError
 
@@ -55,9 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 if all went well, otherwise one of :class:`ckpt_core.cli.parser.Exit`.
     """
-    for name in ("stdout", "stderr"):
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers
         if getattr(sys, name) is None:  # closed by who started the command; no checkpoint may get its number
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115 - until the process ends
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the process ends
+    if hasattr(sys.stdout, "reconfigure"):
+        codecs.register_error("ckpt-names", _bytes_of_a_name)
+        sys.stdout.reconfigure(errors="ckpt-names")
     try:
         try:
             options = parse(arguments, _VERBS)
@@ -65,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         finally:
             sys.stdout.flush()  # also what --help printed, before it ended the process
     except CheckpointError as error:
-        print(f"ckpt: {type(error).__name__}: {error}", file=sys.stderr)
+        complain(error)
         if isinstance(error, StorageError) and "://" in (error.path or ""):
             print(f"  of a store: {STORE_OPTIONS}", file=sys.stderr)
         return Exit.FAILED
@@ -83,3 +88,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.CLOSED_PIPE if is_closed else Exit.FAILED
     return int(code)
+
+
+def _bytes_of_a_name(error: UnicodeError) -> tuple[str | bytes, int]:
+    """Return what the output's encoding has no letters for as the bytes that it has in names of files, or escaped."""
+    if isinstance(error, UnicodeEncodeError):
+        try:
+            return os.fsencode(error.object[error.start : error.end]), error.end
+        except UnicodeEncodeError:
+            pass
+    return codecs.backslashreplace_errors(error)

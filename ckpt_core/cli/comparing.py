@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.finding import find, find_foreign, no_checkpoint, size_at
 from ckpt_core.cli.inspecting import described
-from ckpt_core.cli.output import count, interest, print_json, printable, styled
+from ckpt_core.cli.output import complain, count, interest, print_json, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointError
 
@@ -47,7 +46,7 @@ def _diff(options: Options) -> int:
         with progress(options, "load", size):
             first, second = _leaves(options.first, options), _leaves(options.second, options)
     except CheckpointError as error:
-        print(f"ckpt diff: {type(error).__name__}: {error}", file=sys.stderr)
+        complain(error, "ckpt diff")
         return Exit.USAGE
     found = list(_differences(first, second))
     counts = {kind: sum(each[0] == kind for each in found) for kind in _KINDS}
@@ -61,7 +60,7 @@ def _diff(options: Options) -> int:
                 print(line)
         print(
             f"{count(same, 'key')} the same, {counts['differ']} differ, {counts['only_first']} only in "
-            f"{options.first}, {counts['only_second']} only in {options.second}"
+            f"{printable(options.first)}, {counts['only_second']} only in {printable(options.second)}"
         )
     return Exit.FAILED if found else Exit.OK
 

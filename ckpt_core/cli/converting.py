@@ -7,8 +7,8 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from ckpt_core.cli.finding import find, find_foreign, no_checkpoint, refuse_full_directory, size_at
-from ckpt_core.cli.output import print_json
+from ckpt_core.cli.finding import find, find_foreign, no_checkpoint, refuse_other_data, size_at
+from ckpt_core.cli.output import print_json, printable
 from ckpt_core.cli.parser import Commands, Exit, Options, nbytes
 from ckpt_core.errors import CheckpointFormatError
 from ckpt_core.events import size_in_words
@@ -97,8 +97,8 @@ def _converted(options: Options) -> int | None:
     found = find(options.source, options.storage_options)
     if not found.is_checkpoint and find_foreign(options.source, options.storage_options) is None:
         raise no_checkpoint(found)
-    if options.to == "directory":
-        refuse_full_directory(options.target, options.storage_options)
+    if options.to in _OURS:
+        refuse_other_data(options.target, options.storage_options)
     path = full_path(options.source)
     storage = storage_for(path, options.storage_options)
     is_ours = is_directory_checkpoint(storage, path)
@@ -145,7 +145,7 @@ def _wrote(options: Options, layout: str, size: int | None = None) -> int:
     if options.json:
         print_json({"path": options.target, "layout": layout, "bytes": size})
     else:
-        print(f"wrote {options.target}" + ("" if size is None else f": {size_in_words(size)}"))
+        print(f"wrote {printable(options.target)}" + ("" if size is None else f": {size_in_words(size)}"))
     return Exit.OK
 
 
@@ -187,7 +187,7 @@ def _import(options: Options) -> int:
             remedy=f"give the directory that dcp.save wrote, or that of a model; of a torch file: ckpt convert "
             f"{options.path} {options.target} --to directory",
         )
-    refuse_full_directory(options.target, options.storage_options)
+    refuse_other_data(options.target, options.storage_options)
     with progress(options, "import", 2 * size_at(options.path, options.storage_options)):
         if options.format == "dcp":
             size = interchange.import_dcp(

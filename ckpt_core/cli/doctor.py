@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import os
 import platform
 import shutil
-import sys
 import time
 import uuid
 from collections.abc import Callable
 from typing import Any
 
 from ckpt_core.cli.finding import find
-from ckpt_core.cli.output import print_json, print_table
+from ckpt_core.cli.output import complain, print_json, print_table
 from ckpt_core.cli.parser import Commands, Exit, Options, nbytes
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
 
 __all__ = ["add_commands"]
 
+_LARGEST = 100_000  # megabytes
 _SHORTEST = 1e-4  # seconds that are taken for a measurement
 _PACKAGES: tuple[str, ...] = (
     "ckpt-plugins",
@@ -48,9 +49,17 @@ def add_commands(commands: Commands) -> None:
         "Exit codes: 0 the place works, 1 it does not.",
     )
     doctor.add_argument("path", nargs="?", default=".", metavar="PATH", help="a directory or URL for checkpoints (.)")
-    doctor.add_argument("--size", type=int, default=256, metavar="MB", help="of the checkpoint that is saved (256)")
+    doctor.add_argument(
+        "--size", type=_megabytes, default=256, metavar="MB", help="of the checkpoint that is saved (256)"
+    )
     doctor.add_argument("--bytes", type=nbytes, metavar="SIZE", help="of a model with its optimizer, such as 10GB")
     doctor.add_argument("--like", metavar="CHECKPOINT", help="take the size of this one")
+
+
+def _megabytes(text: str) -> int:
+    if not (text.isdecimal() and 0 < int(text) <= _LARGEST):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of megabytes from 1 to {_LARGEST:,}")
+    return int(text)
 
 
 def _doctor(options: Options) -> int:
@@ -92,7 +101,7 @@ def _doctor(options: Options) -> int:
         rows += [(name, text) for name, text in _shown(found)]
         print_table(rows)
     if failure is not None:
-        print(f"ckpt doctor: {failure}", file=sys.stderr)
+        complain(failure, "ckpt doctor")
     return Exit.OK if failure is None else Exit.FAILED
 
 

@@ -29,8 +29,8 @@ __all__ = [
     "missing",
     "no_checkpoint",
     "refuse_checkpoint",
-    "refuse_full_directory",
     "refuse_missing_bucket",
+    "refuse_other_data",
     "size_at",
     "state_of",
     "state_of_error",
@@ -108,7 +108,8 @@ class Found:
 
 def no_checkpoint(found: Found) -> CheckpointFormatError:
     """Return the error for a directory that was taken for a checkpoint."""
-    newest = f", the newest is {found.checkpoints[0].path}" if found.checkpoints else ""
+    first = next((info for info in found.checkpoints if info.is_readable), None)
+    newest = f", the newest is {first.path}" if first is not None else ""
     number = f"{len(found.checkpoints)} checkpoint{'s' * (len(found.checkpoints) != 1)}"
     return CheckpointFormatError(
         f"this is a directory with {number}, and no checkpoint{newest}",
@@ -127,8 +128,8 @@ def refuse_checkpoint(found: Found, verb: str) -> None:
         )
 
 
-def refuse_full_directory(path: str, storage_options: dict[str, Any] | None) -> None:
-    """Refuse a target that is a directory with something else than a checkpoint in it."""
+def refuse_other_data(path: str, storage_options: dict[str, Any] | None) -> None:
+    """Refuse a target that is a file or a directory with something else than a checkpoint in it."""
     from ckpt_core._pipeline.loading import is_directory_checkpoint
     from ckpt_core.storage import local_path, storage_for
 
@@ -139,6 +140,14 @@ def refuse_full_directory(path: str, storage_options: dict[str, Any] | None) -> 
             "there is something already: a directory that is no checkpoint",
             path=path,
             remedy=f"give a name in it: {place}/NAME",
+        )
+    try:
+        found = find(path, storage_options)
+    except CheckpointNotFoundError:
+        return
+    if found.is_checkpoint and state_of(found.checkpoints[0], storage_options) == "FOREIGN":
+        raise StorageError(
+            "there is something already: a file that is no checkpoint", path=path, remedy="give another name"
         )
 
 
@@ -189,7 +198,9 @@ def find(
                 return Found(path, [_info_of(place, storage_options)], is_checkpoint=True)
             except CheckpointNotFoundError:
                 pass  # no file either
-        if not storage.exists(place) and not storage.subdirectories(place):
+        # Locally a pipe, a device or a link to nothing has a name, too.
+        is_there = storage.exists(place) or storage.subdirectories(place) if is_remote(place) else os.path.isdir(place)
+        if not is_there:
             raise missing(path)
     return Found(path, kept, others=len(found) - len(kept), size=0 if kept else sum(info.size for info in found))
 

@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.finding import find, find_all, refuse_checkpoint
-from ckpt_core.cli.output import print_json
+from ckpt_core.cli.output import print_json, printable
 from ckpt_core.cli.parser import Commands, Exit, Options, json_object
 from ckpt_core.console import beside_bars
 from ckpt_core.errors import (
@@ -87,8 +87,10 @@ def _mv(options: Options) -> int:
 def _transfer_all(options: Options, *, removes: bool) -> int:
     from ckpt_core.cli.progress import progress
     from ckpt_core.cli.tidying import delete
+    from ckpt_core.storage import local_path
 
     target_options = _target_options(options)
+    given = local_path(options.target)
     infos: list[CheckpointInfo] = []
     is_many = len(options.sources) > 1
     for source in options.sources:
@@ -97,11 +99,11 @@ def _transfer_all(options: Options, *, removes: bool) -> int:
             raise CheckpointError(found.hint(options.storage_options), path=source)
         is_many = is_many or not found.is_checkpoint
         infos += reversed(found.checkpoints)  # the newest last, so that an interruption leaves an older one behind
-    into = is_many or options.target.endswith("/") or _is_plain_directory(options.target, target_options)
+    into = is_many or given.endswith("/") or _is_plain_directory(given, target_options)
     done = []
     with progress(options, "mv" if removes else "cp", _MOVED * sum(info.size for info in infos)):
         for info in infos:
-            target = f"{options.target.rstrip('/')}/{info.name}" if into else options.target
+            target = f"{given.rstrip('/')}/{info.name}" if into else given
             is_new = _transfer(info, target, options.storage_options, target_options, options.force)
             if removes:
                 _take_pin_along(info, target, options.storage_options, target_options)
@@ -111,7 +113,7 @@ def _transfer_all(options: Options, *, removes: bool) -> int:
                 word = "moved" if removes else "copied"
                 with beside_bars():
                     print(
-                        f"{word if is_new else 'was there'}  {info.path} -> {target} "
+                        f"{word if is_new else 'was there'}  {printable(info.path)} -> {printable(target)} "
                         f"({size_in_words(info.size)}, verified)"
                     )
     if options.json:
@@ -140,7 +142,7 @@ class _Step:
 
     def __str__(self) -> str:
         arrow = "" if self.path == self.target else f" -> {self.target}"
-        return f"{self.action:<9}  {self.path}{arrow}  ({self.why or size_in_words(self.info.size)})"
+        return printable(f"{self.action:<9}  {self.path}{arrow}  ({self.why or size_in_words(self.info.size)})")
 
 
 def _sync(options: Options) -> int:
@@ -171,12 +173,17 @@ def _sync(options: Options) -> int:
 def _plan(options: Options, target_options: dict[str, Any] | None) -> tuple[list[_Step], list[_Step]]:
     """Return what is to be done about the checkpoints of the source, oldest first, and about others at the target."""
     from ckpt_core.checkpointer import full_path
-    from ckpt_core.storage import storage_for
+    from ckpt_core.storage import is_remote, storage_for
 
     source, target = (full_path(path).rstrip("/") for path in (options.source, options.target))
-    if source == target:
+    if source == target or _is_one_file(source, target):
         raise CheckpointError("source and target are the same", path=target, remedy="give another target")
-    if options.recursive and target.startswith(f"{source}/"):
+    real = [path if is_remote(path) else os.path.realpath(path) for path in (source, target)]
+    if not is_remote(target) and os.path.lexists(target) and not os.path.isdir(target):
+        raise StorageError(
+            "there is something already: a file, and no directory", path=target, remedy="give another target"
+        )
+    if options.recursive and real[1].startswith(f"{real[0]}/"):
         raise CheckpointError(
             "the target is in the source, and would be copied into itself", path=target, remedy="give another target"
         )
@@ -230,19 +237,22 @@ def _only_at_target(info: CheckpointInfo, source: list[CheckpointInfo]) -> _Step
 
 
 def _copied(step: _Step, options: Options, target_options: dict[str, Any] | None) -> _Step:
-    from ckpt_core._pipeline import loading
-
     try:
         if step.action in ("copy", "replace"):
             is_new = _transfer(step.info, step.target, options.storage_options, target_options, True)
             return step if is_new else dataclasses.replace(step, action="was there", why="")
         if step.action == "was there" and options.verify:
-            loading.verify(step.target, storage_options=target_options)
+            is_new = _transfer(step.info, step.target, options.storage_options, target_options, True)
+            return dataclasses.replace(step, action="replace", why="what was there was damaged") if is_new else step
     except CheckpointError as error:
         if not _is_there(step.path, options.storage_options):
             return dataclasses.replace(step, action="gone", why="deleted meanwhile, by the run's retention")
-        return dataclasses.replace(step, action="FAILED", why=str(error), is_missing=True)
+        return dataclasses.replace(step, action="FAILED", why=_in_a_line(error), is_missing=True)
     return step
+
+
+def _in_a_line(error: CheckpointError) -> str:
+    return error.message if error.remedy is None else f"{error.message}; {error.remedy}"
 
 
 def _is_there(path: str, storage_options: dict[str, Any] | None) -> bool:
@@ -323,7 +333,7 @@ def _transfer(
     from ckpt_core.storage.base import transfer
 
     source, path = full_path(info.path), full_path(target)
-    if source == path:
+    if source == path or _is_one_file(source, path):
         raise StorageError("source and target are the same", path=path, remedy="give another target")
     origin, storage = storage_for(source, source_options), storage_for(path, target_options)
     there = _identity(storage, path)
@@ -331,8 +341,14 @@ def _transfer(
     if not is_there and there is not None and not force:
         raise StorageError("there is another checkpoint at the target", path=path, remedy="--force replaces it")
     if is_there:
-        loading.verify(path, storage=storage)
-        return False
+        try:
+            loading.verify(path, storage=storage)
+        except CheckpointCorruptedError as error:
+            if not force:
+                error.remedy = "--force replaces it, if the source is whole"
+                raise
+        else:
+            return False
     # What is damaged at the source must not replace anything: it is compared there, and what has arrived, once more.
     loading.verify(source, storage=origin)
     if not is_remote(path):
@@ -344,6 +360,17 @@ def _transfer(
         transfer(origin, source, storage, path)
     loading.verify(path, storage=storage)
     return True
+
+
+def _is_one_file(source: str, target: str) -> bool:
+    """Return whether two local paths lead to one file or directory, through a link; hard links are two files."""
+    from ckpt_core.storage import is_remote
+
+    if is_remote(source) or is_remote(target) or not (os.path.exists(source) and os.path.exists(target)):
+        return False
+    if os.path.realpath(source) == os.path.realpath(target):
+        return True
+    return os.path.samefile(source, target) and (os.path.isdir(source) or os.stat(source).st_nlink == 1)
 
 
 def _is_same(origin: Storage, source: str, storage: Storage, path: str) -> bool:
@@ -365,6 +392,7 @@ def _identity(storage: Storage, path: str) -> tuple[str, Any] | None:
     """Return what tells a checkpoint from any other; None if nothing is there."""
     from ckpt_core._layouts.directory.loading import DirectoryReader
     from ckpt_core._pipeline import loading
+    from ckpt_core.storage import is_remote
 
     if loading.is_directory_checkpoint(storage, path):
         try:
@@ -379,7 +407,11 @@ def _identity(storage: Storage, path: str) -> tuple[str, Any] | None:
             end = bytearray(min(file.size, _END))
             file.read_into(file.size - len(end), memoryview(end))
             return ("file", (file.size, bytes(end))) if _FOOTER in end else ("foreign", file.size)
+    except CheckpointNotFoundError:
+        return None  # a link that leads nowhere
     except StorageError as error:
+        if not (is_remote(path) or os.path.isdir(path)):
+            raise
         raise CheckpointFormatError(
             "there is a directory at the target that is no checkpoint", path=path, remedy="end the target with /"
         ) from error

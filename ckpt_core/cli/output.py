@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["age", "count", "interest", "print_json", "print_table", "printable", "styled"]
+__all__ = ["age", "complain", "count", "interest", "print_json", "print_table", "printable", "styled"]
 
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _STYLES = {"bold": 1, "red": 31, "green": 32, "yellow": 33, "dim": 2}
@@ -49,6 +49,12 @@ def count(number: int, thing: str) -> str:
 def printable(text: str) -> str:
     """Return text without what would break the line or control the terminal."""
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def complain(error: Exception, command: str = "ckpt") -> None:
+    """Print an error as people are told of it, without what would control the terminal."""
+    text = f"{command}: {type(error).__name__}: {error}"
+    print("\n".join(printable(line) for line in text.split("\n")), file=sys.stderr)
 
 
 def styled(text: str, style: str) -> str:

@@ -97,7 +97,7 @@ class Commands:
             parents=[_common()],
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        parser.set_defaults(run=run)
+        parser.set_defaults(run=run, verb=name)
         return parser
 
 
@@ -123,8 +123,18 @@ def parse(arguments: Sequence[str] | None, add_commands: Sequence[Callable[[Comm
     if options.run is None:
         parser.print_help()
         return None
+    _refuse_empty_paths(options, commands.parsers[options.verb])
     options.storage_options = _storage_options(options)
     return options
+
+
+def _refuse_empty_paths(options: Options, parser: argparse.ArgumentParser) -> None:
+    for action in parser._actions:
+        if action.option_strings or action.nargs == argparse.REMAINDER:
+            continue
+        given = getattr(options, action.dest)
+        if any(path in ("", "file://", "local://") for path in (given if isinstance(given, list) else [given])):
+            parser.error(f"{action.metavar or action.dest} is empty: is a variable of the shell not set?")
 
 
 def _common() -> _Parser:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from ckpt_core.cli.output import print_json, print_table
+from ckpt_core.cli.output import print_json, print_table, printable
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.events import size_in_words
 from ckpt_core.report import draw, page_of, read_events, run_in_words, seconds_in_words, totals_of
@@ -33,7 +33,7 @@ def _report(options: Options) -> int:
         processes = read_events(options.events)
     except (OSError, ValueError) as error:
         said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
-        print(f"ckpt: there is no event log: {said}", file=sys.stderr)
+        print(f"ckpt: there is no event log: {printable(str(said))}", file=sys.stderr)
         return Exit.MISSING if isinstance(error, FileNotFoundError) else Exit.FAILED
     totals = totals_of(processes)
     if options.json:
@@ -42,10 +42,10 @@ def _report(options: Options) -> int:
         print_table(_in_words(totals))
     if options.output is not None:
         Path(options.output).write_text(page_of(processes), encoding="utf-8")
-        print(f"wrote {options.output}", file=sys.stderr)
+        print(f"wrote {printable(options.output)}", file=sys.stderr)
     if options.png is not None:
         draw(processes, options.png)
-        print(f"wrote {options.png}", file=sys.stderr)
+        print(f"wrote {printable(options.png)}", file=sys.stderr)
     return Exit.OK
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_core.cli.finding import find, find_all, refuse_checkpoint, size_at
 from ckpt_core.cli.listing import print_hints
 from ckpt_core.cli.metrics_and_pins import Told, listen, pinned
-from ckpt_core.cli.output import count, print_json, print_table, styled
+from ckpt_core.cli.output import count, print_json, print_table, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
@@ -211,7 +211,7 @@ def _prune(options: Options) -> int:
                 continue  # since it was asked
             delete(info, options.storage_options)
             if not options.json:
-                print(f"deleted {info.path}")
+                print(f"deleted {printable(info.path)}")
     if options.json:
         kept = [{"path": d.info.path, "kept_because": d.reasons} for d in decisions]
         print_json({"deleted": not options.dry_run, "freed": freed, "checkpoints": kept})
@@ -277,7 +277,7 @@ def _lines(decisions: Sequence[_Decision]) -> Iterable[str]:
         word = "keep  " if decision.reasons else styled("delete", "red")
         step = "" if info.step is None else f"step {info.step}"
         why = ", ".join(decision.reasons) or "no rule keeps it"
-        yield f"{word}  {step:>12}  {size_in_words(info.size):>9}  {info.path}  ({why})"
+        yield f"{word}  {step:>12}  {size_in_words(info.size):>9}  {printable(info.path)}  ({why})"
 
 
 def delete(info: CheckpointInfo, storage_options: dict[str, Any] | None) -> None:
@@ -312,7 +312,7 @@ def _clean(options: Options) -> int:
         print_json(removed)
         return Exit.OK
     for path in removed:
-        print(f"{'would delete' if options.dry_run else 'deleted'} {path}")
+        print(f"{'would delete' if options.dry_run else 'deleted'} {printable(path)}")
     if not removed and sys.stdout.isatty():
         print("nothing was left unfinished")
     return Exit.OK
@@ -363,7 +363,7 @@ def _for_each(options: Options, pins: bool, act: Callable[[str, Storage], None])
         path = info.path.rstrip("/")
         act(path, storage_for(path, options.storage_options))
         if not options.json:
-            print(f"{'pinned' if pins else 'unpinned'} {path}")
+            print(f"{'pinned' if pins else 'unpinned'} {printable(path)}")
     if options.json:
         print_json([{"path": info.path, "pinned": pins} for info in infos])
     return Exit.OK

@@ -138,11 +138,13 @@ def _part_name(path: str) -> str:
     return os.path.join(directory, f".{start}.{uuid.uuid4().hex[:12]}{SUFFIX}")
 
 
-def _refuse_special(path: str) -> None:
-    """Refuse to put a file where a directory, a device or a pipe is."""
+def _refuse_special(path: str, *, is_directory: bool = False) -> None:
+    """Refuse to put a checkpoint where a device or a pipe is, or a file where a directory is."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
+        return
+    if stat.S_ISDIR(mode) and is_directory:
         return
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
@@ -235,6 +237,7 @@ class LocalStorage(Storage):
         part = _part_name(target)
         try:
             _make_directories(directory)
+            _refuse_special(target)
             status, replaced = os.stat(source), _file_replaced_by(target)
             # Two names of one file have the same permissions.
             if replaced is not None and permissions.differ(status, replaced):
@@ -283,6 +286,7 @@ class LocalStorage(Storage):
         directory = os.path.dirname(os.path.abspath(target))
         try:
             _make_directories(directory)
+            _refuse_special(target)
             descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 os.fsync(descriptor)
@@ -302,6 +306,7 @@ class LocalStorage(Storage):
             _refuse_working_directory(
                 path, "the checkpoint would replace", "save to a directory inside it, or change the working directory"
             )
+            _refuse_special(path, is_directory=True)
             return self._staging.begin(path, token)
         except StorageError:
             raise

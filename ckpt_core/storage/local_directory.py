@@ -325,7 +325,7 @@ def _delete_tree(path: str) -> None:
 def _delete_all(path: str) -> None:
     try:
         is_directory = stat.S_ISDIR(os.lstat(path).st_mode)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return
     if not is_directory:
         _delete(os.unlink, path)

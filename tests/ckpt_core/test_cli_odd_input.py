@@ -1,0 +1,254 @@
+"""What a shell may hand to the command is answered by an exit code and a line, and no checkpoint is lost.
+
+Paths that are no checkpoint, or are spelled oddly, are given to the verbs, as what they read and as what they write.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from ckpt_core import Checkpointer, DirectoryCheckpointer, EventLog, Kind, Part, StorageError
+from ckpt_core.cli import main
+
+Capture = pytest.CaptureFixture[str]
+
+# What is at a path, or how it is spelled, and the exit codes of verbs: those that read a checkpoint, list what is in a
+# directory, or look for what to resume from (inspect, ls, latest), and those that write a file or a directory there.
+ODD = {
+    "nowhere": "1 1 3 0 0",
+    "empty": "1 0 3 1 0",
+    "empty.ckpt": "1 0 1 0 0",
+    "truncated.ckpt": "1 0 1 0 0",
+    "truncated": "0 0 1 1 0",
+    "unfinished": "1 0 3 1 1",
+    "saving": "1 0 3",
+    "text.txt": "1 0 1 1 1",
+    "pipe": "1 1 3 1 1",
+    "dangling": "1 1 3 0 0",
+    "loop": "1 1 1 1 1",
+    "link.ckpt": "0 0 1 0 0",
+    "link": "1 0 0 1 1",
+    "b\udcffd": "1 0 0",
+    "b\udcffd/\udcff.ckpt": "0 0 1 0 0",
+    "new\nline/\x1b[31m.ckpt": "0 0 1 0 0",
+    "-dash": "1 0 0 1 1",
+    "é ü/é.ckpt": "0 0 1",
+    ".": "1 0 0 1 1",
+    "run//a.ckpt/": "0 0 1",
+    "run/a.ckpt/below": "1 1 3 1 1",
+    "file://{home}/run": "1 0 0 1 1",
+    "~/run": "1 1 3",
+    "x" * 300: "1 1 1 1 1",
+    "nostore://bucket/run": "1 1 1 1 1",
+    "": "2 2 2 2 2",
+    "file://": "2 2 2 2 2",
+}
+READING = ("inspect", "ls", "latest", "du", "verify", "report", "prune --keep latest=9 --yes", "clean --dry-run")
+READING += ("keep", "drop", "diff run/b.ckpt", "convert --to file", "import --format safetensors", "cp", "sync", "mv")
+INTO_NEW = READING[-5:]
+WRITING = ("convert run/b.ckpt --to file", "convert run/b.ckpt --to directory", "export run/c --format dcp")
+WRITING += ("report events.jsonl -o", "cp run/a.ckpt", "cp run", "mv run/c", "mv run/a.ckpt", "sync run --delete --yes")
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("odd")
+    with Checkpointer(strategy="sync", listeners=[EventLog(home / "events.jsonl")]) as files:
+        files.save({"w": torch.ones(3), "step": 1}, home / "run" / "a.ckpt")
+        files.save({"w": torch.zeros(3), "step": 2}, home / "run" / "b.ckpt")
+        for number, name in enumerate(("b\udcffd/\udcff", "new\nline/\x1b[31m", "-dash/-", "é ü/é")):
+            files.save({"w": torch.full((3,), number + 2.0), "step": 3}, home / f"{name}.ckpt")
+    with DirectoryCheckpointer(strategy="sync") as directories:
+        for number, name in enumerate(("run/c", "truncated", "unfinished")):
+            directories.save([Part("model", {"w": torch.full((3,), -1.0 - number)}, Kind.REPLICATED)], home / name)
+    dcp.save({"model": {"w": torch.ones(300)}}, checkpoint_id=home / "dcp", no_dist=True)
+    (home / "unfinished" / "manifest.json").unlink()
+    shutil.copy(home / "run" / "a.ckpt", home / "truncated.ckpt")
+    for cut in (home / "truncated" / "model.safetensors", home / "truncated.ckpt"):
+        cut.write_bytes(cut.read_bytes()[:-4])
+    for name in ("empty", "saving"):
+        (home / name).mkdir()
+    (home / "saving" / ".a.ckpt.0123456789ab.ckpt-part").write_bytes(b"half")
+    (home / "empty.ckpt").write_bytes(b"")
+    (home / "text.txt").write_text("nothing that torch reads")
+    for name, to in {"dangling": "gone", "loop": "loop", "link.ckpt": "run/a.ckpt", "link": "run"}.items():
+        (home / name).symlink_to(to)
+    return home
+
+
+@pytest.fixture
+def home(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    fill(prepared, tmp_path / "home")
+    monkeypatch.chdir(tmp_path / "home")
+    with (tmp_path / "home" / "saving" / ".a.ckpt.0123456789ab.ckpt-part").open("rb") as being_written:
+        fcntl.flock(being_written, fcntl.LOCK_EX)
+        yield tmp_path / "home"
+
+
+def fill(prepared: Path, home: Path) -> None:
+    shutil.copytree(prepared, home, symlinks=True)
+    os.mkfifo(home / "pipe")
+
+
+def contents(home: Path) -> dict[str, str]:
+    """Return what is where: the digest of a file's bytes, what a link leads to, or what else it is."""
+    found = {}
+    for folder, folders, files in os.walk(home):
+        for name in (*folders, *files):
+            path = os.path.join(folder, name)
+            if os.path.islink(path):
+                found[path] = f"link to {os.readlink(path)}"
+            elif os.path.isfile(path):
+                found[path] = f"file {hashlib.sha256(Path(path).read_bytes()).hexdigest()}"
+            else:
+                found[path] = "directory" if os.path.isdir(path) else "special"
+    return found
+
+
+def files_of(found: dict[str, str], home: Path, directory: str = "") -> set[str]:
+    below = os.path.join(home, directory)
+    return {what for path, what in found.items() if what.startswith("file ") and path.startswith(below)}
+
+
+def ran(words: list[str], capfd: Capture) -> tuple[int, str, str]:
+    try:
+        code = main(words)
+    except SystemExit as ended:
+        code = int(ended.code or 0)
+    captured = capfd.readouterr()
+    return code, captured.out, captured.err
+
+
+def check_words(command: list[str], code: int, error: str) -> None:
+    """Check that a failure is told in a line that begins with the command, and that nothing controls the terminal."""
+    said = [line for line in error.splitlines() if line.startswith("ckpt")]
+    assert "Traceback" not in error and "\x1b" not in error and len(error.splitlines()) <= 12
+    assert not code or len(said) == 1 or command[0] in ("verify", "sync") or (command[0], code) == ("diff", 1), command
+
+
+def name_of(odd: str) -> str:
+    return ascii(odd)[1:-1][:20]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("odd", ODD, ids=name_of)
+def test_what_is_odd_to_read_is_told_and_nothing_is_changed(odd: str, home: Path, capfd: Capture) -> None:
+    expected = dict(zip(READING, ODD[odd].split()[:3], strict=False))
+    before = contents(home)
+    for words in READING:
+        if (words, odd) == ("report", "pipe"):
+            continue  # it is read, once somebody writes
+        command = [*words.split(), "--json", "--", odd.format(home=home), *(["new"] if words in INTO_NEW else [])]
+        code, out, error = ran(command, capfd)
+        assert str(code) == expected.get(words, str(code)) and code in (0, 1, 2, 3, 4), (command, error)
+        assert code != 3 or words in ("latest", "verify", "report")
+        assert not out or json.loads(out) is not None
+        check_words(command, code, error)
+        after = contents(home)
+        assert files_of(after, home) >= files_of(before, home), command
+        assert words == "mv" or before.items() <= after.items(), command
+        for path in after.keys() - before.keys():
+            if after[path] == "directory":
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                Path(path).unlink(missing_ok=True)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("odd", [odd for odd, codes in ODD.items() if len(codes.split()) > 3], ids=name_of)
+def test_what_is_odd_to_write_is_told_and_nothing_is_lost(odd: str, home: Path, prepared: Path, capfd: Capture) -> None:
+    expected = dict(zip(WRITING, ODD[odd].split()[3:], strict=False))
+    before = contents(home)
+    for words in WRITING:
+        if (words, odd) == ("report events.jsonl -o", "pipe"):
+            continue  # it is written to, once somebody reads
+        target = odd.format(home=home)
+        command = [*words.split(), *(["--"] if target == "-dash" and "-o" not in words else []), target]
+        code, _, error = ran(command, capfd)
+        assert str(code) == expected.get(words, str(code)) and code in (0, 1, 2), (command, error)
+        check_words(command, code, error)
+        after = contents(home)
+        if after == before:
+            continue
+        assert code == 0 or words.startswith("sync"), (command, error)
+        assert words.startswith("report") or files_of(after, home) >= files_of(before, home, "run"), command
+        assert after[str(home / "pipe")] == "special"
+        assert words.startswith("report") or after[str(home / "text.txt")] == before[str(home / "text.txt")]
+        os.chdir(home.parent)
+        shutil.rmtree(home)
+        fill(prepared, home)
+        os.chdir(home)
+
+
+@pytest.mark.parametrize("save", ["file", "directory", "copy"])
+def test_no_save_replaces_a_pipe_or_a_device(save: str, home: Path) -> None:
+    with Checkpointer(strategy="sync") as files, DirectoryCheckpointer(strategy="sync") as directories:
+        with pytest.raises(StorageError, match="is not a regular file, and is not replaced by one"):
+            if save == "file":
+                files.save({"step": 1}, home / "pipe")
+            elif save == "directory":
+                directories.save([Part("model", {"w": torch.ones(3)}, Kind.REPLICATED)], home / "pipe")
+            else:
+                files.copy(home / "run" / "a.ckpt", home / "pipe")
+                files.wait()
+    assert (home / "pipe").is_fifo()
+
+
+def test_a_copy_that_is_damaged_is_replaced_when_it_is_told(home: Path, capfd: Capture) -> None:
+    assert main(["cp", "run", "new"]) == 0
+    for words in ("cp run/a.ckpt new --force", "sync run new --verify"):
+        data = bytearray(Path("new/a.ckpt").read_bytes())
+        data[100] ^= 1
+        Path("new/a.ckpt").write_bytes(data)
+        assert main(["cp", "run/a.ckpt", "new"]) == 1
+        assert "--force replaces it" in capfd.readouterr().err
+        assert main(words.split()) == 0
+        assert main(["verify", "new"]) == 0
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["doctor", "--size", "0"], "is not a number of megabytes"),
+        (["doctor", "text.txt"], "there is no such directory"),
+        (["doctor", "pipe"], "there is no such directory"),
+        (["doctor", "--like", "pipe"], "there is no such file"),
+        (["ls", "--recusive"], "did you mean --recursive?"),
+        (["convert", "run/a.ckpt", "new", "--to", "fiel"], "invalid choice: 'fiel'"),
+        (["rehearse", "--"], "give the command"),
+        (["rehearse", "--", "no-such-program"], "no-such-program"),
+        (["prune", "run"], "say what to keep"),
+        (["prune", "run", "--keep", "latest=1"], "--yes deletes"),
+        (["clean"], "which directory?"),
+    ],
+)
+def test_what_makes_no_sense_is_told(words: list[str], said: str, capfd: Capture) -> None:
+    code, _, error = ran(words, capfd)
+    assert code in (1, 2, 3) and said in error and "Traceback" not in error
+
+
+# ---- what only a process of its own has ------------------------------------------------------------------------------
+
+COMMAND = [sys.executable, "-c", "import sys; from ckpt_core.cli import main; sys.exit(main())"]
+
+
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+def test_latest_prints_the_bytes_of_a_name_whatever_the_encoding(encoding: str) -> None:
+    for directory in ("b\udcffd", "é ü"):
+        environment = {**os.environ, "PYTHONIOENCODING": encoding, "LC_ALL": "C"}
+        done = subprocess.run([*COMMAND, "latest", directory], env=environment, capture_output=True, check=True)
+        assert os.path.isfile(done.stdout.removesuffix(b"\n")), done
