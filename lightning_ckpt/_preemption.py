@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import signal
 from typing import Any
 
 import torch.distributed as dist
@@ -57,8 +59,14 @@ class _Between(Live):
         self._open = contextlib.ExitStack()  # what was begun, should the rest fail
         self._observers = Observers(trainer)
         self._open.callback(self._observers.close)
+        self._start = _Start(trainer)
+        self._open.callback(self._start.close)
         self._boundaries = TrainerBoundaries(
-            trainer, reached=self._reached, ending=self._observers.tell_all, closing=self._close
+            trainer,
+            registering=self._start.close,
+            reached=self._reached,
+            ending=self._observers.tell_all,
+            closing=self._close,
         )
         is_connected = trainer.world_size > 1 and dist.is_available() and dist.is_initialized()
         store, rank, world_size = None, 0, 1
@@ -67,6 +75,7 @@ class _Between(Live):
             store = connect_store(rank, world_size, trainer.strategy.broadcast)
         self._meeting = Meeting(store, rank, world_size, is_rank_gone=self._is_rank_gone)
         self._open.callback(self._meeting.close)
+        self._told: set[str] = set()  # what this rank was told, and has not acted on
         self._requeue = self._terminate = None
         if is_connected or trainer.world_size == 1:
             self._requeue = self._boundaries.instead_of_requeue(lambda: self._meeting.ask(_REQUEUE))
@@ -74,33 +83,37 @@ class _Between(Live):
         self._saver = next((cb for cb in trainer.callbacks if getattr(cb, "preemption", None) is not None), None)
         is_ours = self._saver is not None or self._boundaries.requeue_signal is not None
         if is_connected or (is_ours and trainer.world_size == 1):
-            self._terminate = self._boundaries.instead_of_terminate(lambda: self._meeting.ask(_TERMINATE))
+            self._terminate = self._boundaries.instead_of_terminate(lambda: self._note(_TERMINATE))
         preemption = Preemption(signals=()) if self._saver is None else self._saver.preemption
         others = [name for name in preemption.signals if name not in (_TERMINATE, self._boundaries.requeue_signal)]
-        self._open.callback(Notices(preemption, self._meeting.ask).close)
-        self._open.callback(SignalNotes(others, self._meeting.ask).close)
+        self._open.callback(Notices(preemption, self._note).close)
+        self._open.callback(SignalNotes(others, self._note).close)
         self._has_reserved = False
+
+    def _note(self, reason: str) -> None:
+        self._told.add(reason)
+        self._meeting.ask(reason)
 
     def _reached(self, position: tuple[int, int]) -> None:
         self._observers.tell_ended()
         is_end, is_training = position[1] == TrainerBoundaries.END, self._trainer.state.fn == "fit"
-        is_over = is_end and not self._trainer.evaluating
-        is_last = is_over or (is_end and not is_training)
+        is_last = is_end and not (is_training and self._trainer.evaluating)
         if is_training and not self._has_reserved and not is_end and self._trainer.global_step > 0:
             self._has_reserved = True
             _reserve_memory(self._trainer)
         call = self._meeting.at_last(position) if is_last else self._meeting.at(position)
         if call.requests:
-            self._act(call, is_over=is_over)
+            self._act(call)
 
-    def _act(self, call: Call, *, is_over: bool) -> None:
+    def _act(self, call: Call) -> None:
         if _REQUEUE in call.requests and self._requeue is not None:
             if call.together:
                 self._requeue()
             else:
                 logger.error("the job is not requeued: the other ranks do not answer, and cannot save")
         reasons = sorted(call.requests - {_REQUEUE})
-        if reasons and self._terminate is not None and not is_over:
+        if reasons and self._terminate is not None:
+            self._told.clear()
             if not call.together:
                 logger.warning("%s ends this rank alone: the other ranks do not answer", " and ".join(reasons))
             elif self._saver is not None and self._trainer.state.fn == "fit":
@@ -113,6 +126,29 @@ class _Between(Live):
     def _close(self) -> None:
         vars(self._trainer).pop(_ATTRIBUTE, None)
         self._open.close()
+        # What came after the last boundary: saves are durable by now, and whoever told this process to end waits.
+        if self._told and self._terminate is not None and self._trainer.state.status != "interrupted":
+            self._terminate(exit_status(self._told))
+
+
+class _Start:
+    """Until Lightning has its handlers, SIGTERM does what it does without us; but that start counts as no crash."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        self._notes = SignalNotes([_TERMINATE], self._told)
+
+    def _told(self, name: str) -> None:
+        for callback in self._trainer.callbacks:
+            if getattr(callback, "auto_resume", None) is not None:
+                callback.auto_resume.end(self._trainer)
+        if self._is_default:
+            self.close()
+            os.kill(os.getpid(), getattr(signal, name))
+
+    def close(self) -> None:
+        self._notes.close()
 
 
 def _reserve_memory(trainer: Any) -> None:

@@ -20,10 +20,13 @@ class TrainerBoundaries:
 
     Args:
         trainer: A Trainer of either package, before it registers its signal handlers.
+        registering: Called when it is about to.
         reached: Called at each boundary with its position, which grows: after each batch and all that follows it, after
             each batch of a validation, test or prediction and at the end of them, and after ``on_train_end``.
         ending: Called when training is over, before ``on_train_end``.
         closing: Called when the Trainer is torn down, also after an exception.
+
+    The trial runs of Lightning's tuners have no boundaries: nothing of them is to be saved.
     """
 
     END = 2**62
@@ -32,43 +35,58 @@ class TrainerBoundaries:
         self,
         trainer: Any,
         *,
+        registering: Callable[[], None],
         reached: Callable[[tuple[int, int]], None],
         ending: Callable[[], None],
         closing: Callable[[], None],
     ) -> None:
         self._trainer = trainer
         self._connector = trainer._signal_connector
-        self._reached, self._ending, self._closing = reached, ending, closing
+        self._registering, self._reached, self._ending, self._closing = registering, reached, ending, closing
         self._batches = self._evaluated = 0
+        self._callbacks = list(trainer.callbacks)
         loops = (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop)
         self._undo = [
             wrap(trainer.fit_loop.epoch_loop, "on_advance_end", self._after_batch),
             wrap(trainer.fit_loop, "on_run_end", self._around_train_end),
+            wrap(self._connector, "register_signal_handlers", self._before_registering),
             wrap(self._connector, "teardown", self._around_teardown),
             *(wrap(loop, "_evaluation_step", self._after_evaluation_batch) for loop in loops),
             wrap(trainer.predict_loop, "_predict_step", self._after_evaluation_batch),
             *(wrap(loop, "on_run_end", self._before_evaluation_end) for loop in (*loops, trainer.predict_loop)),
         ]
 
+    def _before_registering(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._registering()
+        return original(*args, **kwargs)
+
     def _after_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        self._batches, self._evaluated = self._batches + 1, 0
-        self._reached((self._batches, 0))
+        if not self._is_trial:
+            self._batches, self._evaluated = self._batches + 1, 0
+            self._reached((self._batches, 0))
         return result
+
+    @property
+    def _is_trial(self) -> bool:
+        callbacks = self._trainer.callbacks  # a tuner puts its own, or none, in their place
+        return bool(self._callbacks) and not any(ours is one for ours in self._callbacks for one in callbacks)
 
     def _after_evaluation_batch(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
-        if not self._trainer.sanity_checking:  # nothing has begun that could be saved, and it is short
+        if not self._trainer.sanity_checking and not self._is_trial:  # in the first, nothing has begun, and it is short
             self._evaluated += 1
             self._reached((self._batches, self._evaluated))
         return result
 
     def _before_evaluation_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not self._trainer.sanity_checking:
+        if not self._trainer.sanity_checking and not self._is_trial:
             self._reached((self._batches, self.END))
         return original(*args, **kwargs)
 
     def _around_train_end(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if self._is_trial:
+            return original(*args, **kwargs)
         self._ending()
         result = original(*args, **kwargs)
         self._reached((self._batches + 1, self.END))

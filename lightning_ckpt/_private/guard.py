@@ -79,7 +79,16 @@ _INTERNALS = (
     ("_checkpoint_connector", _CHECKPOINTS),
 )
 _BOUNDARIES = (
-    ("_signal_connector", ("_sigterm_notifier_fn", "_slurm_sigusr_handler_fn", "received_sigterm", "teardown")),
+    (
+        "_signal_connector",
+        (
+            "_sigterm_notifier_fn",
+            "_slurm_sigusr_handler_fn",
+            "received_sigterm",
+            "register_signal_handlers",
+            "teardown",
+        ),
+    ),
     ("_accelerator_connector", ("cluster_environment",)),
     ("fit_loop", ("on_run_end",)),
     ("fit_loop.epoch_loop", ("on_advance_end",)),

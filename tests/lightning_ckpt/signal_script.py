@@ -5,7 +5,8 @@ Reads one specification per line from its standard input, forks a process per ra
 
     {"directory": "...", "ranks": 2, "port": 29500, "limit_seconds": 60, "io": "AsyncCheckpointIO", "callback": "ours",
      "trainer": {...}, "options": {...}, "settings": {...}, "resume": "path" | null, "slurm": true,
-     "machines": true, "answers": 1e6, "signals": [[rank, "SIGUSR1", "on_train_batch_start", count], ...],
+     "machines": true, "answers": 1e6, "then": ["test", "predict", "fit"], "finder": {...},
+     "signals": [[rank, "SIGUSR1", "on_train_batch_start", count], ...],
      "name": "first"}
 """
 
@@ -37,6 +38,21 @@ from lightning_ckpt._routing import gathering
 from tests.lightning_ckpt.exact_cases import MemoryLogger, Model, PlannedError, outcome
 from tests.lightning_ckpt.failure_script import wait_for
 from tests.support.forking import get_ready
+
+
+class Stages(Model):
+    """Is tested, and predicts."""
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.loss(batch)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def test_dataloader(self) -> Any:
+        return self.train_dataloader()
+
+    predict_dataloader = test_dataloader
 
 
 class Signals(pl.Callback):
@@ -77,11 +93,12 @@ def main(spec: dict[str, Any], rank: int) -> None:
     if "answers" in spec:  # how long ranks wait for those who do not say where they are
         Meeting.__init__.__kwdefaults__["answer_within"] = spec["answers"]  # type: ignore[attr-defined,index]
     pl.seed_everything(spec.get("seed", 1), verbose=False)
-    model = Model(spec.get("options", {}))
+    model = Stages(spec.get("options", {}))
     if spec.get("own_generators"):
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(rank)
     callbacks: list[Any] = [Signals(*rest) for target, *rest in spec.get("signals", []) if target == rank]
+    callbacks += [pl.callbacks.LearningRateFinder(**spec["finder"])] if "finder" in spec else []
     callbacks += callback_of(spec.get("callback", "ours"), directory, spec.get("settings", {}))
     plugins: list[Any] = []
     if spec.get("io"):
@@ -102,7 +119,8 @@ def main(spec: dict[str, Any], rank: int) -> None:
     trainer = pl.Trainer(
         **{**settings, **spec.get("trainer", {})}, callbacks=callbacks, plugins=plugins, logger=MemoryLogger()
     )
-    result: dict[str, Any] = {"raised": None}
+    model.lr = 0.02
+    result: dict[str, Any] = {"raised": None, "stages": []}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -110,6 +128,9 @@ def main(spec: dict[str, Any], rank: int) -> None:
                 trainer.validate(model, verbose=False)
             else:
                 trainer.fit(model, ckpt_path=spec.get("resume"))
+            for stage in spec.get("then", []):
+                result["stages"].append(stage)
+                getattr(trainer, stage)(model)
         except BaseException as error:  # noqa: BLE001 - the test looks at it
             traceback.print_exc()
             result["raised"] = type(error).__name__

@@ -147,6 +147,54 @@ def test_a_preempted_run_saves_on_all_ranks_and_resumes_exactly(job: Job, tmp_pa
         assert (found["weights"], found["optimizer"]) == (expected["weights"], expected["optimizer"])
 
 
+@pytest.mark.parametrize(
+    ("hook", "stages", "ranks"),
+    [
+        ("on_train_end", [], 1),
+        ("on_train_end", [], 2),
+        ("on_test_batch_start", ["test"], 2),
+        ("on_test_end", ["test"], 1),
+        ("on_predict_batch_start", ["test", "predict"], 2),
+        ("on_predict_end", ["test", "predict"], 1),
+    ],
+)
+def test_a_run_that_is_told_to_end_after_its_last_batch_ends(
+    job: Job, tmp_path: Path, hook: str, stages: list[str], ranks: int
+) -> None:
+    signals = [[ranks - 1, "SIGTERM", hook, 1]]
+    spec: dict[str, Any] = {"ranks": ranks, "trainer": {"max_steps": 5}}
+    settings = {"every_n_train_steps": 3}
+    then = ["test", "predict", "fit"]
+    ended = job.run(tmp_path, "ended", **spec, then=then, signals=signals, settings=settings)
+    assert [(result["raised"], result["status"]) for result in ended] == [("SIGTERMException", 143)] * ranks
+    assert [result["stages"] for result in ended] == [stages] * ranks
+    if not stages:  # what was trained since the last save is there
+        resumed = job.run(tmp_path, "resumed", **spec, signals=[], settings={**settings, "resume": "auto"}, seed=77)
+        assert [result["ckpt_path"] for result in resumed] == [
+            str(tmp_path / "saved" / "preempted-step=5.ckpt")
+        ] * ranks
+        assert [result["weights"] for result in resumed] == [result["weights"] for result in ended]
+
+
+def test_a_trial_of_a_tuner_is_not_saved_as_if_it_were_the_run(job: Job, tmp_path: Path) -> None:
+    settings = {"every_n_epochs": 50, "preempt": {"signals": [], "deadline": 0.001, "look_every": 0.01}}
+    finder = {"num_training_steps": 4, "attr_name": "lr"}
+    (ended,) = job.run(tmp_path, "ended", ranks=1, signals=[], settings=settings, finder=finder)
+    assert ended["status"] == 75
+    (saved,) = (tmp_path / "saved").iterdir()
+    assert any(key.startswith("ResumableCheckpoint") for key in torch.load(saved)["callbacks"])
+
+
+def test_starts_that_are_told_to_end_before_they_train_are_no_crashes(job: Job, tmp_path: Path) -> None:
+    spec: dict[str, Any] = {"ranks": 1, "settings": {"every_n_train_steps": 2, "resume": "auto", "resume_attempts": 1}}
+    job.run(tmp_path, "first", signals=[[0, "SIGTERM", START, 5]], **spec)
+    for _ in range(2):
+        job.run(tmp_path, "ended", signals=[[0, "SIGTERM", "on_fit_start", 1]], killed=[0], **spec)
+        assert not (tmp_path / "ended.0.json").exists()
+    (last,) = job.run(tmp_path, "last", signals=[], **spec)
+    assert last["ckpt_path"] == str(tmp_path / "saved" / "preempted-step=5.ckpt")
+
+
 def test_a_deadline_ends_a_run(job: Job, tmp_path: Path) -> None:
     settings = {"every_n_epochs": 50, "preempt": {"signals": [], "deadline": 0.001, "look_every": 0.01}}
     ended = job.run(tmp_path, "ended", signals=[[0, "notice", START, 1]], settings=settings)
