@@ -61,8 +61,7 @@ def run_parallel(
             while (taken := take()) is not None:
                 work(*taken)
         except BaseException as error:  # noqa: BLE001 - raised again below, on the calling thread
-            with lock:
-                errors.append(error)
+            errors.append(error)  # without the lock: whoever holds it may be waiting for what comes of another job
 
     def help_out(claim: threading.Lock, ended: threading.Event) -> None:
         if claim.acquire(blocking=False):
@@ -71,21 +70,24 @@ def run_parallel(
 
     helpers: list[tuple[threading.Lock, threading.Event]] = []
     try:
-        for _ in range(threads - 1):
-            # Before it starts: it works already where Ctrl-C comes while it is being started.
-            helpers.append((threading.Lock(), threading.Event()))
-            threading.Thread(target=help_out, args=helpers[-1], name="ckpt-io").start()
-    except RuntimeError:
-        pass  # the interpreter is shutting down: use the threads there are
+        try:
+            for _ in range(threads - 1):
+                # Before it starts: it works already where Ctrl-C comes while it is being started.
+                helpers.append((threading.Lock(), threading.Event()))
+                threading.Thread(target=help_out, args=helpers[-1], name="ckpt-io").start()
+        except RuntimeError:
+            pass  # no more threads can be started: use those there are
+        loop(meanwhile)
     except BaseException as error:  # noqa: BLE001 - raised again below
         errors.append(error)
-    loop(meanwhile)
     for claim, ended in helpers:
+        if claim.acquire(blocking=False):
+            ended.set()  # one that has not begun does not begin any more
+    while not all(ended.is_set() for _, ended in helpers):
         try:
-            if not claim.acquire(blocking=False):  # one that has not begun does not begin any more
+            for _, ended in helpers:
                 wait_through(ended)
         except BaseException as error:  # noqa: BLE001 - raised again below
-            with lock:
-                errors.append(error)
+            errors.append(error)
     if errors:
         raise errors[0]

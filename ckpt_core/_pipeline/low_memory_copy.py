@@ -1,7 +1,8 @@
 """Copies for which host memory is short: window after window through a buffer that is smaller than the state.
 
-Threads of ours copy the windows of live tensors in the order in which they are written, as long as there is room; who
-has written a window gives its room back. Training waits until all windows are copied, not until they are written.
+The thread that trains, and a few that help it, copy the windows of live tensors in the order in which they are written,
+as long as there is room; who has written a window gives its room back. Training goes on when all windows are copied, not
+when they are written.
 """
 
 from __future__ import annotations
@@ -81,25 +82,42 @@ class PassingWindows:
         )
         self._copied: dict[tuple[PassedImage, int], tuple[memoryview, _Room]] = {}
         self._there: dict[PassedImage, bool] = {}
-        self._has_begun = self._is_over = False
+        self._files: Sequence[tuple[str, PassedImage]] | None = None
+        self._find: Callable[[str, Image], bool] = lambda *_: False
+        self._is_over = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
         self._ended = threading.Event()
 
     # ---- the thread that trains --------------------------------------------------------------------------------------
 
-    def wait(self) -> None:
-        """Return when all windows are copied, or nobody wants them; raise what a copy has raised."""
-        wait_through(self._ended)
+    def copy(self) -> None:
+        """Copy all windows, when it is known which, unless nobody wants them; raise what a copy has raised."""
+        try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._files is not None or self._is_over)
+            if self._files is not None:
+                run_parallel(self._copy, self._windows(self._files))
+                for _, image in self._files:
+                    image.forget_sources()
+        except BaseException as error:  # noqa: BLE001 - raised below, if it is not that nobody wants them
+            self._fail(error)
+        finally:
+            self._ended.set()
         if self._error is not None:
             raise self._error
 
+    def give_up(self) -> None:
+        """Declare that nothing is copied any more: the caller of :meth:`copy` does not call it now."""
+        self.abandon()
+        self._ended.set()
+
+    # ---- the thread that writes --------------------------------------------------------------------------------------
+
     def abandon(self) -> None:
-        """Copy no further window."""
+        """Declare that no further window is wanted."""
         with self._changed:
             self._is_over = True
-            if not self._has_begun:
-                self._ended.set()
             self._changed.notify_all()
 
     def settle(self) -> None:
@@ -109,25 +127,19 @@ class PassingWindows:
         self._copied.clear()
         self._rooms.clear()
 
-    # ---- the thread that writes --------------------------------------------------------------------------------------
-
     def begin(
         self, files: Sequence[tuple[str, Image]], is_there: Callable[[str, Image], bool]
-    ) -> list[tuple[str, PassedImage]] | None:
-        """Begin to copy the windows of files, in the order in which they are to be written; return these.
+    ) -> list[tuple[str, PassedImage]]:
+        """Let the windows of files be copied, in the order in which they are to be written; return these.
 
-        None if no thread can be started: training waits until they are written. ``is_there`` is called for each file
-        before it is copied: whether it need not be written.
+        ``is_there`` is called for each file before it is copied: whether it need not be written.
         """
         passed = [(name, PassedImage(image, self)) for name, image in files]
         with self._changed:
             if self._is_over:
                 raise ImageAbandonedError("the save was given up")
-            try:
-                threading.Thread(target=self._run, args=(passed, is_there), name="ckpt-staging").start()
-            except RuntimeError:  # the interpreter is shutting down
-                return None
-            self._has_begun = True
+            self._files, self._find = passed, is_there
+            self._changed.notify_all()
         return passed
 
     def is_there(self, image: PassedImage) -> bool:
@@ -158,22 +170,10 @@ class PassingWindows:
 
     # ---- the threads that copy ---------------------------------------------------------------------------------------
 
-    def _run(self, files: Sequence[tuple[str, PassedImage]], is_there: Callable[[str, Image], bool]) -> None:
-        try:
-            run_parallel(self._copy, self._windows(files, is_there))
-            for _, image in files:
-                image.forget_sources()
-        except BaseException as error:  # noqa: BLE001 - raised again by wait()
-            self._fail(error)
-        finally:
-            self._ended.set()
-
-    def _windows(
-        self, files: Sequence[tuple[str, PassedImage]], is_there: Callable[[str, Image], bool]
-    ) -> Iterator[tuple[PassedImage, int, _Room]]:
+    def _windows(self, files: Sequence[tuple[str, PassedImage]]) -> Iterator[tuple[PassedImage, int, _Room]]:
         """Yield each window with its room, in order: who writes one window after the other always gets the next."""
         for name, image in files:
-            there = is_there(name, image.live)
+            there = self._find(name, image.live)
             with self._changed:
                 self._there[image] = there
                 self._changed.notify_all()

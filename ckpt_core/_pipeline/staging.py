@@ -150,7 +150,7 @@ class Snapshot:
 
         if self._passing is not None:
             then_write()
-            self._passing.wait()
+            self._passing.copy()
         elif self._copy is not None:
             self._copy.hand_over(then_write)
         else:
@@ -172,7 +172,7 @@ class Snapshot:
             if self._copy is not None:
                 self._copy.abandon()
             if self._passing is not None:
-                self._passing.abandon()
+                self._passing.give_up()
         finally:
             self._taken.set()
             self._sealed.set()

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import functools
 import gc
+import queue
+import signal
+import sys
 import threading
+import time
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +21,7 @@ import torch
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part, SerializationError, StorageError
 from ckpt_core._layouts.image import WINDOW, ImageAbandonedError
+from ckpt_core._pipeline import staging
 from ckpt_core._pipeline.buffer_pool import BufferPool
 from ckpt_core._pipeline.jobs import JobQueue
 from ckpt_core._pipeline.low_memory_copy import PassingWindows
@@ -75,6 +83,19 @@ def state_of(device: str = "cpu") -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[PassingWindows]:
+    """The windows of each save that is begun."""
+    found: queue.SimpleQueue[PassingWindows] = queue.SimpleQueue()
+
+    def make(*arguments: Any) -> PassingWindows:
+        found.put(windows := PassingWindows(*arguments))
+        return windows
+
+    monkeypatch.setattr(staging, "PassingWindows", make)
+    return found
+
+
 def ends(act: Callable[[], Any]) -> None:
     """Do something that must not hang, and raise what it raises."""
     errors: list[BaseException] = []
@@ -119,20 +140,24 @@ class _Url(str):
 
 
 @both_layouts
-def test_training_waits_for_room_and_not_for_the_disk(tmp_path: Path, layout: str) -> None:
+def test_training_waits_for_room_and_not_for_the_disk(
+    tmp_path: Path, layout: str, made: queue.SimpleQueue[PassingWindows]
+) -> None:
     opened = threading.Event()
     windows = Fault(lambda it: it.name == "write_at" and it.size >= 2**20, number=None, until=opened)
     saves = Saves(layout, tmp_path, storage=FaultyStorage(LocalStorage(), [windows]))
     state = state_of()
     saving = threading.Thread(target=saves.save, args=(state,))
     saving.start()
-    saving.join(1.0)
-    assert saving.is_alive()  # no window is written, and there is room for two
+    waits_for_room(made.get(timeout=LONGEST_SECONDS))  # no window is written, and there is room for two
+    waited = 0.1
+    saving.join(waited)
+    assert saving.is_alive()
     opened.set()
     saving.join(LONGEST_SECONDS)
     assert not saving.is_alive()
     (taken,) = saves.taken()
-    assert 0.5 < taken.memory_seconds <= taken.stall_seconds
+    assert waited < taken.memory_seconds <= taken.stall_seconds
     saves.checkpointer.close()
 
 
@@ -330,10 +355,34 @@ class Windows:
         """There are none."""
 
 
+def copied_by_another(windows: PassingWindows) -> threading.Thread:
+    """Let a thread copy the windows, as the one that trains does; it ends whatever that raises."""
+
+    def copy() -> None:
+        with contextlib.suppress(BaseException):
+            windows.copy()
+
+    thread = threading.Thread(target=copy)
+    thread.start()
+    return thread
+
+
 def waits_for_room(windows: PassingWindows) -> None:
     """Return when a thread waits for room."""
-    while not windows._changed._waiters:
-        pass
+    deadline = time.monotonic() + LONGEST_SECONDS
+    while not any(map(functools.partial(is_in_wait_for_room, windows), sys._current_frames().values())):
+        assert time.monotonic() < deadline, "no thread waits for room"
+        time.sleep(0.001)
+
+
+def is_in_wait_for_room(windows: PassingWindows, frame: types.FrameType | None) -> bool:
+    waits = False
+    while frame is not None:
+        if waits and frame.f_code is PassingWindows._find_room.__code__:
+            return frame.f_locals["self"] is windows
+        waits = frame.f_code is threading.Condition.wait_for.__code__
+        frame = frame.f_back
+    return False
 
 
 def test_training_does_not_go_on_while_the_writer_reads_the_rest_of_the_file() -> None:
@@ -350,9 +399,10 @@ def test_training_does_not_go_on_while_the_writer_reads_the_rest_of_the_file() -
             let_go.set()
 
     windows = PassingWindows(StagingBuffer(2 * ROOM), lambda: None)
-    (passed,) = windows.begin([("file", Rest(lambda _: reads.wait()))], lambda *_: False) or []
+    (passed,) = windows.begin([("file", Rest(lambda _: reads.wait()))], lambda *_: False)
+    copying = copied_by_another(windows)
     assert passed[1].tail() == b""
-    ends(windows.wait)
+    ends(copying.join)
     assert begun_while_it_read == [False]
 
 
@@ -364,7 +414,8 @@ def test_all_saves_under_way_together_take_what_is_allowed() -> None:
 
 def test_who_waits_for_room_hears_that_nobody_writes_any_more() -> None:
     windows = PassingWindows(StagingBuffer(ROOM), lambda: None)
-    (passed,) = windows.begin([("file", Windows(lambda _: None))], lambda *_: False) or []
+    (passed,) = windows.begin([("file", Windows(lambda _: None))], lambda *_: False)
+    copied_by_another(windows)
     passed[1].digested_window(0, None)
     passed[1].digested_window(WINDOW, None)  # the room is full
     waits_for_room(windows)
@@ -379,9 +430,9 @@ def test_who_waits_for_room_hears_that_a_copy_has_failed() -> None:
             waits_for_room(windows)
             raise OSError(errno.EIO, "cannot be copied")
 
-    (passed,) = windows.begin([("file", Windows(copy))], lambda *_: False) or []
+    (passed,) = windows.begin([("file", Windows(copy))], lambda *_: False)
     with pytest.raises(OSError, match="cannot be copied"):
-        ends(windows.wait)
+        ends(windows.copy)
     with pytest.raises(ImageAbandonedError):
         passed[1].digested_window(2 * WINDOW, None)
 
@@ -397,12 +448,63 @@ def test_the_memory_comes_back_when_nothing_is_copied_into_it_any_more() -> None
     snapshot, windows = Snapshot("saved", pool), Windows(copy)
     snapshot.take(windows)
     snapshot.pass_through([("file", windows)])
+    training = threading.Thread(target=lambda: (snapshot.finish(), snapshot.seal()))
+    training.start()
     begun.wait()
-    snapshot.give_up(OSError("full"))
     release = threading.Thread(target=snapshot.release)
     release.start()
     release.join(0.2)
     assert pool.exhausted  # it is still being written to
     may_end.set()
     ends(release.join)
+    ends(training.join)
     assert not pool.exhausted
+
+
+@both_layouts
+def test_where_no_more_threads_can_be_started_the_one_that_trains_copies_alone(
+    tmp_path: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name != "ckpt-writer" and thread.name.startswith("ckpt-"):
+            raise RuntimeError("can't start new thread")  # as with ulimit -u
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    saves = Saves(layout, tmp_path)
+    ends(lambda: saves.save(state_of()))
+    ends(saves.checkpointer.close)
+    assert_same_state({"odd": saves.load()["odd"]}, {"odd": state_of()["odd"]})
+
+
+def test_ctrl_c_in_the_wait_for_room_leaves_nothing_behind(
+    tmp_path: Path, made: queue.SimpleQueue[PassingWindows]
+) -> None:
+    opened = threading.Event()
+    windows = Fault(lambda it: it.name == "write_at" and it.size >= 2**20, number=None, until=opened)
+    saves = Saves("file", tmp_path, storage=FaultyStorage(LocalStorage(), [windows]))
+    state = state_of()
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    def interrupt_when_it_waits() -> None:
+        waits_for_room(made.get())
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        opened.set()
+
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    watching = threading.Thread(target=interrupt_when_it_waits, daemon=True)
+    try:
+        watching.start()
+        with pytest.raises(KeyboardInterrupt):
+            saves.save(state)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert not saves.checkpointer.is_busy
+    saves.save(state, "next")
+    saves.checkpointer.close()
+    assert not saves.checkpointer.exists(tmp_path / "saved")
+    assert_same_state({"odd": saves.load("next")["odd"]}, {"odd": state["odd"]})
