@@ -228,13 +228,11 @@ class JointSave:
     def _learn(self, store: TimedStore, report: str | CheckpointError) -> int:
         own_error = report if isinstance(report, CheckpointError) else None
         head = json.dumps([self._path, None if own_error is None else encode_error(own_error)])
-        try:
-            store.set(self._key(f"report/{self._rank}"), f"{head}\n{report if own_error is None else ''}")
-            self._wait_for_outcome(store)
-            (_, size), error = self._outcome(store).read()
-        except RankFailedError:
-            self.undecided = True
-            raise
+        self.undecided = True  # also where Ctrl-C ends the wait
+        store.set(self._key(f"report/{self._rank}"), f"{head}\n{report if own_error is None else ''}")
+        self._wait_for_outcome(store)
+        (_, size), error = self._outcome(store).read()
+        self.undecided = False
         with contextlib.suppress(RankFailedError):  # rank 0 may be gone by now, as it may
             self._forget(store, f"begun/{self._rank}", f"report/{self._rank}")
             self._outcome(store).heard()

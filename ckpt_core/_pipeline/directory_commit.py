@@ -101,9 +101,14 @@ def not_alone(name: str, path: str) -> StorageError:
 
 
 def discard(storage: Storage, path: str, token: str, created: Sequence[str]) -> None:
-    """Delete what a save has left that is never going to be committed; a failure is logged."""
+    """Delete what a save has left; a failure is logged.
+
+    What a manifest names stays: a store may have committed it, and only its answer was lost.
+    """
     try:
-        storage.discard_directory(path, token, created)
+        previous = previous_at(storage, path)
+        names = [name for name in created if name not in previous.files and name not in previous.extra]
+        storage.discard_directory(path, token, names)
     except CheckpointError as error:
         logger.warning("could not delete what a failed save of %s has left: %s", path, error)
 

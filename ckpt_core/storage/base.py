@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ckpt_core.errors import CheckpointError
 from ckpt_core.threads import IO_THREADS
 
 __all__ = [
@@ -364,11 +365,16 @@ class Storage(abc.ABC):
             gone: Relative names of files at ``path`` that belong to the checkpoint which is replaced, and not to this
                 one. Whatever else is there stays.
 
+        A file of ``gone`` that cannot be deleted stays, with a warning: the checkpoint is there.
+
         Raises:
             StorageError: The storage refused; what was at ``path`` before is untouched.
         """
         self.write_whole(f"{path}/{MANIFEST_NAME}", manifest)
-        self._remove_files(path, gone)
+        try:
+            self._remove_files(path, gone)
+        except CheckpointError as error:
+            logger.warning("could not delete what was at %s before: %s", path, error)
 
     def discard_directory(self, path: str, token: str, names: Sequence[str] = ()) -> None:
         """Delete what was written for a checkpoint that is never going to be published.

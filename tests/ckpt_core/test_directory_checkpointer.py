@@ -511,6 +511,38 @@ def test_an_object_store_is_written_in_place_under_names_of_its_own() -> None:
     assert files() == []
 
 
+@pytest.mark.parametrize("act", ["save", "copy"])
+def test_what_a_store_has_committed_stays_when_its_answer_is_lost(act: str) -> None:
+    path = f"memory://answers/{act}"
+    checkpointer = DirectoryCheckpointer(strategy="sync")
+    checkpointer.save(parts(1.0), path)
+    checkpointer.save(parts(2.0), f"{path}-other")
+    lost = Fault("publish_directory", error=ConnectionResetError(104, "reset"), reply_lost=True)
+    storage = FaultyStorage(checkpointer._storage_for(path), [lost])
+    unlucky = DirectoryCheckpointer(strategy="sync", storage=storage)
+    with pytest.raises(StorageError, match="reset"):
+        unlucky.save(parts(2.0), path) if act == "save" else unlucky.copy(f"{path}-other", path)
+    assert value_at(path) == 2.0
+
+
+def test_a_save_succeeds_if_only_the_one_before_it_cannot_be_deleted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = "memory://answers/stays"
+    checkpointer = DirectoryCheckpointer(strategy="sync")
+    checkpointer.save(parts(1.0), path)
+    storage = checkpointer._storage_for(path)
+
+    def refuse(path: str) -> None:
+        raise StorageError("refused", path=path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(storage, "remove", refuse)
+        DirectoryCheckpointer(strategy="sync", storage=storage).save(parts(2.0), path)
+    assert value_at(path) == 2.0
+    assert f"could not delete what was at {path} before" in caplog.text
+
+
 def test_ranks_of_a_closed_group_cannot_save(tmp_path: Path) -> None:
     from torch.distributed import HashStore
 

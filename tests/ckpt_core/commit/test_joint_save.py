@@ -13,6 +13,7 @@ from torch.distributed import HashStore, TCPStore
 
 from ckpt_core._commit.joint_save import JointSave, SaveSeries
 from ckpt_core._commit.rank_group import RankGroup
+from ckpt_core._commit.tcp_store import TimedStore
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError, StorageError
 
 SECONDS = 60.0  # longer than anything here takes
@@ -304,6 +305,18 @@ def test_a_rank_0_that_is_gone_is_named(series: Any) -> None:
     assert "log of rank 0" in str(info.value)
     with pytest.raises(RankFailedError, match="is gone"):
         save(ranks)
+
+
+def test_an_interrupted_wait_for_the_outcome_leaves_it_open(series: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    save = JointSave(series(2)[1], "/a", timeout=SECONDS)
+    save.join()
+    monkeypatch.setattr(TimedStore, "wait", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save.conclude("written", lambda _: 0)
+    assert save.undecided
 
 
 def test_a_single_process_needs_no_store() -> None:
