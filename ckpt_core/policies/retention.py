@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import math
+import numbers
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -155,7 +156,7 @@ class KeepEveryTime:
 
 
 def _check_steps(value: Any) -> None:
-    if not isinstance(value, Collection) or not all(isinstance(step, int) for step in value):
+    if not isinstance(value, Collection) or not all(isinstance(step, numbers.Integral) for step in value):
         raise ValueError(f"must be a list of whole numbers, not {value!r}")
 
 

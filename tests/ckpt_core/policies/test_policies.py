@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -70,6 +71,7 @@ def test_every_time() -> None:
 
 def test_at_steps() -> None:
     assert left(KeepAtSteps([2, 5]), saved(1, 2, 3, 4)) == [2, 4]
+    assert left(KeepAtSteps(np.array([2, 5])), saved(1, 2, 3, 4)) == [2, 4]  # type: ignore[arg-type]
 
 
 def test_any_of() -> None:
