@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ckpt_core.errors import StorageError
 from ckpt_core.paths import StrPath
 
 __all__ = [
@@ -380,11 +381,19 @@ class EventLog:
 
     Args:
         path: The local file; its directory is created.
+
+    Raises:
+        StorageError: There is another file, such as a checkpoint, to which nothing may be appended.
     """
 
     def __init__(self, path: StrPath) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.is_file():
+            with self.path.open("rb") as file:
+                if file.read(1) not in (b"", b"{"):
+                    message = "there is something already: a file that is no event log"
+                    raise StorageError(message, path=os.fspath(path), remedy="give another name")
 
     def __call__(self, event: Event) -> None:
         process = {"pid": os.getpid(), "host": socket.gethostname(), "since": _SINCE, "rank": rank_of_process()}

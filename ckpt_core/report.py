@@ -28,7 +28,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpt_core.errors import CheckpointError
+from ckpt_core.errors import CheckpointError, StorageError
 from ckpt_core.events import size_in_words
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "seconds_in_words",
     "totals_of",
     "try_to_write",
+    "write_page",
 ]
 
 logger = logging.getLogger(__name__)
@@ -60,6 +61,7 @@ _MOST_RANKS = 64
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 _WINDOW = (1100, 1100)  # pixels, without the rows of the ranks
 _DRAWING_SECONDS = 120.0
+_PAGE, _PICTURE = b"<!doctype html>", b"\x89PNG\r\n\x1a\n"  # how the files begin
 
 
 @dataclasses.dataclass
@@ -346,7 +348,7 @@ def try_to_write(log: str, target: str) -> None:
     """
     try:
         processes, page = read_events([log]), page_beside(target)
-        Path(page).write_text(page_of(processes), encoding="utf-8")
+        write_page(processes, page)
         if page != target:
             draw(processes, target)
     except (OSError, ValueError, CheckpointError) as error:
@@ -377,7 +379,7 @@ def page_of(processes: Sequence[Process]) -> str:
     ran = f"{_date(begin)} to {_date(end)}: {run_in_words(totals)} in {seconds_in_words(end - begin)}"
     saves = _saves_of_all_ranks(processes)
     parts = [
-        "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
+        f"{_PAGE.decode()}<html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>",
         f"<title>Checkpoints of a run</title><style>{_STYLE}</style><h1>Checkpoints of a run</h1>",
         f"<p class=muted>{ran}</p>",
         "<div class=cards>",
@@ -395,6 +397,32 @@ def page_of(processes: Sequence[Process]) -> str:
     return "\n".join(parts) + "\n"
 
 
+def write_page(processes: Sequence[Process], target: str) -> None:
+    """Write :func:`page_of`.
+
+    Args:
+        processes: From :func:`read_events`.
+        target: The local file; an earlier page is replaced, nothing else.
+
+    Raises:
+        StorageError: There is another file, such as a checkpoint.
+        OSError: It cannot be written.
+    """
+    _refuse_other_file(target, _PAGE)
+    Path(target).write_text(page_of(processes), encoding="utf-8")
+
+
+def _refuse_other_file(target: str, beginning: bytes) -> None:
+    if os.path.isfile(target):
+        with open(target, "rb") as file:
+            found = file.read(len(beginning))
+        if found not in (b"", beginning):
+            what = "page of a report" if beginning == _PAGE else "picture"
+            raise StorageError(
+                f"there is something already: a file that is no {what}", path=target, remedy="give another name"
+            )
+
+
 def page_beside(target: str) -> str:
     """Return where the page of a run goes of which a picture is wanted: ``"run.html"`` for ``"run.png"``."""
     name, ending = os.path.splitext(target)
@@ -406,11 +434,13 @@ def draw(processes: Sequence[Process], target: str) -> None:
 
     Args:
         processes: From :func:`read_events`.
-        target: The local file, a PNG.
+        target: The local file, a PNG; an earlier picture is replaced, nothing else.
 
     Raises:
+        StorageError: There is another file, such as a checkpoint.
         CheckpointError: None of :data:`BROWSERS` is installed, or it has failed.
     """
+    _refuse_other_file(target, _PICTURE)
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise CheckpointError(

@@ -96,6 +96,7 @@ EXPORTED = {
         "seconds_in_words",
         "totals_of",
         "try_to_write",
+        "write_page",
     },
     "ckpt_core.policies": {
         "AnyOf",

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import Any
 
 from ckpt_core.cli.output import print_json, print_table, printable
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.events import size_in_words
-from ckpt_core.report import draw, page_of, read_events, run_in_words, seconds_in_words, totals_of
+from ckpt_core.report import draw, read_events, run_in_words, seconds_in_words, totals_of, write_page
 
 __all__ = ["add_commands"]
 
@@ -35,17 +34,17 @@ def _report(options: Options) -> int:
         said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
         print(f"ckpt: there is no event log: {printable(str(said))}", file=sys.stderr)
         return Exit.MISSING if isinstance(error, FileNotFoundError) else Exit.FAILED
+    if options.output is not None:
+        write_page(processes, options.output)
+    if options.png is not None:
+        draw(processes, options.png)
     totals = totals_of(processes)
     if options.json:
         print_json(totals)
     else:
         print_table(_in_words(totals))
-    if options.output is not None:
-        Path(options.output).write_text(page_of(processes), encoding="utf-8")
-        print(f"wrote {printable(options.output)}", file=sys.stderr)
-    if options.png is not None:
-        draw(processes, options.png)
-        print(f"wrote {printable(options.png)}", file=sys.stderr)
+    for path in filter(None, (options.output, options.png)):
+        print(f"wrote {printable(path)}", file=sys.stderr)
     return Exit.OK
 
 

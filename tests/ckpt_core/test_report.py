@@ -349,3 +349,24 @@ def test_what_is_no_log_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main(["report", str(tmp_path / "other")]) == 1
     assert "holds no events" in capsys.readouterr().err
     assert main(["report", str(tmp_path / "none")]) == 3
+
+
+@pytest.mark.parametrize("option", ["--output", "--png", "report=", "event_log="])
+def test_a_report_replaces_no_checkpoint(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log, checkpoint = tmp_path / "log", tmp_path / "1.ckpt"
+    with Checkpointer(strategy="sync", listeners=[EventLog(log)]) as checkpointer:
+        checkpointer.save({"weight": torch.ones(2)}, checkpoint)
+    before = checkpoint.read_bytes()
+    if option == "event_log=":
+        with pytest.raises(StorageError, match="a file that is no event log"):
+            EventLog(checkpoint)
+    elif option == "report=":
+        options = CheckpointerOptions(event_log=str(log), report=str(checkpoint))
+        with Checkpointer(**options.settings()) as checkpointer:
+            checkpointer.save(STATE, tmp_path / "2.ckpt")
+        options.write_report()
+    else:
+        assert main(["report", str(log), "--json", option, str(checkpoint)]) == 1
+        shown = capsys.readouterr()
+        assert shown.out == "" and "there is something already" in shown.err and str(checkpoint) in shown.err
+    assert checkpoint.read_bytes() == before
