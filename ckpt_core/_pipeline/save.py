@@ -93,7 +93,7 @@ class Pipeline:
         self._strategy = strategy
         self._listeners = listeners
         self._last_save: Job | None = None
-        self._saving_thread: int | None = None
+        self._saving_threads: set[int] = set()
         self._has_warned_of_memory = False
         self._overlaps = overlap and strategy == "async"
         if self._overlaps:
@@ -102,7 +102,7 @@ class Pipeline:
     @property
     def is_inside_a_save(self) -> bool:
         """Whether this thread is inside a save, as in a signal handler: it cannot wait for what that one holds."""
-        return self._saving_thread == threading.get_ident()
+        return threading.get_ident() in self._saving_threads
 
     @property
     def in_foreground(self) -> bool:
@@ -141,14 +141,15 @@ class Pipeline:
         ``started`` is ``time.perf_counter()`` of the moment in which the training thread was stopped, ``waited`` how
         many seconds since then it has waited for an earlier save.
         """
-        in_foreground = self.in_foreground
-        outer, self._saving_thread = self._saving_thread, threading.get_ident()
+        in_foreground, is_inside = self.in_foreground, self.is_inside_a_save
         try:
+            self._saving_threads.add(threading.get_ident())
             if in_foreground:
                 return self._save_now(save, started)
             return self._save_later(save, started, waited)
         finally:
-            self._saving_thread = outer
+            if not is_inside:
+                self._saving_threads.discard(threading.get_ident())
 
     def _save_now(self, save: Save, started: float) -> int:
         snapshot = Snapshot(save.path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_core import Kind, Part, RankGroup, SnapshotTornError, StorageError
+from ckpt_core import Checkpointer, Kind, Part, RankGroup, SnapshotTornError, StorageError
 from ckpt_core._commit.joint_save import SaveSeries
 from ckpt_core._pipeline.directory_save import DirectorySave, DirectoryState
 from ckpt_core._pipeline.file_save import FileSave
@@ -139,3 +140,45 @@ def test_a_commit_is_told_after_the_snapshot(layout: str, tmp_path: Path) -> Non
         save(pipeline, save_of(layout, pipeline, torch.ones(3), LocalStorage(), tmp_path / str(number)))
     pipeline.close()
     assert [type(event) for event in events] == [SaveStarted, SnapshotTaken, SaveCommitted] * 20
+
+
+class Held:
+    """Is pickled, on the thread that saves, when it is let go."""
+
+    def __init__(self) -> None:
+        self.reached, self.let_go = threading.Event(), threading.Event()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        self.reached.set()
+        assert self.let_go.wait(60.0)
+        return dict, ()
+
+
+def test_a_thread_that_has_saved_beside_another_one_saves_in_the_background_again(tmp_path: Path) -> None:
+    events: list[Event] = []
+    checkpointer = Checkpointer(max_pending=2, listeners=[events.append])
+    first, second = Held(), Held()
+    is_first_taken, is_second_taken = threading.Event(), threading.Event()
+
+    def save_twice() -> None:
+        checkpointer.save({"held": first}, tmp_path / "first")
+        is_first_taken.set()
+        assert is_second_taken.wait(60.0)
+        checkpointer.save({}, tmp_path / "third")
+
+    one = threading.Thread(target=save_twice)
+    one.start()
+    assert first.reached.wait(60.0)
+    other = threading.Thread(target=lambda: checkpointer.save({"held": second}, tmp_path / "second"))
+    other.start()
+    assert second.reached.wait(60.0)
+    first.let_go.set()
+    assert is_first_taken.wait(60.0)
+    second.let_go.set()
+    other.join()
+    is_second_taken.set()
+    one.join()
+    checkpointer.close()
+    seconds = {Path(event.path).name: event.background_seconds for event in events if isinstance(event, SaveCommitted)}
+    assert seconds.keys() == {"first", "second", "third"}
+    assert all(seconds.values()), "a save in the foreground has none"
