@@ -119,10 +119,11 @@ def uninstall() -> None:
         _signals.undo()
 
 
-def drain(*, raised: bool) -> None:
+def drain(*, raised: bool, tell_trackers: bool = False) -> None:
     """Wait for all saves in the background, and raise if one has failed.
 
     If the script ends with an exception that it has raised, failures are only logged, so that they do not hide it.
+    ``tell_trackers`` gives the figures of the last saves to the trackers, which must be open still.
     """
     failure: CheckpointError | None = None
     for session in unfinished_sessions():
@@ -133,6 +134,11 @@ def drain(*, raised: bool) -> None:
                 if not raised:
                     save_deferred(session)
                     session.training_ended()
+                if tell_trackers:
+                    session.checkpointer.drain()
+                    figures = session.report.new_metrics()
+                    if figures:
+                        session.accelerator.log(figures, step=session.logged_step)
                 session.finish()
         except CheckpointError as error:
             failure = failure or error
@@ -210,7 +216,7 @@ def _end_training(original: Any, accelerator: Any) -> None:
         if session.rehearsal is not None:
             session.rehearsal.leave_if_begun()
     try:
-        drain(raised=False)  # for all Accelerators: the process group is theirs too
+        drain(raised=False, tell_trackers=True)  # for all Accelerators: the process group is theirs too
         for session in live_sessions():
             session.variables.ends()
             session.ended_as_told()
@@ -288,6 +294,7 @@ def _log(original: Any, accelerator: Any, values: Any, *args: Any, **kwargs: Any
     original(accelerator, {**values, **figures} if figures else values, *args, **kwargs)
     if session is not None:
         session.note_metrics(values)
+        session.logged_step = args[0] if args else kwargs.get("step")
 
 
 def _join_uneven_inputs(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -236,8 +236,8 @@ class CheckpointConfig:
         report: A local file to which a page about the run is written at its end (``.png``: a picture, too); its event
             log is beside it, unless ``event_log`` names another.
         log_metrics: Whether the figures of the saves (``checkpoint/stall_seconds``, ``checkpoint/share_of_run``, ...)
-            go to the trackers, with what the script gives to ``accelerator.log``; with ``transformers``, into the logs
-            of its ``Trainer``.
+            go to the trackers, with what the script gives to ``accelerator.log``, those of the last save when it calls
+            ``end_training``; with ``transformers``, into the logs of its ``Trainer``.
         listeners: Called with every event: functions, or in a flag, a variable or a file names of classes, with commas
             between them, such as ``ckpt_core.listeners.opentelemetry.OpenTelemetryListener``.
         overlap: Whether an asynchronous save of an accelerator's tensors copies parameters and optimizers' state while

@@ -72,17 +72,18 @@ class RunReport(Live):
             at = self._plugin.checkpointer.known_as(directory or ".")
             self._plugin.checkpointer.notify(TrainingEnded(path=at, step=self._trainer.global_step))
 
-    def after_batch(self) -> None:
-        """Give the loggers the figures of the last save, once, when a batch has ended since."""
+    def tell_loggers(self) -> None:
+        """Give the loggers the figures of the last save that has ended, if they have not got them."""
         if self._log_metrics and self._plugin is not None:
             metrics = self._plugin.summary.new_metrics(time.monotonic() - self._begin)
             for logger in self._trainer.loggers if metrics and self._trainer.is_global_zero else []:
                 logger.log_metrics(metrics, step=self._trainer.global_step)
 
     def close(self) -> None:
-        """Print the line about the run, if there is anything to say, and write the page, if it is wanted."""
+        """Tell the loggers of the last save, print the line about the run, and write the page, if it is wanted."""
         if self._plugin is None:
             return
+        self.tell_loggers()
         summary = self._plugin.summary
         summary.say = None
         if summary.saves or summary.failures:

@@ -325,7 +325,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         if self._watch is not None:
             self._watch.after_batch(trainer)
         if self._report is not None:
-            self._report.after_batch()
+            self._report.tell_loggers()
 
     def _save_for_restart(self, trainer: Any) -> None:
         if self._should_skip_saving_checkpoint(trainer):
@@ -365,6 +365,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
             logger.exception("could not save a checkpoint on the exception %r", exception)
         if self._watch is not None:
             self._watch.after_exception()
+        if self._report is not None:
+            self._report.tell_loggers()
         self._end_memory(keep=not self._is_ending)
         if self._auto is not None and _was_told_to_end(exception):
             self._auto.end(trainer)

@@ -81,6 +81,7 @@ class Session:
             one; where it is not set, the rule is ``total_limit``.
         protected: Paths of checkpoints that no policy deletes.
         metrics: The last value of each number that the script has logged.
+        logged_step: The step under which it logged last; None if it has given none.
         just_in_time: What saves when another rank has died; None if nothing does.
         saves_alone: Where and what it saves, if that is not as ``save_state`` does.
         note_step: Called after each step.
@@ -157,6 +158,7 @@ class Session:
         self.protected: set[str] = set()
         self.not_exact: list[str] = []
         self.metrics: dict[str, float] = {}
+        self.logged_step: int | None = None
         self.passed_over: set[str] = set()
         self.resumed: ResumePoint | None = None
         self.auto_resume: AutoResume | None = None

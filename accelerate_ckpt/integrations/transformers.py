@@ -302,6 +302,8 @@ class ResumableCallback(TrainerCallback):
 
     def _log(self, stock: Callable[..., Any], logs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         # not on_log: the callbacks of trackers come before ours
+        if "train_runtime" in logs:
+            self._session.checkpointer.drain()  # the last thing that is logged, so the last save belongs to it
         figures = self._session.report.new_metrics() if {"loss", "train_runtime"} & logs.keys() else {}
         if not figures:
             return stock(logs, *args, **kwargs)

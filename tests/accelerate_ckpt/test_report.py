@@ -57,6 +57,21 @@ def test_tensorboard_shows_the_figures_at_the_steps_of_the_script(tmp_path: Path
     assert sum(stalls) == pytest.approx(shown["checkpoint/stall_seconds_total"][-1][1], rel=1e-5)
 
 
+def test_the_last_save_reaches_the_trackers(tmp_path: Path) -> None:
+    accelerator = attach(Accelerator(log_with="tensorboard", project_dir=tmp_path), log_metrics=True, strategy="async")
+    accelerator.init_trackers("run")
+    run = Run(accelerator)
+    for step in range(3):
+        run.train(1)
+        accelerator.log({"loss": 0.5}, step=10 * step)
+        accelerator.save_state(str(tmp_path / str(step)))
+    accelerator.end_training()
+    shown = scalars_of(tmp_path)
+    assert shown["checkpoint/saves"][-1] == (20, 3)
+    assert shown["checkpoint/pending"][-1] == (20, 0)
+    assert [step for step, _ in shown["loss"]] == [0, 10, 20]
+
+
 def test_trackers_get_nothing_unless_asked(tmp_path: Path) -> None:
     train(tmp_path).end_training()
     assert sorted(scalars_of(tmp_path)) == ["loss", "other"]
@@ -109,6 +124,7 @@ def test_the_logs_of_a_trainer_hold_the_figures(tmp_path: Path, monkeypatch: pyt
     rows = [row for row in trainer.state.log_history if "checkpoint/saves" in row]
     assert rows and all("loss" in row or "train_runtime" in row for row in rows)
     assert rows[-1]["checkpoint/bytes"] > 1000
+    assert (rows[-1]["checkpoint/saves"], rows[-1]["checkpoint/pending"]) == (4, 0)
     assert not any(name.startswith("checkpoint/") for name in trainer.evaluate())
     assert [value for _, value in shown["train/checkpoint/saves"]] == [row["checkpoint/saves"] for row in rows]
 

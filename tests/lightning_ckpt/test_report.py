@@ -125,8 +125,9 @@ def test_loggers_get_the_figures_of_each_save(plugin: Any, tmp_path: Path) -> No
     callbacks = [saver(tmp_path, log_metrics=True)]
     trainer_of(tmp_path, callbacks, plugins=[plugin()], logger=logger, max_epochs=1).fit(model_of())
     rows = [(step, row) for step, row in logger.rows if "checkpoint/saves" in row]
-    assert rows and rows[-1][0] <= BATCHES
+    assert rows[-1][0] == BATCHES
     assert [row["checkpoint/saves"] for _, row in rows] == sorted({row["checkpoint/saves"] for _, row in rows})
+    assert rows[-1][1]["checkpoint/saves"] == len(list(tmp_path.glob("epoch*"))), "also what the end has saved"
     for _, row in rows:
         assert row["checkpoint/bytes"] > 200_000
         assert row["checkpoint/failures"] == 0
@@ -143,9 +144,18 @@ def test_tensorboard_shows_the_figures(tmp_path: Path) -> None:
     for name in (*names, "failures"):
         assert shown[f"checkpoint/{name}"], name
     steps = [step for step, _ in shown["checkpoint/saves"]]
-    assert steps == sorted(set(steps)) and steps[-1] <= BATCHES
+    assert steps == sorted(steps) and steps[-1] == BATCHES
+    assert shown["checkpoint/saves"][-1][1] == len(list(tmp_path.glob("epoch*"))), "also what the end has saved"
     stalls = [value for _, value in shown["checkpoint/stall_seconds"]]
     assert sum(stalls) == pytest.approx(shown["checkpoint/stall_seconds_total"][-1][1], rel=1e-5)
+
+
+def test_tensorboard_shows_what_an_exception_has_saved(tmp_path: Path) -> None:
+    callbacks = [saver(tmp_path, every=100, save_on_exception=True, log_metrics=True), StopAfter(5)]
+    logger = TensorBoardLogger(tmp_path / "logs")
+    with pytest.raises(ValueError, match="stop"):
+        trainer_of(tmp_path, callbacks, plugins=[AsyncCheckpointIO()], logger=logger).fit(model_of())
+    assert scalars_of(tmp_path / "logs")["checkpoint/saves"] == [(5, 1)]
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.__name__)
