@@ -32,8 +32,6 @@ from accelerate_ckpt._termination import unprotect
 from accelerate_ckpt.config import CheckpointConfig
 from ckpt_core.errors import CheckpointError, RankFailedError
 
-__all__ = ["CheckpointProjectConfiguration", "attach", "drain", "install", "uninstall"]
-
 log = logging.getLogger(__name__)
 
 _makers = Patches()  # for every Accelerator that is made

@@ -8,8 +8,6 @@ from accelerate_ckpt._private.command_line import launch, launch_parser
 from accelerate_ckpt.config import CheckpointConfig, OptionError
 from accelerate_ckpt.launcher import add_options, options_of
 
-__all__ = ["main"]
-
 _TITLE = "Checkpoint Arguments"
 _PREFIX = "--ckpt_"
 

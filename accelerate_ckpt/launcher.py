@@ -21,8 +21,6 @@ from types import CodeType, ModuleType, TracebackType
 
 from accelerate_ckpt.config import FILE_OPTION, VARIABLE_PREFIX, CheckpointConfig, OptionError, nearest
 
-__all__ = ["add_options", "main", "options_of"]
-
 _FRAMEWORK = "accelerate"
 _TRAINER = "transformers.trainer"
 _OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__))

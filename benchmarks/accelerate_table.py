@@ -24,8 +24,6 @@ from accelerate_ckpt._state.session import session_of
 from benchmarks.save import Contender, FreshPaths, Make, fsync, measure, one_copy, peak_extra_memory, raw_direct_write
 from benchmarks.states import gpt_state, tensor_bytes
 
-__all__ = ["table"]
-
 COPY, WRITE = "limit: one copy into a reused buffer", "limit: raw direct write"
 STOCK = "accelerate save_state + fsync"
 

@@ -23,8 +23,6 @@ from ckpt_async.parameter_server import CutStore, ParameterClient, ParameterServ
 from tests.chaos.cut_cluster import Cluster
 from tests.chaos.cut_training import CountingModel, Job, compute_gradients, make_optimizer
 
-__all__ = ["table"]
-
 _LIMIT = 240.0
 _STORE_SECONDS = 0.3  # what a write takes, beside the disk's own time: that of a shared filesystem or an object store
 _BALLAST = 250_000  # parameters beside the model's

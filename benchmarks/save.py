@@ -32,20 +32,6 @@ from benchmarks.states import tensor_bytes, tensors_in
 from ckpt_core.threads import run_parallel
 from lightning_ckpt import AsyncCheckpointIO, SyncCheckpointIO
 
-__all__ = [
-    "CONTENDERS",
-    "Contender",
-    "FreshPaths",
-    "Make",
-    "Timing",
-    "copy_ways",
-    "fsync",
-    "measure",
-    "one_copy",
-    "peak_extra_memory",
-    "raw_direct_write",
-]
-
 
 @dataclasses.dataclass
 class Contender:

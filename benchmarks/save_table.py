@@ -15,8 +15,6 @@ import torch
 from benchmarks.save import CONTENDERS, measure, peak_extra_memory
 from benchmarks.states import gpt_state, tensor_bytes
 
-__all__ = ["table"]
-
 
 def table(options: argparse.Namespace, directory: Path) -> dict[str, Any]:
     """Print the table; return its figures."""

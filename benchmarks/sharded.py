@@ -35,8 +35,6 @@ from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.storage import LocalStorage
 from ckpt_core.tree import tensors
 
-__all__ = ["table"]
-
 State = dict[str, Any]
 
 

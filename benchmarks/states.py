@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["gpt_state", "tensor_bytes", "tensors_in"]
-
 
 def gpt_state(layers: int = 12, width: int = 768, vocabulary: int = 50257, context: int = 1024) -> dict[str, Any]:
     """Return weights (148 tensors for 12 layers) and Adam's state; the defaults make 1.49 GB."""

@@ -20,8 +20,6 @@ from ckpt_core.recorder import FlightRecorder, WeightSample, digest_batch, diges
 from ckpt_core.state.rng import RngState
 from lightning_ckpt import ResumableCheckpoint
 
-__all__ = ["table"]
-
 
 class _Tiny(L.LightningModule):
     def __init__(self) -> None:

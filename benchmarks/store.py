@@ -31,8 +31,6 @@ from ckpt_core._layouts.torch_file import opening
 from ckpt_core.storage.uploads import PART_BYTES
 from tests.support.servers import ACCESS_KEY, SECRET_KEY, STARTERS, Server
 
-__all__ = ["table"]
-
 _UNDER_WAY = 6  # parts of an upload, as ours
 _READ_BYTES = 16 * 2**20  # of one request, as ours
 _READS_UNDER_WAY = 8

@@ -15,8 +15,6 @@ import torch
 from benchmarks.states import gpt_state
 from ckpt_core import DirectoryCheckpointer, Kind, Part
 
-__all__ = ["table"]
-
 FROZEN = 0.95  # of the parameters
 WARM_UP = 1  # the save that writes what does not change
 AIM = 1.05

@@ -13,8 +13,6 @@ import contextlib
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-__all__ = ["abort_process_groups"]
-
 
 def abort_process_groups() -> None:
     """End what this process and those connected to it wait for in process groups; none of them can be used again."""

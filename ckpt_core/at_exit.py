@@ -15,8 +15,6 @@ import threading
 import weakref
 from collections.abc import Callable
 
-__all__ = ["call_after_threads", "wait_for"]
-
 _lock = threading.Lock()
 _threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 _calls: list[Callable[[], None]] = []

@@ -29,8 +29,6 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-__all__ = ["expect", "note", "own_packages", "wait_for", "wait_for_saves", "waiting_for_nothing"]
-
 # Nothing that is known to hold a lock waits here. If something did, this would end it.
 _LONGEST_WAIT_SECONDS = 600.0
 

@@ -13,8 +13,6 @@ import torch
 from ckpt_core._devices import Events, can_copy_late, events_of_current_streams, pin
 from ckpt_core.errors import OutOfMemoryError, SerializationError
 
-__all__ = ["ScratchBuffers", "StagingBuffer", "buffers_for", "bytes_of", "copy_late", "storage_of"]
-
 _PAGE = mmap.PAGESIZE
 _MOST_PINNED = 6  # a disk is read by four threads, and two buffers more are being copied from
 _WORTH_PINNING = 64 * 2**20  # bytes: to pin the buffers takes longer than to copy less

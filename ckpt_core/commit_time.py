@@ -13,8 +13,6 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["NO_STAMP", "Stamp", "commit_time", "note_commit", "seconds_behind", "step_in"]
-
 _STEP = 1e-4  # seconds between two commits at least; a float still tells them apart after the year 5000
 _LATEST = 1e11  # seconds: what is beyond is no time
 _LARGEST = 2**63 - 1

@@ -8,8 +8,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 
-__all__ = ["Progress", "beside_bars", "counted_aloud"]
-
 _SILENT = 2.0  # seconds
 _SELDOM = 60.0  # seconds between two lines at most
 

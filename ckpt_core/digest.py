@@ -11,8 +11,6 @@ import xxhash
 
 from ckpt_core.errors import CheckpointFormatError
 
-__all__ = ["ALGORITHM", "digest", "digest_of_parts", "digest_with"]
-
 ALGORITHM = "xxh3_64"
 
 Buffer = bytes | bytearray | memoryview

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-__all__ = ["Box", "Sharding", "byte_runs", "cut_dimension", "sharded_boxes"]
-
 # Cuts along an earlier dimension leave longer runs of bytes, which is worth a largest part of so many times the mean.
 TOLERATED_UNEVENNESS = 1.125
 

@@ -11,20 +11,6 @@ import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = [
-    "check_count",
-    "check_functions",
-    "check_mapping",
-    "check_options",
-    "check_path",
-    "check_seconds",
-    "check_share",
-    "check_signals",
-    "check_switch",
-    "check_text",
-    "or_none",
-]
-
 Check = Callable[[Any], Any]
 
 

@@ -16,8 +16,6 @@ from ckpt_core.preflight import Preflight
 from ckpt_core.report import page_beside, try_to_write
 from ckpt_core.tiers import Tiers
 
-__all__ = ["CheckpointerOptions", "wait_if_small"]
-
 # Durable in some milliseconds: waiting for it is cheap, and those who look into the directory between two saves, such
 # as Lightning's ModelCheckpoint when it picks a name that is not taken, find what they expect.
 SMALL_STATE_BYTES = 256 * 1024

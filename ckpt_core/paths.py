@@ -7,8 +7,6 @@ import re
 
 from ckpt_core.errors import StorageError
 
-__all__ = ["StrPath", "is_remote", "local_path"]
-
 StrPath = str | os.PathLike[str]  # of a file or directory; or a URL, where a docstring says so
 _URL = re.compile(r"^[a-zA-Z][a-zA-Z0-9+.-]+://|^[a-zA-Z0-9+]+::")
 _LOCAL_PROTOCOLS = ("file://", "local://")

@@ -16,8 +16,6 @@ from ckpt_core.errors import CheckpointError
 from ckpt_core.events import Event, SaveCommitted, size_in_words
 from ckpt_core.storage import is_remote, storage_for
 
-__all__ = ["Preflight", "RefusedKeys"]
-
 logger = logging.getLogger(__name__)
 
 _CLOCK_SECONDS = 60.0

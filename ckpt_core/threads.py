@@ -7,8 +7,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-__all__ = ["IO_THREADS", "run_parallel", "wait_through"]
-
 IO_THREADS = min(4, max(2, os.cpu_count() or 1))
 
 Job = TypeVar("Job")

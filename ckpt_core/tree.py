@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["join_key", "leaf_values", "leaves", "tensors"]
-
 _SMALL = 8  # values
 _PLAIN = (int, float, str, type(None))
 

@@ -13,9 +13,6 @@ from ckpt_core.paths import StrPath
 from ckpt_core.tiers import MemoryTier
 from lightning_ckpt._bases import CheckpointIOBase
 
-__all__ = ["ReliableCheckpointIO", "SaveOutcomes", "load_other_layout"]
-
-
 awaited_paths.own_packages.add("lightning_ckpt")
 
 

@@ -18,8 +18,6 @@ from lightning_ckpt._preemption import watch_boundaries
 from lightning_ckpt._private.hooks import before_setup
 from lightning_ckpt._rehearsing import rehearse_if_asked
 
-__all__ = ["AsyncCheckpointIO", "SyncCheckpointIO", "TorchFileIO", "training_goes_on"]
-
 STATE_KEY = "lightning_ckpt"
 # why a checkpoint holds no exact state although the callback is there, in words
 NO_STATE_KEY = "lightning_ckpt_no_exact_state"

@@ -8,8 +8,6 @@ from ckpt_core.interchange import load_whole
 from ckpt_core.paths import StrPath
 from lightning_ckpt._private.hooks import for_directories
 
-__all__ = ["load_from_checkpoint", "read_directories"]
-
 _Module = TypeVar("_Module")
 
 

@@ -56,8 +56,6 @@ from lightning_ckpt._routing.trainer import is_routed, raise_on_all_ranks
 from lightning_ckpt.io import NO_STATE_KEY, AsyncCheckpointIO, TorchFileIO
 from lightning_ckpt.sharded import ShardedCheckpointIO
 
-__all__ = ["ResumableCheckpoint"]
-
 logger = logging.getLogger(__name__)
 
 _PLUGINS = (TorchFileIO, ShardedCheckpointIO)

@@ -31,8 +31,6 @@ from lightning_ckpt._routing.trainer import route
 from lightning_ckpt.io import training_goes_on
 from lightning_ckpt.loading import read_directories
 
-__all__ = ["ShardedCheckpointIO"]
-
 
 class ShardedCheckpointIO(ReliableCheckpointIO):
     """Saves a directory to which every rank writes its part; any number of ranks reads it back.

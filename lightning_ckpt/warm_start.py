@@ -10,8 +10,6 @@ from ckpt_core.interchange import LoadReport, load_into
 from lightning_ckpt._bases import CallbackBase
 from lightning_ckpt._report import announce
 
-__all__ = ["WarmStart"]
-
 
 class WarmStart(CallbackBase):
     """Loads a checkpoint into the model at the start of a fit that resumes nothing, and says what was taken.

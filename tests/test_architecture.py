@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.test_public_names import ALSO_THERE, EXPORTED
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("ckpt_core", "ckpt_async", "lightning_ckpt", "accelerate_ckpt")
@@ -209,6 +212,30 @@ def _imported(node: ast.Import | ast.ImportFrom) -> list[str]:
     return [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
 
 
+def needless_lists(root: Path, public: set[str]) -> list[str]:
+    """Modules with an ``__all__`` although nobody outside is promised a name of theirs, and they hand none on."""
+    found = []
+    for module, path in modules_under(root).items():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        imports = [alias for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for alias in node.names]
+        imported = {alias.asname or alias.name for alias in imports}
+        lists = [
+            node.value
+            for node in tree.body
+            if isinstance(node, (ast.Assign, ast.AnnAssign)) and "__all__" in ast.unparse(node).partition("=")[0]
+        ]
+        hands_on = any(name in imported for value in lists if value for name in ast.literal_eval(value))
+        if lists and path.name != "__init__.py" and module not in public and not hands_on:
+            found.append(module)
+    return found
+
+
+def modules_in_the_docs() -> set[str]:
+    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").glob("*.md")]
+    names = re.findall(rf"\b(?:{'|'.join(PACKAGES)})(?:\.\w+)+", "\n".join(page.read_text("utf-8") for page in pages))
+    return {name.rsplit(".", count)[0] for name in names for count in range(name.count(".") + 1)}
+
+
 def test_all_packages_are_looked_at() -> None:
     assert {module.partition(".")[0] for module in modules_under(ROOT)} == set(PACKAGES)
 
@@ -227,6 +254,10 @@ def test_no_import_is_hidden() -> None:
 
 def test_one_module_knows_accelerators() -> None:
     assert uses_of_devices(ROOT) == []
+
+
+def test_only_public_modules_list_their_names() -> None:
+    assert needless_lists(ROOT, {*EXPORTED, *ALSO_THERE, *modules_in_the_docs()}) == []
 
 
 @pytest.mark.parametrize(
@@ -289,6 +320,14 @@ def test_a_circle_is_found(tmp_path: Path) -> None:
     for module, target in {"tree": "digest", "digest": "events", "events": "tree"}.items():
         (tmp_path / "ckpt_core" / f"{module}.py").write_text(f"from ckpt_core import {target}\n")
     assert circles(tmp_path) == ["ckpt_core.digest -> ckpt_core.events -> ckpt_core.tree -> ckpt_core.digest"]
+
+
+def test_a_needless_list_of_names_is_found(tmp_path: Path) -> None:
+    (tmp_path / "ckpt_core").mkdir()
+    sources = {"tree": "x = 1", "__init__": "x = 1", "errors": "x = 1", "ranks": "from y import x"}
+    for module, source in sources.items():
+        (tmp_path / "ckpt_core" / f"{module}.py").write_text(f'{source}\n__all__ = ["x"]\n')
+    assert needless_lists(tmp_path, {"ckpt_core.errors"}) == ["ckpt_core.tree"]
 
 
 @pytest.mark.parametrize("source", ['import_module("lightning_ckpt.x")', 'importlib.import_module(f"{__name__}.x")'])

@@ -28,8 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.campaign import judging
 from tests.campaign.judging import BAD, Judgement
 
-__all__ = ["main"]
-
 FRAMEWORKS = ("lightning", "accelerate")
 
 

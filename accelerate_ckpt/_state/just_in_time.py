@@ -34,8 +34,6 @@ from ckpt_core.survivors import (
     why_not_replicas,
 )
 
-__all__ = ["JustInTime", "note_step", "save_if_rank_was_lost"]
-
 log = logging.getLogger(__name__)
 
 _REPLICAS = (DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)

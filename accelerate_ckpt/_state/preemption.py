@@ -18,8 +18,6 @@ from ckpt_core import RankGroup
 from ckpt_core.errors import CheckpointError
 from ckpt_core.preemption import EndWatch
 
-__all__ = ["PreemptionWatch", "target_of_run"]
-
 log = logging.getLogger(__name__)
 
 

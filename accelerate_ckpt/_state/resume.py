@@ -13,8 +13,6 @@ from ckpt_core.catalog import CheckpointInfo
 from ckpt_core.paths import is_remote
 from ckpt_core.resume import ResumeAttempts, ResumePoint, folder_of_run
 
-__all__ = ["AutoResume", "directory_of_run", "point_of"]
-
 
 def directory_of_run(session: Any) -> str:
     """Return where checkpoints are looked for, and where one is saved before the run ends.

@@ -41,8 +41,6 @@ from ckpt_core.state.ddp import unsaved_hook_states
 from ckpt_core.state.gradients import capture_gradients
 from ckpt_core.state.kinds import Kind
 
-__all__ = ["metadata_of", "rank_state", "save_deferred", "save_snapshot", "save_state"]
-
 
 def save_state(session: Session, output_dir: StrPath | None) -> Path | str:
     """Save everything that an Accelerator's run needs to continue; called on all ranks together.

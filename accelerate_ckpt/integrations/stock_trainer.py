@@ -13,8 +13,6 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-__all__ = ["StockCheckpointNotice", "tell_of_trainers"]
-
 log = logging.getLogger(__name__)
 
 

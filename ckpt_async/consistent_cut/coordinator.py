@@ -28,8 +28,6 @@ from ckpt_async.consistent_cut.types import (
     VectorClock,
 )
 
-__all__ = ["SnapshotCoordinator", "verify_cut"]
-
 
 def verify_cut(
     streams: Iterable[int], worker_acks: Mapping[str, WorkerAck], shard_acks: Mapping[str, ShardAck]

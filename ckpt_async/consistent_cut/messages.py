@@ -12,25 +12,6 @@ from typing import Any, Literal, get_args
 
 from ckpt_async.consistent_cut.types import MessageTag, UpdateId, VectorClock
 
-__all__ = [
-    "Abort",
-    "Begin",
-    "Committed",
-    "Hello",
-    "Marker",
-    "Message",
-    "PersistFailed",
-    "Position",
-    "PullHeader",
-    "PushHeader",
-    "ShardAck",
-    "Takeover",
-    "Welcome",
-    "WorkerAck",
-    "decode_message",
-    "encode_message",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class PushHeader:

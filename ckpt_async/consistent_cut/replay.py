@@ -9,8 +9,6 @@ from itertools import groupby
 
 from ckpt_async.consistent_cut.types import InconsistentCutError, UpdateId
 
-__all__ = ["ApplyPiece", "ComputeUpdate", "ReadShard", "replay_schedule"]
-
 
 @dataclass(frozen=True, slots=True)
 class ReadShard:

@@ -24,8 +24,6 @@ from ckpt_async.consistent_cut.messages import (
 )
 from ckpt_async.consistent_cut.types import CutOptions, MessageTag, StaleGenerationError, UpdateId, VectorClock
 
-__all__ = ["CutShard", "ShardState"]
-
 Piece = tuple[PushHeader, Any]
 
 

@@ -12,18 +12,6 @@ from typing import Any, Literal, NamedTuple
 
 from ckpt_core.errors import CheckpointError
 
-__all__ = [
-    "ConsistentCut",
-    "CutOptions",
-    "InconsistentCutError",
-    "MessageTag",
-    "SnapshotAbortedError",
-    "StaleGenerationError",
-    "UpdateId",
-    "VectorClock",
-    "deal_streams",
-]
-
 
 class InconsistentCutError(CheckpointError):
     """The saved states do not belong to one cut, or a rule that makes them belong together was not kept."""

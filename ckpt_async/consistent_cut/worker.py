@@ -24,8 +24,6 @@ from ckpt_async.consistent_cut.messages import (
 )
 from ckpt_async.consistent_cut.types import CutOptions, InconsistentCutError, MessageTag, UpdateId, VectorClock
 
-__all__ = ["CutWorker"]
-
 
 class CutWorker:
     """Numbers and stamps a worker's updates, and records its state where a snapshot cuts them.

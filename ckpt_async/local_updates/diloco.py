@@ -14,8 +14,6 @@ from ckpt_async.local_updates.worker_state import WorkerState
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.state.kinds import Kind, Part
 
-__all__ = ["DiLoCo", "DiLoCoState", "OuterLoop"]
-
 logger = logging.getLogger(__name__)
 
 

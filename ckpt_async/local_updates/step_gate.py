@@ -26,8 +26,6 @@ import torch
 
 from ckpt_core.errors import CheckpointError
 
-__all__ = ["GateTimeoutError", "GatedWorker", "StepGate", "WorkerLostError"]
-
 logger = logging.getLogger(__name__)
 
 _POLL = 0.0005  # seconds between two looks

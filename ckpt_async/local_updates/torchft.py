@@ -14,8 +14,6 @@ import torch
 from ckpt_async.local_updates.diloco import OuterLoop
 from ckpt_core.errors import CheckpointError, StateMismatchError
 
-__all__ = ["TorchftLoop"]
-
 _LOOP = ("_fragments", "_local_step")
 _FRAGMENT = ("_allreduce_work", "_model_fragment", "_outer_optimizer", "original_parameters")
 

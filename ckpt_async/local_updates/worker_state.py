@@ -15,8 +15,6 @@ from ckpt_core.state.rng import RngState
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-__all__ = ["StreamCursor", "WorkerState"]
-
 logger = logging.getLogger(__name__)
 
 

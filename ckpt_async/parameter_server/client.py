@@ -25,8 +25,6 @@ from ckpt_core.state.rng import RngState
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.stateful import Stateful
 
-__all__ = ["ParameterClient", "RemoteOptimizer", "UpdateSampler", "seed_of"]
-
 logger = logging.getLogger(__name__)
 
 _PATIENCE = 0.002  # seconds before asking again

@@ -29,8 +29,6 @@ from ckpt_core.errors import CheckpointError
 from ckpt_core.events import Listener, SaveCommitted, SaveFailed, SaveStarted, notify
 from ckpt_core.paths import StrPath
 
-__all__ = ["TrainingCoordinator"]
-
 logger = logging.getLogger(__name__)
 
 _TICK = 0.005  # seconds

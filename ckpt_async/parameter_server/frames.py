@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["Frame", "decode_frame", "encode_frame"]
-
 _ALIGNMENT = 64
 _LONGEST_TEXT = 100_000_000  # bytes
 _INDICES, _VALUES = "#indices", "#values"

@@ -14,8 +14,6 @@ import torch
 
 from ckpt_core.geometry import Box
 
-__all__ = ["Block", "BlockTable", "Model", "aliases_of", "buffers_of", "mean_of", "parameters_of"]
-
 Model = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
 
 

@@ -25,8 +25,6 @@ from ckpt_async.parameter_server.store import CutCheckpoint, CutStore
 from ckpt_async.parameter_server.transport import Peer, PeerLostError, Transport
 from ckpt_core.errors import CheckpointError
 
-__all__ = ["ALIVE", "Participant", "Training", "Watch"]
-
 logger = logging.getLogger(__name__)
 
 Own = TypeVar("Own", bound="Participant")

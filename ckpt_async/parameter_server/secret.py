@@ -14,8 +14,6 @@ from pathlib import Path
 from ckpt_core.errors import CheckpointError, StorageError
 from ckpt_core.paths import StrPath
 
-__all__ = ["FILE_VARIABLE", "SECRET_VARIABLE", "Secret", "find_secret"]
-
 SECRET_VARIABLE, FILE_VARIABLE = "CKPT_SECRET", "CKPT_SECRET_FILE"
 _SHORTEST = 16  # bytes
 _HOW_TO_SHARE = (

@@ -18,8 +18,6 @@ from ckpt_async.parameter_server.participant import Participant
 from ckpt_async.parameter_server.state import MakeOptimizer, ServerState, ShadowState, pack_recorded
 from ckpt_async.parameter_server.transport import Transport
 
-__all__ = ["ParameterServer"]
-
 logger = logging.getLogger(__name__)
 
 _TICK = 0.01  # seconds

@@ -23,8 +23,6 @@ from ckpt_async.parameter_server.secret import FILE_VARIABLE, SECRET_VARIABLE, S
 from ckpt_core.errors import CheckpointError
 from ckpt_core.paths import StrPath
 
-__all__ = ["Connection", "Listener", "NotAcceptedError", "dial", "shut", "split_address"]
-
 logger = logging.getLogger(__name__)
 
 _HELLO = b"ckpt-ps2"

@@ -13,8 +13,6 @@ from ckpt_async.consistent_cut import UpdateId
 from ckpt_async.consistent_cut.messages import PushHeader
 from ckpt_core.errors import StateMismatchError
 
-__all__ = ["MakeOptimizer", "ServerState", "ShadowState", "pack_recorded"]
-
 MakeOptimizer = Callable[[list[tuple[str, Parameter]]], torch.optim.Optimizer]
 
 

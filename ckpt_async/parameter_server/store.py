@@ -26,8 +26,6 @@ from ckpt_core.errors import CheckpointError, StateMismatchError
 from ckpt_core.paths import StrPath
 from ckpt_core.separate import LocalTensor, Piece, SeparateSaves
 
-__all__ = ["CutCheckpoint", "CutStore"]
-
 logger = logging.getLogger(__name__)
 
 _MODEL, _PARTICIPANT = "model", "participant"

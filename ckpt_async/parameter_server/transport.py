@@ -19,8 +19,6 @@ from ckpt_async.parameter_server.sockets import Connection, Listener, dial, shut
 from ckpt_core.errors import CheckpointError
 from ckpt_core.paths import StrPath
 
-__all__ = ["Handler", "Peer", "PeerLostError", "SocketTransport", "Transport"]
-
 logger = logging.getLogger(__name__)
 
 _BEAT_SECONDS = 2.0

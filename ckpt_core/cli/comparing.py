@@ -16,8 +16,6 @@ from ckpt_core.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["add_commands"]
-
 _SHOWN = 10  # differences of each part
 _KINDS = {"only_first": ("-", "red"), "only_second": ("+", "green"), "differ": ("~", "yellow")}
 

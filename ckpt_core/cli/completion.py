@@ -7,8 +7,6 @@ import argparse
 from ckpt_core.cli.output import print_json
 from ckpt_core.cli.parser import Commands, Exit, Options
 
-__all__ = ["add_commands"]
-
 # Whatever stands behind an option is completed as a file by the shell itself, so that local paths work.
 _BASH = """\
 _ckpt() {{

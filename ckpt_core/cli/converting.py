@@ -16,8 +16,6 @@ from ckpt_core.events import size_in_words
 if TYPE_CHECKING:
     from ckpt_core.storage import Storage
 
-__all__ = ["add_commands"]
-
 _OURS = ("file", "directory")
 _LAYOUTS = (*_OURS, "dcp", "safetensors", "accelerate")
 

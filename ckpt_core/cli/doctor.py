@@ -18,8 +18,6 @@ from ckpt_core.cli.parser import Commands, Exit, Options, nbytes
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
 
-__all__ = ["add_commands"]
-
 _LARGEST = 100_000  # megabytes
 _SHORTEST = 1e-4  # seconds that are taken for a measurement
 _PACKAGES: tuple[str, ...] = (

@@ -21,22 +21,6 @@ if TYPE_CHECKING:
     from ckpt_core.interchange import Foreign
     from ckpt_core.storage import FileInfo, Storage
 
-__all__ = [
-    "Found",
-    "find",
-    "find_all",
-    "find_foreign",
-    "missing",
-    "no_checkpoint",
-    "refuse_checkpoint",
-    "refuse_missing_bucket",
-    "refuse_other_data",
-    "size_at",
-    "state_of",
-    "state_of_error",
-    "walk",
-]
-
 _ENDING = ".ckpt"  # of files that are taken for checkpoints where a directory is named
 _LEVELS_OF_A_HINT = 2
 _BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")  # stores in which no save makes a bucket

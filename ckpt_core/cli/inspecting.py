@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
     from ckpt_core.interchange import Foreign
 
-__all__ = ["add_commands", "described"]
-
 _DEPTH = 2  # levels of the tree
 _DEEPEST = 50
 _LONGEST = 80  # characters of a value

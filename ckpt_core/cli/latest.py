@@ -9,8 +9,6 @@ from ckpt_core.cli.output import print_json
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointNotFoundError
 
-__all__ = ["add_commands"]
-
 
 def add_commands(commands: Commands) -> None:
     """Add the verb of this file."""

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
     from ckpt_core.errors import CheckpointError
 
-__all__ = ["add_commands", "print_hints"]
-
 _STYLES = {"DAMAGED": "red", "ERROR": "red", "FOREIGN": "yellow"}
 
 

@@ -12,8 +12,6 @@ from ckpt_core.errors import CheckpointError
 if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
 
-__all__ = ["Told", "in_words", "listen", "pinned", "reasons"]
-
 _ACCELERATE = "accelerate_ckpt"
 _THREADS = 8
 _SHOWN = 3  # metrics

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from ckpt_core.catalog import CheckpointInfo
     from ckpt_core.storage import Storage
 
-__all__ = ["add_commands"]
-
 _FOOTER = b"ckpt_core torch_file"
 _BLOCK = 2**20  # bytes
 _MOVED = 4  # how often a checkpoint's bytes are moved: compared, read, written, and compared there

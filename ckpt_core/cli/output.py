@@ -10,8 +10,6 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["age", "complain", "count", "interest", "print_json", "print_table", "printable", "styled"]
-
 _AGES = ((86400 * 365, "y"), (86400, "d"), (3600, "h"), (60, "min"), (1, "s"))
 _STYLES = {"bold": 1, "red": 31, "green": 32, "yellow": 33, "dim": 2}
 

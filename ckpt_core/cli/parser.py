@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
 
-__all__ = ["STORE_OPTIONS", "Commands", "Exit", "Options", "json_object", "nbytes", "parse"]
-
 Options = argparse.Namespace
 STORE_OPTIONS = "--endpoint-url, --profile, --storage-options; or AWS_ENDPOINT_URL, AWS_PROFILE, AWS_ACCESS_KEY_ID"
 FORMATS = {"file": 1, "directory": 3}  # what is written; a test compares them with the layouts

@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from ckpt_core.cli.parser import Options
 from ckpt_core.storage.counting import counting
 
-__all__ = ["progress"]
-
 
 @contextlib.contextmanager
 def progress(options: Options, what: str, total: int | None) -> Iterator[None]:

@@ -9,8 +9,6 @@ import sys
 from ckpt_core.cli.output import print_json, printable
 from ckpt_core.cli.parser import Commands, Exit, Options
 
-__all__ = ["add_commands"]
-
 
 def add_commands(commands: Commands) -> None:
     """Add the verb of this file."""

@@ -10,8 +10,6 @@ from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.events import size_in_words
 from ckpt_core.report import draw, read_events, run_in_words, seconds_in_words, totals_of, write_page
 
-__all__ = ["add_commands"]
-
 
 def add_commands(commands: Commands) -> None:
     """Add the verb of this file."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from ckpt_core.policies import RetentionPolicy, SavedCheckpoint
     from ckpt_core.storage import Storage
 
-__all__ = ["add_commands", "agreed", "delete"]
-
 _RULES = "latest=3, best=val_loss, best=acc:max:2, every_steps=1000, every_hours=6, at_steps=1000+5000"
 
 

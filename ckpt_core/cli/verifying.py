@@ -13,8 +13,6 @@ from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
 
-__all__ = ["add_commands"]
-
 _EXIT = {"whole": 0, "no digests": 0, "DAMAGED": Exit.FAILED, "ERROR": Exit.FAILED}
 _EXIT |= {"MISSING": Exit.MISSING, "FOREIGN": Exit.FOREIGN}
 _WORST = (Exit.FAILED, Exit.MISSING, Exit.FOREIGN, Exit.OK)

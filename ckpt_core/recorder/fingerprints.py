@@ -25,8 +25,6 @@ from numpy.random import mtrand
 from ckpt_core._devices import current_device_generators
 from ckpt_core.state.rng import RngState
 
-__all__ = ["WHOLE_BYTES", "WeightSample", "digest_batch", "digest_generators", "digest_numbers"]
-
 #: Larger tensors count by :data:`SAMPLED_WORDS` words of 8 bytes that are spread evenly over them.
 WHOLE_BYTES = 2**20
 SAMPLED_WORDS = 2**13

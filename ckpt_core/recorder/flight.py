@@ -26,8 +26,6 @@ from ckpt_core.events import Event, ResumeCompared
 from ckpt_core.recorder.fingerprints import digest_numbers
 from ckpt_core.recorder.ring import Record, Ring, decode, encode
 
-__all__ = ["FlightRecorder", "Verdict", "rates_of", "say"]
-
 log = logging.getLogger(__name__)
 
 VERSION = 1

@@ -19,8 +19,6 @@ from collections.abc import Iterable
 import torch
 import xxhash
 
-__all__ = ["CAPACITY", "Record", "Ring", "decode", "encode", "record_path"]
-
 log = logging.getLogger(__name__)
 
 #: Steps that are kept; at 128 bytes each, the file has at most a megabyte.

@@ -7,8 +7,6 @@ import fnmatch
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-__all__ = ["EXPLAIN", "HINTS", "SUBJECTS", "TOLD", "Difference", "compare", "hints", "place_of"]
-
 #: What is compared, in the order in which a step comes by it, as people call it.
 SUBJECTS = {
     "position": "place in the data",

@@ -29,19 +29,6 @@ from ckpt_core.state.object_walk import is_plain
 from ckpt_core.state.rng import RngState, capture_generator, find_generators
 from ckpt_core.tree import leaves
 
-__all__ = [
-    "Notes",
-    "classes_of",
-    "defined_at",
-    "described",
-    "generators_of",
-    "labelled",
-    "optimizers_of",
-    "plain_of",
-    "script_variables",
-    "states_of",
-]
-
 _SHOWN = 48  # characters
 _SMALL = 2**16
 _SAMPLED = ("attributes", "data sets", "variables")

@@ -6,8 +6,6 @@ import dataclasses
 import json
 import os
 
-__all__ = ["POINTS", "VARIABLE", "Plan"]
-
 VARIABLE = "CKPT_REHEARSAL"
 #: Where a rehearsal saves, unless it is told steps.
 POINTS = ("middle", "epoch-end", "accumulation", "validation")

@@ -21,8 +21,6 @@ from ckpt_core.rehearsal.comparing import EXPLAIN, HINTS, SUBJECTS, TOLD, Differ
 from ckpt_core.rehearsal.plan import POINTS, Plan
 from ckpt_core.rehearsal.samples import judge
 
-__all__ = ["CannotRehearseError", "Result", "Resumed", "rehearse"]
-
 _RANK = re.compile(r"rank-(\d+)\.json$")
 _SHOWN = 4
 _TAIL_LINES = 25

@@ -15,8 +15,6 @@ import torch
 from torch.utils.data import IterableDataset
 from torch.utils.data import dataloader as torch_loader
 
-__all__ = ["Drawn", "judge"]
-
 _MANY = 6
 _UNKNOWN = "?"
 

@@ -18,8 +18,6 @@ import torch
 from ckpt_core.digest import digest_of_parts
 from ckpt_core.state.object_walk import Found, is_generator, reach, sample
 
-__all__ = ["PlainState", "fingerprint"]
-
 _WHOLE_BYTES = 1 << 18
 _LOOKED_AT_BYTES = 1 << 22  # of the arrays in one value: a data set's may be a list of a million
 _SAMPLED_ITEMS = 1 << 12

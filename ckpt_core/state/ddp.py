@@ -8,8 +8,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ckpt_core.tree import tensors
 
-__all__ = ["rebuild_ddp_buckets", "unsaved_hook_states"]
-
 
 def rebuild_ddp_buckets(model: Any) -> bool:
     """Give DDP its final gradient buckets now instead of after the first step; return whether it has them.

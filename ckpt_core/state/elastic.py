@@ -29,16 +29,6 @@ from ckpt_core.errors import StateMismatchError
 from ckpt_core.state.rng import RngState
 from ckpt_core.state.samplers import SamplerMoment, SamplerPass
 
-__all__ = [
-    "EpochShare",
-    "RemainingBatches",
-    "RemainingSamples",
-    "average_gradients",
-    "carry_order",
-    "derive_rng",
-    "describe_order",
-]
-
 
 def derive_rng(state: RngState, rank: int) -> RngState:
     """Return random generators for a rank that was not there when a state was saved.

@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["Noted", "note_of", "read_note"]
-
 _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 
 

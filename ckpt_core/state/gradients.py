@@ -9,8 +9,6 @@ from torch.distributed.tensor import DTensor
 
 from ckpt_core.errors import StateMismatchError
 
-__all__ = ["capture_gradients", "restore_gradients"]
-
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

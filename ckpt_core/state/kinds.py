@@ -12,8 +12,6 @@ import torch
 
 from ckpt_core.errors import StateMismatchError
 
-__all__ = ["Kind", "Part", "frozen_parameters", "indexed", "join_ranks", "state_of_rank"]
-
 
 class Kind(enum.Enum):
     """Who holds a part of the state.

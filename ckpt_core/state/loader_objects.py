@@ -8,8 +8,6 @@ from typing import Any
 from ckpt_core.state.changed_values import PlainState
 from ckpt_core.state.rng import capture_generator, find_generators, restore_generator
 
-__all__ = ["Carried"]
-
 
 class Carried:
     """The generators and, with ``plain``, the plain values of some objects by name; one without a name has no prefix.

@@ -29,8 +29,6 @@ from ckpt_core.state.workers import (
     pack_carried,
 )
 
-__all__ = ["FetchHistory", "LoaderMark", "LoaderTracker", "has_no_dataset_state"]
-
 log = logging.getLogger(__name__)
 
 Method = Literal["skip", "load", "replay"]

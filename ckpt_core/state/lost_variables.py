@@ -48,8 +48,6 @@ from ckpt_core.state.object_walk import is_generator, is_library, is_plain
 from ckpt_core.state.rng import capture_generator
 from ckpt_core.state.source_code import CELL, Source, is_live, mark
 
-__all__ = ["Variables", "Watched", "are_kept", "in_words"]
-
 logger = logging.getLogger(__name__)
 
 _LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.__file__), "<")

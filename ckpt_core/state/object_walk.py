@@ -18,8 +18,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-__all__ = ["Found", "is_generator", "is_library", "is_plain", "reach"]
-
 _DEPTH = 8
 _OBJECTS = 5000
 _ITEMS = 256

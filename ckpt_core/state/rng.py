@@ -21,18 +21,6 @@ from ckpt_core._devices import DeviceGenerators, capture_device_generators, rest
 from ckpt_core.errors import SerializationError
 from ckpt_core.state.object_walk import reach
 
-__all__ = [
-    "PACKED_RNG_BYTES",
-    "RngState",
-    "capture_generator",
-    "capture_generators",
-    "find_generators",
-    "pack_rng",
-    "restore_generator",
-    "restore_generators",
-    "unpack_rng",
-]
-
 _PYTHON_WORDS = 625
 _NUMPY_WORDS = 624
 

@@ -10,15 +10,6 @@ from ckpt_core.state.changed_values import PlainState
 from ckpt_core.state.rng import RngState, capture_generators, restore_generators
 from ckpt_core.state.stateful import Forwarding, stay_stateful
 
-__all__ = [
-    "RecordingSampler",
-    "SamplerMoment",
-    "SamplerPass",
-    "capture_counters",
-    "describe_sampler",
-    "restore_counters",
-]
-
 _SEEDS = ("seed", "epoch")
 
 

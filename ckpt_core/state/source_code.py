@@ -20,8 +20,6 @@ from typing import Any, NamedTuple
 
 from ckpt_core.state.changed_values import fingerprint
 
-__all__ = ["CELL", "Source", "is_live", "mark"]
-
 #: What the name of a variable of a closure begins with, in the path to what it holds.
 CELL = "()"
 

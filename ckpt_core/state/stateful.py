@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-__all__ = ["Forwarding", "is_stateful", "stay_stateful"]
-
 
 def is_stateful(value: object) -> bool:
     """Return whether an object has both methods."""

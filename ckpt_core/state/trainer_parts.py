@@ -12,17 +12,6 @@ import torch
 
 from ckpt_core.state.kinds import Kind, Part, indexed
 
-__all__ = [
-    "GRADIENTS_KEY",
-    "gradients_of",
-    "is_of_trainer",
-    "metadata_of",
-    "metrics_of",
-    "parts_of",
-    "rest_of",
-    "whole",
-]
-
 _MODEL = "model"
 _REST = "trainer"
 _GRADIENTS = "gradients"

@@ -22,8 +22,6 @@ from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.rng import PACKED_RNG_BYTES, pack_rng, unpack_rng
 from ckpt_core.state.stateful import Forwarding, stay_stateful
 
-__all__ = ["RecordingCollate", "RngIterableDataset", "RngMapDataset", "WorkerInit", "WorkerRngLog", "pack_carried"]
-
 _UNTOUCHED = -1
 _LENGTH = struct.Struct("<Q")
 

@@ -23,22 +23,6 @@ import numpy as np
 from ckpt_core.errors import CheckpointError
 from ckpt_core.threads import IO_THREADS
 
-__all__ = [
-    "MANIFEST_NAME",
-    "REMOTE_REQUEST_BYTES",
-    "REMOTE_THREADS",
-    "Claim",
-    "CountingReader",
-    "FileInfo",
-    "FileReader",
-    "FileWriter",
-    "RandomAccessIO",
-    "ReaderIO",
-    "Storage",
-    "transfer",
-    "write_from",
-]
-
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")

@@ -31,8 +31,6 @@ from ckpt_core.storage.base import write_from
 from ckpt_core.storage.in_memory import MemoryStorage
 from ckpt_core.threads import run_parallel
 
-__all__ = ["Machine", "MachinesStorage", "MemoryServer", "address_towards"]
-
 _ANSWER_SECONDS = 30
 _COPY_SECONDS = 600  # as long as ranks wait for each other's part of a save
 _CONNECT_SECONDS = 10.0

@@ -33,8 +33,6 @@ from ckpt_core.storage import is_remote, local_path
 from ckpt_core.storage.in_memory import MemoryStorage
 from ckpt_core.tiers.machines import Machine, MachinesStorage, MemoryServer
 
-__all__ = ["MEMORY_ROOT", "MemoryTier", "RunInMemory", "runs_in_memory"]
-
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")

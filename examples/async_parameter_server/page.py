@@ -5,8 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping, Sequence
 
-__all__ = ["build_page"]
-
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; color: #222 }
 svg { width: 100%; height: auto } table { border-collapse: collapse; margin: 1em 0 }

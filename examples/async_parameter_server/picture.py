@@ -17,8 +17,6 @@ from training import SERVERS, WORKERS, data_number
 
 from ckpt_async.consistent_cut import UpdateId
 
-__all__ = ["Diagram"]
-
 LANES = ("coordinator", *SERVERS, *WORKERS)
 BEFORE, AFTER, FOLDED, QUIET, CUT, CRASH = "#1f77b4", "#d62728", "#ff7f0e", "#bbbbbb", "#2ca02c", "#000000"
 LEGEND = {

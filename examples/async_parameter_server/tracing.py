@@ -12,8 +12,6 @@ from typing import Any
 
 from ckpt_async.parameter_server import Frame, Handler, Peer, Transport
 
-__all__ = ["TracingTransport", "read_trace"]
-
 
 class TracingTransport:
     """Passes everything on to another transport, and appends a line to a file for each message.

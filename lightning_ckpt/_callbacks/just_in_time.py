@@ -14,8 +14,6 @@ from ckpt_core.survivors import NO_PLACE, BufferCopies, Rescue, Survivors, ignor
 from lightning_ckpt._exact.state import ExactState
 from lightning_ckpt._private.loops import whole_checkpoint
 
-__all__ = ["JustInTime"]
-
 log = logging.getLogger(__name__)
 
 

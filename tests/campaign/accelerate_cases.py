@@ -23,8 +23,6 @@ from tests.campaign.kept_accelerate import KEPT
 from tests.campaign.later_accelerate import LATE
 from tests.campaign.loaders import LOADERS, NEEDS
 
-__all__ = ["BROKEN", "CASES"]
-
 
 def _configured(**settings: Any) -> Callable[[], dict[str, Any]]:
     return lambda: {"dataloader_config": DataLoaderConfiguration(**settings)}

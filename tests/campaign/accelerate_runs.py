@@ -25,8 +25,6 @@ from ckpt_core.errors import CheckpointError
 from tests.campaign.data import Items
 from tests.campaign.judging import Judgement, Outcome, Point, events_of, judge_points, said_of, sha
 
-__all__ = ["KILLED", "POINTS", "Case", "Env", "judge"]
-
 F = torch.nn.functional
 Env = types.SimpleNamespace
 

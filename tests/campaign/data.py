@@ -10,19 +10,6 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
 
-__all__ = [
-    "BucketBatches",
-    "Growing",
-    "InPlaceSampler",
-    "Items",
-    "Mining",
-    "OwnNoise",
-    "StatefulStream",
-    "Stream",
-    "Stuck",
-    "collate_with",
-]
-
 
 class Items(Dataset[Any]):
     """Samples with noise from the global generators, or from ``draw``."""

@@ -26,8 +26,6 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["BAD", "Judgement", "Outcome", "Point", "compare", "in_a_fork", "said_of", "sha"]
-
 #: Verdicts that must not be.
 BAD = ("SILENT", "FALSE ALARM", "CRASHED", "WRONGLY EQUAL")
 #: A line that is printed where only the script knows whether it matters.

@@ -23,8 +23,6 @@ from torch.utils.data import DataLoader, Dataset, Subset
 from tests.campaign.accelerate_runs import Case
 from tests.campaign.data import Items
 
-__all__ = ["KEPT"]
-
 
 def _scale(env: Any, factor: float) -> None:
     with torch.no_grad():

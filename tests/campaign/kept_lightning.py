@@ -27,8 +27,6 @@ from torch.utils.data import DataLoader, Dataset, Sampler, Subset
 from tests.campaign.data import Items
 from tests.campaign.lightning_runs import Case, Net
 
-__all__ = ["KEPT"]
-
 
 def _scale(module: Any, factor: float) -> None:
     with torch.no_grad():

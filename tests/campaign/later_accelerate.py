@@ -26,8 +26,6 @@ from torchmetrics import MaxMetric, MeanMetric
 
 from tests.campaign.accelerate_runs import Case, net
 
-__all__ = ["LATE"]
-
 
 def _scale(env: Any, factor: float) -> None:
     with torch.no_grad():

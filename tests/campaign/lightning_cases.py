@@ -52,8 +52,6 @@ from tests.campaign.kept_lightning import KEPT
 from tests.campaign.lightning_runs import Case, Net, Validates
 from tests.campaign.loaders import LOADERS, NEEDS, hugging_face, mapped, streamed
 
-__all__ = ["BROKEN", "CASES"]
-
 F = torch.nn.functional
 
 

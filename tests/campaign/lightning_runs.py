@@ -34,8 +34,6 @@ from tests.campaign.judging import (
     sha,
 )
 
-__all__ = ["POINTS", "Case", "Net", "judge"]
-
 F = torch.nn.functional
 
 POINTS = (

@@ -24,8 +24,6 @@ from tests.campaign.data import (
     collate_with,
 )
 
-__all__ = ["LOADERS", "NEEDS", "hugging_face", "mapped", "streamed"]
-
 
 def mapped(make: Callable[[], Any] = Items, **settings: Any) -> Callable[[], Any]:
     return lambda: DataLoader(make(), **{"batch_size": 8, "shuffle": True, **settings})

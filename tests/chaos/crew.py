@@ -15,8 +15,6 @@ from tests.chaos.campaign import Campaign, Report
 from tests.chaos.cells import S3, Setting
 from tests.support.servers import STARTERS
 
-__all__ = ["run_all"]
-
 _campaigns: list[Campaign] = []  # one at most: that of this process
 
 

@@ -18,8 +18,6 @@ from botocore.session import Session
 from ckpt_core import Catalog
 from ckpt_core.storage.fsspec_storage import FsspecStorage
 
-__all__ = ["Committed", "Listing", "LocalPlace", "Place", "StorePlace"]
-
 FOLDER = "checkpoints"
 FILE_SUFFIX = ".ckpt"
 MANIFEST = "manifest.json"

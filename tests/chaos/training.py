@@ -11,8 +11,6 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-__all__ = ["EVERY_N_STEPS", "KEPT", "common_arguments", "network", "samples", "sha256"]
-
 EVERY_N_STEPS = 3
 KEPT = 2
 

@@ -25,8 +25,6 @@ from typing import Any
 
 from tests.support.ports import free_port
 
-__all__ = ["FRAMEWORKS", "campaign"]
-
 # What each training uses, imported before a rank is forked: all ranks have the same code, also if it is being edited,
 # and none looks as if it hung because it imports what the first optimizer needs on a busy machine.
 FRAMEWORKS = {

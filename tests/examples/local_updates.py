@@ -12,8 +12,6 @@ from pathlib import Path
 
 from ckpt_core import Catalog
 
-__all__ = ["finish", "kill_after"]
-
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LIMIT = 250.0
 

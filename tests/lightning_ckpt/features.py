@@ -7,8 +7,6 @@ import inspect
 import pytest
 from lightning.pytorch import callbacks
 
-__all__ = ["HAS_SAVE_ON_EXCEPTION", "SAVES_LAST_AT_EPOCH_END", "needs_save_on_exception", "needs_weight_averaging"]
-
 #: Whether ``save_last`` saves at the end of each epoch, and not only when something else was saved.
 SAVES_LAST_AT_EPOCH_END = "_last_global_step_saved" not in inspect.getsource(
     callbacks.ModelCheckpoint.on_train_epoch_end

@@ -12,8 +12,6 @@ from lightning.pytorch.callbacks import Callback
 
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage, Operation
 
-__all__ = ["SetInBatch", "faulty_storage"]
-
 
 class SetInBatch(Callback):
     """Sets an event when the n-th batch begins."""

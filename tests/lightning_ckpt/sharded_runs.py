@@ -16,8 +16,6 @@ import torch
 from ckpt_core import DirectoryCheckpointer
 from tests.support.ports import free_port
 
-__all__ = ["Runs", "assert_same_tensors", "parts_at"]
-
 SCRIPT = Path(__file__).with_name("sharded_script.py")
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -15,8 +15,6 @@ import pytest
 
 from tests.support.ports import free_port
 
-__all__ = ["START", "Job", "job"]
-
 SCRIPT = Path(__file__).with_name("signal_script.py")
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_SECONDS = 90.0

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["BuildError", "built_library", "find_compiler"]
-
 SOURCE = Path(__file__).with_name("device.cpp")
 # No debugging symbols and little optimisation: it is built more often than it runs long.
 FLAGS = ("-std=c++20", "-O1", "-g0", "-fPIC", "-shared", "-w")

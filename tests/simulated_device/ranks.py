@@ -12,8 +12,6 @@ from torch._C._distributed_c10d import _create_work_from_future
 
 BACKEND = "through_host"
 
-__all__ = ["BACKEND", "register"]
-
 
 def register() -> None:
     """Give torch the backend, for ``init_process_group(BACKEND)``."""

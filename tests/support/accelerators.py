@@ -14,16 +14,6 @@ import torch
 from ckpt_core._devices import streams
 from ckpt_core._pipeline import device_copy
 
-__all__ = [
-    "CUDA",
-    "SIMULATED",
-    "Accelerator",
-    "CudaAccelerator",
-    "SimulatedAccelerator",
-    "hold_late_copies",
-    "late_copies",
-]
-
 #: Parameters of the fixture ``accelerator``.
 SIMULATED = pytest.param("simulated", marks=pytest.mark.own_process)
 CUDA = pytest.param("cuda", marks=pytest.mark.gpu)

@@ -9,8 +9,6 @@ import time
 import uuid
 from pathlib import Path
 
-__all__ = ["kill_all", "members", "new_mark"]
-
 _NAME = "CKPT_TEST_DESCENDANTS_OF"
 
 

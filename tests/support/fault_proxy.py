@@ -13,8 +13,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import urlsplit
 
-__all__ = ["FAULTS", "FOREIGN", "FaultProxy", "HttpFault", "start_proxy"]
-
 #: What may happen to a request.
 FAULTS = (
     "500",  # refused: internal error

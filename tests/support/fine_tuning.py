@@ -11,8 +11,6 @@ import torch
 from ckpt_core import DirectoryCheckpointer, Kind, Part
 from ckpt_core.storage import FaultyStorage, LocalStorage, Storage
 
-__all__ = ["FineTune", "bytes_written", "copies", "counted", "files_with", "load_model"]
-
 
 @dataclasses.dataclass
 class FineTune:

@@ -24,8 +24,6 @@ from typing import Any, NoReturn
 
 from tests.support.forking import get_ready
 
-__all__ = ["ForkServer", "Outcome"]
-
 GRACE_SECONDS = 10.0  # for the other processes when one has failed
 
 

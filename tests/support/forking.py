@@ -7,8 +7,6 @@ import gc
 import importlib
 import sys
 
-__all__ = ["get_ready"]
-
 #: Where they are installed, Lightning imports them with the first path that it sees: some thousand modules in a second.
 CLOUDS = ("adlfs", "gcsfs", "s3fs")
 

@@ -10,8 +10,6 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["meet", "run_two"]
-
 _MOST_SECONDS = 200.0
 
 

@@ -10,8 +10,6 @@ from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from tests import simulated_device
 
-__all__ = ["SimulatedAccelerator", "simulated_strategy"]
-
 
 class SimulatedAccelerator(Accelerator):
     """What Lightning asks of a device."""

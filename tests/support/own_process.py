@@ -17,8 +17,6 @@ from typing import IO
 
 import pytest
 
-__all__ = ["ChildReports", "OwnProcesses"]
-
 _REPORTS_TO = "CKPT_TESTS_REPORTS_TO"  # the file descriptor that a child writes its reports to
 
 

@@ -6,8 +6,6 @@ import contextlib
 import random
 import socket
 
-__all__ = ["free_port"]
-
 
 def free_port() -> int:
     """Return a port that nobody listens to, and that no outgoing connection is going to take before a server does."""

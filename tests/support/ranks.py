@@ -16,8 +16,6 @@ from typing import Any
 
 from ckpt_core import CheckpointError, RankGroup
 
-__all__ = ["Ranks"]
-
 
 class Ranks:
     """Forked processes, each of which does ``work(rank, group)`` and sends back what that returns, as JSON.

@@ -11,8 +11,6 @@ from ckpt_core import checkpointer
 from ckpt_core._pipeline import buffer_pool
 from ckpt_core.buffers import StagingBuffer
 
-__all__ = ["allocations", "wait_until_reserved"]
-
 
 def allocations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of the threads that allocate from now on; small states count as large ones."""

@@ -20,19 +20,6 @@ from ckpt_core.geometry import Box
 from ckpt_core.storage import LocalStorage
 from ckpt_core.storage.base import MANIFEST_NAME
 
-__all__ = [
-    "Local",
-    "Piece",
-    "Reports",
-    "cut",
-    "open_directory",
-    "part_of",
-    "rewrite",
-    "rows",
-    "save_directory",
-    "save_ranks",
-]
-
 Cuts = Mapping[str, Sequence[Sequence[Box]]]  # of a tensor: the boxes that each rank writes
 
 

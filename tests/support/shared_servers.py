@@ -20,8 +20,6 @@ from typing import IO, Any
 
 from tests.support.servers import STARTERS, MissingServerError, Server
 
-__all__ = ["ServerPool"]
-
 ROOT = Path(__file__).resolve().parents[2]
 
 

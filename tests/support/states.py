@@ -7,8 +7,6 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-__all__ = ["DTYPES", "assert_same_state", "raw_bytes", "states", "tensor_of"]
-
 DTYPES = (
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),

@@ -6,8 +6,6 @@ from typing import Any
 
 from ckpt_core.storage import FileWriter, Storage, storage_for
 
-__all__ = ["Place", "read", "storage_at", "unfinished_uploads", "write"]
-
 #: A directory, and the ``storage_options`` to reach it.
 Place = tuple[str, dict[str, Any] | None]
 

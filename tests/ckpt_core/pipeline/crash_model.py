@@ -27,8 +27,6 @@ import pytest
 
 from ckpt_core.storage import local_directory
 
-__all__ = ["Operation", "Recorder", "Tree", "crash_states", "materialise"]
-
 BLOCK = 4096
 MOST_COMPLETE = 6  # all subsets of so many uncertain changes; of more, chosen ones
 SAMPLES = 24
