@@ -6,7 +6,10 @@ thread, which would run it, may be in a collective that never ends. So a thread 
 which Python's own handler writes its number, finishes the saves, and then lets the signal do what it does by default:
 the parent sees the same status.
 
-Nothing is changed for scripts that handle the signal themselves, for children, and in processes that have not saved.
+A start that is told to end has not crashed on the checkpoint that it was resumed from, which is noted, too.
+
+Nothing is changed for scripts that handle the signal themselves, for children, and in processes that have neither saved
+nor been resumed by ``resume="auto"``.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from ckpt_core.errors import RankFailedError
 
 log = logging.getLogger(__name__)
 
-_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 _SAME_SIGNAL_SECONDS = 3.0  # a launcher hands on the signal that its whole group got
 _SILENCE_SECONDS = 3.0  # after which a rank that answers nothing counts as gone, and one that is awaited comes too late
 _ENGINE = os.path.dirname(os.path.abspath(ckpt_core.__file__))
@@ -131,6 +134,10 @@ def _arrived(number: int) -> None:
 
 def _finish_and_die(number: int) -> None:
     try:
+        for session in live_sessions():
+            is_told = session.just_in_time is None or not session.just_in_time.is_rank_lost
+            if session.auto_resume is not None and is_told:  # and not because another rank is dead
+                session.auto_resume.told_to_end()
         _finish()
     finally:
         _die(number)

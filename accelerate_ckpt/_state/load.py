@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate_ckpt import _termination
 from accelerate_ckpt._state.naming import automatic_root, candidates, next_iteration, number_of, path_text
 from accelerate_ckpt._state.parts import (
     FORMAT,
@@ -117,6 +118,7 @@ def find_resume(
     """
     _wait_for_saves(session, root)
     auto = session.auto_resume = AutoResume(session, root)
+    _termination.protect()
     path = session.agreement.asked_of_rank_zero(what, lambda: newest(session, root, auto))
     if path is None:
         session.tell_once("fresh", f"there is nothing to resume in {root}: this run starts from the beginning")

@@ -33,6 +33,7 @@ class AutoResume:
         config = session.config
         options = config.storage_options if is_remote(root) else None
         self._session = session
+        self._is_counted = False
         self._attempts = ResumeAttempts(root, config.resume_attempts, storage_options=options, tiers=session.tiers)
 
     def in_order(self, found: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
@@ -43,13 +44,20 @@ class AutoResume:
 
     def begin(self, info: CheckpointInfo) -> None:
         """Count an attempt, until the program has ended as it should."""
+        self._is_counted = True
         self._attempts.begin(info)
         atexit.register(self.end)
 
     def end(self) -> None:
-        """The program ends, or training has: unless an exception has ended it, that was no crash."""
+        """The program ends, or training has: unless an exception has ended it, that was no crash; Ctrl-C is none."""
         atexit.unregister(self.end)
-        if getattr(sys, "last_value", None) is None:
+        self._is_counted = False
+        if isinstance(getattr(sys, "last_value", None), (KeyboardInterrupt, type(None))):
+            self._attempts.end()
+
+    def told_to_end(self) -> None:
+        """Note, on any thread, that a signal ends the process: that is no crash."""
+        if self._is_counted:
             self._attempts.end()
 
 

@@ -135,6 +135,45 @@ def test_a_checkpoint_on_which_the_run_crashes_is_stepped_over(ranks: Ranks, tmp
     assert (tmp_path / "checkpoints" / "step_6").exists()
 
 
+TOLD = """
+    import os, sys, torch
+    from accelerate import Accelerator
+    from accelerate_ckpt import attach
+
+    number, moment = int(sys.argv[1]), sys.argv[2]
+    accelerator = attach(Accelerator(cpu=True, project_dir="run"), resume="auto", preempt=sys.argv[3] or None)
+    model = torch.nn.Linear(4, 1)
+    data = torch.utils.data.DataLoader(torch.zeros(16, 4), batch_size=4)
+    model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), data)
+    accelerator.load_state()
+    if accelerator.resumed and moment == "before":
+        os.kill(os.getpid(), number)
+    for batch in data:
+        accelerator.backward(model(batch).pow(2).mean())
+        optimizer.step()
+        if accelerator.resumed and moment == "training":
+            os.kill(os.getpid(), number)
+        optimizer.zero_grad()
+    accelerator.save_state("run/checkpoints/one")
+    if accelerator.resumed is None:
+        accelerator.end_training()
+    print("not told to end")
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "moment"), [(signal.SIGTERM, "before"), (signal.SIGUSR1, "training"), (signal.SIGINT, "before")], ids=str
+)
+def test_a_start_that_a_signal_ends_is_no_crash(
+    run_script: Any, tmp_path: Path, number: signal.Signals, moment: str
+) -> None:
+    run_script(TOLD, number, moment, "")
+    ended = run_script(TOLD, number, moment, "", check=False)
+    assert (ended.returncode, ended.stdout.count("not told")) == (-number, 0)
+    assert "resuming from" in ended.stdout + ended.stderr
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["one"]  # no record of a crash
+
+
 def test_without_the_options_the_process_ends_as_ever(ranks: Ranks, tmp_path: Path) -> None:
     (result,) = run(ranks, tmp_path, at=4, automatic=False, options={"preempt": None})
     assert "step" not in result.told
