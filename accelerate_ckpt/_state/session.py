@@ -40,7 +40,7 @@ from ckpt_core.policies import KeepLatest, SaveInterval, numbers_in
 from ckpt_core.ranks import Agreement, RankGroup
 from ckpt_core.resume import ResumePoint
 from ckpt_core.state.lost_variables import Variables, Watched, in_words
-from ckpt_core.state.object_walk import is_library
+from ckpt_core.state.users_code import is_library
 from ckpt_core.tiers import MemoryTier
 
 log = logging.getLogger(__name__)

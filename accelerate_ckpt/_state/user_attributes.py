@@ -8,14 +8,13 @@ registered objects return from ``state_dict`` is theirs to say.
 from __future__ import annotations
 
 import inspect
-import os
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
 from ckpt_core.state.changed_values import PlainState
+from ckpt_core.state.users_code import is_users_class
 
-_LIBRARIES = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}", os.path.dirname(torch.__file__))
 _NAMED = 5
 
 
@@ -41,7 +40,7 @@ class Changes:
         self._has_begun = True
         held = tuple(held)
         kinds = {type(module) for model in models for module in model.modules()}
-        users = {kind for kind in kinds if _is_users(kind)}
+        users = {kind for kind in kinds if is_users_class(kind)}
         for number, model in enumerate(models):
             for name, module in model.named_modules():
                 if type(module) in users and not _has_more_state(module) and all(module is not one for one in held):
@@ -76,11 +75,3 @@ def _has_more_state(module: torch.nn.Module) -> bool:
     kind = type(module)
     names = ("get_extra_state", "state_dict", "_save_to_state_dict")
     return any(getattr(kind, name) is not getattr(torch.nn.Module, name) for name in names)
-
-
-def _is_users(kind: type) -> bool:
-    try:
-        file = inspect.getsourcefile(kind) or ""
-    except (OSError, TypeError):  # of __main__ without a file
-        return kind.__module__ == "__main__"
-    return not any(part in file for part in _LIBRARIES)

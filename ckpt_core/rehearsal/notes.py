@@ -27,15 +27,13 @@ from ckpt_core.rehearsal.samples import Drawn
 from ckpt_core.state.changed_values import PlainState, fingerprint
 from ckpt_core.state.object_walk import is_plain
 from ckpt_core.state.rng import RngState, capture_generator, find_generators
+from ckpt_core.state.users_code import is_users_file
 from ckpt_core.tree import leaves
 
 _SHOWN = 48  # characters
 _SMALL = 2**16
 _SAMPLED = ("attributes", "data sets", "variables")
 _OF_INTEREST = ("exact", "resume", "no state")
-_LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
-_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_PACKAGES = tuple(os.path.join(_OURS, name) for name in ("ckpt_core", "lightning_ckpt", "accelerate_ckpt"))
 
 State = Mapping[str, Mapping[str, Any]]
 
@@ -216,13 +214,6 @@ def plain_of(owners: Iterable[Any]) -> dict[str, Any]:
 # ---- the user's code -------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def _is_users(file: str | None) -> bool:
-    if not file or file.startswith("<"):
-        return False
-    return not any(part in file for part in _LIBRARIES) and not file.startswith(_PACKAGES)
-
-
 def defined_at(thing: Any) -> str | None:
     """Return the name of the class of an object, or of a function, with file and line; None if no user wrote it."""
     while isinstance(thing, functools.partial):
@@ -232,7 +223,7 @@ def defined_at(thing: Any) -> str | None:
         file, line = inspect.getsourcefile(code), inspect.getsourcelines(code)[1]
     except (OSError, TypeError):
         return None
-    if not _is_users(file):
+    if not is_users_file(file):
         return None
     with contextlib.suppress(ValueError):
         file = min(str(file), os.path.relpath(str(file)), key=len)
@@ -287,11 +278,11 @@ def script_variables() -> dict[str, Any]:
 def _scopes() -> Iterator[tuple[str, Mapping[str, Any]]]:
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if name != "__mp_main__" and _is_users(file):
+        if name != "__mp_main__" and is_users_file(file):
             yield os.path.basename(str(file)) if name == "__main__" else name, dict(vars(module))
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
-        if _is_users(code.co_filename) and code.co_name != "<module>":
+        if is_users_file(code.co_filename) and code.co_name != "<module>":
             yield f"{os.path.basename(code.co_filename)}:{code.co_name}()", dict(frame.f_locals)
         frame = frame.f_back  # type: ignore[assignment]

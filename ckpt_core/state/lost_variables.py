@@ -44,15 +44,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from ckpt_core.state.changed_values import fingerprint
-from ckpt_core.state.object_walk import is_generator, is_library, is_plain
+from ckpt_core.state.object_walk import is_generator, is_plain
 from ckpt_core.state.rng import capture_generator
 from ckpt_core.state.source_code import CELL, Source, is_live, mark
+from ckpt_core.state.users_code import is_library, is_users_file
 
 logger = logging.getLogger(__name__)
 
-_LIBRARIES = ("site-packages", "dist-packages", os.path.dirname(os.__file__), "<")
-_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-_PACKAGES = tuple(os.path.join(_OURS, n) + os.sep for n in ("ckpt_core", "lightning_ckpt", "accelerate_ckpt"))
 _NUMBERS = (bool, int, float, type(None))
 _CONTAINERS = (dict, list, tuple, set, collections.deque)
 _MADE_OF: tuple[Any, ...] = ([], (), range(1), {}, {}.values(), {}.items(), "", set())
@@ -530,7 +528,7 @@ def _children_of(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, types.MethodType):
         return [("self", value.__self__)]
     if isinstance(value, types.FunctionType):
-        if not _is_users(value.__code__.co_filename):
+        if not is_users_file(value.__code__.co_filename):
             return []
         cells = zip(value.__code__.co_freevars, value.__closure__ or (), strict=False)
         found = [(f"{CELL}{name}", cell.cell_contents) for name, cell in cells if _is_filled(cell)]
@@ -590,7 +588,7 @@ def _position_in(value: Any) -> Any:
         return [_position_in(one) if not is_plain(one) else one for part in parts if part for one in _flat(part)]
     if isinstance(value, types.GeneratorType) and value.gi_frame is not None and not value.gi_running:
         frame = value.gi_frame
-        if _is_users(frame.f_code.co_filename):
+        if is_users_file(frame.f_code.co_filename):
             return {n: v for n, v in _variables_of(frame) if type(v) in _NUMBERS and is_live(n, frame)} or None
     return None
 
@@ -606,7 +604,7 @@ def _cached_by(function: Any) -> dict[str, str]:
     """Return what ``functools.cache`` has kept, if nothing of it was computed twice: marks of arguments and results."""
     code, info = getattr(inspect.unwrap(function), "__code__", None), function.cache_info()
     is_large = info.maxsize is not None and info.currsize > _LARGE_CACHE
-    if code is None or not _is_users(code.co_filename) or info.misses != info.currsize > 0 or is_large:
+    if code is None or not is_users_file(code.co_filename) or info.misses != info.currsize > 0 or is_large:
         return {}
     parts = gc.get_referents(function)  # the cache itself is in C
     cache = next(one for one in parts if isinstance(one, dict) and one is not vars(function))
@@ -697,7 +695,7 @@ def _frames(innermost: types.FrameType) -> list[types.FrameType]:
     found: list[types.FrameType] = []
     frame: types.FrameType | None = innermost
     while frame is not None:
-        if _is_users(frame.f_code.co_filename):
+        if is_users_file(frame.f_code.co_filename):
             found.append(frame)
         frame = frame.f_back
     return found[::-1]
@@ -707,11 +705,6 @@ def _frames_elsewhere() -> list[types.FrameType]:
     """Return those of other threads."""
     mine = threading.get_ident()
     return [one for ident, frame in sys._current_frames().items() if ident != mine for one in _frames(frame)]
-
-
-@functools.cache
-def _is_users(file: str) -> bool:
-    return not any(part in file for part in _LIBRARIES) and not os.path.abspath(file).startswith(_PACKAGES)
 
 
 def _globals(frames: Sequence[types.FrameType], watched: Watched) -> Iterator[tuple[str, None, list[tuple[str, Any]]]]:
@@ -762,7 +755,7 @@ def _user_modules(frames: Sequence[types.FrameType], watched: Watched | None) ->
 @functools.lru_cache(maxsize=4)
 def _modules_from(running: tuple[str, ...], _: int) -> list[_UserModule]:
     main = getattr(sys.modules.get("__main__"), "__file__", None)
-    place = os.path.dirname(os.path.abspath(main)) + os.sep if main and _is_users(os.path.abspath(main)) else None
+    place = os.path.dirname(os.path.abspath(main)) + os.sep if main and is_users_file(os.path.abspath(main)) else None
     beside = [name for name, module in list(sys.modules.items()) if place and _file_of(module).startswith(place)]
     found: dict[str, _UserModule] = {}
     ahead = collections.deque([*running, *beside])
@@ -771,7 +764,7 @@ def _modules_from(running: tuple[str, ...], _: int) -> list[_UserModule]:
         module = sys.modules.get(name)
         if name in found or name == "__mp_main__" or module is None or not (file := _file_of(module)):
             continue
-        if os.path.isabs(file) and _is_users(file):
+        if os.path.isabs(file) and is_users_file(file):
             with contextlib.suppress(Exception):  # of modules that load what they are asked for
                 functions = list(_functions_in(module))
                 names = {name for function in functions for name in _set_globally(function.__code__)}

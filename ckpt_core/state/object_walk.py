@@ -18,19 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ckpt_core.state.users_code import is_library
+
 _DEPTH = 8
 _OBJECTS = 5000
 _ITEMS = 256
 _SAMPLE = 64
 
-_LIBRARIES = """
-    PIL _io _thread _weakref accelerate accelerate_ckpt asyncio boto3 botocore builtins ckpt_async ckpt_core
-    collections concurrent contextlib ctypes datetime decimal enum fsspec h5py importlib io itertools lightning
-    lightning_ckpt lightning_fabric lmdb logging matplotlib multiprocessing numpy pandas pathlib pyarrow pydantic
-    pytorch_lightning queue re s3fs selectors socket sqlite3 ssl subprocess tensorboard threading tokenizers torch
-    torchmetrics transformers typing wandb weakref zoneinfo
-"""
-_NOT_ENTERED = frozenset(_LIBRARIES.split())
 _ENTERED = ("torch.utils.data", "torch.nn")
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
@@ -54,11 +48,6 @@ def is_generator(value: object) -> bool:
         return False
     kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
     return isinstance(value, kinds)
-
-
-def is_library(kind: type) -> bool:
-    """Return whether a class belongs to a library whose objects are not entered."""
-    return kind.__module__.partition(".")[0] in _NOT_ENTERED
 
 
 def is_plain(value: object, depth: int = 4) -> bool:

@@ -8,12 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ckpt_core.state.lost_variables import Variables, Watched, in_words
-from lightning_ckpt._exact.user_attributes import is_framework, of_framework
+from ckpt_core.state.users_code import is_library
+from lightning_ckpt._exact.user_attributes import of_framework
 
 
 def _is_users(owner: object) -> bool:
     has_functions = any(isinstance(one, types.FunctionType) for one in vars(owner).values())  # as a LambdaCallback
-    return has_functions or not is_framework(type(owner))
+    return has_functions or not is_library(type(owner))
 
 
 class ScriptVariables:

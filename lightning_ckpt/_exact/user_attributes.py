@@ -20,9 +20,9 @@ from torchmetrics import Metric, MetricCollection, MetricTracker
 from ckpt_core.state.changed_values import PlainState
 from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.lost_variables import are_kept, in_words
+from ckpt_core.state.users_code import is_library
 from lightning_ckpt._private.replacing import Live
 
-_FRAMEWORK = ("lightning", "pytorch_lightning", "lightning_fabric", "lightning_ckpt", "torch", "torchmetrics")
 # their state is captured by others
 _FOLLOWED = (Dataset, Sampler, DataLoader, Metric, MetricCollection, MetricTracker)
 _HOLDS = ("state_dict", "on_save_checkpoint")
@@ -42,7 +42,7 @@ class UsersObjects(Live):
         if getattr(trainer, "datamodule", None) is not None:
             self._owners["datamodule"] = trainer.datamodule
         for number, callback in enumerate(trainer.callbacks):
-            if not is_framework(type(callback)):
+            if not is_library(type(callback)):
                 self._owners[f"callback {number} {type(callback).__name__}"] = callback
         self._plain = {
             name: PlainState(owner, ignore=of_framework(owner.__class__), leave=_FOLLOWED)
@@ -173,16 +173,11 @@ def _place_of(cls: type) -> tuple[str, int]:
         return cls.__module__, 1
 
 
-def is_framework(kind: type) -> bool:
-    """Return whether a class is of Lightning, torch or this package."""
-    return kind.__module__.partition(".")[0] in _FRAMEWORK
-
-
 def _holds_state(kind: type) -> bool:
     for name in _HOLDS:
         if name == "state_dict" and hasattr(kind, "named_parameters"):
             continue  # of parameters and buffers
-        if not is_framework(next(base for base in kind.__mro__ if name in vars(base) or base is object)):
+        if not is_library(next(base for base in kind.__mro__ if name in vars(base) or base is object)):
             return next(base for base in kind.__mro__ if name in vars(base) or base is object) is not object
     return False
 
@@ -192,7 +187,7 @@ def of_framework(kind: Any) -> frozenset[str]:
     """Return the attributes that the framework's own classes among the bases of a class set."""
     names = set()
     for base in kind.__mro__:
-        if is_framework(base):
+        if is_library(base):
             for value in vars(base).values():
                 function = getattr(value, "__func__", getattr(value, "fset", value))
                 if isinstance(function, types.FunctionType):

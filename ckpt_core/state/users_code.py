@@ -1,0 +1,47 @@
+"""Whose a class or a file is: the user's, or of Python, a library or these packages."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+
+import torch
+
+# Libraries whose objects keep no state of a training that nobody else captures.
+_NAMES = """
+    PIL _io _thread _weakref accelerate accelerate_ckpt asyncio boto3 botocore builtins ckpt_async ckpt_core
+    collections concurrent contextlib ctypes datetime decimal enum fsspec h5py importlib io itertools lightning
+    lightning_ckpt lightning_fabric lmdb logging matplotlib multiprocessing numpy pandas pathlib pyarrow pydantic
+    pytorch_lightning queue re s3fs selectors socket sqlite3 ssl subprocess tensorboard threading tokenizers torch
+    torchmetrics transformers typing wandb weakref zoneinfo
+"""
+_LIBRARIES = frozenset(_NAMES.split())
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_OTHERS = (
+    os.path.dirname(os.__file__) + os.sep,
+    os.path.dirname(torch.__file__) + os.sep,
+    *(os.path.join(_OURS, name, "") for name in ("ckpt_core", "ckpt_async", "lightning_ckpt", "accelerate_ckpt")),
+)
+
+
+def is_library(kind: type) -> bool:
+    """Return whether a class belongs to a library of which it is known that its objects need not be looked into."""
+    return kind.__module__.partition(".")[0] in _LIBRARIES
+
+
+@functools.cache
+def is_users_file(file: str | None) -> bool:
+    """Return whether a file of Python is neither installed, nor Python's, nor ours; code without a file is nobody's."""
+    if not file or file.startswith("<"):
+        return False
+    return not any(part in file for part in _INSTALLED) and not os.path.abspath(file).startswith(_OTHERS)
+
+
+def is_users_class(kind: type) -> bool:
+    """Return whether a class is defined in a file of the user's, or in a script that has none."""
+    try:
+        return is_users_file(inspect.getsourcefile(kind))
+    except (OSError, TypeError):
+        return kind.__module__ == "__main__"
