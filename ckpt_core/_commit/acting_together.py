@@ -22,6 +22,7 @@ from ckpt_core.errors import RankFailedError
 
 Position = tuple[int, int]
 
+_ANSWER_SECONDS = 10.0  # a thread of each rank looks twice a second; launchers leave 30 for this and for what follows
 _SAME_WAVE_SECONDS = 30.0  # a signal to a job reaches its last rank at most so long after its first
 _START: Position = (-1, 0)
 _LOOK = ""  # wakes the thread, and asks for nothing
@@ -59,7 +60,7 @@ class Meeting:
         world_size: int = 1,
         *,
         look_every: float = 0.5,
-        answer_within: float = 30.0,
+        answer_within: float = _ANSWER_SECONDS,
         is_rank_gone: Callable[[], bool] = lambda: False,
     ) -> None:
         self._store = TimedStore(store, answer_within=answer_within) if store is not None else None

@@ -161,6 +161,20 @@ def test_all_ranks_end_after_the_same_step_whoever_is_told(told: str, fork_scrip
     assert (reason, status) == ("SIGTERM", "143")
 
 
+def test_a_rank_whose_peer_is_dead_ends_before_its_launcher_kills_it(fork_script: Any) -> None:
+    dies = """
+    if rank == 1:
+        os._exit(0)
+    time.sleep(1)  # until it is dead
+    signal.alarm(30)  # as torchrun kills those that it has told to end
+    os.kill(os.getpid(), signal.SIGTERM)
+    while True:
+        watch.due()
+    """
+    done = fork_script(LOOP.partition("    for step in")[0] + dies, "x", "0", ranks=2, check=False)
+    assert (done.returncode, "ends this rank alone" in done.stderr) == (143, True)
+
+
 def test_a_single_process_ends_at_the_next_step_and_its_handlers_come_back() -> None:
     before = signal.getsignal(signal.SIGUSR2)
     watch = EndWatch("SIGUSR2")
