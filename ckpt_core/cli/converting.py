@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from ckpt_core.cli.finding import find, find_foreign, no_checkpoint, refuse_other_data, size_at
+from ckpt_core.cli.finding import find, find_foreign, no_checkpoint, refuse_itself, refuse_other_data, size_at
 from ckpt_core.cli.output import print_json, printable
 from ckpt_core.cli.parser import Commands, Exit, Options, nbytes
 from ckpt_core.errors import CheckpointFormatError
@@ -44,6 +44,7 @@ def add_commands(commands: Commands) -> None:
     convert.add_argument(
         "--trust-pickle", action="store_true", help="load objects that are not plain data: the file can run any code"
     )
+    _add_force(convert)
 
     export = commands.add("export", _export, help="write a checkpoint in the format of another program")
     export.add_argument("path", help="a checkpoint; path or URL")
@@ -63,6 +64,11 @@ def add_commands(commands: Commands) -> None:
     _add_format(bring)
     bring.add_argument("--part", default="model", help="safetensors: the part that the model becomes (model)")
     bring.add_argument("--only", nargs="+", metavar="KEY", help="dcp: first keys of what is wanted of the state")
+    _add_force(bring)
+
+
+def _add_force(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-f", "--force", action="store_true", help="replace another checkpoint at the target")
 
 
 def _add_format(parser: argparse.ArgumentParser) -> None:
@@ -95,9 +101,10 @@ def _converted(options: Options) -> int | None:
     found = find(options.source, options.storage_options)
     if not found.is_checkpoint and find_foreign(options.source, options.storage_options) is None:
         raise no_checkpoint(found)
-    if options.to in _OURS:
-        refuse_other_data(options.target, options.storage_options)
     path = full_path(options.source)
+    if options.to in _OURS:
+        refuse_itself(path, full_path(options.target))
+        refuse_other_data(options.target, options.storage_options, force=options.force)
     storage = storage_for(path, options.storage_options)
     is_ours = is_directory_checkpoint(storage, path)
     is_model = not is_ours and not found.is_checkpoint and _holds_a_model(storage, path)
@@ -185,7 +192,7 @@ def _import(options: Options) -> int:
             remedy=f"give the directory that dcp.save wrote, or that of a model; of a torch file: ckpt convert "
             f"{options.path} {options.target} --to directory",
         )
-    refuse_other_data(options.target, options.storage_options)
+    refuse_other_data(options.target, options.storage_options, force=options.force)
     with progress(options, "import", 2 * size_at(options.path, options.storage_options)):
         if options.format == "dcp":
             size = interchange.import_dcp(

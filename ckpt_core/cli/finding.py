@@ -112,8 +112,21 @@ def refuse_checkpoint(found: Found, verb: str) -> None:
         )
 
 
-def refuse_other_data(path: str, storage_options: dict[str, Any] | None) -> None:
-    """Refuse a target that is a file or a directory with something else than a checkpoint in it."""
+def refuse_itself(source: str, target: str) -> None:
+    """Refuse a target that is the source, also through a link; hard links are two files. Both are full paths."""
+    from ckpt_core.storage import is_remote
+
+    is_same = source == target
+    if not is_same and not (is_remote(source) or is_remote(target)) and os.path.exists(source):
+        is_same = os.path.realpath(source) == os.path.realpath(target)
+        if not is_same and os.path.exists(target):
+            is_same = os.path.samefile(source, target) and (os.path.isdir(source) or os.stat(source).st_nlink == 1)
+    if is_same:
+        raise StorageError("source and target are the same", path=target, remedy="give another target")
+
+
+def refuse_other_data(path: str, storage_options: dict[str, Any] | None, *, force: bool) -> None:
+    """Refuse a target at which something is; with ``force``, only what is no checkpoint."""
     from ckpt_core._pipeline.loading import is_directory_checkpoint
     from ckpt_core.storage import local_path, storage_for
 
@@ -129,10 +142,14 @@ def refuse_other_data(path: str, storage_options: dict[str, Any] | None) -> None
         found = find(path, storage_options)
     except CheckpointNotFoundError:
         return
-    if found.is_checkpoint and state_of(found.checkpoints[0], storage_options) == "FOREIGN":
+    if not found.is_checkpoint or not found.checkpoints[0].size:  # an empty file, as mktemp makes it
+        return
+    if state_of(found.checkpoints[0], storage_options) == "FOREIGN":
         raise StorageError(
             "there is something already: a file that is no checkpoint", path=path, remedy="give another name"
         )
+    if not force:
+        raise StorageError("there is another checkpoint at the target", path=path, remedy="--force replaces it")
 
 
 def refuse_missing_bucket(path: str, storage_options: dict[str, Any] | None) -> None:

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core.cli.finding import find, find_all, refuse_checkpoint
+from ckpt_core.cli.finding import find, find_all, refuse_checkpoint, refuse_itself
 from ckpt_core.cli.output import print_json, printable
 from ckpt_core.cli.parser import Commands, Exit, Options, json_object
 from ckpt_core.console import beside_bars
@@ -174,8 +174,7 @@ def _plan(options: Options, target_options: dict[str, Any] | None) -> tuple[list
     from ckpt_core.storage import is_remote, storage_for
 
     source, target = (full_path(path).rstrip("/") for path in (options.source, options.target))
-    if source == target or _is_one_file(source, target):
-        raise CheckpointError("source and target are the same", path=target, remedy="give another target")
+    refuse_itself(source, target)
     real = [path if is_remote(path) else os.path.realpath(path) for path in (source, target)]
     if not is_remote(target) and os.path.lexists(target) and not os.path.isdir(target):
         raise StorageError(
@@ -331,8 +330,7 @@ def _transfer(
     from ckpt_core.storage.base import transfer
 
     source, path = full_path(info.path), full_path(target)
-    if source == path or _is_one_file(source, path):
-        raise StorageError("source and target are the same", path=path, remedy="give another target")
+    refuse_itself(source, path)
     origin, storage = storage_for(source, source_options), storage_for(path, target_options)
     there = _identity(storage, path)
     is_there = there is not None and _is_same(origin, source, storage, path)
@@ -358,17 +356,6 @@ def _transfer(
         transfer(origin, source, storage, path)
     loading.verify(path, storage=storage)
     return True
-
-
-def _is_one_file(source: str, target: str) -> bool:
-    """Return whether two local paths lead to one file or directory, through a link; hard links are two files."""
-    from ckpt_core.storage import is_remote
-
-    if is_remote(source) or is_remote(target) or not (os.path.exists(source) and os.path.exists(target)):
-        return False
-    if os.path.realpath(source) == os.path.realpath(target):
-        return True
-    return os.path.samefile(source, target) and (os.path.isdir(source) or os.stat(source).st_nlink == 1)
 
 
 def _is_same(origin: Storage, source: str, storage: Storage, path: str) -> bool:

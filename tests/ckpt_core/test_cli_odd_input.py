@@ -30,19 +30,19 @@ ODD = {
     "nowhere": "1 1 3 0 0",
     "empty": "1 0 3 1 0",
     "empty.ckpt": "1 0 1 0 0",
-    "truncated.ckpt": "1 0 1 0 0",
-    "truncated": "0 0 1 1 0",
+    "truncated.ckpt": "1 0 1 1 1",
+    "truncated": "0 0 1 1 1",
     "unfinished": "1 0 3 1 1",
     "saving": "1 0 3",
     "text.txt": "1 0 1 1 1",
     "pipe": "1 1 3 1 1",
     "dangling": "1 1 3 0 0",
     "loop": "1 1 1 1 1",
-    "link.ckpt": "0 0 1 0 0",
+    "link.ckpt": "0 0 1 1 1",
     "link": "1 0 0 1 1",
     "b\udcffd": "1 0 0",
-    "b\udcffd/\udcff.ckpt": "0 0 1 0 0",
-    "new\nline/\x1b[31m.ckpt": "0 0 1 0 0",
+    "b\udcffd/\udcff.ckpt": "0 0 1 1 1",
+    "new\nline/\x1b[31m.ckpt": "0 0 1 1 1",
     "-dash": "1 0 0 1 1",
     "é ü/é.ckpt": "0 0 1",
     ".": "1 0 0 1 1",
@@ -216,6 +216,41 @@ def test_a_copy_that_is_damaged_is_replaced_when_it_is_told(home: Path, capfd: C
         assert "--force replaces it" in capfd.readouterr().err
         assert main(words.split()) == 0
         assert main(["verify", "new"]) == 0
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize(
+    ("words", "target"),
+    [
+        ("convert run/a.ckpt run/b.ckpt --to file", "run/b.ckpt"),
+        ("convert run/a.ckpt truncated.ckpt --to file", "truncated.ckpt"),
+        ("convert run/a.ckpt run/c --to directory", "run/c"),
+        ("convert run/c run/b.ckpt --to directory", "run/b.ckpt"),
+        ("convert dcp run/b.ckpt --to directory", "run/b.ckpt"),
+        ("import dcp run/c --format dcp", "run/c"),
+    ],
+)
+def test_another_checkpoint_is_replaced_when_it_is_told(words: str, target: str, home: Path, capfd: Capture) -> None:
+    before = contents(home)
+    assert main(words.split()) == 1
+    assert "there is another checkpoint at the target" in capfd.readouterr().err
+    assert contents(home) == before
+    assert main([*words.split(), "--force"]) == 0
+    after, source = contents(home), words.split()[1]
+    assert main(["verify", target]) == 0 and after != before
+    assert files_of(after, home, source) == files_of(before, home, source)
+
+
+def test_no_checkpoint_is_converted_into_itself(home: Path, capfd: Capture) -> None:
+    before = contents(home)
+    for words in (
+        "run/c run/c --to directory",
+        "run/c ./run/../run/c/ --to directory",
+        "run/a.ckpt link.ckpt --to file",
+    ):
+        assert main(["convert", *words.split(), "--force"]) == 1
+        assert "source and target are the same" in capfd.readouterr().err
+    assert contents(home) == before
 
 
 @pytest.mark.usefixtures("home")
