@@ -29,6 +29,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from ckpt_core.threads import Latch
+
 # Nothing that is known to hold a lock waits here. If something did, this would end it.
 _LONGEST_WAIT_SECONDS = 600.0
 
@@ -39,7 +41,7 @@ own_packages = {"ckpt_core"}
 class _Expected:
     """A path whose save is under way."""
 
-    def __init__(self, path: str, ended: threading.Event) -> None:
+    def __init__(self, path: str, ended: Latch) -> None:
         directory, name = os.path.split(_absolute(path))
         self.directory = directory if _is_url(path) else os.path.realpath(directory)
         self.path = os.path.join(self.directory, name)
@@ -79,14 +81,14 @@ _real: dict[str, str] = {}  # directories and where they are, until links may ha
 _thread = threading.local()
 
 
-def expect(path: str, ended: threading.Event) -> Callable[[], None]:
+def expect(path: str, ended: Latch) -> Callable[[], None]:
     """Let whoever touches a local path from now on wait until ``ended`` is set; returned is what to call then."""
     _install()
     _real.clear()
     return _add(_Expected(path, ended), _expected)
 
 
-def note(path: str, ended: threading.Event) -> Callable[[], None]:
+def note(path: str, ended: Latch) -> Callable[[], None]:
     """Let :func:`wait_for_saves` wait for a local path or URL until ``ended`` is set; returned is what to call then."""
     return _add(_Expected(path, ended), _saves)
 

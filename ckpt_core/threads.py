@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -12,7 +13,43 @@ IO_THREADS = min(4, max(2, os.cpu_count() or 1))
 Job = TypeVar("Job")
 
 
-def wait_through(event: threading.Event) -> None:
+class Latch:
+    """An event that is set once, for threads that signal handlers interrupt.
+
+    A handler that raises at a bad moment (Ctrl-C), or that waits for the same event, leaves the lock of a
+    ``threading.Event`` taken: whoever sets that waits for ever. Here, waiters share no lock.
+    """
+
+    def __init__(self) -> None:
+        self._is_set = False
+        self._waiters: list[threading.Lock] = []
+
+    def is_set(self) -> bool:
+        """Return whether it is set."""
+        return self._is_set
+
+    def set(self) -> None:
+        """Let all threads continue that wait."""
+        self._is_set = True
+        for waiter in tuple(self._waiters):
+            with contextlib.suppress(RuntimeError):  # set by two at once
+                waiter.release()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return whether it is set, when it is, or after ``timeout`` seconds."""
+        waiter = threading.Lock()
+        waiter.acquire()
+        self._waiters.append(waiter)
+        try:
+            if not self._is_set:  # and otherwise nobody may look at the waiters any more
+                waiter.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiters.remove(waiter)
+        return self._is_set
+
+
+def wait_through(event: Latch) -> None:
     """Wait for ``event``, and only then raise what a signal handler raised meanwhile (Ctrl-C).
 
     For threads that use memory or files which the caller would take away on the exception. ``Thread.join`` cannot be
@@ -61,17 +98,17 @@ def run_parallel(
         except BaseException as error:  # noqa: BLE001 - raised again below, on the calling thread
             errors.append(error)  # without the lock: whoever holds it may be waiting for what comes of another job
 
-    def help_out(claim: threading.Lock, ended: threading.Event) -> None:
+    def help_out(claim: threading.Lock, ended: Latch) -> None:
         if claim.acquire(blocking=False):
             loop()
             ended.set()
 
-    helpers: list[tuple[threading.Lock, threading.Event]] = []
+    helpers: list[tuple[threading.Lock, Latch]] = []
     try:
         try:
             for _ in range(threads - 1):
                 # Before it starts: it works already where Ctrl-C comes while it is being started.
-                helpers.append((threading.Lock(), threading.Event()))
+                helpers.append((threading.Lock(), Latch()))
                 threading.Thread(target=help_out, args=helpers[-1], name="ckpt-io").start()
         except RuntimeError:
             pass  # no more threads can be started: use those there are

@@ -28,7 +28,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from ckpt_core._devices import ROW, Events, RowSums, SideStreams, let_devices_wait
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._layouts.safetensors import resolved
-from ckpt_core.threads import wait_through
+from ckpt_core.threads import Latch, wait_through
 
 COPY_GROUP = 64 * 2**20  # bytes copied by one call: long enough that taking the GIL between two does not count
 LATE_PIECE = 2**20  # bytes: to copy less takes no longer than to queue its sums
@@ -73,9 +73,9 @@ class BackgroundCopy:
         self._is_torn = False
         self._progress = threading.Condition()
         self._late_events: Events = {}
-        self._is_late_queued = threading.Event()
+        self._is_late_queued = Latch()
         self._claim = threading.Lock()  # for the thread, or for whoever gives up on it, whichever comes first
-        self._ended = threading.Event()
+        self._ended = Latch()
         # What a save holds for its own sake must not stay when it returns, if it is much.
         self._waits_for_early = sum(source.numel() for _, _, source in early if not source.is_cpu) > EARLY_BYTES
         try:

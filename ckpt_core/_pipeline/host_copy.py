@@ -8,13 +8,12 @@ milliseconds where the processors have other work, and the GIL belongs to the th
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
 from ckpt_core._layouts.image import ImageAbandonedError
-from ckpt_core.threads import run_parallel
+from ckpt_core.threads import Latch, run_parallel
 
 _Piece = tuple[int, torch.Tensor, torch.Tensor]
 _Batch = list[tuple[torch.Tensor, torch.Tensor]]
@@ -30,7 +29,7 @@ class HostCopy:
     def __init__(self, pieces: Iterable[_Piece]) -> None:
         self._pieces = list(pieces)
         self._is_whole = False
-        self._ended = threading.Event()
+        self._ended = Latch()
 
     def hand_over(self, meanwhile: Callable[[], None] | None = None) -> None:
         """Copy; the caller may change the state afterwards.

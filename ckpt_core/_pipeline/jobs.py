@@ -12,6 +12,7 @@ from typing import Literal
 from ckpt_core import at_exit, awaited_paths
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core.errors import CheckpointError
+from ckpt_core.threads import Latch, wait_through
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +38,8 @@ class Job:
         self.raises = raises
         self.number = 0
         self.error: CheckpointError | None = None
-        self.done = threading.Event()
-        self.settled = threading.Event()
+        self.done = Latch()
+        self.settled = Latch()
         self._forget: Callable[[], None] = _nothing
         self._end_note: Callable[[], None] = _nothing
 
@@ -143,6 +144,11 @@ class JobQueue:
             job.done.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
             for job in self.jobs(path)
         )
+
+    def wait_through(self, path: str) -> None:
+        """Return when all about ``path`` is over, and only then raise what a signal handler has raised meanwhile."""
+        for job in self.jobs(path)[-1:]:
+            wait_through(job.done)
 
     def wait_for_turn(self, limit: int) -> None:
         """Return when fewer than ``limit`` saves are under way; raise if one that had to be over by now has failed.

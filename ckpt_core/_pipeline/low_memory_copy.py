@@ -17,7 +17,7 @@ import torch
 
 from ckpt_core._layouts.image import WINDOW, Image, ImageAbandonedError, Memory
 from ckpt_core.buffers import StagingBuffer
-from ckpt_core.threads import run_parallel, wait_through
+from ckpt_core.threads import Latch, run_parallel, wait_through
 
 
 class _Room(NamedTuple):
@@ -87,7 +87,7 @@ class PassingWindows:
         self._is_over = False
         self._error: BaseException | None = None
         self._changed = threading.Condition()
-        self._ended = threading.Event()
+        self._ended = Latch()
 
     # ---- the thread that trains --------------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
@@ -17,6 +16,7 @@ from ckpt_core._pipeline.host_copy import HOST_PIECE, HostCopy
 from ckpt_core._pipeline.low_memory_copy import PassedImage, PassingWindows
 from ckpt_core.buffers import StagingBuffer
 from ckpt_core.errors import CheckpointError, OutOfMemoryError, SnapshotTornError
+from ckpt_core.threads import Latch
 
 
 class TornSnapshotGuard:
@@ -82,8 +82,8 @@ class Snapshot:
         self._lent: StagingBuffer | None = None
         self._passing: PassingWindows | None = None
         self._failure: CheckpointError | None = None
-        self._taken = threading.Event()
-        self._sealed = threading.Event()
+        self._taken = Latch()
+        self._sealed = Latch()
 
     # ---- the training thread -----------------------------------------------------------------------------------------
 

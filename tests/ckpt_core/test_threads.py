@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckpt_core.threads import run_parallel
+from ckpt_core.threads import Latch, run_parallel
+from tests.support.interrupting import at_every_moment
 
 
 @pytest.mark.parametrize("threads", [1, 2, 4])
@@ -72,3 +73,28 @@ def test_an_interrupt_is_raised_only_when_no_thread_works_any_more() -> None:
     finally:
         signal.signal(signal.SIGINT, before)
     assert len(finished) == 1
+
+
+@pytest.mark.parametrize("method", ["wait", "set"])
+def test_ctrl_c_at_any_moment_leaves_nobody_waiting(method: str) -> None:
+    """Of a ``threading.Event``, the lock would stay taken, and the thread that sets it wait for ever."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    interrupted = 0
+    for run in at_every_moment(("threads.py", "threading.py"), interrupt):
+        latch = Latch()
+        other = threading.Thread(target=latch.wait, daemon=True)
+        other.start()
+        try:
+            run(latch.set if method == "set" else lambda latch=latch: latch.wait(0.001))
+        except KeyboardInterrupt:
+            interrupted += 1
+        setting = threading.Thread(target=latch.set, daemon=True)
+        setting.start()
+        for thread in (setting, other):
+            thread.join(20.0)
+            assert not thread.is_alive()
+        assert latch.wait()
+    assert interrupted > 20
