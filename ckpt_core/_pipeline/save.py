@@ -201,8 +201,11 @@ class Pipeline:
             if not runs:
                 self.queue.run_queued()
         if snapshot.not_copied is not None:
-            self._warn_of_memory(snapshot.not_copied)
-            self.queue.wait(save.path)  # until the live tensors are written
+            try:
+                self._warn_of_memory(snapshot.not_copied)
+                self.queue.wait_through(save.path)
+            finally:  # Ctrl-C, wherever it comes, must not let the caller change the tensors that are being written
+                self.queue.wait_through(save.path)
             self._report_taken(save.path, size, started, waited)
         return size
 

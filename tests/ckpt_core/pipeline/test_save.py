@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from pathlib import Path
@@ -128,6 +129,46 @@ def test_without_memory_for_a_copy_training_waits_for_the_live_tensors(
     last = SaveFailed if changes else SaveCommitted
     assert [type(event) for event in events] == [SaveStarted, last, SnapshotTaken], "training was free last"
     assert "training waits" in caplog.text
+    monkeypatch.undo()
+    assert_usable(pipeline, layout, tmp_path / "b")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ctrl_c_in_a_save_without_a_copy_waits_until_the_live_tensors_are_written(
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OutOfMemoryError("no memory", remedy="free some")
+
+    def interrupt(*_: object) -> None:
+        if not is_interrupted.is_set():
+            is_interrupted.set()
+            raise KeyboardInterrupt
+
+    def interrupt_when_it_waits() -> None:
+        assert waits.wait(60.0)
+        while not is_interrupted.wait(0.1):  # one that comes right before the thread begins to wait does not wake it
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        may_write.set()
+
+    waits, is_interrupted, may_write = threading.Event(), threading.Event(), threading.Event()
+    pipeline = pipeline_of("async", [])
+    monkeypatch.setattr(pipeline.buffers, "acquire", refuse)
+    warn = pipeline._warn_of_memory
+    monkeypatch.setattr(pipeline, "_warn_of_memory", lambda error: (warn(error), waits.set()))
+    storage = FaultyStorage(LocalStorage(), [Fault("write_at", until=may_write)])
+    saving = save_of(layout, pipeline, torch.ones(NUMBERS), storage, tmp_path / "a")
+    thread = threading.Thread(target=interrupt_when_it_waits)
+    before = signal.signal(signal.SIGUSR1, interrupt)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pipeline.save(saving, started=time.perf_counter())
+        assert pipeline.queue.pending == ()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        thread.join()
+    assert (tmp_path / "a").exists()
     monkeypatch.undo()
     assert_usable(pipeline, layout, tmp_path / "b")
 
