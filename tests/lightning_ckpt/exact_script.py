@@ -18,7 +18,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 import warnings
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ import lightning.pytorch as pl
 import torch
 
 from tests.lightning_ckpt.exact_cases import Model, SaveAt, make_trainer, outcome
-from tests.support.forking import get_ready
+from tests.support.forking import fork_rank, get_ready, rank_variables
 
 
 def die(saved: Path) -> None:
@@ -67,31 +66,6 @@ def main(spec: dict[str, Any]) -> None:
     path.write_text(json.dumps(result))
 
 
-def fork_rank(spec: dict[str, Any], rank: int, group: int) -> int:
-    """Start one rank; its process number."""
-    process = os.fork()
-    if process:
-        os.setpgid(process, group or process)
-        return process
-    os.setpgid(0, group)
-    log = os.open(f"{spec['result']}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    if spec["ranks"] > 1:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(spec["port"]), "NODE_RANK": "0"}
-        os.environ.update(address, LOCAL_RANK=str(rank), WORLD_SIZE=str(spec["ranks"]))
-    status = 1
-    try:
-        main(spec)
-        status = 0
-    except BaseException:  # noqa: BLE001 - a forked child must never return into its parent's code
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
-
-
 def serve() -> None:
     """Answer each line of standard input with the exit statuses of the ranks."""
     answers = os.fdopen(os.dup(1), "w")
@@ -100,7 +74,9 @@ def serve() -> None:
         spec = json.loads(line)
         processes: list[int] = []
         for rank in range(spec["ranks"]):
-            processes.append(fork_rank(spec, rank, processes[0] if processes else 0))
+            log, group = f"{spec['result']}.{rank}.log", processes[0] if processes else 0
+            body = functools.partial(main, spec)
+            processes.append(fork_rank(body, rank_variables(rank, spec["ranks"], spec["port"]), log, group))
         statuses = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
         print(json.dumps(statuses), file=answers, flush=True)
 

@@ -6,6 +6,7 @@ Reads one specification per line from its standard input, forks a process per ra
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -25,7 +26,7 @@ import lightning_ckpt
 from ckpt_core import awaited_paths
 from lightning_ckpt import ResumableCheckpoint
 from tests.lightning_ckpt.reliable_cases import Callback, FillsDisk, GatedStorage, model_of, names, trainer_of
-from tests.support.forking import get_ready
+from tests.support.forking import fork_rank, get_ready, rank_variables
 
 
 class Opens(Callback):
@@ -102,26 +103,6 @@ def main(spec: dict[str, Any], rank: int) -> None:
     Path(spec["results"][rank]).write_text(json.dumps(result))
 
 
-def fork_rank(spec: dict[str, Any], rank: int) -> int:
-    """Start one rank; its process number."""
-    process = os.fork()
-    if process:
-        return process
-    log = os.open(f"{spec['results'][rank]}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(spec["port"]), "NODE_RANK": "0", "WORLD_SIZE": "2"}
-    os.environ.update(address, LOCAL_RANK=str(rank))
-    try:
-        main(spec, rank)
-    except BaseException:  # noqa: BLE001 - the test shows it
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
-
-
 def wait_for(processes: list[int], limit_seconds: float) -> str:
     deadline = time.monotonic() + limit_seconds
     running = set(processes)
@@ -140,7 +121,14 @@ def serve() -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         spec = json.loads(line)
-        processes = [fork_rank(spec, rank) for rank in range(2)]
+        processes = [
+            fork_rank(
+                functools.partial(main, spec, rank),
+                rank_variables(rank, 2, spec["port"]),
+                f"{spec['results'][rank]}.log",
+            )
+            for rank in range(2)
+        ]
         print(json.dumps(wait_for(processes, spec["limit_seconds"])), file=answers, flush=True)
 
 

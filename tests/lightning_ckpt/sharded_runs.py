@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,33 +11,17 @@ import torch
 
 from ckpt_core import DirectoryCheckpointer
 from tests.support.ports import free_port
+from tests.support.script_server import ScriptServer
 
 SCRIPT = Path(__file__).with_name("sharded_script.py")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-class Runs:
-    """A clean process that forks the ranks of each run.
-
-    Args:
-        directory: For its log.
-        script: What it runs.
-    """
+class Runs(ScriptServer):
+    """A clean process that forks the ranks of each run."""
 
     def __init__(self, directory: Path, script: Path = SCRIPT) -> None:
-        search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"}
-        environment.pop("PL_GLOBAL_SEED", None)
-        self._log = (directory / "runs.log").open("w")
-        self._process = subprocess.Popen(
-            [sys.executable, str(script)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
+        super().__init__(script, directory)
 
     def run(self, directory: Path, name: str, *, ranks: int = 2, fails: bool = False, **spec: Any) -> list[Any]:
         """Train; what each rank wrote, None for one that was killed.
@@ -66,9 +46,7 @@ class Runs:
             "port": port,
             **spec,
         }
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps(whole), file=self._process.stdin, flush=True)
-        statuses = json.loads(self._process.stdout.readline())
+        statuses = self.ask(whole)
         found = []
         for rank, status in enumerate(statuses):
             log = Path(f"{prefix}.{rank}.log").read_text()
@@ -80,11 +58,6 @@ class Runs:
                 pytest.fail(f"{name}: rank {rank} of {ranks}: {result['raised']}\n{log}")
             found.append(result)
         return found
-
-    def close(self) -> None:
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.communicate()
-        self._log.close()
 
 
 def parts_at(path: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ the time of the imports, and answers with their exit statuses. Each rank writes 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import logging
@@ -30,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from lightning_ckpt import ResumableCheckpoint, ShardedCheckpointIO
 from tests.lightning_ckpt.sharded_faults import SetInBatch, faulty_storage
-from tests.support.forking import get_ready
+from tests.support.forking import fork_rank, get_ready, rank_variables
 
 for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
     logging.getLogger(name).setLevel(logging.ERROR)
@@ -311,29 +312,8 @@ def train(spec: Spec, rank: int) -> dict[str, Any]:
     return found
 
 
-def fork_rank(spec: Spec, rank: int, group: int) -> int:
-    """Start one rank; its process number."""
-    process = os.fork()
-    if process:
-        os.setpgid(process, group or process)
-        return process
-    os.setpgid(0, group)
-    log = os.open(f"{spec.result}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    if spec.ranks > 1:
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(spec.port), "NODE_RANK": "0"}
-        os.environ.update(address, LOCAL_RANK=str(rank), WORLD_SIZE=str(spec.ranks))
-    status = 1
-    try:
-        Path(f"{spec.result}.{rank}.json").write_text(json.dumps(train(spec, rank)))
-        status = 0
-    except BaseException:  # noqa: BLE001 - a forked child must never return into its parent's code
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+def write_result(spec: Spec, rank: int) -> None:
+    Path(f"{spec.result}.{rank}.json").write_text(json.dumps(train(spec, rank)))
 
 
 def serve() -> None:
@@ -344,7 +324,9 @@ def serve() -> None:
         spec = Spec(**json.loads(line))
         processes: list[int] = []
         for rank in range(spec.ranks):
-            processes.append(fork_rank(spec, rank, processes[0] if processes else 0))
+            log, group = f"{spec.result}.{rank}.log", processes[0] if processes else 0
+            body = functools.partial(write_result, spec, rank)
+            processes.append(fork_rank(body, rank_variables(rank, spec.ranks, spec.port), log, group))
         left, statuses = set(processes), dict.fromkeys(processes, 0)
         while left:
             process, status = os.wait()

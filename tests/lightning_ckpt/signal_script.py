@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import json
 import os
 import random
@@ -37,7 +38,7 @@ from lightning_ckpt import ResumableCheckpoint
 from lightning_ckpt._routing import gathering
 from tests.lightning_ckpt.exact_cases import MemoryLogger, Model, PlannedError, outcome
 from tests.lightning_ckpt.failure_script import wait_for
-from tests.support.forking import get_ready
+from tests.support.forking import fork_rank, get_ready, rank_variables
 
 
 class Stages(Model):
@@ -141,14 +142,8 @@ def main(spec: dict[str, Any], rank: int) -> None:
     (directory / f"{spec['name']}.{rank}.json").write_text(json.dumps(result))
 
 
-def fork_rank(spec: dict[str, Any], rank: int) -> int:
-    """Start one rank; its process number."""
-    process = os.fork()
-    if process:
-        return process
-    log = os.open(f"{spec['directory']}/{spec['name']}.{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
+def begin(spec: dict[str, Any], rank: int) -> None:
+    """Run one rank, with what its launcher tells it."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(spec["port"])}
     if spec.get("slurm"):
         tasks = {"SLURM_NTASKS": spec["ranks"], "SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NODEID": 0}
@@ -158,16 +153,9 @@ def fork_rank(spec: dict[str, Any], rank: int) -> int:
     elif spec.get("machines"):  # a rank on each, to which the same path is another directory
         os.chdir(f"{spec['directory']}/{rank}")
         os.environ.update({**address, "NODE_RANK": str(rank), "WORLD_SIZE": str(spec["ranks"]), "LOCAL_RANK": "0"})
-    elif spec["ranks"] > 1:
-        os.environ.update({**address, "NODE_RANK": "0", "WORLD_SIZE": str(spec["ranks"]), "LOCAL_RANK": str(rank)})
-    try:
-        main(spec, rank)
-    except BaseException:  # noqa: BLE001 - the test shows it
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+    else:
+        os.environ.update(rank_variables(rank, spec["ranks"], spec["port"]))
+    main(spec, rank)
 
 
 def serve() -> None:
@@ -176,7 +164,10 @@ def serve() -> None:
     os.dup2(2, 1)
     for line in sys.stdin:
         spec = json.loads(line)
-        processes = [fork_rank(spec, rank) for rank in range(spec["ranks"])]
+        log = f"{spec['directory']}/{spec['name']}"
+        processes = [
+            fork_rank(functools.partial(begin, spec, rank), {}, f"{log}.{rank}.log") for rank in range(spec["ranks"])
+        ]
         print(json.dumps(wait_for(processes, spec["limit_seconds"])), file=answers, flush=True)
 
 

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.ports import free_port
+from tests.support.script_server import ScriptServer
 
 SCRIPT = Path(__file__).with_name("exact_script.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,23 +65,8 @@ RUNS = [
 ]
 
 
-class Zygote:
+class Zygote(ScriptServer):
     """A clean process that forks the training processes."""
-
-    def __init__(self, directory: Path) -> None:
-        search_path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "PYTHONPATH": search_path, "OMP_NUM_THREADS": "1"}
-        environment.pop("PL_GLOBAL_SEED", None)
-        self.log = (directory / "zygote.log").open("w")
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
 
     def run(self, directory: Path, name: str, case: Case, **spec: Any) -> tuple[list[int], list[Any]]:
         """Train; the exit status of each rank, and what it wrote."""
@@ -101,9 +84,7 @@ class Zygote:
             "port": port,
             **spec,
         }
-        assert self.process.stdin is not None and self.process.stdout is not None
-        print(json.dumps(whole), file=self.process.stdin, flush=True)
-        statuses = json.loads(self.process.stdout.readline())
+        statuses = self.ask(whole)
         results = []
         for rank, status in enumerate(statuses):
             if status > 0:
@@ -112,15 +93,10 @@ class Zygote:
             results.append(json.loads(written.read_text()) if written.exists() else None)
         return statuses, results
 
-    def close(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
-        self.log.close()
-
 
 @pytest.fixture(scope="module")
 def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    started = Zygote(tmp_path_factory.mktemp("zygote"))
+    started = Zygote(SCRIPT, tmp_path_factory.mktemp("zygote"))
     yield started
     started.close()
 

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +27,7 @@ from tests.lightning_ckpt.reliable_cases import (
     trainer_of,
 )
 from tests.support.ports import free_port
+from tests.support.script_server import ScriptServer
 
 SCRIPT = Path(__file__).with_name("failure_script.py")
 ROOT = Path(__file__).resolve().parents[2]
@@ -302,46 +299,26 @@ def test_nothing_is_left_after_fit(tmp_path: Path) -> None:
     assert trainer.state.status == "finished"
 
 
-# ---- several processes
-# ------------------------------------------------------------------------------------------------
+# ---- several processes -----------------------------------------------------------------------------------------------
 
 
-class Ranks:
+class Ranks(ScriptServer):
     """Trains on several ranks, each a fresh process (see ``failure_script.py``)."""
-
-    def __init__(self, directory: Path) -> None:
-        self.log = (directory / "ranks.log").open("w")
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.log,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
 
     def run(self, directory: Path, **spec: Any) -> list[dict[str, Any]]:
         port = free_port()
         results = [directory / f"rank{rank}.json" for rank in range(2)]
         whole = {"directory": str(directory), "results": [str(path) for path in results], "port": port, **spec}
-        assert self.process.stdin is not None and self.process.stdout is not None
-        print(json.dumps({**whole, "limit_seconds": LIMIT_SECONDS}), file=self.process.stdin, flush=True)
-        outcome = json.loads(self.process.stdout.readline())
+        outcome = self.ask({**whole, "limit_seconds": LIMIT_SECONDS})
         logs = "\n".join(Path(f"{path}.log").read_text() for path in results)
         assert outcome == "ended", f"{outcome}\n{logs}"
         assert all(path.exists() for path in results), logs
         return [json.loads(path.read_text()) for path in results]
 
-    def close(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.communicate()
-        self.log.close()
-
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
-    started = Ranks(tmp_path_factory.mktemp("ranks"))
+    started = Ranks(SCRIPT, tmp_path_factory.mktemp("ranks"))
     yield started
     started.close()
 

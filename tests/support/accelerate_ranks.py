@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -26,6 +25,7 @@ import pytest
 
 from tests.support.forking import get_ready
 from tests.support.ports import free_port
+from tests.support.script_server import ScriptServer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -47,26 +47,8 @@ class RankResult:
     ended: bool
 
 
-class Ranks:
-    """Runs cases, one after the other, on ranks that are forked for each.
-
-    Args:
-        directory: For the output of the ranks.
-    """
-
-    def __init__(self, directory: Path) -> None:
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
-        self._log = (directory / "log").open("w+", encoding="utf-8")
-        self._process = subprocess.Popen(
-            [sys.executable, __file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            cwd=directory,
-            env=environment,
-            text=True,
-            start_new_session=True,
-        )
+class Ranks(ScriptServer):
+    """Runs cases, one after the other, on ranks that are forked for each."""
 
     def run(
         self, body: str, world_size: int, *, timeout: float = 60.0, real_exit: bool = False, **names: Any
@@ -80,8 +62,7 @@ class Ranks:
             real_exit: Whether the ranks' interpreters end as usual.
             **names: More names that ``body`` has; plain data.
         """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        begin = self._log.seek(0, os.SEEK_END)
+        begin = self.log.seek(0, os.SEEK_END)
         spec = {
             "body": textwrap.dedent(body),
             "world_size": world_size,
@@ -89,24 +70,16 @@ class Ranks:
             "real_exit": real_exit,
             "names": names,
         }
-        self._process.stdin.write(json.dumps(spec) + "\n")
-        self._process.stdin.flush()
-        answer = self._process.stdout.readline()
-        self._log.seek(begin)
-        print(self._log.read()[-8000:])  # pytest shows it if the test fails
-        return [RankResult(**result) for result in json.loads(answer)]
-
-    def close(self) -> None:
-        """End everything."""
-        os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._log.close()
+        answer = self.ask(spec)
+        self.log.seek(begin)
+        print(self.log.read()[-8000:])  # pytest shows it if the test fails
+        return [RankResult(**result) for result in answer]
 
 
 @pytest.fixture(scope="session")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     """Real ranks, for tests that import this fixture."""
-    found = Ranks(tmp_path_factory.mktemp("ranks"))
+    found = Ranks(Path(__file__), tmp_path_factory.mktemp("ranks"))
     yield found
     found.close()
 
