@@ -53,7 +53,7 @@ from lightning_ckpt._recording import Recording
 from lightning_ckpt._rehearsing import rehearse_if_asked
 from lightning_ckpt._report import RunReport, announce
 from lightning_ckpt._routing.trainer import is_routed, raise_on_all_ranks
-from lightning_ckpt.io import NO_STATE_KEY, AsyncCheckpointIO, TorchFileIO
+from lightning_ckpt.io import NO_STATE_KEY, TorchFileIO
 from lightning_ckpt.sharded import ShardedCheckpointIO
 
 logger = logging.getLogger(__name__)
@@ -78,9 +78,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
         filename: Name pattern of the checkpoints, such as ``"{epoch}-{step}"``.
         monitor: Name of the logged quantity that ranks the checkpoints.
         verbose: Whether to say when a checkpoint is saved.
-        save_last: Whether to keep a checkpoint ``last.ckpt`` as well; ``"link"`` makes it a link
-            (a hard one with ``AsyncCheckpointIO``, whose file is still being written). With our plugins neither costs a
-            second write.
+        save_last: Whether to keep a checkpoint ``last.ckpt`` as well; with our plugins, it is a
+            second name (a hard link) of the newest one, also with ``"link"``, and costs no second write.
         save_top_k: Number of best checkpoints to keep; -1 keeps all.
         save_on_exception: Whether to save when training raises.
         save_weights_only: Whether to save the weights only; such a checkpoint cannot be resumed exactly.
@@ -573,8 +572,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     def _link_checkpoint(self, trainer: Any, filepath: str, linkpath: str) -> None:  # type: ignore[override]
         plugin = trainer.strategy.checkpoint_io
-        if isinstance(plugin, (AsyncCheckpointIO, ShardedCheckpointIO)) and _saves_through_plugin(trainer.strategy):
-            # A symbolic link would lead nowhere until the file is written.
+        if isinstance(plugin, _PLUGINS) and _saves_through_plugin(trainer.strategy):
+            # A symbolic link would lead nowhere until the file is written, and Lightning deletes the old one first.
             _copy(trainer, plugin, filepath, linkpath)
         else:
             super()._link_checkpoint(trainer, filepath, linkpath)

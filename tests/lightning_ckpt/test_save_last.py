@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
 
 import ckpt_core.checkpointer as checkpointer_module
-from ckpt_core import verify
+from ckpt_core import StorageError, verify
 from ckpt_core.storage import FileWriter, LocalStorage
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
 from tests.lightning_ckpt.reliable_cases import BATCHES, NUMBERS, Callback, model_of, names, trainer_of
@@ -124,8 +124,7 @@ def assert_same_files(scenario: Scenario, settings: dict[str, Any], tmp_path: Pa
         assert scenario(ResumableCheckpoint, plugin, folder, settings) == expected, name
         for path in folder.iterdir():
             assert verify(path)
-            # An asynchronous save has no file yet that a symbolic link could lead to.
-            assert path.is_symlink() == ((tmp_path / "stock" / "saved" / path.name).is_symlink() and name == "sync")
+            assert not path.is_symlink(), "it would lead nowhere until an asynchronous save is durable"
 
 
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
@@ -168,6 +167,17 @@ def test_a_resumed_run_keeps_its_link(slow_disk: None, plugin: Any, tmp_path: Pa
     stock = run(ModelCheckpoint, TorchCheckpointIO, tmp_path / "stock", settings, max_epochs=3)
     assert stock.global_step == 3 * BATCHES
     assert resumed(ResumableCheckpoint, plugin, tmp_path / "ours", settings) == [contents(tmp_path / "stock")]
+
+
+@pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS.keys())
+def test_a_link_replaces_no_directory(plugin: Any, tmp_path: Path) -> None:
+    own = tmp_path / "c" / "last.ckpt" / "own"
+    own.parent.mkdir(parents=True)
+    own.write_text("mine")
+    with pytest.raises(StorageError) as raised:
+        run(ResumableCheckpoint, plugin, tmp_path / "c", {**SETTINGS["link"], "enable_version_counter": False})
+    assert raised.value.path == str(own.parent)
+    assert own.read_text() == "mine"
 
 
 @pytest.mark.parametrize("plugin", PLUGINS.values(), ids=PLUGINS.keys())
