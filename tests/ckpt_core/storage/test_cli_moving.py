@@ -177,6 +177,27 @@ def test_on_a_store(server_of: Callable[[str], Server], run: Path, tmp_path: Pat
     assert "no such file, directory or bucket" in capsys.readouterr().err
 
 
+def test_from_one_store_to_another(
+    server_of: Callable[[str], Server], run: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    one, other = server_of("moto"), server_of("gcs")
+    first, second = one.new_bucket(), other.new_bucket()
+    of_one, of_other = json.dumps(dict(one.options)), json.dumps(dict(other.options))
+    both = ("--storage-options", of_one, "--target-storage-options", of_other)
+    as_json(capsys, "cp", run / "step=10", run / "step=20", f"{second}/run/", "--target-storage-options", of_other)
+    back = ("--storage-options", of_other, "--target-storage-options", of_one)
+    as_json(capsys, "mv", f"{second}/run", f"{first}/run", *back)
+    assert main(["ls", f"{second}/run", "--storage-options", of_other]) == 1
+    as_json(capsys, "cp", f"{first}/run/step=10", f"{second}/copied", *both)
+    assert synced(capsys, f"{first}/run", f"{second}/synced", *both) == {"step=10": "copy", "step=20": "copy"}
+    for path, options in ((f"{first}/run", of_one), (f"{second}/copied", of_other), (f"{second}/synced", of_other)):
+        verified = as_json(capsys, "verify", path, "--storage-options", options)
+        assert {entry["state"] for entry in verified} == {"whole"}
+    # without them, the target is where the source is
+    as_json(capsys, "cp", f"{first}/run/step=10", f"{first}/again", "--storage-options", of_one)
+    assert main(["verify", f"{first}/again", "--storage-options", of_one]) == 0
+
+
 # ---- sync ------------------------------------------------------------------------------------------------------------
 
 
