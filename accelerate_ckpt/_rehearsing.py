@@ -258,7 +258,7 @@ class Rehearsal:
             self._notes.define("objects", classes_of(*objects, depth=0))
 
     def _settle(self, used: list[dict[str, Any]], losses: int) -> None:
-        """Note saves since the step before: what came before one in this step is none of a resumed run's."""
+        """Note saves since the step before: what came before one in this step does not count for a resumed run."""
         for saved, before, losses_before, already in self._waiting:
             if saved["number"] < self._step:
                 batches = [(i, key) for i, batch in enumerate(used[:before]) for key in batch]

@@ -388,7 +388,7 @@ class DirectoryCheckpointer(CheckpointerBase):
             return
         names = names_of_files(storage, path) if is_remote(path) else set()
         if not self._pipeline.directories.is_alone(path):
-            # The job that was there first may be writing files of the other names anew.
+            # The job that was there first may be writing files of the other names again.
             names = {name for name in names if has_suffix(name)}
         storage.remove_directory(path, names=names)
 

@@ -218,7 +218,7 @@ def _row(
 
 
 def _load(training: _Training, device: torch.device, path: str) -> tuple[float, bool]:
-    """Save beside a training that goes on, and load: the seconds, and whether it has the bits of the save's moment."""
+    """Save beside a running training, and load: the seconds, and whether it has the bits of the save's moment."""
     with Checkpointer(overlap=True) as ours:
         training.run(1)  # the checkpointer learns of the optimizer
         ours.save(training.state(), path)

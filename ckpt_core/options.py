@@ -16,7 +16,7 @@ from ckpt_core.preflight import Preflight
 from ckpt_core.report import page_beside, try_to_write
 from ckpt_core.tiers import Tiers
 
-# Durable in some milliseconds: waiting for it is cheap, and those who look into the directory between two saves, such
+# Durable in some milliseconds: waiting for it is cheap, and readers of the directory between two saves, such
 # as Lightning's ModelCheckpoint when it picks a name that is not taken, find what they expect.
 SMALL_STATE_BYTES = 256 * 1024
 LONGEST_WAIT_FOR_SMALL_SECONDS = 1.0

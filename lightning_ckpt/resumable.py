@@ -99,8 +99,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
             ``exact=False``, there is no file.
         retention: Which checkpoints of this callback to keep besides those that ``save_top_k`` keeps: a policy of
             :mod:`ckpt_core.policies`, or its words (``"latest=2,every_steps=1000"``). One is deleted when neither wants
-            it. With ``save_top_k=-1``, which saves them all, the policy alone says what stays. The best, the last, the
-            one that the run was resumed from, and what ``ckpt keep`` has pinned always stay.
+            it. With ``save_top_k=-1``, which saves them all, the policy alone decides. The best, the last, the one
+            that the run was resumed from, and what ``ckpt keep`` has pinned are always kept.
         resume: ``"auto"``: ``trainer.fit`` without ``ckpt_path`` continues from the newest checkpoint that verifies, or
             starts from the beginning where there is none, which it says in one line; :attr:`resumed` tells which. A
             ``ckpt_path`` that is given wins. Without ``dirpath``, the checkpoints are then in ``checkpoints`` in the
@@ -621,7 +621,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
             if getattr(self, name) and self._lookup.was_passed_over(getattr(self, name)):
                 setattr(self, name, "")
 
-    # ---- what stays --------------------------------------------------------------------------------------------------
+    # ---- retention ---------------------------------------------------------------------------------------------------
 
     def _save_and_record(self, trainer: Any, filepath: str) -> None:
         # before the save, so that the checkpoint knows of itself

@@ -69,7 +69,7 @@ LONGEST = (
     "accelerate_ckpt/test_launch_runs.py",
     "lightning_ckpt/test_failures.py",
     "chaos/test_cut_chaos.py",
-    "examples/test_ways_in.py",
+    "examples/test_integrations.py",
     "ckpt_core/storage/test_contract.py",
     "ckpt_core/pipeline/test_directory_ranks.py",
     "ckpt_core/pipeline/test_processes.py",

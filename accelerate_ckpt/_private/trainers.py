@@ -15,7 +15,7 @@ from transformers import Trainer
 
 
 def trainer_being_made(callback: Any) -> Any:
-    """Return the Trainer whose ``__init__`` calls this callback, one of its own, now; None if there is none."""
+    """Return the Trainer whose ``__init__`` is calling this callback, one of its own; None outside of one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         found = frame.f_locals.get("self")

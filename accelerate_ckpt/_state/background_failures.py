@@ -80,7 +80,7 @@ class OutcomeWatch:
 
         Rank 0's path counts: scripts that put the time or a temporary directory into it have another one on every rank.
         So does its step, and what it is told when it asks ``refuse`` for a reason not to save there. With ``waits``, it
-        waits for all to come, but with ``may_be_absent`` not for ranks that have certainly gone on without this save;
+        waits for all to come, but with ``may_be_absent`` not for ranks that have certainly continued without this save;
         if it does not wait, a rank that does not come is found when the save is committed.
         """
         failure, reason = None, None

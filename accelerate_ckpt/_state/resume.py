@@ -49,7 +49,7 @@ class AutoResume:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """The program ends, or training has: unless an exception has ended it, that was no crash; Ctrl-C is none."""
+        """The program ends, or training has: unless an exception has ended it, that was no crash, and nor is Ctrl-C."""
         atexit.unregister(self.end)
         self._is_counted = False
         if isinstance(getattr(sys, "last_value", None), (KeyboardInterrupt, type(None))):

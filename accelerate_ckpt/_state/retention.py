@@ -57,7 +57,7 @@ class Retention:
     Checkpoints whose names in one directory differ in nothing but numbers (``step_100``, ``step_200``) are a series, in
     which the policy chooses; what has another name, or one that does not begin with ``prefix``, is left alone. What a
     policy needs to know is in each checkpoint's metadata, so that a run that is resumed knows of those of the runs
-    before. The policy may be the mapping that names its class; if that is none, it is refused with an ``OptionError``.
+    before. The policy may be the mapping that names its class; another one is refused with an ``OptionError``.
     """
 
     def __init__(

@@ -325,7 +325,7 @@ def metadata_of(session: Session, target: str | None) -> dict[str, Any]:
         about["time"] = commit_time()
         session.retention.record(target, session.step, session.metrics, about["time"])
     if session.metrics:
-        about["metrics"] = dict(session.metrics)  # for policies, and for those who look: ckpt ls
+        about["metrics"] = dict(session.metrics)  # for policies, and for readers: ckpt ls
     return {FORMAT: about}
 
 

@@ -1,4 +1,4 @@
-"""Which ranks have certainly gone on without a save in which another rank waits for them.
+"""Which ranks have certainly continued without a save in which another rank waits for them.
 
 A rank that waits asks; each rank answers, on a thread that sleeps in the store until then, how many collectives it has
 begun and at which meetings it was. Who has begun more than the rank that waits has left the place in the script where

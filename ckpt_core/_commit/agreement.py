@@ -50,7 +50,7 @@ class Agreement:
         """Return what rank 0 gives, when all ranks have come to do ``what``, such as ``"save_state"``.
 
         A rank that does not come, or comes to do something else, is a ``RankFailedError``. With ``may_be_absent``, it
-        goes on without ranks that have certainly passed this meeting; they are in :attr:`left_out`.
+        continues without ranks that have certainly passed this meeting; they are in :attr:`left_out`.
         """
         _, value = self._meet(what, value, may_be_absent=may_be_absent)
         return value

@@ -1,7 +1,7 @@
 """Copies for which host memory is short: window after window through a buffer that is smaller than the state.
 
 The thread that trains, and a few that help it, copy the windows of live tensors in the order in which they are written,
-as long as there is room; who has written a window gives its room back. Training goes on when all windows are copied,
+as long as there is room; who has written a window gives its room back. Training continues when all windows are copied,
 not when they are written.
 """
 

@@ -64,8 +64,8 @@ class Snapshot:
 
     Two threads share it. The training thread takes the state, and seals it or gives up; the other one writes what is
     there already, and gives the buffer back, whatever has happened. In the foreground (without ``buffers``) both are
-    one thread. With ``overlaps``, the copy of what an accelerator has goes on after :meth:`finish`, until the next step
-    of an optimizer (:mod:`ckpt_core._pipeline.device_copy`).
+    one thread. With ``overlaps``, the copy of what an accelerator has continues after :meth:`finish`, until the next
+    step of an optimizer (:mod:`ckpt_core._pipeline.device_copy`).
     """
 
     def __init__(self, path: str, buffers: BufferPool | None = None, *, overlaps: bool = False) -> None:
@@ -215,7 +215,7 @@ class Snapshot:
             raise
 
     def _raise_why_not_copied(self) -> None:
-        self._sealed.wait()  # the training thread is about to say why, if it has not gone on
+        self._sealed.wait()  # the training thread is about to say why, if it has not continued
         self._raise_failure()
 
     def wait_sealed(self) -> None:

@@ -8,7 +8,7 @@ never a wrong byte.
 Every checkpoint remains whole by itself: what is taken over is a hard link or a copy, never a reference. Links share
 the blocks of a disk, though, so a block that goes bad would be in all checkpoints from then on. Therefore a file is
 read back and compared in full when this process has not written it, and after :data:`LINKS_BETWEEN_READINGS` links; one
-that is damaged is written anew. The file itself is not looked at otherwise, but for its header, which says which save
+that is damaged is written again. The file itself is not looked at otherwise, but for its header, which says which save
 wrote it.
 """
 

@@ -80,7 +80,7 @@ class Found:
         return text if other is None else f"{text}; {other}"
 
     def foreign(self, storage_options: dict[str, Any] | None) -> str | None:
-        """Return which other program's checkpoint it is, in words; None if it is none."""
+        """Return which other program's checkpoint it is, in words; None if of none."""
         if self.checkpoints:
             return None
         try:

@@ -47,5 +47,5 @@ def _why(options: Options) -> str:
     except CheckpointNotFoundError:
         refuse_missing_bucket(options.directory, options.storage_options)
         return ""
-    refuse_checkpoint(found, "latest")  # a script would begin anew
+    refuse_checkpoint(found, "latest")  # a script would start from the beginning
     return f": {found.hint(options.storage_options)}"

@@ -1,4 +1,4 @@
-"""``ckpt prune``, ``clean``, ``du``, ``keep`` and ``drop``: what may go, what that frees, and what stays."""
+"""``ckpt prune``, ``clean``, ``du``, ``keep`` and ``drop``: what retention keeps, and what is freed."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ class DcpEntry:
     """An entry of a DCP checkpoint."""
 
     path: EntryPath  # its path in the state
-    info: TensorInfo | None  # type and shape of the tensor; None where it is none
-    chunks: tuple[tuple[Box, Location], ...]  # the parts of the tensor; one, without a meaning, where it is none
+    info: TensorInfo | None  # type and shape; None where it is no tensor
+    chunks: tuple[tuple[Box, Location], ...]  # the parts of the tensor; one, without a meaning, where it is no tensor
 
 
 class _Record:

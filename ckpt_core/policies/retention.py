@@ -85,7 +85,7 @@ class KeepLatest:
 class KeepBest:
     """Keep those with the best values of a metric; of equal ones, the later.
 
-    A checkpoint without the metric, or for which it is not a number, is none of the best.
+    A checkpoint without the metric, or for which it is not a number, is never among the best.
 
     Args:
         metric: Name of the metric.

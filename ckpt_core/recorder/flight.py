@@ -1,7 +1,7 @@
 """Records the steps of one rank, and compares those that a resumed run repeats with those of the run before it.
 
 A *branch* is a course of training. A run that begins has a new one. A resumed run is on the branch of its checkpoint as
-long as it repeats what that branch did, step by step, and goes on with it where the records end; at the first
+long as it repeats what that branch did, step by step, and continues it where the records end; at the first
 difference, or with nothing to compare, it has a branch of its own. So a record is only ever compared with one that came
 from the very state that was resumed, also after several resumes and after going back to an older checkpoint.
 """

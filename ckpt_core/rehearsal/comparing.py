@@ -28,7 +28,7 @@ SUBJECTS = {
 TOLD = ("logged", "callbacks", "attributes", "data sets", "objects")
 #: What a difference at the same step may come from.
 EXPLAIN = ("callbacks", "attributes", "data sets", "objects")
-#: What explains a difference and is none.
+#: What explains a difference without being one.
 HINTS = "variables"
 _ABSENT = "absent"
 

@@ -574,7 +574,7 @@ def _is_filled(cell: Any) -> bool:
 
 
 def _position_in(value: Any) -> Any:
-    """Return how far an iterator is, without moving it; None if it is none, or nobody knows."""
+    """Return how far an iterator is, without moving it; None if it is no iterator, or nobody knows."""
     if isinstance(value, _POSITIONS):
         return operator.length_hint(value)
     if isinstance(value, itertools.count):
@@ -679,7 +679,7 @@ def _place_of(frame: types.FrameType) -> tuple[str, types.FrameType]:
 
 
 def _variables_of(frame: types.FrameType) -> list[tuple[str, Any]]:
-    # Until Python 3.12, a function has one dictionary for locals() and for those who look at it.
+    # Until Python 3.12, a function has one dictionary for locals() and for whoever else reads it.
     is_shared = sys.version_info < (3, 13) and bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED)
     if is_shared and "locals" in frame.f_code.co_names:
         return []  # what the script got would change

@@ -386,7 +386,7 @@ class Storage(abc.ABC):
         return None
 
     def remove_directory(self, path: str, *, names: Collection[str] = ()) -> None:
-        """Delete the checkpoint that is the directory ``path``; from the first moment on, it is none any more.
+        """Delete the checkpoint that is the directory ``path``; from the first moment on, it is not a checkpoint.
 
         Args:
             path: The directory.

@@ -344,7 +344,7 @@ class LocalStorage(Storage):
         local_directory.restore(directory)
         found = []
         for entry in _entries(directory):
-            with contextlib.suppress(OSError):  # what cannot be looked at is none that anybody could enter
+            with contextlib.suppress(OSError):  # nobody could enter what cannot be looked at
                 if entry.is_dir() and entry.name != _OF_FILE_SYSTEM:
                     found.append(entry.path)
         return found

@@ -119,7 +119,7 @@ class ObstoreWriter(FileWriter):
             error = RuntimeError("the upload was abandoned")
             try:
                 file.__exit__(type(error), error, None)
-            except Exception as failure:  # noqa: BLE001 - the first one counts; what stays is an orphan
+            except Exception as failure:  # noqa: BLE001 - the first one counts; what remains is an orphan
                 logger.info("an abandoned upload could not be ended: %s", self._describe(failure).message)
         self._slots.clear()
         self._slot = bytearray()
@@ -223,7 +223,7 @@ class S3Writer(FileWriter):
         except CheckpointNotFoundError:
             return  # gone already
         except CheckpointError as error:
-            # The failure that led here is the one to tell; what stays is invisible, and an orphan that is removed
+            # The failure that led here is the one to tell; what remains is invisible, and an orphan that is removed
             # later.
             logger.warning("parts of an abandoned upload could not be deleted: %s", error.message)
 

@@ -143,12 +143,12 @@ class Uploader:
     def _delete(self, path: str, identity: Identity | None, delete: Delete) -> None:
         with self._lock:
             self._unsent.pop(path, None)
-        if identity_of(path) == identity:  # otherwise it was saved anew
+        if identity_of(path) == identity:  # otherwise it was saved again
             delete()
 
     def _remove(self, path: str) -> None:
         if identity_of(path) is not None:
-            return  # it was saved anew
+            return  # it was saved again
         with self._lock:
             if self._unsent:
                 self._withheld.append(path)

@@ -142,7 +142,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def is_users_own(function: Any) -> bool:
-    """Return whether a hook is none of Lightning's or ours."""
+    """Return whether a hook is the user's, and not Lightning's or ours."""
     return function is not None and not getattr(function, "__module__", "").startswith(_FRAMEWORK)
 
 

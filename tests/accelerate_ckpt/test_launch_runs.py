@@ -108,7 +108,7 @@ def test_a_script_that_attaches_goes_on_by_itself(run_script: RunScript, tmp_pat
     whole = run_script(ACCELERATE, *words("one_process.yaml", *script, "whole"), timeout=200)
     third = tmp_path / "parts/checkpoints/checkpoint_2"
     kill_after(third, *words("one_process.yaml", *script, "parts"), cwd=tmp_path)
-    # Launched by us as well: the two ways in do not get into each other's.
+    # Launched by us as well: the two integrations do not get in each other's way.
     resumed = run_script(ACCELERATE, *words("one_process.yaml", *FLAG, *script, "parts"), timeout=200)
     assert "resumed in epoch" in resumed.stdout
     assert weights_of(resumed) == weights_of(whole)

@@ -1,4 +1,4 @@
-"""The ways in that the README shows: configuration files, and Fabric."""
+"""The integrations that the README shows: configuration files, and Fabric."""
 
 from __future__ import annotations
 
