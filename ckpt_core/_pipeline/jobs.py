@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Literal
 
@@ -85,13 +87,18 @@ class JobQueue:
         self._name = name
         self._on_error = on_error
         self._report = report
+        self._failed: tuple[int, CheckpointError] | None = None
+        self._begun = 0
+        self.forget_jobs()
+        _queues.add(self)
+
+    def forget_jobs(self) -> None:
+        """Begin without jobs; in a forked process, which has the parent's and not the thread that does them."""
         self._jobs: collections.deque[Job] = collections.deque()  # the running one, those that follow, those for later
         self._later: set[Job] = set()
         self._running: Job | None = None
         self._lock = threading.RLock()  # a signal handler that saves may interrupt a save on the same thread
         self._thread: threading.Thread | None = None
-        self._failed: tuple[int, CheckpointError] | None = None
-        self._begun = 0
 
     # ---- jobs --------------------------------------------------------------------------------------------------------
 
@@ -250,3 +257,15 @@ class JobQueue:
             if raises and self._failed is None:
                 self._failed = job.number, error
         self._report(job, error, logging.ERROR if raises else logging.WARNING)
+
+
+_queues: weakref.WeakSet[JobQueue] = weakref.WeakSet()
+
+
+def _forget_jobs() -> None:
+    for queue in tuple(_queues):
+        queue.forget_jobs()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_jobs)

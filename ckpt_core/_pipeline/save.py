@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
 
@@ -85,19 +87,28 @@ class Pipeline:
         overlap: bool = False,
         max_host_bytes: int | None = None,
     ) -> None:
-        self.buffers = BufferPool(max_pending, max_host_bytes)
-        self.scratch = ScratchBuffers()
+        self._max_pending = max_pending
+        self._max_host_bytes = max_host_bytes
         self.directories = SavedDirectories()
         self.refused = RefusedKeys()
         self.queue = JobQueue("ckpt-writer", on_error=on_error, report=self._report)
         self._strategy = strategy
         self._listeners = listeners
-        self._last_save: Job | None = None
-        self._saving_threads: set[int] = set()
+        self.forget_saves()
         self._has_warned_of_memory = False
         self._overlaps = overlap and strategy == "async"
         if self._overlaps:
             watch_optimizers()
+        _pipelines.add(self)
+
+    def forget_saves(self) -> None:
+        """Begin without saves; in a forked process, which has the parent's and none of the threads that do them."""
+        self.buffers = BufferPool(self._max_pending, self._max_host_bytes)
+        self.scratch = ScratchBuffers()
+        self._last_save: Job | None = None
+        # As many as buffers: of several threads, none may have the buffer that another waits for whose turn is first.
+        self._places = threading.Semaphore(self._max_pending)
+        self._saving_threads: set[int] = set()
 
     @property
     def is_inside_a_save(self) -> bool:
@@ -181,6 +192,7 @@ class Pipeline:
         snapshot = Snapshot(save.path, self.buffers, overlaps=self._overlaps)
         action = functools.partial(self._write_in_background, save, snapshot)
         runs = False
+        self._places.acquire()
         try:
             runs = snapshot.may_pass = self._submit(save.path, action, lambda: snapshot.sealed_at)
             save.take(snapshot)
@@ -221,6 +233,7 @@ class Pipeline:
             raise
         finally:
             snapshot.release()
+            self._places.release()
             save.close()
 
     def _submit(
@@ -332,3 +345,15 @@ class Pipeline:
             return
         logger.log(level, "could not save the checkpoint %s: %s", job.path, error)
         notify(self._listeners, SaveFailed(path=job.path, error=str(error)))
+
+
+_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
+
+
+def _forget_saves() -> None:
+    for pipeline in tuple(_pipelines):
+        pipeline.forget_saves()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_saves)

@@ -193,6 +193,69 @@ def test_an_uncaught_exception_does_not_cost_the_pending_save(run_script: Script
     assert verify(tmp_path / "a.ckpt")
 
 
+SEVERAL_THREADS = """
+import sys, threading, torch
+import ckpt_core
+from ckpt_core import Kind, Part
+
+is_file = sys.argv[1] == "Checkpointer"
+
+def save(number):
+    for step in range(8):
+        state = {"w": torch.full((1000,), float(number)), "step": step}
+        checkpointer.save(state if is_file else [Part("all", state, Kind.REPLICATED)], f"{number}-{step}")
+
+with getattr(ckpt_core, sys.argv[1])() as checkpointer:
+    threads = [threading.Thread(target=save, args=(number,)) for number in range(8)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+"""
+
+
+@pytest.mark.parametrize("kind", ["Checkpointer", "DirectoryCheckpointer"])
+def test_several_threads_may_save_with_one_checkpointer(kind: str, fork_script: ScriptRunner, tmp_path: Path) -> None:
+    fork_script(SEVERAL_THREADS, kind, timeout=60)
+    saved = sorted(path for path in tmp_path.iterdir() if not path.name.startswith("."))
+    assert [path.name for path in saved] == [f"{number}-{step}" for number in range(8) for step in range(8)]
+    assert all(map(verify, saved))
+
+
+FORKED_BESIDE_A_SAVE = """
+import os, threading, torch
+from ckpt_core import Checkpointer
+from ckpt_core.storage import LocalStorage
+
+create, go = LocalStorage.create, threading.Event()
+
+def late(storage, path, size):
+    go.wait()
+    return create(storage, path, size)
+
+LocalStorage.create = late
+checkpointer = Checkpointer()
+checkpointer.save({"w": torch.ones(100_000)}, "parent.ckpt")
+child = os.fork()
+if child == 0:
+    go.set()
+    assert checkpointer.pending == ()
+    checkpointer.save({"w": torch.zeros(100_000)}, "child.ckpt")
+    checkpointer.close()
+    os._exit(0)
+print(os.waitpid(child, 0)[1], os.path.exists("child.ckpt"), checkpointer.is_pending("parent.ckpt"))
+go.set()
+checkpointer.close()
+"""
+
+
+def test_a_forked_process_saves_while_its_parent_does(fork_script: ScriptRunner, tmp_path: Path) -> None:
+    assert fork_script(FORKED_BESIDE_A_SAVE, timeout=60).stdout == "0 True True\n"
+    loaded = {name: Checkpointer().load(tmp_path / f"{name}.ckpt")["w"] for name in ("parent", "child")}
+    assert torch.equal(loaded["parent"], torch.ones(100_000))
+    assert torch.equal(loaded["child"], torch.zeros(100_000))
+
+
 @pytest.fixture
 def alarm() -> Iterator[Any]:
     """``alarm(handler)``: the handler runs on the main thread after every two milliseconds of processor time."""
