@@ -6,7 +6,7 @@ import functools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -288,7 +288,7 @@ def _backward(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Non
 def _log(original: Any, accelerator: Any, values: Any, *args: Any, **kwargs: Any) -> None:
     session = session_of(accelerator)
     # with what the script logs, under its step: a call of our own would move the steps of some trackers on
-    figures = {} if session is None else session.report.new_metrics()
+    figures = session.report.new_metrics() if session is not None and isinstance(values, Mapping) else {}
     original(accelerator, {**values, **figures} if figures else values, *args, **kwargs)
     if session is not None:
         session.note_metrics(values)

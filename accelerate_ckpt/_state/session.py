@@ -358,11 +358,13 @@ class Session:
         if not self.local_sgd.active:  # its ranks exchange nothing until they average
             self.outcomes.optimizer_stepped(optimizer)
 
-    def note_metrics(self, values: Mapping[str, Any]) -> None:
+    def note_metrics(self, values: Any) -> None:
         """Note what a script logs, so that checkpoints can be told and chosen by it; what is no number is left out.
 
         Values on a device are only read for a policy: that waits for the device.
         """
+        if not isinstance(values, Mapping):
+            return  # a tracker of the script's takes what it likes
         if self.retention is None:
             values = {name: value for name, value in values.items() if not _is_on_device(value)}
         self.metrics |= numbers_in(values)

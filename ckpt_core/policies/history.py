@@ -17,7 +17,7 @@ def numbers_in(values: Mapping[str, Any]) -> dict[str, float]:
     for name, value in values.items():
         try:
             found[name] = float(value)
-        except (TypeError, ValueError, RuntimeError):
+        except Exception:  # noqa: BLE001 - whatever an object of the script's raises
             continue
     return found
 

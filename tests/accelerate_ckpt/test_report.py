@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
 
 from accelerate_ckpt import CheckpointConfig, _report, attach
 from accelerate_ckpt.config import OptionError
@@ -70,6 +71,32 @@ def test_the_last_save_reaches_the_trackers(tmp_path: Path) -> None:
     assert shown["checkpoint/saves"][-1] == (20, 3)
     assert shown["checkpoint/pending"][-1] == (20, 0)
     assert [step for step, _ in shown["loss"]] == [0, 10, 20]
+
+
+def test_a_tracker_of_the_scripts_gets_what_the_script_gives(tmp_path: Path) -> None:
+    class Tracker(GeneralTracker):  # type: ignore[misc]  # Accelerate publishes no types
+        name, requires_logging_directory, tracker = "own", False, None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.got: list[Any] = []
+
+        def log(self, values: Any, step: int | None = None, **_: Any) -> None:
+            self.got.append(values)
+
+    tracker = Tracker()
+    accelerator = attach(Accelerator(log_with=[tracker]), log_metrics=True)
+    accelerator.init_trackers("run")
+    Run(accelerator).train(1)
+    accelerator.save_state(str(tmp_path / "0"))
+    assert (tmp_path / "0").is_dir()  # waits for it
+    for values in ([1, 2], None, "text"):
+        accelerator.log(values)
+    accelerator.log({"large": 10**400, "loss": 0.5})
+    accelerator.end_training()
+    assert tracker.got[:3] == [[1, 2], None, "text"]
+    assert (tracker.got[3]["large"], tracker.got[3]["loss"]) == (10**400, 0.5)
+    assert tracker.got[3]["checkpoint/saves"] == 1
 
 
 def test_trackers_get_nothing_unless_asked(tmp_path: Path) -> None:
