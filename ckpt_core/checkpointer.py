@@ -399,7 +399,11 @@ class Checkpointer(CheckpointerBase):
         original, path = self.known_as(source), self._save_path(target)
         self.raise_failure()
         started = time.perf_counter()
-        act = functools.partial(self._to_read(original).copy, original, path)
+
+        def act(refuse_older: Callable[[], None]) -> int:
+            refuse_older()
+            return self._to_read(original).copy(original, path)
+
         with self._pipeline.attempt(path):
             self._pipeline.copy(original, path, act, started=started)
 

@@ -343,17 +343,20 @@ class DirectoryCheckpointer(CheckpointerBase):
             joint = self._series.open(path, timeout=self._commit_timeout)
             self._claim(storage, path)
 
-            def act() -> int:
-                origin, there = self._origin_of(original, storage)
+            def act(refuse_older: Callable[[], None]) -> int:
+                def find() -> tuple[Storage, str]:
+                    refuse_older()
+                    return self._origin_of(original, storage)
+
                 is_alone = functools.partial(self._pipeline.directories.is_alone, path)
-                return copy_directory(storage, there, path, joint, is_alone=is_alone, origin=origin)
+                return copy_directory(storage, find, path, joint, is_alone=is_alone)
 
-            self._pipeline.copy(original, path, act, started=started, is_shared=True)
+            self._pipeline.copy(original, path, act, started=started)
 
-    def _origin_of(self, path: str, storage: Storage) -> tuple[Storage | None, str]:
-        """Return the storage to copy a checkpoint from, if it is not ``storage`` itself, and its path there."""
+    def _origin_of(self, path: str, storage: Storage) -> tuple[Storage, str]:
+        """Return the storage to copy a checkpoint from, which may be ``storage`` itself, and its path there."""
         if self._tiered is None or not self._tiered.tiers.covers(path) or storage.exists(path):
-            return None, path
+            return storage, path
         return self._tiered.remote, self._tiered.tiers.remote_path(path)
 
     def load(self, path: StrPath, *, weights_only: bool | None = None) -> DirectoryCheckpoint:

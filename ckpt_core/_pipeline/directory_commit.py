@@ -126,26 +126,26 @@ def leave(storage: Storage, path: str, token: str) -> None:
 
 def copy_directory(
     storage: Storage,
-    source: str,
+    find_source: Callable[[], tuple[Storage, str]],
     target: str,
     joint: JointSave,
     *,
     is_alone: Callable[[], bool] = lambda: True,
-    origin: Storage | None = None,
     before_commit: Callable[[], None] = lambda: None,
 ) -> int:
-    """Make ``target`` a copy of the checkpoint ``source``, and return its size in bytes; called by all ranks.
+    """Make ``target`` a copy of a checkpoint, and return its size in bytes; called by all ranks.
 
-    Rank 0 does it; the others learn the outcome. ``origin`` is where ``source`` is, if it is in another storage than
-    ``target``. ``is_alone`` says whether no other job may be writing files of the same names in the same place.
-    ``before_commit`` is called when all files are there; if it raises, no checkpoint appears.
+    Rank 0 does it; the others learn the outcome. ``find_source`` is called there: it returns the storage that has the
+    checkpoint, and its path, or raises. ``is_alone`` says whether no other job may be writing files of the same names
+    in the same place. ``before_commit`` is called when all files are there; if it raises, no checkpoint appears.
     """
     joint.join()
     created: list[str] = []
 
     def commit(_: Sequence[str | None]) -> int:
+        origin, source = find_source()
         try:
-            manifest, content = read_manifest(origin or storage, source)
+            manifest, content = read_manifest(origin, source)
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError("there is no checkpoint to copy", path=source) from error
         own, extra = files_of(content)
@@ -169,7 +169,7 @@ def copy_directory(
             created.append(new_name)
             old_path, new_path = f"{source}/{name}", f"{directory}/{new_name}"
             size += (
-                storage.copy(old_path, new_path) if origin is None else transfer(origin, old_path, storage, new_path)
+                storage.copy(old_path, new_path) if origin is storage else transfer(origin, old_path, storage, new_path)
             )
         kept = set(new_names.values())
         gone = [name for name in (*previous.files, *previous.extra) if has_place and name not in kept]

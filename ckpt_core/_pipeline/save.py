@@ -106,6 +106,8 @@ class Pipeline:
         self.buffers = BufferPool(self._max_pending, self._max_host_bytes)
         self.scratch = ScratchBuffers()
         self._last_save: Job | None = None
+        self._last_copy: Job | None = None
+        self._failed: set[str] = set()  # what the last save or copy to it has not brought: there may be an older one
         # As many as buffers: of several threads, none may have the buffer that another waits for whose turn is first.
         self._places = threading.Semaphore(self._max_pending)
         self._saving_threads: set[int] = set()
@@ -177,6 +179,7 @@ class Pipeline:
         finally:
             save.close()
         self._report_taken(save.path, size, started)
+        self._failed.discard(save.path)
         notify(self._listeners, SaveCommitted(path=save.path, bytes=size, background_seconds=0.0))
         return size
 
@@ -240,13 +243,19 @@ class Pipeline:
         self, path: str, write: Callable[[], int], begun_at: Callable[[], float], *, is_copy: bool = False
     ) -> bool:
         def action() -> None:
+            self._failed.add(path)
             size = write()
+            self._failed.discard(path)
             job.settle()  # listeners may have others look at it
             seconds = time.perf_counter() - begun_at()
             committed = SaveCommitted(path=path, bytes=size, background_seconds=seconds, is_copy=is_copy)
             notify(self._listeners, committed)
 
-        job = self._last_save = Job(path, action, "background save")
+        job = Job(path, action, "background save")
+        if is_copy:
+            self._last_copy = job
+        else:
+            self._last_save = job
         job.note()
         return self.queue.submit(job)
 
@@ -281,30 +290,27 @@ class Pipeline:
 
     # ---- copies and removals -----------------------------------------------------------------------------------------
 
-    def copy(
-        self, source: str, target: str, act: Callable[[], int], *, started: float, is_shared: bool = False
-    ) -> None:
+    def copy(self, source: str, target: str, act: Callable[[Callable[[], None]], int], *, started: float) -> None:
         """Run ``act``, which makes ``target`` a copy of ``source`` and returns its size, after the save of ``source``.
 
-        Where that save fails, there is no copy. With ``is_shared``, other ranks copy too, and ``act`` fails by itself,
-        on all.
+        What ``act`` is called with raises where that save has failed: what is there is an older checkpoint.
         """
+
+        def refuse_older() -> None:
+            if source in self._failed:
+                raise CheckpointError(f"not copied to {target}: the save of {source} failed", path=target)
+
+        def copy() -> int:
+            return act(refuse_older)
+
         if self._strategy == "sync":
-            size = act()
+            size = copy()
             self._report_taken(target, 0, started)
             notify(self._listeners, SaveCommitted(path=target, bytes=size, background_seconds=0.0, is_copy=True))
             return
-        last = self._last_save
-        original = last if last is not None and last.path == source and not is_shared else None
-
-        def copy_if_saved() -> int:
-            if original is not None and original.error is not None:
-                raise CheckpointError(f"not copied to {target}: the save of {source} failed", path=target)
-            return act()
-
         self._report_taken(target, 0, started)
         begun = time.perf_counter()
-        if not self._submit(target, copy_if_saved, lambda: begun, is_copy=True):
+        if not self._submit(target, copy, lambda: begun, is_copy=True):
             self.queue.run_queued()
 
     def remove(self, path: str, delete: Callable[[], None], *, is_kept: Callable[[], bool] = lambda: False) -> None:
@@ -318,16 +324,17 @@ class Pipeline:
             delete()
             notify(self._listeners, CheckpointRemoved(path=path))
             return
-        successor = self._last_save
+        successors = [job for job in (self._last_save, self._last_copy) if job is not None and job.path != path]
 
         def action() -> None:
-            if successor is not None and successor.path != path and successor.error is not None:
-                logger.warning(
-                    "kept the checkpoint %s although it was to be deleted: the save of its successor %s failed",
-                    path,
-                    successor.path,
-                )
-                return
+            for successor in successors:
+                if successor.error is not None:
+                    logger.warning(
+                        "kept the checkpoint %s although it was to be deleted: the save of its successor %s failed",
+                        path,
+                        successor.path,
+                    )
+                    return
             if is_kept():
                 return
             delete()

@@ -351,7 +351,7 @@ def _transfer(
         storage.remove_orphans(os.path.dirname(path))  # such as this command's, when it was killed before
     if info.is_directory:
         joint = SaveSeries(RankGroup.alone()).open(path, timeout=600.0)
-        copy_directory(storage, source, path, joint, origin=origin)
+        copy_directory(storage, lambda: (origin, source), path, joint)
     else:
         transfer(origin, source, storage, path)
     loading.verify(path, storage=storage)

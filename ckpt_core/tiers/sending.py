@@ -85,7 +85,7 @@ class Sender:
             return transfer(local, path, there, remote, when_open=check)
         joint = self._series.open(remote, timeout=_NO_LIMIT)
         is_alone = functools.partial(self._claims.is_alone, os.path.dirname(remote))
-        return copy_directory(there, path, remote, joint, is_alone=is_alone, origin=local, before_commit=check)
+        return copy_directory(there, lambda: (local, path), remote, joint, is_alone=is_alone, before_commit=check)
 
     def _copy(self, twin: str, remote: str, identity: Identity) -> int | None:
         """Copy within the remote tier what it has under another name; None if it has not any more."""
@@ -93,7 +93,7 @@ class Sender:
         try:
             if identity.save is None:
                 return there.copy(twin, remote)
-            return copy_directory(there, twin, remote, self._series.open(remote, timeout=_NO_LIMIT))
+            return copy_directory(there, lambda: (there, twin), remote, self._series.open(remote, timeout=_NO_LIMIT))
         except CheckpointNotFoundError:
             return None
 

@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from ckpt_core import Checkpointer, CheckpointError, CheckpointNotFoundError, verify
+from ckpt_core import (
+    Checkpointer,
+    CheckpointError,
+    CheckpointNotFoundError,
+    DirectoryCheckpointer,
+    Kind,
+    Part,
+    verify,
+)
 from ckpt_core.events import Event, SaveCommitted
-from ckpt_core.storage import LocalStorage
+from ckpt_core.storage import Fault, FaultyStorage, LocalStorage, Operation
 
 
 def state(value: int) -> dict[str, torch.Tensor]:
@@ -78,6 +87,60 @@ def test_the_copy_of_a_failed_save_is_not_made(tmp_path: Path, monkeypatch: pyte
     assert checkpointer.failures == 2
     assert os.listdir(tmp_path) == ["last.ckpt"]
     assert Checkpointer(strategy="sync").load(tmp_path / "last.ckpt")["weight"][0] == 1
+
+
+@pytest.mark.parametrize("between", ["save", "copy", "nothing"])
+@pytest.mark.parametrize("layout", ["file", "directory"])
+def test_no_older_checkpoint_is_copied_in_place_of_one_whose_save_failed(
+    layout: str, between: str, tmp_path: Path
+) -> None:
+    def fails(operation: Operation) -> bool:
+        return (
+            is_broken
+            and operation.name == "write_at"
+            and os.path.relpath(operation.path, tmp_path).lstrip(".")[0] == "a"
+        )
+
+    is_broken = False
+    checkpointer: Checkpointer | DirectoryCheckpointer
+    storage = FaultyStorage(LocalStorage(), [Fault(fails, number=None, error=OSError(5, "no"))])
+    if layout == "file":
+        checkpointer = Checkpointer(on_error="warn", storage=storage)
+    else:
+        checkpointer = DirectoryCheckpointer(on_error="warn", storage=storage)
+
+    def save(value: int, name: str) -> None:
+        found: Any = state(value)
+        checkpointer.save(found if layout == "file" else [Part("m", found, Kind.REPLICATED)], tmp_path / name)
+        checkpointer.drain()
+
+    save(1, "a")
+    is_broken = True
+    save(2, "a")
+    if between == "save":
+        save(3, "x")
+    elif between == "copy":
+        checkpointer.copy(tmp_path / "a", tmp_path / "y")
+    checkpointer.copy(tmp_path / "a", tmp_path / "b")
+    checkpointer.drain()
+    assert checkpointer.failures == {"save": 2, "copy": 3, "nothing": 2}[between]
+    assert sorted(os.listdir(tmp_path)) == (["a", "x"] if between == "save" else ["a"])
+    is_broken = False
+    save(4, "a")
+    checkpointer.copy(tmp_path / "a", tmp_path / "b")
+    checkpointer.close()
+    assert (tmp_path / "b").exists()
+
+
+def test_a_copy_after_a_failed_save_does_not_let_the_older_one_go(tmp_path: Path) -> None:
+    broken = Fault(lambda it: it.name == "write_at" and "new" in it.path, error=OSError(5, "no"))
+    checkpointer = Checkpointer(on_error="warn", storage=FaultyStorage(LocalStorage(), [broken]))
+    checkpointer.save(state(1), tmp_path / "old")
+    checkpointer.save(state(2), tmp_path / "new")
+    checkpointer.copy(tmp_path / "old", tmp_path / "copy")
+    checkpointer.remove(tmp_path / "old")
+    checkpointer.close()
+    assert sorted(os.listdir(tmp_path)) == ["copy", "old"]
 
 
 def test_events_of_a_copy(tmp_path: Path) -> None:
