@@ -68,7 +68,7 @@ class DirectorySave:
     ) -> None:
         self.path = path
         self._state: DirectoryState | None = state
-        self._metadata = copy.deepcopy(dict(state.metadata))
+        self._metadata: dict[str, Any] = {}
         self._step = state.step
         self._storage = storage
         self._joint = joint
@@ -101,6 +101,7 @@ class DirectorySave:
 
     def take(self, snapshot: Snapshot) -> None:
         assert self._state is not None  # until it is closed
+        self._metadata = copy.deepcopy(dict(self._state.metadata))
         rank, world_size = self._joint.group.rank, self._joint.group.world_size
         if rank == 0:
             self._pipeline.directories.remove_orphans(self._storage, self.path)

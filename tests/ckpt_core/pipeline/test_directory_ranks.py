@@ -244,6 +244,10 @@ strategy, world = sys.argv[1], 2
 def unserializable(rank):
     return [*parts(rank, 1), Part("custom", {"x": (lambda: 0) if rank == 1 else 1}, Kind.PER_RANK)]
 
+class Uncopied:
+    def __deepcopy__(self, memo):
+        raise RuntimeError("a bug in a copy")
+
 def work(rank, group):
     make = functools.partial(DirectoryCheckpointer, ranks=group, strategy=strategy)
     def failing_hook(directory):
@@ -266,6 +270,7 @@ def work(rank, group):
         "paths": both(checkpointer, parts(rank, 1), f"run/{rank}"),
         "unserializable": both(checkpointer, unserializable(rank), "run/a"),
         "hook": both(checkpointer, parts(rank, 1), "run/a", write_files=failing_hook),
+        "metadata": both(checkpointer, parts(rank, 1), "run/a", metadata={"x": Uncopied() if rank else 1}),
         "files": both(checkpointer, parts(rank, 1), "run/a", write_files=different_hook),
         "steps": both(checkpointer, parts(rank, 1), "run/a", step=rank),
         "parts": both(checkpointer, parts(rank, 1)[rank:], "run/a"),
@@ -291,6 +296,7 @@ def test_mistakes_fail_on_all_ranks_and_spoil_nothing(strategy: str, fork_script
         "paths": ("RankFailedError", ["run/0", "run/1", "the same path on all ranks"]),
         "unserializable": ("SerializationError", ["custom.x"]),
         "hook": ("CheckpointError", ["rank 1: the save failed: RuntimeError: a bug in a hook"]),
+        "metadata": ("CheckpointError", ["rank 1: the save failed: RuntimeError: a bug in a copy"]),
         "files": ("SerializationError", ["config.json", "on one rank only"]),
         "steps": ("RankFailedError", ["rank 0 saves step 0, and rank 1 step 1"]),
         "parts": ("SerializationError", ["rank 1 saves other parts than rank 0: they differ in "]),
@@ -298,8 +304,9 @@ def test_mistakes_fail_on_all_ranks_and_spoil_nothing(strategy: str, fork_script
     }
     for name, (kind, words) in expected.items():
         for row in (zero[name], one[name]):
-            if name == "hook" and row is one[name] and strategy == "async":
-                assert row == {"raised": "RuntimeError", "message": "a bug in a hook", "later": "None"}
+            if kind == "CheckpointError" and row is one[name] and strategy == "async":
+                bug = words[0].rpartition("RuntimeError: ")[2]
+                assert row == {"raised": "RuntimeError", "message": bug, "later": "None"}
                 continue
             assert row["raised"] == kind, (name, row)
             for word in words:
