@@ -3,8 +3,7 @@
 It is a ``ModelCheckpoint`` that knows our plugins besides: failures, copies instead of second saves, verified look-ups.
 """
 
-from __future__ import annotations
-
+# Not "from __future__ import annotations": as of ModelCheckpoint, an annotation is a type, which parsers read.
 import contextlib
 import logging
 import os

@@ -11,6 +11,7 @@ directory of several experiments. It belongs to a run whose checkpoints are in t
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import functools
 import glob
@@ -40,18 +41,19 @@ _NAME = re.compile(r"hpc_ckpt_(\d+)\.ckpt$")
 _Order = Callable[[list[CheckpointInfo]], list[CheckpointInfo]]
 
 
+@dataclasses.dataclass
 class Lookup:
     """Finds what one callback has saved: the newest checkpoint that verifies, and the best.
 
     ``suffix`` is that of the names of checkpoints, ``last`` the beginning of names of copies of the newest one.
     """
 
-    def __init__(self, suffix: str, last: str) -> None:
-        self.suffix, self.last = suffix, last
-        self.passed_over: set[str] = set()  # by the look-up before: damaged ones, and those that are stepped over
-        self.storage_options: dict[str, Any] | None = None
-        self.tiers: Tiers | None = None
-        self._best: str | None = None
+    suffix: str
+    last: str
+    passed_over: set[str] = dataclasses.field(default_factory=set)  # by the look-up before: damaged, or stepped over
+    storage_options: dict[str, Any] | None = None
+    tiers: Tiers | None = None
+    _best: str | None = None
 
     def reach_by(self, storage_options: dict[str, Any] | None, tiers: Tiers | None) -> None:
         """Learn how to reach the checkpoints."""

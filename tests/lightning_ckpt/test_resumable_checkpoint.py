@@ -5,9 +5,10 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import pickle
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import lightning.pytorch as pl
 import pytest
