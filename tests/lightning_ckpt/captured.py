@@ -26,11 +26,13 @@ class Training:
         model: Makes the model.
         callbacks: Makes the callbacks.
         trainer: Arguments of the Trainer.
+        is_plain: Whether what it saves itself is plain data.
     """
 
     model: Callable[[], Model] = Model
     callbacks: Callable[[], list[Any]] = list
     trainer: dict[str, Any] = dataclasses.field(default_factory=dict)
+    is_plain: bool = True
 
 
 def train_and_resume(
@@ -44,7 +46,7 @@ def train_and_resume(
         warnings.simplefilter("ignore")
         trainer.fit(model)
     assert save.calls >= at[1]
-    torch.load(save.path, weights_only=True)
+    torch.load(save.path, weights_only=training.is_plain)
     expected = outcome(trainer, model).after(save.seen, save.rows)
 
     pl.seed_everything(77, verbose=False)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging
+from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricTracker, MinMaxMetric, RunningMean, SumMetric
 
@@ -178,7 +179,7 @@ TRAININGS = {
     "set_epoch": Training(TellsItsData),
     "callback": Training(Scaled, lambda: [ScalesTheLoss()]),
     "fine-tuning": Training(FineTuned, lambda: [Thaws()]),
-    "weight averaging": Training(Model, averages, {"max_epochs": 4}),
+    "weight averaging": Training(Model, averages, {"max_epochs": 4}, is_plain="state_dict" in vars(SWALR)),
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import inspect
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +202,8 @@ def test_fabric_with_the_plugin_loads_files_of_others(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint at"):
         fabric.load(tmp_path / "nope", into)
     fabric.save(tmp_path / "ours", {"model": model, "color": Color.RED})
-    assert fabric.load(tmp_path / "ours", weights_only=False)["color"] is Color.RED
+    if "weights_only" in inspect.signature(fabric.load).parameters:  # not yet in Lightning 2.5.0
+        assert fabric.load(tmp_path / "ours", weights_only=False)["color"] is Color.RED
     with pytest.raises(CheckpointError, match="weights_only"):
         fabric.load(tmp_path / "ours")
 

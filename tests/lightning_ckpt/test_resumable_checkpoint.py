@@ -5,10 +5,9 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-import pickle
 import warnings
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import lightning.pytorch as pl
 import pytest
