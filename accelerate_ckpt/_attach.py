@@ -274,13 +274,21 @@ def _prepare_data_loader(original: Any, accelerator: Any, *args: Any, **kwargs: 
     return loader
 
 
+def _training_begins(session: Session) -> None:
+    if session.preemption is not None and not session.preemption.is_training:
+        unprotect(session.preemption.signals)
+        session.preemption.begin()
+
+
 def _backward(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> None:
+    session = session_of(accelerator)
+    if session is not None:
+        _training_begins(session)
     try:
         original(accelerator, *args, **kwargs)
     except Exception as error:
         save_if_rank_was_lost(error)
         raise
-    session = session_of(accelerator)
     if session is not None:
         session.backward_done(args[0] if args else kwargs.get("loss"))
 
@@ -303,12 +311,14 @@ def _join_uneven_inputs(original: Any, accelerator: Any, *args: Any, **kwargs: A
 
 
 def _optimizer_step(original: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    owners = [session for session in live_sessions() if session.owns(optimizer)]
+    for session in owners:
+        _training_begins(session)
     result = original(optimizer, *args, **kwargs)
-    for session in live_sessions():
-        if session.owns(optimizer):
-            session.data.uses.note()
-            if optimizer.gradient_state.sync_gradients:
-                session.optimizer_stepped(optimizer)
+    for session in owners:
+        session.data.uses.note()
+        if optimizer.gradient_state.sync_gradients:
+            session.optimizer_stepped(optimizer)
     return result
 
 

@@ -23,6 +23,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -69,14 +70,17 @@ def protect() -> None:
             signal.signal(number, _handle)
 
 
-def unprotect() -> None:
-    """Give the signals their default disposition back, and end the thread that reads them: training is over."""
+def unprotect(names: Iterable[str] | None = None) -> None:
+    """Give the signals their default disposition back, and end the thread that reads them: training is over.
+
+    With ``names``, these signals alone, because somebody else handles them from now on.
+    """
     if threading.current_thread() is not threading.main_thread():
         return
     for number in _SIGNALS:
-        if signal.getsignal(number) is _handle:
+        if signal.getsignal(number) is _handle and (names is None or signal.Signals(number).name in names):
             signal.signal(number, signal.SIG_DFL)
-    if _descriptors:
+    if names is None and _descriptors:
         before = signal.set_wakeup_fd(-1)
         if before not in _descriptors:
             signal.set_wakeup_fd(before)

@@ -177,6 +177,7 @@ class SignalNotes:
 
     def __init__(self, names: Iterable[str], note: Callable[[str], None]) -> None:
         self._note = note
+        self._is_closed = False
         self._before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
             for name in names:
@@ -185,18 +186,28 @@ class SignalNotes:
                 signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._note(signal.Signals(number).name)
-        before = self._before.get(number)
+        if not self._is_closed:
+            self._note(signal.Signals(number).name)
+        before = self._handler_before(number)
         if callable(before) and before is not signal.default_int_handler:
             before(number, frame)
+        elif self._is_closed and before is not None and signal.getsignal(number) == self._handle:
+            signal.signal(number, before)  # closed on another thread, which can put nothing back
+            os.kill(os.getpid(), number)
+
+    def _handler_before(self, number: int) -> Any:
+        before = self._before[number]
+        other = getattr(before, "__self__", None)
+        return other._handler_before(number) if isinstance(other, SignalNotes) and other._is_closed else before
 
     def close(self) -> None:
-        """Put back the handlers that were there, where nobody has replaced this one."""
-        for number, before in self._before.items():
+        """Put back the handlers that were there, where nobody has replaced this one; on any thread, in any order."""
+        self._is_closed = True
+        for number in self._before:
             with contextlib.suppress(ValueError):  # not on the main thread
+                before = self._handler_before(number)
                 if signal.getsignal(number) == self._handle and before is not None:
                     signal.signal(number, before)
-        self._before = {}
 
 
 class End(NamedTuple):
@@ -246,14 +257,24 @@ class EndWatch:
         self._signals = SignalNotes(preemption.signals, self._meeting.ask)
         self._steps = 0
 
-    def due(self) -> End | None:
+    def ask(self, reason: str) -> None:
+        """Let the run end for a reason of one's own; on any thread, also in a signal handler."""
+        self._meeting.ask(reason)
+
+    def due(self, *, last: bool = False) -> End | None:
         """Return why the run is to end now, None if it is not; asked by all ranks after each step.
+
+        Args:
+            last: Whether this is the last step: what any rank was told by now counts, and signals do from now on what
+                they did before.
 
         Raises:
             SystemExit: It is to end, and the other ranks do not answer, so that nothing can be saved.
         """
         self._steps += 1
-        call = self._meeting.at((self._steps, 0))
+        if last:
+            self._signals.close()
+        call = (self._meeting.at_last if last else self._meeting.at)((self._steps, 0))
         if not call.requests:
             return None
         end = End(" and ".join(sorted(call.requests)), exit_status(call.requests))

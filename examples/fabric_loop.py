@@ -54,7 +54,7 @@ def main() -> None:
         fabric.backward(loss)
         optimizer.step()
         state["step"] += 1
-        end = watch.due()
+        end = watch.due(last=state["step"] == options.steps)
         if end is not None or state["step"] % options.every_n_steps == 0:
             state["random"] = torch.get_rng_state()
             fabric.save(options.output / f"step={state['step']:06d}.ckpt", state)

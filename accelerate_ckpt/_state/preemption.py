@@ -6,6 +6,7 @@ has a collective because of it.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from accelerate_ckpt._state.resume import directory_of_run
 from accelerate_ckpt.config import OptionError
 from ckpt_core import RankGroup
 from ckpt_core.errors import CheckpointError
-from ckpt_core.preemption import EndWatch
+from ckpt_core.preemption import EndWatch, Preemption, SignalNotes
 
 log = logging.getLogger(__name__)
 
@@ -24,22 +25,49 @@ log = logging.getLogger(__name__)
 class PreemptionWatch:
     """Watches for what tells one Accelerator's run to end; made on all ranks together, on their main threads.
 
-    ``value`` says what that is, as the option does; what makes no sense is an ``OptionError``. The store of ``ranks``
-    is that of this Accelerator.
+    Signals count while the script trains. Before that, and after the training of a Trainer, there is nothing to save,
+    and they do what they do without this, also where the main thread waits for another rank.
+
+    ``value`` says what ends the run, as the option does; what makes no sense is an ``OptionError``. The store of
+    ``ranks`` is that of this Accelerator.
 
     Attributes:
         asks_itself: Whether somebody else knows better than the loaders where a step ends, and asks :meth:`due`.
         due: Returns why the run is to end now and its exit status, None if it is not; asked by all ranks at each step.
-        close: Watches no longer.
+        signals: Names of the signals that count.
     """
 
     def __init__(self, value: Any, ranks: RankGroup, is_rank_gone: Callable[[], bool]) -> None:
         try:
-            watch = EndWatch(value, ranks, is_rank_gone)
+            preemption = Preemption.of(value) or Preemption(signals=())
         except ValueError as error:
-            raise OptionError(str(error)) from None
-        self.due, self.close = watch.due, watch.close
+            raise OptionError(f"preempt: {error}") from None
+        self.signals = tuple(preemption.signals)
+        self._watch = EndWatch(dataclasses.replace(preemption, signals=()), ranks, is_rank_gone)
+        self._notes: SignalNotes | None = None
+        self.due = self._watch.due
         self.asks_itself = True
+
+    @property
+    def is_training(self) -> bool:
+        """Whether signals count."""
+        return self._notes is not None
+
+    def begin(self) -> None:
+        """Let signals count: the script trains."""
+        if self._notes is None:
+            self._notes = SignalNotes(self.signals, self._watch.ask)
+
+    def end(self) -> None:
+        """Let signals do again what they did before :meth:`begin`."""
+        if self._notes is not None:
+            self._notes.close()
+            self._notes = None
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self.end()
+        self._watch.close()
 
     def after_batch(self, session: Any) -> None:
         """Save and end the program (``SystemExit``), if that is due."""

@@ -173,7 +173,7 @@ class Session:
         self.rank_lost: Callable[[BaseException], None] = lambda _: None
         self.run_id = f"{ranks.session}-{serial}"
         self.preemption: PreemptionWatch | None = None
-        if config.preempt is not None and all(other.preemption is None for other in live_sessions()):
+        if config.preempt is not None:
             self.preemption = PreemptionWatch(
                 config.preempt, RankGroup(ranks.rank, ranks.world_size, store, ranks.session), self._is_rank_gone
             )
@@ -468,6 +468,8 @@ def _is_unfinished(session: Session) -> bool:
 
 
 def _outlive(session: Session) -> None:
+    if session.preemption is not None:
+        session.preemption.close()  # its handlers would note what nobody acts on
     if _is_unfinished(session):
         _orphans.append(session)
 

@@ -13,6 +13,7 @@ Trainer that is given and nowhere else:
 ``_load_from_checkpoint``   it reads ``model.safetensors`` as one file, unverified; ``load_state`` reads what any
                             strategy wrote
 ``_load_best_model``        the same, and with the last save still in the background
+``_run_epoch``              a run that is resumed after its last step, within an epoch, would take another one
 ``_maybe_log_save_``        with the option ``just_in_time``: what it logs and draws is part of the step
 ``evaluate``
 ``_tr_loss``,               the losses since the last log, which are in no checkpoint of the Trainer: what it logs after
@@ -214,8 +215,10 @@ class ResumableCallback(TrainerCallback):
             self._resumed = os.fspath(path)
         elif path is not None and os.path.isdir(path):
             refuse_damaged_ours(path)  # of which the Trainer would take the weights alone, without a word
+        preemption = self._session.preemption
         try:
             result = stock(path, trial, *args, **kwargs)
+            self._end_if_told()
         except BaseException as error:
             save_if_rank_was_lost(error)
             checkpointer = self._session.checkpointer
@@ -224,6 +227,9 @@ class ResumableCallback(TrainerCallback):
             if failure is not None:  # not raised: it would hide what ended the training
                 log.exception("a checkpoint could not be saved", exc_info=failure)
             raise
+        finally:
+            if preemption is not None:
+                preemption.end()
         self._finish()
         self._session.ended_as_told()
         self._session.training_ended()
@@ -234,6 +240,25 @@ class ResumableCallback(TrainerCallback):
         result = stock(*args, **kwargs)
         note_step(self._session)
         return result
+
+    def _end_if_told(self) -> None:
+        """End the program if the run was told to after its last step, as in the evaluation that comes after that."""
+        preemption = self._session.preemption
+        if preemption is None or not preemption.is_training:
+            return
+        preemption.end()  # from here on, signals end the process as without us
+        due = preemption.due(last=True)
+        if due is None:
+            return
+        reason, self._ends_with = due
+        self._session.checkpointer.drain()
+        path = self._path_of_step(self._trainer.state.global_step)
+        if self._session.agreement.from_rank_zero("save", self._session.checkpointer.exists(path)):
+            self.on_save()
+        if self._session.rank == 0:
+            log.warning("this run ends because of %s: it saves first", reason)
+        self._save_checkpoint()
+        self.on_save()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         preemption = self._session.preemption
@@ -455,6 +480,12 @@ class _BelowOverrides(Trainer):
 
     def _load_best_model(self) -> None:
         self._resumable_callback._load_best_model(super()._load_best_model)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        else:
+            super()._run_epoch(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 @functools.lru_cache(maxsize=64)

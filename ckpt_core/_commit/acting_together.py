@@ -119,7 +119,7 @@ class Meeting:
             self._closed = True
             self._changed.notify_all()
         self._asked.put(None)
-        if self._thread is not None:
+        if self._thread is not None and self._thread is not threading.current_thread():  # in a finalizer
             self._thread.join(timeout=1.0)
 
     def _taken(self) -> list[str]:

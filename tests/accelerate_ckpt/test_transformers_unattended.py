@@ -117,6 +117,65 @@ def test_when_rank_0_is_lost_the_other_saves_what_the_trainer_resumes_from(ranks
         assert (found.told["weights"], found.told["logged"]) == (expected.told["weights"], expected.told["logged"])
 
 
+AFTER = """
+    import os, signal
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from accelerate_ckpt.integrations.transformers import ResumableCallback
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, inputs, labels):
+            output = self.layer(inputs)
+            return {"loss": (output - labels).pow(2).mean(), "output": output}
+
+    class Told(TrainerCallback):
+        def on_prediction_step(self, args, state, control, **_):
+            is_now = {"training": state.global_step == 6, "before": state.global_step == 0, "after": training_is_over}
+            if is_now[moment] and rank == last and not os.path.exists(f"{folder}.told"):
+                open(f"{folder}.told", "w").close()
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    training_is_over = False
+    rows = [{"inputs": row, "labels": row} for row in torch.arange(64.0).reshape(16, 4) / 64]
+    arguments = TrainingArguments(
+        folder, max_steps=6, per_device_train_batch_size=2, save_strategy="no", eval_strategy="steps", eval_steps=6,
+        use_cpu=True, report_to=[], disable_tqdm=True,
+    )
+    trainer = Trainer(Model(), arguments, train_dataset=rows, eval_dataset=rows, callbacks=[Told()])
+    ResumableCallback(trainer, resume="auto", preempt=True)
+    if moment == "before":
+        trainer.evaluate()
+    trainer.train()
+    tell(steps=trainer.state.global_step, resumed=trainer.accelerator.resumed and trainer.accelerator.resumed.step)
+    training_is_over = True
+    trainer.evaluate()
+    tell(over=True)
+"""
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_trainer_that_is_told_after_its_last_step_saves_and_ends(
+    ranks: Ranks, tmp_path: Path, world_size: int
+) -> None:
+    names = {"folder": str(tmp_path), "moment": "training", "last": world_size - 1}
+    ended = ranks.run(AFTER, world_size, **names)
+    assert [(result.error, result.message.strip()) for result in ended] == [("SystemExit", "143")] * world_size
+    assert saved(tmp_path) == ["checkpoint-6"]
+    resumed = ranks.run(AFTER, world_size, **names)
+    assert [result.told for result in resumed] == [{"steps": 6, "resumed": 6, "over": True}] * world_size
+
+
+@pytest.mark.parametrize(("moment", "told"), [("before", {}), ("after", {"steps": 6, "resumed": None})])
+def test_an_evaluation_outside_of_the_training_ends_as_without_the_option(
+    ranks: Ranks, tmp_path: Path, moment: str, told: dict[str, Any]
+) -> None:
+    (result,) = ranks.run(AFTER, 1, folder=str(tmp_path), moment=moment, last=0)
+    assert (result.told, result.error) == (told, None)
+
+
 def test_false_is_a_fresh_start_and_auto_an_argument(tmp_path: Path) -> None:
     trainer_for(tmp_path, max_steps=3).train()
     fresh = start(tmp_path, max_steps=4)

@@ -135,8 +135,44 @@ def test_a_checkpoint_on_which_the_run_crashes_is_stepped_over(ranks: Ranks, tmp
     assert (tmp_path / "checkpoints" / "step_6").exists()
 
 
+SEVERAL = """
+    import gc, os, signal
+
+    def made(name):
+        accelerator = attach(Accelerator(project_dir=f"{folder}/{name}"), resume="auto", preempt=True)
+        model = nn.Linear(4, 1)
+        data = torch.utils.data.DataLoader(torch.zeros(16, 4), batch_size=2)
+        return accelerator, *accelerator.prepare(model, torch.optim.AdamW(model.parameters()), data)
+
+    def train(accelerator, model, optimizer, data, at=None):
+        for step, batch in enumerate(data):
+            accelerator.backward(model(batch).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    first = made("first")
+    train(*first)
+    second = made("second")
+    if is_gone:
+        del first
+        gc.collect()
+    train(*second, at=2)
+"""
+
+
+@pytest.mark.parametrize("is_gone", [False, True], ids=["first is idle", "first is gone"])
+def test_each_accelerator_of_a_process_hears_that_the_run_is_to_end(
+    ranks: Ranks, tmp_path: Path, is_gone: bool
+) -> None:
+    (result,) = ranks.run(SEVERAL, 1, folder=str(tmp_path), is_gone=is_gone)
+    assert (result.error, result.message.strip()) == ("SystemExit", "143")
+    assert [path.name for path in (tmp_path / "second" / "checkpoints").iterdir()] == ["checkpoint_3"]
+
+
 TOLD = """
-    import os, sys, torch
+    import os, sys, threading, torch
     from accelerate import Accelerator
     from accelerate_ckpt import attach
 
@@ -148,6 +184,9 @@ TOLD = """
     accelerator.load_state()
     if accelerator.resumed and moment == "before":
         os.kill(os.getpid(), number)
+    if accelerator.resumed and moment == "waiting":  # for another rank, where Python runs no handlers
+        threading.Timer(0.1, os.kill, (os.getpid(), number)).start()
+        torch.distributed.TCPStore("127.0.0.1", 0, is_master=True).wait(["never"])
     for batch in data:
         accelerator.backward(model(batch).pow(2).mean())
         optimizer.step()
@@ -162,13 +201,20 @@ TOLD = """
 
 
 @pytest.mark.parametrize(
-    ("number", "moment"), [(signal.SIGTERM, "before"), (signal.SIGUSR1, "training"), (signal.SIGINT, "before")], ids=str
+    ("number", "moment", "preempt"),
+    [
+        (signal.SIGTERM, "before", ""),
+        (signal.SIGUSR1, "training", ""),
+        (signal.SIGINT, "before", ""),
+        (signal.SIGUSR1, "waiting", "SIGTERM,SIGUSR1"),
+    ],
+    ids=str,
 )
 def test_a_start_that_a_signal_ends_is_no_crash(
-    run_script: Any, tmp_path: Path, number: signal.Signals, moment: str
+    run_script: Any, tmp_path: Path, number: signal.Signals, moment: str, preempt: str
 ) -> None:
-    run_script(TOLD, number, moment, "")
-    ended = run_script(TOLD, number, moment, "", check=False)
+    run_script(TOLD, number, moment, preempt)
+    ended = run_script(TOLD, number, moment, preempt, check=False)
     assert (ended.returncode, ended.stdout.count("not told")) == (-number, 0)
     assert "resuming from" in ended.stdout + ended.stderr
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["one"]  # no record of a crash

@@ -175,6 +175,41 @@ def test_a_rank_whose_peer_is_dead_ends_before_its_launcher_kills_it(fork_script
     assert (done.returncode, "ends this rank alone" in done.stderr) == (143, True)
 
 
+def test_what_comes_after_the_last_step_is_for_those_who_handled_it_before() -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    try:
+        watch = EndWatch("SIGUSR2")
+        watch.ask("a full disk")
+        assert watch.due(last=True) == End("a full disk", 75)
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert (watch.due(last=True), heard) == (None, [signal.SIGUSR2])
+        watch.close()
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.parametrize("closed_on", ["the main thread", "another"])
+def test_handlers_that_are_closed_in_any_order_leave_what_was_there(closed_on: str) -> None:
+    heard: list[Any] = []
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: heard.append("before"))
+    try:
+        first, second = (SignalNotes(["SIGUSR2"], lambda _, name=name: heard.append(name)) for name in ("1", "2"))
+        first.close()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert heard == ["2", "before"]
+        if closed_on == "another":
+            thread = threading.Thread(target=second.close)  # a finalizer runs on any thread
+            thread.start()
+            thread.join()
+        else:
+            second.close()
+        os.kill(os.getpid(), signal.SIGUSR2)
+        assert heard == ["2", "before", "before"]
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+
+
 def test_a_single_process_ends_at_the_next_step_and_its_handlers_come_back() -> None:
     before = signal.getsignal(signal.SIGUSR2)
     watch = EndWatch("SIGUSR2")
