@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from accelerate_ckpt._data.loaders import LoaderPositions
 from tests.accelerate_ckpt import exact_cells
-from tests.accelerate_ckpt.exact_cells import DISPATCHED, SEEDABLE, SHARDED, STATEFUL, Buckets, OwnSampler, Samples
+from tests.accelerate_ckpt.exact_cells import DISPATCHED, SEEDABLE, SHARDED, STATEFUL, Buckets
+from tests.support.data_sets import OwnSampler, Samples
 
 SAMPLES = 83
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,33 +12,16 @@ from accelerate.utils import DataLoaderConfiguration
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     IterableDataset,
-    Sampler,
     SequentialSampler,
     WeightedRandomSampler,
     get_worker_info,
 )
 
+from tests.support.data_sets import GeneratorSamples, OwnSampler, Samples, StatefulSamples, Stream, augment
+
 SAMPLES = 31
 BATCH = 4
-
-
-def augment(index: int) -> torch.Tensor:
-    """A sample with noise of all three global generators in it."""
-    base = torch.sin(torch.arange(4.0) + index)
-    return base + 0.1 * torch.randn(4) + 0.1 * float(np.random.randn()) + 0.1 * random.gauss(0, 1)
-
-
-class Samples(Dataset):
-    def __init__(self, size: int = SAMPLES) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        return index, augment(index)
 
 
 class Batches(Samples):
@@ -49,53 +31,11 @@ class Batches(Samples):
         return torch.tensor(index), torch.stack([augment(i) for i in index])
 
 
-class GeneratorSamples(Samples):
-    """Augments from a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rng = np.random.default_rng(3)
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        return index, augment(index) + float(self.rng.normal())
-
-
-class StatefulSamples(Samples):
-    """A map-style data set with a state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.taken = 0
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        self.taken += 1
-        return index, augment(index) + 0.01 * self.taken
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"taken": self.taken}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.taken = state["taken"]
-
-
-class Stream(IterableDataset):
-    """An iterable data set that divides itself over its workers."""
-
-    def __init__(self, size: int = SAMPLES) -> None:
-        self.size = size
-
-    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
-        worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        for index in range(first, self.size, step):
-            yield index, augment(index)
-
-
 class ShuffledStream(IterableDataset):
     """An iterable data set whose order depends on the epoch."""
 
-    def __init__(self) -> None:
-        self.epoch = 0
+    def __init__(self, size: int) -> None:
+        self.size, self.epoch = size, 0
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -103,7 +43,7 @@ class ShuffledStream(IterableDataset):
     def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
         worker = get_worker_info()
         first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        order = np.random.default_rng(self.epoch).permutation(SAMPLES)
+        order = np.random.default_rng(self.epoch).permutation(self.size)
         for index in order[first::step]:
             yield int(index), augment(int(index))
 
@@ -111,18 +51,19 @@ class ShuffledStream(IterableDataset):
 class GeneratorStream(IterableDataset):
     """An iterable data set with a generator that Accelerate seeds with the epoch."""
 
-    def __init__(self) -> None:
-        self.generator = torch.Generator()
+    def __init__(self, size: int) -> None:
+        self.size, self.generator = size, torch.Generator()
 
     def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
-        for index in torch.randperm(SAMPLES, generator=self.generator).tolist():
+        for index in torch.randperm(self.size, generator=self.generator).tolist():
             yield index, augment(index)
 
 
 class StatefulStream(IterableDataset):
     """An iterable data set with a state."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.size = size
         self.position: int | None = None
         self.resumed = False
 
@@ -132,7 +73,7 @@ class StatefulStream(IterableDataset):
         if not self.resumed:
             self.position = first
         self.resumed = False
-        while self.position < SAMPLES:
+        while self.position < self.size:
             index = self.position
             self.position += step
             yield index, augment(index)
@@ -143,22 +84,6 @@ class StatefulStream(IterableDataset):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
         self.resumed = self.position is not None
-
-
-class OwnSampler(Sampler[int]):
-    """A user's sampler with a NumPy generator of its own and a counter of passes."""
-
-    def __init__(self, size: int = SAMPLES) -> None:
-        self.rng = np.random.default_rng(11)
-        self.size = size
-        self.passes = 0
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __iter__(self) -> Iterator[int]:
-        self.passes += 1
-        yield from (int(i) for i in np.roll(self.rng.permutation(self.size), self.passes))
 
 
 class Buckets(BatchSampler):
@@ -201,21 +126,21 @@ class Cell:
     hidden: int = 8
 
 
-def plain(dataset: Callable[[], Any] = Samples, workers: int = 0, **kwargs: Any) -> Callable[[int], list[Any]]:
+def plain(dataset: Callable[[int], Any] = Samples, workers: int = 0, **kwargs: Any) -> Callable[[int], list[Any]]:
     def make(seed: int) -> list[Any]:
         options = {key: value(seed) if callable(value) else value for key, value in kwargs.items()}
         if workers:
             options["num_workers"] = workers
         if "batch_sampler" not in options:
             options.setdefault("batch_size", BATCH)
-        return [DataLoader(dataset(), **options)]
+        return [DataLoader(dataset(SAMPLES), **options)]
 
     return make
 
 
-def two(dataset: Callable[[], Any] = Samples, workers: int = 0) -> Callable[[int], list[Any]]:
+def two(dataset: Callable[[int], Any] = Samples, workers: int = 0) -> Callable[[int], list[Any]]:
     def make(seed: int) -> list[Any]:
-        train = DataLoader(dataset(), batch_size=BATCH, shuffle=True, num_workers=workers)
+        train = DataLoader(dataset(SAMPLES), batch_size=BATCH, shuffle=True, num_workers=workers)
         return [train, DataLoader(Samples(18), batch_size=BATCH, shuffle=True)]
 
     return make
@@ -242,14 +167,14 @@ CELLS: dict[str, Cell] = {
     "drop_last": Cell(plain(shuffle=True, drop_last=True)),
     "sequential": Cell(plain()),
     "weighted": Cell(plain(sampler=lambda seed: WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))),
-    "own_sampler": Cell(plain(sampler=lambda seed: OwnSampler())),
+    "own_sampler": Cell(plain(sampler=lambda seed: OwnSampler(SAMPLES))),
     "own_batch_sampler": Cell(plain(batch_sampler=lambda seed: Buckets())),
     "sampler_is_batch_sampler": Cell(plain(Batches, sampler=lambda seed: Buckets(), batch_size=None)),
     "own_rng": Cell(plain(GeneratorSamples, shuffle=True)),
     "split_batches": Cell(SHUFFLED, config={"split_batches": True}),
-    "uneven": Cell(plain(lambda: Samples(27), shuffle=True), config={"even_batches": False}, local=True),
+    "uneven": Cell(plain(lambda _: Samples(27), shuffle=True), config={"even_batches": False}, local=True),
     "uneven_seedable": Cell(
-        plain(lambda: Samples(27), shuffle=True), config={"even_batches": False, **SEEDABLE}, local=True
+        plain(lambda _: Samples(27), shuffle=True), config={"even_batches": False, **SEEDABLE}, local=True
     ),
     "seedable": Cell(SHUFFLED, config=SEEDABLE),
     "seedable_skip": Cell(SHUFFLED, config=SEEDABLE, style="skip"),

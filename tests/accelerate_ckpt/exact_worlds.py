@@ -19,6 +19,9 @@ ROOT = Path(__file__).resolve().parents[2]
 #: How many cells share the processes that run them, whose start takes longer than a cell.
 AT_A_TIME = 8
 
+# the order of a stream cannot depend on them here, which the plugin cannot know
+DRAW_WHILE_READING = {"dispatched_stream", "stream", "stream_split", "shuffled_stream", "generator_stream"}
+
 Found = list[dict[str, dict[str, str]]]
 
 
@@ -80,3 +83,9 @@ def check_attaching(whole: list[dict[str, str]], cell: str) -> None:
     if "stateful" in cell and ("workers" in cell or "persistent" in cell):
         pytest.skip("a stateful loader seeds its first workers when it is prepared, before it is followed")
     assert whole == [{"first": ""}] * len(whole)
+
+
+@pytest.fixture(scope="module")
+def worlds(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Worlds:
+    """The cells on as many ranks as the module says."""
+    return Worlds(ranks, tmp_path_factory.mktemp("cells"), request.module.RANKS, selected_cells(request))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from tests.accelerate_ckpt.exact_worlds import Worlds, check_attaching, check_resumes, selected_cells
-from tests.support.accelerate_ranks import Ranks
+from tests.accelerate_ckpt.exact_worlds import DRAW_WHILE_READING, Worlds, check_attaching, check_resumes, worlds
 
+__all__ = ["worlds"]
+
+RANKS = 1
 SHORT = [
     "default",
     "default_skip",
@@ -38,14 +40,6 @@ OTHERS = [
 ]
 CELLS = [*SHORT, *(pytest.param(cell, marks=pytest.mark.slow) for cell in OTHERS)]
 pytestmark = pytest.mark.timeout(1200)
-
-# the order of a stream cannot depend on them here, which the plugin cannot know
-DRAW_WHILE_READING = {"dispatched_stream", "stream", "stream_split", "shuffled_stream", "generator_stream"}
-
-
-@pytest.fixture(scope="module")
-def worlds(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Worlds:
-    return Worlds(ranks, tmp_path_factory.mktemp("cells"), 1, selected_cells(request))
 
 
 @pytest.mark.parametrize("cell", CELLS)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import accelerate
 import pytest
 
-from tests.accelerate_ckpt.exact_worlds import Worlds, check_attaching, check_resumes, selected_cells
-from tests.support.accelerate_ranks import Ranks
+from tests.accelerate_ckpt.exact_worlds import DRAW_WHILE_READING, Worlds, check_attaching, check_resumes, worlds
 
+__all__ = ["worlds"]
+
+RANKS = 2
 SHORT = [
     "default",
     "default_skip",
@@ -57,21 +59,6 @@ OTHERS = [
 CELLS = [*SHORT, *(pytest.param(cell, marks=pytest.mark.slow) for cell in OTHERS)]
 pytestmark = pytest.mark.timeout(1200)
 
-# the order of a stream cannot depend on them here, which the plugin cannot know
-DRAW_WHILE_READING = {
-    "dispatched_stream",
-    "stream",
-    "stream_split",
-    "shuffled_stream",
-    "generator_stream",
-    "stateful_stream",
-}
-
-
-@pytest.fixture(scope="module")
-def worlds(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Worlds:
-    return Worlds(ranks, tmp_path_factory.mktemp("cells"), 2, selected_cells(request))
-
 
 @pytest.mark.parametrize("cell", CELLS)
 def test_resumed_bit_for_bit(worlds: Worlds, cell: str) -> None:
@@ -79,7 +66,7 @@ def test_resumed_bit_for_bit(worlds: Worlds, cell: str) -> None:
     if any("KeyError: '_sampler_iter_yielded'" in rank.get("error", "") for rank in whole):
         assert accelerate.__version__.startswith("1.10.")
         pytest.skip("Accelerate 1.10 itself cannot iterate a stateful loader with workers on several ranks")
-    check_resumes(resumed, draws_while_reading=cell in DRAW_WHILE_READING)
+    check_resumes(resumed, draws_while_reading=cell in {*DRAW_WHILE_READING, "stateful_stream"})
 
 
 @pytest.mark.parametrize("cell", CELLS)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, IterableDataset, Sampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, get_worker_info
 
 
 class Items(Dataset[Any]):
@@ -30,6 +30,43 @@ class Items(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         noise = torch.randn(8) if self.draw is None else self.draw()
         return self.x[index] * (1 + self.epoch) + 0.1 * noise, self.y[index]
+
+
+def collates_and_counts() -> Any:
+    """A loader whose ``collate_fn`` counts its calls."""
+    calls = 0
+
+    def collate(items: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        x, y = torch.utils.data.default_collate(items)
+        return x * (1 + 0.1 * (calls % 5)), y
+
+    return DataLoader(Items(), batch_size=8, shuffle=True, collate_fn=collate)
+
+
+class Jitter:
+    """Has a generator of its own."""
+
+    def __init__(self) -> None:
+        self.rng = np.random.default_rng(11)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x + 0.1 * float(self.rng.normal())
+
+
+class Transformed(Dataset[Any]):
+    """Items with a transform."""
+
+    def __init__(self, transform: Any) -> None:
+        self.items, self.transform = Items(draw=lambda: torch.zeros(8)), transform
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> Any:
+        x, y = self.items[index]
+        return self.transform(x), y
 
 
 class OwnNoise:

@@ -13,15 +13,15 @@ import queue
 import random
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Subset
 
 from tests.campaign.accelerate_runs import Case
-from tests.campaign.data import Items
+from tests.campaign.data import Items, Jitter, Transformed, collates_and_counts
 
 
 def _scale(env: Any, factor: float) -> None:
@@ -357,38 +357,6 @@ def caches(env: Any, do: Any) -> None:
         do.epoch_saves()
 
 
-def _collates_and_counts() -> Any:
-    calls = 0
-
-    def collate(items: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        x, y = torch.utils.data.default_collate(items)
-        return x * (1 + 0.1 * (calls % 5)), y
-
-    return DataLoader(Items(), batch_size=8, shuffle=True, collate_fn=collate)
-
-
-class Jitter:
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(11)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 0.1 * float(self.rng.normal())
-
-
-class Transformed(Dataset[Any]):
-    def __init__(self, transform: Callable[[Any], Any]) -> None:
-        self.items, self.transform = Items(draw=lambda: torch.zeros(8)), transform
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = self.items[index]
-        return self.transform(x), y
-
-
 class CountsEpochs(Items):
     passes = -1
 
@@ -438,7 +406,7 @@ KEPT: dict[str, Case] = {
             caches,
         )
     },
-    "kept: collate_fn counts": Case(loader=_collates_and_counts),
+    "kept: collate_fn counts": Case(loader=collates_and_counts),
     "kept: a transform in a subset": Case(
         loader=lambda: DataLoader(Subset(Transformed(Jitter()), range(4, 48)), batch_size=8, shuffle=True)
     ),

@@ -22,9 +22,9 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback
-from torch.utils.data import DataLoader, Dataset, Sampler, Subset
+from torch.utils.data import DataLoader, Sampler, Subset
 
-from tests.campaign.data import Items
+from tests.campaign.data import Items, Jitter, Transformed, collates_and_counts
 from tests.campaign.lightning_runs import Case, Net
 
 
@@ -629,38 +629,6 @@ class ACallbackWithAnObject(Callback):
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def _collates_and_counts() -> Any:
-    calls = 0
-
-    def collate(items: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        x, y = torch.utils.data.default_collate(items)
-        return x * (1 + 0.1 * (calls % 5)), y
-
-    return DataLoader(Items(), batch_size=8, shuffle=True, collate_fn=collate)
-
-
-class Jitter:
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(11)
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return x + 0.1 * float(self.rng.normal())
-
-
-class Transformed(Dataset[Any]):
-    def __init__(self, transform: Any) -> None:
-        self.items, self.transform = Items(draw=lambda: torch.zeros(8)), transform
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> Any:
-        x, y = self.items[index]
-        return self.transform(x), y
-
-
 class Curriculum(Sampler[int]):
     """Shows more of the data, the better it goes."""
 
@@ -873,7 +841,7 @@ KEPT: dict[str, Case] = {
     "a thread": Case(model=AThread),
     "a schedule of its own": Case(model=AScheduleOfItsOwn),
     "a window in a callback": Case(callbacks=lambda: [ACallbackWithAnObject()]),
-    "collate_fn counts": Case(loader=_collates_and_counts),
+    "collate_fn counts": Case(loader=collates_and_counts),
     "a transform in a subset": Case(
         loader=lambda: DataLoader(Subset(Transformed(Jitter()), range(4, 48)), batch_size=8, shuffle=True)
     ),

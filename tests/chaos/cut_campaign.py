@@ -217,3 +217,39 @@ def wait_for_checkpoints(store: CutStore, count: int, timeout: float) -> bool:
             return True
         time.sleep(0.02)
     return False
+
+
+def cut_off(cluster: Cluster, checkpoints: int, timeout: float) -> CutStore:
+    """Kill all processes once there are so many checkpoints; return where these are."""
+    store = CutStore(cluster.job.root)
+    try:
+        assert wait_for_checkpoints(store, checkpoints, timeout), cluster.logs()
+    finally:
+        cluster.kill()
+    return store
+
+
+def run_to_end(cluster: Cluster, timeout: float) -> CutStore:
+    """Return the checkpoints of a training that ends by itself."""
+    try:
+        assert cluster.wait(timeout), cluster.logs()
+    finally:
+        cluster.kill()
+    return CutStore(cluster.job.root)
+
+
+def judged(job: Job) -> int:
+    """Judge all checkpoints of a job; return how many there are."""
+    store = CutStore(job.root)
+    paths = store.committed()
+    for path in paths:
+        with store.open(path) as checkpoint:
+            checkpoint.verify()
+            assert violations(job, checkpoint) == []
+    return len(paths)
+
+
+def assert_complete(job: Job) -> None:
+    """The newest checkpoint is of the end: every sample is in it as often as there were epochs."""
+    with CutStore(job.root).newest() as newest:  # type: ignore[union-attr]
+        assert dict(newest.cut.vector) == dict.fromkeys(range(job.streams), job.batches)

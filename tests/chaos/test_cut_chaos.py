@@ -17,29 +17,21 @@ import pytest
 from ckpt_async.consistent_cut import CutOptions
 from ckpt_async.parameter_server import CutStore, Transport
 from tests.chaos import cut_training
-from tests.chaos.cut_campaign import SCENARIOS, Campaign, wait_for_checkpoints
+from tests.chaos.cut_campaign import (
+    SCENARIOS,
+    Campaign,
+    assert_complete,
+    cut_off,
+    judged,
+    run_to_end,
+    wait_for_checkpoints,
+)
 from tests.chaos.cut_cluster import Cluster
 from tests.chaos.cut_replay import differences
 from tests.chaos.cut_training import Job, batch_of, violations, work
 
 KILLS = 8
 LIMIT = 120.0
-
-
-def judged(job: Job) -> int:
-    """Judge all checkpoints of a job; returns how many there are."""
-    store = CutStore(job.root)
-    paths = store.committed()
-    for path in paths:
-        with store.open(path) as checkpoint:
-            checkpoint.verify()
-            assert violations(job, checkpoint) == []
-    return len(paths)
-
-
-def assert_complete(job: Job) -> None:
-    with CutStore(job.root).newest() as newest:  # type: ignore[union-attr]
-        assert dict(newest.cut.vector) == dict.fromkeys(range(job.streams), job.batches)
 
 
 @pytest.mark.slow
@@ -65,12 +57,7 @@ def test_the_judge_notices_a_lost_and_a_repeated_sample(tmp_path: Path) -> None:
         )
         work(job, transport, coordinator)
 
-    cluster = Cluster(job, tmp_path / "log", work=careless)
-    try:
-        assert cluster.wait(LIMIT), cluster.logs()
-    finally:
-        cluster.kill()
-    store = CutStore(job.root)
+    store = run_to_end(Cluster(job, tmp_path / "log", work=careless), LIMIT)
     with store.open(store.committed()[0]) as checkpoint:
         found = violations(job, checkpoint)
     assert len(found) == 4
@@ -147,17 +134,9 @@ def test_a_frozen_worker_stops_snapshots_and_not_the_others(tmp_path: Path) -> N
 @pytest.mark.parametrize(("workers", "shards"), [(5, 3), (1, 1)])
 def test_another_number_of_workers_and_shards_goes_on(tmp_path: Path, workers: int, shards: int) -> None:
     job = Job(str(tmp_path / "checkpoints"), epochs=2, samples=480)
-    cluster = Cluster(job, tmp_path / "log")
-    try:
-        assert wait_for_checkpoints(CutStore(job.root), 2, LIMIT), cluster.logs()
-    finally:
-        cluster.kill()
+    cut_off(Cluster(job, tmp_path / "log"), 2, LIMIT)
     other = dataclasses.replace(job, workers=workers, shards=shards)
-    second = Cluster(other, tmp_path / "log-2")
-    try:
-        assert second.wait(LIMIT), second.logs()
-    finally:
-        second.kill()
+    run_to_end(Cluster(other, tmp_path / "log-2"), LIMIT)
     assert "resumes at batch" in (tmp_path / "log-2" / "coordinator.log").read_text()
     assert judged(other) >= 1
     assert_complete(other)
@@ -168,12 +147,7 @@ def test_a_damaged_file_is_noticed_and_the_checkpoint_before_is_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     job = Job(str(tmp_path / "checkpoints"), epochs=50)
-    cluster = Cluster(job, tmp_path / "log")
-    store = CutStore(job.root)
-    try:
-        assert wait_for_checkpoints(store, 2, LIMIT), cluster.logs()
-    finally:
-        cluster.kill()
+    store = cut_off(Cluster(job, tmp_path / "log"), 2, LIMIT)
     newest, before = store.committed()[:2]
     file = max(Path(newest).glob("model-*.safetensors"), key=lambda file: file.stat().st_size)
     data = bytearray(file.read_bytes())
@@ -189,19 +163,10 @@ def test_a_damaged_file_is_noticed_and_the_checkpoint_before_is_used(
 def test_every_checkpoint_is_the_replay_of_the_recorded_order_bit_for_bit(tmp_path: Path, alignment: str) -> None:
     options = CutOptions(alignment=alignment, record_order=True)  # type: ignore[arg-type]
     job = Job(str(tmp_path / "checkpoints"), epochs=2, samples=480, keep=1000, reorder=True, options=options)
-    cluster = Cluster(job, tmp_path / "log")
-    store = CutStore(job.root)
-    try:
-        assert wait_for_checkpoints(store, 3, LIMIT), cluster.logs()
-    finally:
-        cluster.kill()
+    store = cut_off(Cluster(job, tmp_path / "log"), 3, LIMIT)
     first = store.committed()
     assert len(first) >= 3
-    second = Cluster(job, tmp_path / "log-2")
-    try:
-        assert second.wait(LIMIT), second.logs()
-    finally:
-        second.kill()
+    run_to_end(Cluster(job, tmp_path / "log-2"), LIMIT)
     with store.open(first[0]) as base:
         for path in first:
             with store.open(path) as checkpoint:

@@ -21,7 +21,8 @@ from lightning.pytorch.loggers import Logger
 from torch.utils.data import DataLoader
 
 from lightning_ckpt.resumable import ResumableCheckpoint
-from tests.lightning_ckpt.exact_data import BATCH, Samples, make_loader
+from tests.lightning_ckpt.exact_data import BATCH, make_loader
+from tests.support.data_sets import Samples
 
 for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
     logging.getLogger(name).setLevel(logging.ERROR)
@@ -226,18 +227,20 @@ def outcome(trainer: Any, model: Model) -> Outcome:
     )
 
 
+DEFAULTS: dict[str, Any] = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "max_epochs": 3,
+    "num_sanity_val_steps": 0,
+    "log_every_n_steps": 2,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
+
+
 def make_trainer(directory: Path, callbacks: list[Any], **kwargs: Any) -> Any:
-    defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": 3,
-        "num_sanity_val_steps": 0,
-        "log_every_n_steps": 2,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "default_root_dir": directory,
-    }
     exact = ResumableCheckpoint(dirpath=directory / "unused", save_top_k=0, every_n_epochs=1000)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return pl.Trainer(**{**defaults, **kwargs}, callbacks=[*callbacks, exact], logger=MemoryLogger())
+        settings = {**DEFAULTS, "default_root_dir": directory, **kwargs}
+        return pl.Trainer(**settings, callbacks=[*callbacks, exact], logger=MemoryLogger())

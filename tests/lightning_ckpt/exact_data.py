@@ -2,88 +2,26 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
-    Sampler,
     WeightedRandomSampler,
     get_worker_info,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-SAMPLES = 32
+from tests.support.data_sets import SAMPLES, GeneratorSamples, OwnSampler, Samples, StatefulSamples, Stream, augment
+
 BATCH = 4
-
-
-def augment(index: int) -> torch.Tensor:
-    """A sample with noise of all three global generators in it."""
-    base = torch.sin(torch.arange(4.0) + index)
-    return base + 0.1 * torch.randn(4) + 0.1 * float(np.random.randn()) + 0.1 * random.gauss(0, 1)
-
-
-class Samples(Dataset):
-    def __init__(self, size: int = SAMPLES) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        return index, augment(index)
-
-
-class GeneratorSamples(Samples):
-    """Augments from a generator of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rng = np.random.default_rng(3)
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        return index, augment(index) + float(self.rng.normal())
-
-
-class StatefulSamples(Samples):
-    """A map-style data set with a state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.taken = 0
-
-    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
-        self.taken += 1
-        return index, augment(index) + 0.01 * self.taken
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"taken": self.taken}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.taken = state["taken"]
-
-
-class Stream(IterableDataset):
-    """An iterable data set without a state."""
-
-    def __init__(self, size: int = SAMPLES) -> None:
-        self.size = size
-
-    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
-        worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        for index in range(first, self.size, step):
-            yield index, augment(index)
 
 
 class QuietStream(Stream):
@@ -119,21 +57,6 @@ class StatefulStream(IterableDataset):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = state["position"]
         self.resumed = True
-
-
-class OwnSampler(Sampler[int]):
-    """A user's sampler with a NumPy generator of its own and a counter of passes."""
-
-    def __init__(self) -> None:
-        self.rng = np.random.default_rng(11)
-        self.passes = 0
-
-    def __len__(self) -> int:
-        return SAMPLES
-
-    def __iter__(self) -> Iterator[int]:
-        self.passes += 1
-        yield from (int(i) for i in np.roll(self.rng.permutation(SAMPLES), self.passes))
 
 
 class OwnLoader:

@@ -14,7 +14,7 @@ from torchmetrics import MeanMetric, MetricTracker, MinMaxMetric, RunningMean, S
 
 from tests.lightning_ckpt.captured import END, Training, train_and_resume
 from tests.lightning_ckpt.exact_cases import Model
-from tests.lightning_ckpt.exact_data import Samples
+from tests.support.data_sets import Samples
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),

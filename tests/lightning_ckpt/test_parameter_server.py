@@ -17,14 +17,14 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from ckpt_async.consistent_cut import CutOptions
-from ckpt_async.parameter_server import CutStore, ParameterClient, RemoteOptimizer, Transport, UpdateSampler
+from ckpt_async.parameter_server import ParameterClient, RemoteOptimizer, Transport, UpdateSampler
 from ckpt_async.parameter_server.model import aliases_of, buffers_of, parameters_of
 from ckpt_core.errors import StateMismatchError
 from lightning_ckpt.parameter_server import ParameterServerWorker
-from tests.chaos.cut_campaign import wait_for_checkpoints
+from tests.chaos.cut_campaign import assert_complete, cut_off, judged, run_to_end
 from tests.chaos.cut_cluster import Cluster
 from tests.chaos.cut_replay import differences
-from tests.chaos.cut_training import FEATURES, NOISE, CountingModel, Job, batch_of, dataset, violations
+from tests.chaos.cut_training import FEATURES, NOISE, CountingModel, Job, batch_of, dataset
 
 LIMIT = 120.0
 
@@ -97,26 +97,14 @@ def train(job: Job, transport: Transport, coordinator: str) -> None:
 def test_trainers_are_killed_resumed_and_replayed(tmp_path: Path) -> None:
     options = CutOptions(record_order=True)
     job = Job(str(tmp_path / "checkpoints"), epochs=2, samples=480, every=0.2, keep=1000, options=options)
-    store = CutStore(job.root)
-    cluster = Cluster(job, tmp_path / "log", work=train)
-    try:
-        assert wait_for_checkpoints(store, 2, LIMIT), cluster.logs()
-    finally:
-        cluster.kill()
+    store = cut_off(Cluster(job, tmp_path / "log", work=train), 2, LIMIT)
     first = store.committed()
     with store.open(first[0]) as checkpoint:
         assert differences(job, checkpoint) == [], "the noise in training_step depends on the batch alone"
     other = dataclasses.replace(job, workers=2)
-    second = Cluster(other, tmp_path / "log-2", work=train)
-    try:
-        assert second.wait(LIMIT), second.logs()
-    finally:
-        second.kill()
-    for path in store.committed():
-        with store.open(path) as checkpoint:
-            assert violations(job, checkpoint) == []
-    with store.open(store.committed()[0]) as last:
-        assert dict(last.cut.vector) == dict.fromkeys(range(job.streams), job.batches)
+    run_to_end(Cluster(other, tmp_path / "log-2", work=train), LIMIT)
+    assert judged(job) > 2
+    assert_complete(job)
 
 
 class NoClient:

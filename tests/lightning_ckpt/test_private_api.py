@@ -82,6 +82,7 @@ def test_combined_loader(package: str) -> None:
 def test_model_checkpoint(package: object) -> None:
     callback = package.callbacks.ModelCheckpoint()  # type: ignore[attr-defined]
     guard.check_callback(callback)
+    assert set(guard._MODEL_CHECKPOINT) <= set(dir(callback))
 
 
 def test_a_moved_method_of_model_checkpoint_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

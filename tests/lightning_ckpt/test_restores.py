@@ -15,8 +15,17 @@ import torch
 from lightning.pytorch.callbacks import BatchSizeFinder, Callback, LearningRateFinder
 from torch.utils.data import DataLoader
 
-from tests.lightning_ckpt.exact_cases import RELEASE, MemoryLogger, Model, Outcome, SaveAt, make_trainer, outcome
-from tests.lightning_ckpt.exact_data import Samples
+from tests.lightning_ckpt.exact_cases import (
+    DEFAULTS,
+    RELEASE,
+    MemoryLogger,
+    Model,
+    Outcome,
+    SaveAt,
+    make_trainer,
+    outcome,
+)
+from tests.support.data_sets import Samples
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
@@ -198,13 +207,7 @@ def fit(case: Restoring, directory: Path, *, ours: bool, save_at: SaveAt | None 
     if not ours:
         trainer = pl.Trainer(
             **{
-                "accelerator": "cpu",
-                "devices": 1,
-                "max_epochs": 3,
-                "num_sanity_val_steps": 0,
-                "log_every_n_steps": 2,
-                "enable_progress_bar": False,
-                "enable_model_summary": False,
+                **DEFAULTS,
                 "enable_checkpointing": False,
                 "default_root_dir": directory,
                 "callbacks": callbacks,

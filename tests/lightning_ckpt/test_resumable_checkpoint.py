@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader
 from lightning_ckpt.io import SyncCheckpointIO
 from lightning_ckpt.resumable import ResumableCheckpoint
 from tests.lightning_ckpt.exact_cases import MemoryLogger, Model, digest
-from tests.lightning_ckpt.exact_data import Samples
 from tests.lightning_ckpt.features import HAS_SAVE_ON_EXCEPTION
+from tests.support.data_sets import Samples
 
 pytestmark = [pytest.mark.filterwarnings("ignore::UserWarning:lightning")]
 

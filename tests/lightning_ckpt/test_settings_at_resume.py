@@ -12,7 +12,8 @@ from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler
 from torch.utils.data import DataLoader
 
 from tests.lightning_ckpt.exact_cases import Model, SaveAt, make_trainer
-from tests.lightning_ckpt.exact_data import BATCH, Samples
+from tests.lightning_ckpt.exact_data import BATCH
+from tests.support.data_sets import Samples
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),

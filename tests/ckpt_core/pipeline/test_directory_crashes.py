@@ -46,33 +46,12 @@ def names(directory: Path) -> list[str]:
 
 
 KILLED = """
-import json, os, shutil, signal, sys, torch
+import json, os, shutil, sys
 from ckpt_core import Catalog, DirectoryCheckpointer
-from ckpt_core.storage import local, local_directory
 from tests.ckpt_core.pipeline.test_directory_crashes import add_note, parts, value_at
+from tests.support.killed_saves import killed_before
 
 strategy, exchange, again, stride = sys.argv[1], sys.argv[2] == "exchange", sys.argv[3] == "again", int(sys.argv[4])
-CHANGES = ("mkdir", "open", "pwrite", "ftruncate", "fsync", "replace", "rename", "link", "unlink", "rmdir")
-
-def killed_before(number):
-    '''Let the process die before its change number ``number`` to the directory.'''
-    left = iter(range(number))
-    def wrap(real):
-        def call(*args, **options):
-            if real is os_open and not args[1] & (os.O_WRONLY | os.O_CREAT):
-                return real(*args, **options)
-            if next(left, None) is None:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **options)
-        return call
-    os_open = os.open
-    for name in CHANGES:
-        setattr(os, name, wrap(getattr(os, name)))
-    if exchange:
-        local_directory._exchange = wrap(local_directory._exchange)
-    else:
-        local_directory._exchange = lambda one, other: False
-
 def save(value, note, path="run/a"):
     with DirectoryCheckpointer(strategy=strategy) as checkpointer:
         checkpointer.save(parts(value), path, write_files=add_note(note))
@@ -89,7 +68,7 @@ while True:
     shutil.copytree("before", "run")
     child = os.fork()
     if child == 0:
-        killed_before(number)
+        killed_before(number, exchanges=exchange)
         save(2.0, "new")
         os._exit(0)
     _, status = os.waitpid(child, 0)

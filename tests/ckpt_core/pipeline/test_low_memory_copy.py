@@ -31,6 +31,7 @@ from ckpt_core.events import Event, SnapshotTaken
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage, Operation
 from tests.support.accelerators import SIMULATED, SimulatedAccelerator
+from tests.support.hanging import returns
 from tests.support.states import assert_same_state
 
 ROOM = 2 * WINDOW
@@ -98,20 +99,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[PassingWindows]:
 
 def ends(act: Callable[[], Any]) -> None:
     """Do something that must not hang, and raise what it raises."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            act()
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(LONGEST_SECONDS)
-    assert not thread.is_alive(), "it hangs"
-    for error in errors:
-        raise error
+    assert returns(act, LONGEST_SECONDS), "it hangs"
 
 
 @both_layouts

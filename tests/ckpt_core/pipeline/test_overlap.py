@@ -29,6 +29,7 @@ from ckpt_core._devices import ROW, RowSums, streams
 from ckpt_core._pipeline import device_copy
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 from tests.support.accelerators import SIMULATED, SimulatedAccelerator, hold_late_copies
+from tests.support.hanging import returns
 from tests.support.states import assert_same_state
 
 MIB = 2**20
@@ -99,24 +100,6 @@ def values(tensor: torch.Tensor) -> list[float]:
     return tensor.cpu().unique().tolist()
 
 
-def returns(act: Callable[[], Any]) -> bool:
-    """Whether it returns, on a thread of its own, while streams are paused."""
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            act()
-        except BaseException as error:  # noqa: BLE001 - raised below
-            errors.append(error)
-
-    thread = threading.Thread(target=run, daemon=True)
-    thread.start()
-    thread.join(LONGEST_SECONDS)
-    for error in errors:
-        raise error
-    return not thread.is_alive()
-
-
 def waits_on_the_host(save: Callable[[], None], side: torch.Stream, device: Any) -> bool:
     """Whether a save does not return before its side stream has run."""
     device.module.pause(side)
@@ -135,8 +118,8 @@ def test_neither_the_save_nor_the_step_waits_on_the_host(training: Training) -> 
     for stream in (current, side):
         training.module.pause(stream)
     try:
-        assert returns(training.save)
-        assert returns(training.step)
+        assert returns(training.save, LONGEST_SECONDS)
+        assert returns(training.step, LONGEST_SECONDS)
         assert training.checkpointer.is_busy
     finally:
         for stream in (current, side):
@@ -158,9 +141,9 @@ def test_the_device_waits_for_the_step_and_not_for_what_comes_before(
     try:
         training.save()
         forward.fill_(1.0)
-        assert returns(lambda: values(forward) == [1.0])
+        assert returns(lambda: values(forward) == [1.0], LONGEST_SECONDS)
         # As Lightning computes the whole step.
-        assert returns(lambda: training.step(lambda: forward.add_(1.0).cpu()))
+        assert returns(lambda: training.step(lambda: forward.add_(1.0).cpu()), LONGEST_SECONDS)
         step_is_done = torch.accelerator.current_stream().record_event()
         assert not step_is_done.query()
     finally:
@@ -515,7 +498,7 @@ def test_a_step_that_is_captured_does_not_wait_for_what_is_not_in_the_graph(
         training.save()
         with accelerator.module.capturing():
             training.optimizer.step()
-        assert returns(torch.accelerator.current_stream().synchronize)
+        assert returns(torch.accelerator.current_stream().synchronize, LONGEST_SECONDS)
     finally:
         accelerator.module.resume(side)
     with pytest.raises(SnapshotTornError):  # this device has done it, as a replay would have

@@ -80,29 +80,12 @@ def test_an_error_in_any_operation_of_a_save_that_links(strategy: Any, tmp_path:
 
 
 KILLED = """
-import json, os, shutil, signal, sys
+import json, os, shutil, sys
 from ckpt_core import DirectoryCheckpointer
-from ckpt_core.storage import local_directory
 from tests.support.fine_tuning import FineTune, load_model
+from tests.support.killed_saves import killed_before
 
 strategy, again, stride = sys.argv[1], sys.argv[2] == "again", int(sys.argv[3])
-CHANGES = ("mkdir", "open", "pwrite", "ftruncate", "fsync", "replace", "rename", "link", "unlink", "rmdir")
-
-def killed_before(number):
-    left = iter(range(number))
-    def wrap(real):
-        def call(*args, **options):
-            if real is os_open and not args[1] & (os.O_WRONLY | os.O_CREAT):
-                return real(*args, **options)
-            if next(left, None) is None:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **options)
-        return call
-    os_open = os.open
-    for name in CHANGES:
-        setattr(os, name, wrap(getattr(os, name)))
-    local_directory._exchange = wrap(local_directory._exchange)
-
 def value_of(path):
     return float(load_model(path)["0.adapter"][0, 0])
 
