@@ -21,6 +21,7 @@ from ckpt_core.option_checks import (
     check_count,
     check_mapping,
     check_path,
+    check_preemption,
     check_seconds,
     check_share,
     check_signals,
@@ -85,9 +86,11 @@ def _number(text: str) -> Any:
 def _check_preempt(value: Any) -> Any:
     if value is None or value is False:
         return None
-    if isinstance(value, str):
+    if isinstance(value, (str, list, tuple)):
         check_signals(value, "true, or names of signals such as 'SIGTERM,SIGUSR1'")
-    elif value is not True and not isinstance(value, Mapping) and not hasattr(value, "signals"):
+    elif isinstance(value, Mapping):
+        check_preemption(value)
+    elif value is not True and not hasattr(value, "signals"):
         raise ValueError(f"must be true, names of signals, or a ckpt_core.preemption.Preemption, not {value!r}")
     return value
 

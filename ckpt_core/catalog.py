@@ -23,12 +23,20 @@ from ckpt_core.errors import (
     none_verifies,
 )
 from ckpt_core.events import CheckpointSkipped, Listener, notify
-from ckpt_core.option_checks import check_mapping, check_options, check_path, check_text, or_none
+from ckpt_core.option_checks import (
+    check_functions,
+    check_mapping,
+    check_options,
+    check_path,
+    check_text,
+    instance_of,
+    or_none,
+)
 from ckpt_core.paths import StrPath
 from ckpt_core.pins import is_pin, pin_path
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
 from ckpt_core.threads import run_parallel
-from ckpt_core.tiers import LEDGER_NAME, TieredStorage, Tiers, check_tiers, read_ledger
+from ckpt_core.tiers import LEDGER_NAME, TieredStorage, Tiers, read_ledger
 
 __all__ = [
     "RECORD_OF_RESUMES",
@@ -272,13 +280,17 @@ class Catalog:
         tiers: Tiers | None = None,
         memory: str | None = None,
     ) -> None:
-        given = {"suffix": suffix, "storage_options": storage_options, "memory": memory, "tiers": tiers}
+        given = {"suffix": suffix, "listeners": listeners, "storage_options": storage_options, "memory": memory}
         checks: dict[str, Callable[[Any], Any]] = {
             "storage_options": check_mapping,
             "memory": check_path,
-            "tiers": check_tiers,
+            "storage": instance_of(Storage, "ckpt_core.storage.Storage"),
+            "tiers": instance_of(Tiers, "ckpt_core.tiers.Tiers"),
         }
-        check_options({"suffix": check_text, **{name: or_none(check) for name, check in checks.items()}}, given)
+        check_options(
+            {"suffix": check_text, "listeners": check_functions, **{n: or_none(check) for n, check in checks.items()}},
+            {**given, "storage": storage, "tiers": tiers},
+        )
         self.root = self._saved_in = local_path(root)
         self._memory = None if memory is None else Catalog(memory, suffix=suffix)
         self._suffix = suffix

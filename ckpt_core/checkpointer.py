@@ -20,11 +20,19 @@ from ckpt_core._pipeline.save import Pipeline
 from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import CheckpointLoaded, Event, Listener, notify
-from ckpt_core.option_checks import check_count, check_functions, check_mapping, check_options, check_switch, or_none
+from ckpt_core.option_checks import (
+    check_count,
+    check_functions,
+    check_mapping,
+    check_options,
+    check_switch,
+    instance_of,
+    or_none,
+)
 from ckpt_core.paths import StrPath
 from ckpt_core.pins import is_pinned
 from ckpt_core.storage import Storage, is_remote, local_path, storage_for
-from ckpt_core.tiers import TieredStorage, Tiers, Uploader, check_tiers
+from ckpt_core.tiers import TieredStorage, Tiers, Uploader
 
 __all__ = ["Checkpointer", "CheckpointerBase", "full_path"]
 
@@ -63,14 +71,21 @@ class CheckpointerBase:
         if strategy not in ("sync", "async"):
             raise ValueError(f"strategy must be 'sync' or 'async', not {strategy!r}")
         check_options(
-            {**OPTION_CHECKS, "tiers": or_none(check_tiers)},
+            {
+                **OPTION_CHECKS,
+                "storage": or_none(instance_of(Storage, "ckpt_core.storage.Storage")),
+                "tiers": or_none(instance_of(Tiers, "ckpt_core.tiers.Tiers")),
+                "uploads": check_switch,
+            },
             {
                 "max_pending": max_pending,
                 "storage_options": storage_options,
                 "listeners": listeners,
                 "overlap": overlap,
                 "max_host_bytes": max_host_bytes,
+                "storage": storage,
                 "tiers": tiers,
+                "uploads": uploads,
             },
         )
         if on_error not in ("raise", "warn"):

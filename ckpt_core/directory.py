@@ -22,7 +22,7 @@ from ckpt_core._plan import LocalTensor, WritePlanCache, local_tensor
 from ckpt_core.checkpointer import CheckpointerBase
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import Listener
-from ckpt_core.option_checks import check_options, check_seconds
+from ckpt_core.option_checks import check_options, check_seconds, check_switch, instance_of, or_none
 from ckpt_core.paths import StrPath
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.storage import MANIFEST_NAME, Storage, is_remote
@@ -199,6 +199,16 @@ class DirectoryCheckpointer(CheckpointerBase):
         overlap: bool = False,
         max_host_bytes: int | None = None,
     ) -> None:
+        check_options(
+            {"ranks": or_none(instance_of(RankGroup, "ckpt_core.RankGroup")), "commit_timeout": check_seconds}
+            | dict.fromkeys(("slice_replicated", "link_unchanged"), check_switch),
+            {
+                "ranks": ranks,
+                "commit_timeout": commit_timeout,
+                "slice_replicated": slice_replicated,
+                "link_unchanged": link_unchanged,
+            },
+        )
         super().__init__(
             strategy=strategy,
             max_pending=max_pending,
@@ -211,7 +221,6 @@ class DirectoryCheckpointer(CheckpointerBase):
             overlap=overlap,
             max_host_bytes=max_host_bytes,
         )
-        check_options({"commit_timeout": check_seconds}, {"commit_timeout": commit_timeout})
         self._ranks = ranks if ranks is not None else RankGroup.alone()
         self._series = SaveSeries(self._ranks)
         self._slice_replicated = slice_replicated

@@ -5,9 +5,11 @@ A check returns the value, or raises a :class:`ValueError` that continues after 
 
 from __future__ import annotations
 
+import datetime
 import math
 import os
 import signal
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -68,6 +70,49 @@ def check_signals(value: Any, what: str = "names of signals such as 'SIGTERM'") 
     return tuple(dict.fromkeys(names))
 
 
+def check_deadline(value: Any) -> float | None:
+    """Take numbers of seconds from now, and times, also as text; return which time that is. None is no deadline."""
+    if value is None:
+        return None
+    given = value
+    if isinstance(given, str):
+        try:
+            given = float(given)
+        except ValueError:
+            try:
+                given = datetime.datetime.fromisoformat(given)
+            except ValueError:
+                raise ValueError(f"must be seconds or a time as 2026-11-22T04:00, not {value!r}") from None
+    if isinstance(given, datetime.datetime):
+        try:
+            return given.timestamp()
+        except (ValueError, OverflowError) as error:
+            raise ValueError(f"must be a time that the system's clock has, not {given}: {error}") from None
+    if isinstance(given, bool) or not isinstance(given, (int, float)) or not given > 0:
+        raise ValueError(f"must be seconds above 0 or a time, not {value!r}")
+    return time.time() + given
+
+
+def check_notice(value: Any) -> Any:
+    """Take None, paths, and functions."""
+    return value if value is None or callable(value) else check_path(value, "the path of a file, or a function")
+
+
+def check_preemption(value: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Take arguments of :class:`ckpt_core.preemption.Preemption` by name."""
+    known: dict[str, Check] = {
+        "signals": check_signals,
+        "deadline": check_deadline,
+        "notice": check_notice,
+        "look_every": check_seconds,
+    }
+    unknown = [name for name in value if name not in known]
+    if unknown:
+        raise ValueError(f"has no argument {unknown[0]!r}: there are signals, deadline, notice and look_every")
+    check_options({name: known[name] for name in value}, value)
+    return value
+
+
 def check_path(value: Any, what: str = "the path of a file") -> str:
     """Take paths that are not empty."""
     if not isinstance(value, (str, os.PathLike)) or not os.fspath(value):
@@ -95,6 +140,17 @@ def check_functions(value: Any) -> Sequence[Callable[..., Any]]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(map(callable, value)):
         raise ValueError(f"must be a list of functions, not {value!r}")
     return value
+
+
+def instance_of(kind: type, name: str) -> Check:
+    """Take instances of a class, which a message calls ``name``."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise ValueError(f"must be a {name}, not {value!r}")  # noqa: TRY004  a wrong value, as the others
+        return value
+
+    return check
 
 
 def or_none(check: Check) -> Check:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from ckpt_core.option_checks import check_options, check_path, check_seconds, check_signals
+from ckpt_core.option_checks import check_deadline, check_options, check_preemption, check_signals
 from ckpt_core.paths import StrPath
 from ckpt_core.ranks import Meeting, RankGroup
 
@@ -61,9 +61,10 @@ class Preemption:
     ends_at: float | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
-        check_options({"signals": check_signals, "notice": _check_notice, "look_every": check_seconds}, vars(self))
+        given = {name: value for name, value in vars(self).items() if name != "ends_at"}
+        check_preemption(given)
         object.__setattr__(self, "signals", check_signals(self.signals))
-        object.__setattr__(self, "ends_at", _time_of(self.deadline))
+        object.__setattr__(self, "ends_at", check_deadline(self.deadline))
 
     @classmethod
     def of(cls, value: Any) -> Preemption | None:
@@ -79,39 +80,10 @@ class Preemption:
         if isinstance(value, (str, list, tuple)):
             return cls(signals=value)
         if isinstance(value, Mapping):
-            try:
-                return cls(**value)
-            except TypeError as error:
-                raise ValueError(f"{error}: there are signals, deadline, notice and look_every") from None
+            return cls(**check_preemption(value))
         if isinstance(value, cls):
             return value
         raise ValueError(f"must be true, false, names of signals, or a Preemption, not {value!r}")
-
-
-def _check_notice(value: Any) -> None:
-    if value is not None and not callable(value):
-        check_path(value, "the path of a file, or a function")
-
-
-def _time_of(deadline: Any) -> float | None:
-    if deadline is None:
-        return None
-    if isinstance(deadline, str):
-        try:
-            deadline = float(deadline)
-        except ValueError:
-            try:
-                deadline = datetime.datetime.fromisoformat(deadline)
-            except ValueError:
-                raise ValueError(f"deadline must be seconds or a time as 2026-11-22T04:00, not {deadline!r}") from None
-    if isinstance(deadline, datetime.datetime):
-        try:
-            return deadline.timestamp()
-        except (ValueError, OverflowError) as error:
-            raise ValueError(f"deadline must be a time that the system's clock has, not {deadline}: {error}") from None
-    if isinstance(deadline, bool) or not isinstance(deadline, (int, float)) or not deadline > 0:
-        raise ValueError(f"deadline must be seconds above 0 or a time, not {deadline!r}")
-    return time.time() + deadline
 
 
 def exit_status(requests: Iterable[str]) -> int:

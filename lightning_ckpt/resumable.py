@@ -190,7 +190,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._auto_interval: AutoInterval | None = None
         self._memory_options = None if memory_every_n_steps is None else (memory_every_n_steps, memory_dir)
         if memory_every_n_steps is not None:
-            MemoryTier("", every=memory_every_n_steps, root=memory_dir)  # refuses what makes no sense
+            MemoryTier("run", every=memory_every_n_steps, root=memory_dir)  # refuses what makes no sense
             if resume is None and dirpath is None:
                 raise ValueError(
                     "memory_every_n_steps needs dirpath or resume='auto': without them each start has another "

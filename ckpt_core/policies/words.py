@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from ckpt_core.option_checks import check_text
 from ckpt_core.policies.retention import (
     AnyOf,
     KeepAtSteps,
@@ -78,7 +79,7 @@ def rules_of_words(text: str) -> list[tuple[str, RetentionPolicy]]:
         [('latest=2', KeepLatest(count=2)), ('best=loss:max', KeepBest(metric='loss', count=1, mode='max'))]
     """
     found = []
-    for word in text.split(","):
+    for word in check_text(text).split(","):
         name, _, value = (part.strip() for part in word.partition("="))
         if name not in _RULES:
             raise ValueError(f"has no rule {name!r}: there are {', '.join(_RULES)}, as in 'latest=2,every_steps=1000'")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ckpt_core.option_checks import check_mapping, check_options, or_none
 from ckpt_core.paths import StrPath, is_remote, local_path
 from ckpt_core.storage.base import MANIFEST_NAME, FileInfo, FileReader, FileWriter, Storage
 from ckpt_core.storage.counting import counted
@@ -37,8 +38,10 @@ def storage_for(path: StrPath, storage_options: dict[str, Any] | None = None) ->
             them, local paths take ``"follow_links"`` only, see :class:`LocalStorage`.
 
     Raises:
+        ValueError: ``storage_options`` is no mapping.
         StorageError: There is no such backend, its package is not installed, or the options do not fit.
     """
+    check_options({"storage_options": or_none(check_mapping)}, {"storage_options": storage_options})
     if not is_remote(path):
         return counted(LocalStorage(bool((storage_options or {}).get("follow_links"))))
     from ckpt_core.storage.fsspec_storage import FsspecStorage

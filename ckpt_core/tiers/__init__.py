@@ -8,7 +8,7 @@ uploads and removals in order. ``memory``: snapshots in host memory, which survi
 from ckpt_core.tiers.ledger import LEDGER_NAME, read_ledger
 from ckpt_core.tiers.memory import MEMORY_ROOT, MemoryTier, RunInMemory, runs_in_memory
 from ckpt_core.tiers.nearest import DAMAGE, TieredStorage
-from ckpt_core.tiers.places import Tiers, check_tiers
+from ckpt_core.tiers.places import Tiers
 from ckpt_core.tiers.uploader import Uploader
 
 __all__ = [
@@ -20,7 +20,6 @@ __all__ = [
     "TieredStorage",
     "Tiers",
     "Uploader",
-    "check_tiers",
     "read_ledger",
     "runs_in_memory",
 ]

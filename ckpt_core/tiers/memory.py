@@ -28,6 +28,7 @@ from ckpt_core._commit.agreement import Agreement
 from ckpt_core._commit.rank_group import RankGroup
 from ckpt_core.errors import CheckpointError, RankFailedError, StorageError
 from ckpt_core.events import Event, SaveCommitted, SaveFailed, size_in_words
+from ckpt_core.option_checks import check_count, check_options, check_path
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import is_remote, local_path
 from ckpt_core.storage.in_memory import MemoryStorage
@@ -75,8 +76,8 @@ class MemoryTier:
     """
 
     def __init__(self, run: StrPath, *, every: int = 1, root: StrPath = MEMORY_ROOT) -> None:
-        if isinstance(every, bool) or every < 1:
-            raise ValueError(f"the number of steps between two snapshots in memory must be at least 1, not {every!r}")
+        checks: dict[str, Callable[[Any], Any]] = {"run": check_path, "every": check_count, "root": check_path}
+        check_options(checks, {"run": run, "every": every, "root": root})
         if is_remote(root):
             raise ValueError(f"snapshots in memory need a local directory, not {root!r}")
         text = local_path(run)

@@ -127,12 +127,6 @@ class Tiers:
         return _relative(os.path.realpath(normal), os.path.realpath(self.local_dir))
 
 
-def check_tiers(value: Any) -> None:
-    """Refuse what is no :class:`Tiers`, such as the two paths themselves."""
-    if not isinstance(value, Tiers):
-        raise ValueError(f"must be a ckpt_core.tiers.Tiers, not {value!r}")  # noqa: TRY004  as the others
-
-
 def _normal(path: StrPath) -> str:
     text = local_path(path)
     if is_remote(text):

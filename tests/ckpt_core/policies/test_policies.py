@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckpt_core import Catalog, DirectoryCheckpointer
+from ckpt_core import Catalog, Checkpointer, DirectoryCheckpointer
 from ckpt_core.policies import (
     AnyOf,
     KeepAtSteps,
@@ -23,8 +23,11 @@ from ckpt_core.policies import (
     RetentionPolicy,
     SavedCheckpoint,
     SaveInterval,
+    policy_of_words,
     to_delete,
 )
+from ckpt_core.storage import storage_for
+from ckpt_core.tiers import MemoryTier
 
 
 def saved(*steps: int, losses: Sequence[float] = (), seconds: float = 1.0) -> list[SavedCheckpoint]:
@@ -101,6 +104,17 @@ REFUSED: list[tuple[str, Callable[[Any], object], list[Any]]] = [
     ("continuous must be true or false", lambda switch: SaveInterval(continuous=switch), ["no"]),
     ("tiers must be a ckpt_core.tiers.Tiers", lambda tiers: Catalog("a", tiers=tiers), [("a", "b")]),
     ("tiers must be a ckpt_core.tiers.Tiers", lambda tiers: DirectoryCheckpointer(tiers=tiers), ["/fast"]),
+    ("storage must be a ckpt_core.storage.Storage", lambda storage: Catalog("a", storage=storage), ["x", 0]),
+    ("listeners must be a list of functions", lambda listeners: Catalog("a", listeners=listeners), ["x", print]),
+    ("storage must be a ckpt_core.storage.Storage", lambda storage: Checkpointer(storage=storage), ["/fast", {}]),
+    ("uploads must be true or false", lambda uploads: Checkpointer(uploads=uploads), ["no", 0]),
+    ("ranks must be a ckpt_core.RankGroup", lambda ranks: DirectoryCheckpointer(ranks=ranks), [2, "x"]),
+    ("slice_replicated must be", lambda switch: DirectoryCheckpointer(slice_replicated=switch), ["false"]),
+    ("link_unchanged must be", lambda switch: DirectoryCheckpointer(link_unchanged=switch), ["false"]),
+    ("every must be a whole number", lambda every: MemoryTier("run", every=every), [1.5, "x", math.nan]),
+    ("run must be the path", MemoryTier, [5, ""]),
+    ("storage_options must be a mapping", lambda given: storage_for("a", given), ["key=1", []]),
+    ("must be a text", policy_of_words, [5, None]),
     ("suffix must be a text", lambda suffix: Catalog("a", suffix=suffix), [None, b".ckpt"]),
     ("storage_options must be a mapping", lambda given: Catalog("a", storage_options=given), ["key=1"]),
     ("memory must be", lambda memory: Catalog("a", memory=memory), [1, ""]),
