@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from ckpt_core._devices import Events, can_copy_late, events_of_current_streams, pin
+from ckpt_core._devices.pinning import pin
+from ckpt_core._devices.streams import Events, can_copy_late, events_of_current_streams
 from ckpt_core.errors import OutOfMemoryError, SerializationError
 
 _PAGE = mmap.PAGESIZE

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 
-from ckpt_core._devices import on_this_device
+from ckpt_core._devices.streams import on_this_device
 from ckpt_core._layouts.image import WINDOW
 from ckpt_core.buffers import StagingBuffer
 from ckpt_core.errors import OutOfMemoryError

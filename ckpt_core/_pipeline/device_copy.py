@@ -25,7 +25,8 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ckpt_core._devices import ROW, Events, RowSums, SideStreams, let_devices_wait
+from ckpt_core._devices.row_sums import ROW, RowSums
+from ckpt_core._devices.streams import Events, SideStreams, let_devices_wait
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._layouts.safetensors import resolved
 from ckpt_core.threads import Latch, wait_through

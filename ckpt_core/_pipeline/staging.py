@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from ckpt_core._devices import is_capturing, wait_for_devices
+from ckpt_core._devices.streams import is_capturing, wait_for_devices
 from ckpt_core._layouts.image import Image, ImageAbandonedError
 from ckpt_core._pipeline.buffer_pool import BufferPool
 from ckpt_core._pipeline.device_copy import COPY_GROUP, BackgroundCopy, Piece

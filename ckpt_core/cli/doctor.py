@@ -61,7 +61,7 @@ def _megabytes(text: str) -> int:
 
 
 def _doctor(options: Options) -> int:
-    from ckpt_core._devices import accelerator_name
+    from ckpt_core._devices.streams import accelerator_name
 
     versions: dict[str, str | None] = {}
     for name in _PACKAGES:

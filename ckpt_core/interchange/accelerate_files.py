@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ckpt_core._devices import DeviceGenerators
+from ckpt_core._devices.generators import DeviceGenerators
 from ckpt_core._layouts.torch_file.loading import load_torch_file
 from ckpt_core.checkpointer import Checkpointer, full_path
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError

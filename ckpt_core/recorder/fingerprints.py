@@ -22,7 +22,7 @@ import torch
 import xxhash
 from numpy.random import mtrand
 
-from ckpt_core._devices import current_device_generators
+from ckpt_core._devices.generators import current_device_generators
 from ckpt_core.state.rng import RngState
 
 #: Larger tensors count by :data:`SAMPLED_WORDS` words of 8 bytes that are spread evenly over them.

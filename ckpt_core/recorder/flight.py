@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ckpt_core._devices import LateNumber
+from ckpt_core._devices.streams import LateNumber
 from ckpt_core.events import Event, ResumeCompared
 from ckpt_core.recorder.fingerprints import digest_numbers
 from ckpt_core.recorder.ring import Record, Ring, decode, encode

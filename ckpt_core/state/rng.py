@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.random import mtrand
 
-from ckpt_core._devices import DeviceGenerators, capture_device_generators, restore_device_generators
+from ckpt_core._devices.generators import DeviceGenerators, capture_device_generators, restore_device_generators
 from ckpt_core.errors import SerializationError
 from ckpt_core.state.object_walk import reach
 

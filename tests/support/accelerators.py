@@ -122,14 +122,14 @@ class SimulatedAccelerator:
     """
 
     def __init__(self, unavailable: Callable[[str], NoReturn]) -> None:
-        from ckpt_core import _devices
+        from ckpt_core._devices import pinning
         from tests import simulated_device
 
         if simulated_device.find_compiler() is None:
             unavailable("no C++ compiler for the simulated device")
         simulated_device.load()
         self.type, self.module = simulated_device.NAME, simulated_device
-        _devices.PINNING[self.type] = _devices.Pinning(simulated_device.host_register, simulated_device.host_unregister)
+        pinning.PINNING[self.type] = pinning.Pinning(simulated_device.host_register, simulated_device.host_unregister)
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:

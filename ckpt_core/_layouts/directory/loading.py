@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ckpt_core._devices import on_current_streams
+from ckpt_core._devices.streams import on_current_streams
 from ckpt_core._layouts.directory.contents import Contents, PartContents, Placed, Shard
 from ckpt_core._layouts.directory.fetching import Job, Read, all_of, jobs_of, reads_of, run_job
 from ckpt_core._layouts.directory.files import Files

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ckpt_core._devices import on_current_streams
+from ckpt_core._devices.streams import on_current_streams
 from ckpt_core._layouts.torch_file.manifest import RecordDigests
 from ckpt_core.buffers import StagingBuffer, buffers_for, copy_late
 from ckpt_core.errors import CheckpointCorruptedError

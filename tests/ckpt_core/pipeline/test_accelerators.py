@@ -18,7 +18,9 @@ import pytest
 import torch
 
 from ckpt_core import CheckpointCorruptedError, Checkpointer, DirectoryCheckpointer, Kind, Part
-from ckpt_core._devices import DeviceGenerators, LateNumber, pin
+from ckpt_core._devices.generators import DeviceGenerators
+from ckpt_core._devices.pinning import pin
+from ckpt_core._devices.streams import LateNumber
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._pipeline import device_copy
 from ckpt_core._pipeline.buffer_pool import BufferPool

@@ -25,7 +25,8 @@ from ckpt_core import (
     StorageError,
     wait_staged,
 )
-from ckpt_core._devices import ROW, RowSums, streams
+from ckpt_core._devices import streams
+from ckpt_core._devices.row_sums import ROW, RowSums
 from ckpt_core._pipeline import device_copy
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 from tests.support.accelerators import SIMULATED, SimulatedAccelerator, hold_late_copies
