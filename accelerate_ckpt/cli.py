@@ -15,11 +15,7 @@ _PREFIX = "--ckpt_"
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command: what ``accelerate launch [flags] -m accelerate_ckpt [options] train.py`` does, in one parser.
 
-    Args:
-        arguments: The words after ``accelerate-ckpt``; those of this process, if not given.
-
-    Raises:
-        SystemExit: With status 2 if a flag is wrong.
+    Without ``arguments``, they are those of this process. A wrong flag ends it with status 2.
     """
     parser = launch_parser(_TITLE)
     parser.prog = "accelerate-ckpt"

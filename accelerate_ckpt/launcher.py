@@ -29,11 +29,8 @@ _OWN_DIRECTORY = os.path.dirname(os.path.abspath(__file__))
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run a script or module as ``python script.py`` and ``python -m module`` would.
 
-    Args:
-        arguments: The words after ``-m accelerate_ckpt``; those of this process, if not given.
-
-    Raises:
-        SystemExit: As the script exits; with status 2 if the options are wrong.
+    Without ``arguments``, they are those of this process. It exits as the script does; with status 2 if options are
+    wrong.
     """
     parser = _parser()
     given, unknown = parser.parse_known_args(arguments)
@@ -52,12 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def add_options(group: argparse._ActionsContainer, prefix: str = "--") -> None:
-    """Add a flag for every option of :class:`CheckpointConfig`, and one for the file.
-
-    Args:
-        group: A parser, or a group of its arguments.
-        prefix: What the name of an option becomes a flag with.
-    """
+    """Add a flag for every option of :class:`CheckpointConfig`, and one for the file."""
     for option in dataclasses.fields(CheckpointConfig):
         default = "" if option.default is None else f" (default: {str(option.default).lower()})"
         summary = option.metadata["help"] + default
@@ -165,12 +157,9 @@ def _find_spec(name: str) -> importlib.machinery.ModuleSpec | None:
 
 
 class _AfterImport(importlib.abc.MetaPathFinder):
-    """Installs ours as soon as the script has imported Accelerate, and not earlier.
+    """Does something with modules, by their names, as soon as the script has imported them, and not earlier.
 
-    Args:
-        actions: What to do with modules, by name, when they have been imported.
-
-    Importing it before the script would be simpler, and wrong: libraries read variables such as ``HF_HOME`` or
+    Importing Accelerate before the script would be simpler, and wrong: libraries read variables such as ``HF_HOME`` or
     ``OMP_NUM_THREADS`` when they are imported, and a script that sets them first must get what it asked for.
     """
 

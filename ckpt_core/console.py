@@ -37,9 +37,7 @@ def _handlers_of(logger: logging.Logger | None) -> Iterator[logging.Handler]:
 class Progress:
     """How far something is, said where it takes long: after two seconds, and then ever more seldom.
 
-    Args:
-        total: How much there is to do.
-        say: Called with how much of it is done, and in how many seconds.
+    ``say`` is called with how much of the ``total`` is done, and in how many seconds.
     """
 
     def __init__(self, total: int, say: Callable[[int, float], None]) -> None:

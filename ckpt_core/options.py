@@ -76,12 +76,7 @@ class CheckpointerOptions:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], **own: Any) -> CheckpointerOptions:
-        """Return the options among what a plugin was given, which are of the same names there.
-
-        Args:
-            given: By name; what is no option is left out.
-            own: Options that the plugin decides itself.
-        """
+        """Return the options among what a plugin was given, by the same names, and those that it decides itself."""
         names = {option.name for option in dataclasses.fields(cls)}
         return cls(**{**{name: value for name, value in given.items() if name in names}, **own})
 
@@ -115,11 +110,7 @@ class CheckpointerOptions:
             self._page.write()
 
     def settings(self, *listeners: Listener) -> dict[str, Any]:
-        """Return the arguments for a checkpointer of either layout.
-
-        Args:
-            listeners: Hear of every event besides the event log.
-        """
+        """Return the arguments for a checkpointer of either layout, with more listeners."""
         log: list[Listener] = [] if self.log_path is None else [EventLog(self.log_path)]
         if self._page is not None:
             log.append(self._page)
@@ -156,9 +147,7 @@ class _Page:
 def wait_if_small(checkpointer: CheckpointerBase, sizes: Iterable[int]) -> None:
     """Wait until a small state that was saved in the background is durable, unless the storage is slow.
 
-    Args:
-        checkpointer: What saves it.
-        sizes: Bytes of its tensors; looked at until they are too many.
+    ``sizes``, the bytes of its tensors, are looked at until they are too many.
     """
     total = 0
     for size in sizes:

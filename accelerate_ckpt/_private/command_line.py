@@ -22,11 +22,9 @@ except ImportError as moved:
 
 
 def launch_parser(title: str) -> argparse.ArgumentParser:
-    """Return the parser of ``accelerate launch``.
+    """Return the parser of ``accelerate launch``, whose help shows a group of arguments with this title, too.
 
-    Args:
-        title: Of a group of arguments that will be added, and is to be shown in the help: Accelerate hides the groups
-            that do not belong to the flags given, and those that it does not know.
+    Accelerate hides the groups that do not belong to the flags given, and those that it does not know.
     """
 
     class HelpFormatter(CustomHelpFormatter):  # type: ignore[misc]  # Accelerate publishes no types

@@ -117,11 +117,7 @@ def _save_at_end() -> None:
 
 
 class JustInTime:
-    """Notes what this rank of an Accelerator alone has, and saves when another one dies.
-
-    Args:
-        session: Of the Accelerator.
-    """
+    """Notes what this rank of an Accelerator alone has, and saves when another one dies."""
 
     def __init__(self, session: Session) -> None:
         self._session = session

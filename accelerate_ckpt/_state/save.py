@@ -330,12 +330,7 @@ def metadata_of(session: Session, target: str | None) -> dict[str, Any]:
 
 
 def rank_state(session: Session, *, variables: bool = True) -> dict[str, Any]:
-    """Return what this rank alone has.
-
-    Args:
-        session: Of the Accelerator.
-        variables: Whether to look at those of the script, too, which takes long where each step does it.
-    """
+    """Return what this rank alone has; with the script's ``variables``, which takes long where each step does it."""
     accelerator = session.accelerator
     models = accelerator._models
     state: dict[str, Any] = {

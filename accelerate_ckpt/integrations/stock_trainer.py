@@ -33,11 +33,7 @@ class StockCheckpointNotice(TrainerCallback):
 
 
 def tell_of_trainers(module: ModuleType) -> None:
-    """Give all Trainers to come the notice.
-
-    Args:
-        module: ``transformers.trainer``, imported.
-    """
+    """Give all Trainers of ``transformers.trainer`` to come the notice."""
     callbacks = getattr(module, "DEFAULT_CALLBACKS", None)
     if isinstance(callbacks, list) and StockCheckpointNotice not in callbacks:
         callbacks.append(StockCheckpointNotice)

@@ -49,14 +49,7 @@ _VERBS = (
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
-
-    Args:
-        arguments: The words after ``ckpt``; those of this process, if not given.
-
-    Returns:
-        The exit code: 0 if all went well, otherwise one of :class:`ckpt_core.cli.parser.Exit`.
-    """
+    """Run the command with the words after ``ckpt``, by default this process's; return its exit code (``Exit``)."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):  # in the order of their numbers
         if getattr(sys, name) is None:  # closed by who started the command; no checkpoint may get its number
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 - until the process ends

@@ -79,12 +79,8 @@ def print_table(
 ) -> None:
     """Print rows in columns that are as wide as they must be, without a heading; the last one is not padded.
 
-    Columns in which nothing is are left out.
-
-    Args:
-        rows: Their cells.
-        right: Numbers of the columns that are aligned to the right.
-        styles: By the first word of a cell, in which style it is (:func:`styled`).
+    Empty columns are left out, those of the numbers ``right`` are aligned to the right. ``styles`` says in which style
+    a cell is, by its first word.
     """
     found = [[printable(cell) for cell in row] for row in rows]
     widths = [max(map(len, column)) for column in zip(*found, strict=True)]

@@ -148,10 +148,8 @@ def digest_numbers(numbers: Iterable[float]) -> int:
 def digest_generators(rng: RngState | None = None) -> int:
     """Return the digest of the global generators of this process.
 
-    The words of a Mersenne twister change all together, so some of them and the position stand for its state.
-
-    Args:
-        rng: As they were captured; without it, as they are now, which takes some 20 us.
+    The words of a Mersenne twister change all together, so some of them and the position stand for its state. Without
+    ``rng``, a capture, they are asked, which takes some 20 us.
     """
     python = random.getstate() if rng is None else rng.python
     words = python[1]
@@ -182,10 +180,7 @@ class WeightSample:
     """Some elements of some parameters and buffers, spread over all of a module.
 
     They show in the first step what a loss shows in the second: a moment that was not loaded, a parameter that is no
-    longer trained.
-
-    Args:
-        module: Its parameters and buffers must stay the same objects; their contents may change. It is not kept alive.
+    longer trained. They must stay the same objects, whose contents may change; the module is not kept alive.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:

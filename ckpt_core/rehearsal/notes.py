@@ -143,9 +143,7 @@ class Notes:
 def described(value: Any, *, whole: bool = True) -> str:
     """Return a short text that is the same in every process for the same bits.
 
-    Args:
-        value: Anything; of objects of unknown classes, their class counts.
-        whole: Whether all of a large tensor is read, and not a sample of it.
+    Of objects of unknown classes, their class counts. Unless ``whole``, a sample of a large tensor is read.
 
     Example:
         >>> described(0.5), described("a" * 100) == described("a" * 100)

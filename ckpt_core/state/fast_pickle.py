@@ -20,9 +20,6 @@ _PLAIN = frozenset({bool, int, float, str, bytes, type(None)})
 class Noted:
     """A value as bytes already, for what many notes have in common.
 
-    Args:
-        value: Plain data and tensors.
-
     Example:
         >>> same = Noted({"epoch": 3})
         >>> read_note(note_of([1, same])), read_note(note_of([2, same]))

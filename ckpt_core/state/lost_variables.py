@@ -179,11 +179,7 @@ class Variables:
         self._known: _Known | None = None
 
     def handed_out(self, *, begins: bool) -> None:
-        """Note that the script is given a batch.
-
-        Args:
-            begins: Whether it is the first of an epoch.
-        """
+        """Note that the script is given a batch, the first of an epoch or another one."""
         if not self._trained and (self._lost or not self._first or self._lost is None):
             self._look()
         elif self._trained and begins:

@@ -61,11 +61,8 @@ _SHORT = 256
 class Source:
     """What some files do with names.
 
-    Names are those of :meth:`name_of`: variables belong to a function, attributes and keys to all objects.
-
-    Args:
-        files: Paths of the files that can be read.
-        running: Functions that are running, whose loops are under way: file name, name and first line of each.
+    Names are those of :meth:`names_of`: variables belong to a function, attributes and keys to all objects. The loops
+    of functions that are ``running`` are under way: file name, name and first line of each.
     """
 
     def __init__(self, files: Collection[str], running: Collection[tuple[str, str, int]] = ()) -> None:
@@ -525,9 +522,7 @@ def _kind(node: ast.AST) -> str:
 def is_live(name: str, frame: types.FrameType) -> bool:
     """Return whether a variable may be read after the instruction that is under way, before it is written again.
 
-    Args:
-        name: Of the variable.
-        frame: Of a function, or of a module. Where it waits for the next item of a loop, there is one.
+    Where the frame waits for the next item of a loop, there is one.
     """
     return _is_live(name, frame.f_code, frame.f_lasti)
 

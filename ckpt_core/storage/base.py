@@ -180,11 +180,7 @@ class CountingReader(FileReader):
 
 
 class Claim(abc.ABC):
-    """This process's claim on a directory.
-
-    Args:
-        directory: Path or URL.
-    """
+    """This process's claim on a directory, at a path or URL."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -200,11 +196,7 @@ class Claim(abc.ABC):
 
     @abc.abstractmethod
     def release(self, *, wait: bool = True) -> None:
-        """End the claim.
-
-        Args:
-            wait: Whether to return when others can know.
-        """
+        """End the claim; with ``wait``, return when others can know."""
 
     @abc.abstractmethod
     def forget(self) -> None:

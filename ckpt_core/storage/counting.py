@@ -16,11 +16,7 @@ _count: contextvars.ContextVar[Count | None] = contextvars.ContextVar("count", d
 
 @contextlib.contextmanager
 def counting(count: Count) -> Iterator[None]:
-    """Have every storage that the body makes by ``storage_for`` say what is read from it and written to it.
-
-    Args:
-        count: Called with a number of bytes, from any thread, when they have been moved.
-    """
+    """Have every storage that the body makes by ``storage_for`` say how many bytes it has moved, from any thread."""
     token = _count.set(count)
     try:
         yield

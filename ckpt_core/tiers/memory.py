@@ -348,11 +348,7 @@ class RunInMemory:
 
 
 def runs_in_memory(root: StrPath = MEMORY_ROOT) -> Sequence[RunInMemory]:
-    """Return the snapshots of this user's runs in the memory of this machine, also of those that are gone.
-
-    Args:
-        root: A directory in memory.
-    """
+    """Return the snapshots of this user's runs in the memory of this machine, also of those that are gone."""
     home, found = f"{local_path(root)}/ckpt-{os.geteuid()}", []
     with contextlib.suppress(OSError):
         for entry in sorted(os.listdir(home)):

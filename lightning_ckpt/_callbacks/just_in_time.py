@@ -18,14 +18,9 @@ log = logging.getLogger(__name__)
 
 
 class JustInTime:
-    """Notes what this rank alone has, and saves when another one dies; made on all ranks together.
+    """Notes what this rank alone has, and saves when another one dies.
 
-    Args:
-        trainer: A Trainer of either package whose model is set up.
-        state: The exact state of its fit.
-        directory: Of the checkpoints.
-        storage_options: For fsspec.
-        wait_seconds: How long survivors wait for each other.
+    Made on all ranks together, when the model is set up. Survivors wait ``wait_seconds`` for each other.
     """
 
     def __init__(

@@ -32,11 +32,7 @@ class MemorySnapshots(Live):
     def begin(cls, tier: MemoryTier, trainer: Any, problem: str | None, name: str) -> MemorySnapshots | None:
         """Return what saves; None where it cannot be, which a warning says; called on all ranks together.
 
-        Args:
-            tier: Where, and when.
-            trainer: Its processes are connected.
-            problem: Why it cannot be, as far as that is known.
-            name: Of a snapshot, with a place for the step.
+        ``problem`` is why it cannot be, as far as that is known; ``name`` is a snapshot's, with a place for the step.
         """
         strategy, token = trainer.strategy, ""
         if problem is None:

@@ -86,10 +86,8 @@ class _Moment:
 class ExactState(Live):
     """The exact state of one Trainer, shared by all callbacks on it.
 
-    Args:
-        trainer: A Trainer of either package.
-        replay: Always bring loaders back by reading again.
-        warn: Called on rank 0 with the causes why a resume is not exact.
+    With ``replay``, loaders are always brought back by reading again; ``warn`` is called on rank 0 with the causes why
+    a resume is not exact.
 
     Attributes:
         at_moment: Called before each batch is fetched and each validation begins.
