@@ -2,7 +2,8 @@
 
 No list of captured things is complete, because users write Python. ``plan``: what one process of a rehearsal is told.
 ``notes``: what the plugins in it write down of each step. ``comparing``: in what two runs differ. ``samples``: whether
-other ranks continue an epoch with each of its samples once. ``running``: starts the processes and says what was found.
+other ranks continue an epoch with each of its samples once. ``running``: starts the processes. ``result``: what was
+found, in words.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from ckpt_core.rehearsal.notes import (
     states_of,
 )
 from ckpt_core.rehearsal.plan import POINTS, VARIABLE, Plan
-from ckpt_core.rehearsal.running import CannotRehearseError, Result, Resumed, rehearse
+from ckpt_core.rehearsal.result import Result, Resumed
+from ckpt_core.rehearsal.running import CannotRehearseError, rehearse
 
 __all__ = [
     "POINTS",
