@@ -94,7 +94,7 @@ def _leaves(path: str, options: Options) -> dict[str, Any]:
 
     found = find(path, options.storage_options)
     if not found.is_checkpoint and find_foreign(path, options.storage_options) is None:
-        raise no_checkpoint(found)
+        raise no_checkpoint(found, options.storage_options)
     trust = False if options.trust_pickle else None
     return dict(leaves(load_whole(path, weights_only=trust, storage_options=options.storage_options)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 from typing import TYPE_CHECKING
 
 from ckpt_core.cli.finding import find, find_foreign, no_checkpoint, refuse_itself, refuse_other_data, size_at
@@ -100,50 +101,58 @@ def _converted(options: Options) -> int | None:
 
     found = find(options.source, options.storage_options)
     if not found.is_checkpoint and find_foreign(options.source, options.storage_options) is None:
-        raise no_checkpoint(found)
+        raise no_checkpoint(found, options.storage_options)
     path = full_path(options.source)
     if options.to in _OURS:
         refuse_itself(path, full_path(options.target))
         refuse_other_data(options.target, options.storage_options, force=options.force)
     storage = storage_for(path, options.storage_options)
     is_ours = is_directory_checkpoint(storage, path)
-    is_model = not is_ours and not found.is_checkpoint and _holds_a_model(storage, path)
+    is_foreign = not is_ours and not found.is_checkpoint
+    is_model = is_foreign and _holds_a_model(storage, path)
     is_model = is_model and not interchange.is_stock_accelerate(path, options.storage_options)
     weights_only = False if options.trust_pickle else None
     given = {"storage_options": options.storage_options}
-    if options.to == "safetensors" and interchange.is_stock_accelerate(path, options.storage_options):
-        raise CheckpointFormatError(
-            "a checkpoint of stock Accelerate is not written as safetensors at once; its model may be "
-            "model.safetensors already",
-            path=options.source,
-            remedy=f"ckpt convert {options.source} DIRECTORY --to directory, and convert that",
-        )
     size: int | None = None
     if options.to == "dcp":
         interchange.convert_to_dcp(path, options.target, weights_only=weights_only, **given)
+    elif options.to == "safetensors" and is_foreign:
+        parent = os.path.dirname(full_path(options.target))
+        os.makedirs(parent, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".", suffix=".export", dir=parent) as between:
+            ours = os.path.join(between, "checkpoint")
+            interchange.convert_to_directory(path, ours, weights_only=weights_only, **given)
+            if is_model and options.prefix is None:
+                options.prefix = ""  # its names are those that its program knows
+            _export_model(options, ours, storage_for(ours))
     elif options.to == "safetensors":
-        prefix = options.prefix
-        if prefix is None:
-            prefix = _common_prefix(path, options.part, storage)
-            if prefix:
-                print(f"left {prefix!r} out of the tensors' names (--prefix '' keeps it)", file=sys.stderr)
-        interchange.export_model(
-            path, options.target, part=options.part, prefix=prefix, max_shard_size=options.max_shard_size, **given
-        )
+        _export_model(options, path, storage)
     elif options.to == "accelerate":
         interchange.convert_to_accelerate(path, options.target, weights_only=weights_only, **given)
     elif is_model and options.to == "directory":
         size = interchange.import_model(path, options.target, part=options.part or "model", **given)
-    elif is_model:
-        raise CheckpointFormatError(
-            "a Hugging Face model becomes a directory only",
-            path=options.source,
-            remedy=f"ckpt convert {options.source} {options.target} --to directory",
-        )
     else:
         convert = interchange.convert_to_file if options.to == "file" else interchange.convert_to_directory
         size = convert(path, options.target, weights_only=weights_only, **given)
     return size
+
+
+def _export_model(options: Options, path: str, storage: Storage) -> None:
+    from ckpt_core import interchange
+
+    prefix = options.prefix
+    if prefix is None:
+        prefix = _common_prefix(path, options.part, storage)
+        if prefix:
+            print(f"left {prefix!r} out of the tensors' names (--prefix '' keeps it)", file=sys.stderr)
+    interchange.export_model(
+        path,
+        options.target,
+        part=options.part,
+        prefix=prefix,
+        max_shard_size=options.max_shard_size,
+        storage_options=options.storage_options,
+    )
 
 
 def _wrote(options: Options, layout: str, size: int | None = None) -> int:

@@ -90,8 +90,11 @@ class Found:
         return None if found is None else f"{self.path} is {found.what}: see ckpt inspect, verify, convert"
 
 
-def no_checkpoint(found: Found) -> CheckpointFormatError:
+def no_checkpoint(found: Found, storage_options: dict[str, Any] | None) -> CheckpointFormatError:
     """Return the error for a directory that was taken for a checkpoint."""
+    if not found.checkpoints:
+        text = f"this is a directory, and no checkpoint: {found.hint(storage_options)}"
+        return CheckpointFormatError(text, path=found.path)
     first = next((info for info in found.checkpoints if info.is_readable), None)
     newest = f", the newest is {first.path}" if first is not None else ""
     number = f"{len(found.checkpoints)} checkpoint{'s' * (len(found.checkpoints) != 1)}"

@@ -53,7 +53,7 @@ def _inspect(options: Options) -> int:
     found = find(options.path, options.storage_options)
     foreign = find_foreign(options.path, options.storage_options)
     if foreign is None and not found.is_checkpoint:
-        raise no_checkpoint(found)
+        raise no_checkpoint(found, options.storage_options)
     path = options.path if foreign is not None else found.checkpoints[0].path
     verified = None
     if foreign is not None:

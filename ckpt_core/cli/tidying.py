@@ -181,6 +181,8 @@ def _prune(options: Options) -> int:
         return Exit.USAGE
     found = find(options.directory, options.storage_options)
     refuse_checkpoint(found, "prune")
+    if not found.checkpoints:
+        print(found.hint(options.storage_options), file=sys.stderr)
     rules = [rule for rules in options.keep for rule in rules]
     told = listen(found.checkpoints, options.storage_options)
     decisions = _decide(found.checkpoints, rules, told)

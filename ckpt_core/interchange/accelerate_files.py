@@ -69,7 +69,13 @@ def read_stock(
         elif (custom := _CUSTOM.fullmatch(name)) is not None:
             found[f"custom_{custom[1]}"] = _read(storage, path, name, weights_only, memory)
         elif (rank := _RANDOM.fullmatch(name)) is not None:
-            found.setdefault("random_states", {})[rank[1]] = _plain(_read(storage, path, name, weights_only, memory))
+            states = _read(storage, path, name, weights_only, memory)
+            try:
+                found.setdefault("random_states", {})[rank[1]] = _plain(states)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:
+                raise CheckpointFormatError(
+                    f"the random states are not as stock Accelerate saves them: {error!r}", path=f"{path}/{name}"
+                ) from error
         elif name == _SCALER:
             found["scaler"] = _read(storage, path, name, weights_only, memory)
         elif name == _WHOLE_MODEL:

@@ -98,7 +98,7 @@ def export_model(
             raise StateMismatchError(
                 f"no tensor's name begins with {prefix!r}; the first is {next(iter(found), None)!r}",
                 path=full_path(source),
-                remedy="change part= or prefix=",
+                remedy="change part= or prefix= (--part, --prefix)",
             )
         for key, tensor in tensors.items():
             if not can_store(tensor.info):
@@ -141,7 +141,7 @@ def _tensors_of_file(path: str, key: str, storage: Storage) -> dict[str, _Tensor
             + (", ".join(map(str, state)) if isinstance(state, Mapping) else "no keys"),
             path=path,
             key=key,
-            remedy="say with part= where the model is",
+            remedy="say with part= (--part) where the model is",
         )
     return {
         key_of(where): _Tensor(TensorInfo(tensor.dtype, tuple(tensor.shape)), given(tensor))

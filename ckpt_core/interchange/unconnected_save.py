@@ -38,7 +38,7 @@ from ckpt_core._layouts.safetensors import TensorInfo, dtype_name
 from ckpt_core._pipeline.directory_commit import NOTHING, discard, errors_name, leave, previous_at, publish
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core.buffers import ScratchBuffers
-from ckpt_core.commit_time import Stamp, step_in
+from ckpt_core.commit_time import Stamp, commit_time, step_in
 from ckpt_core.errors import SerializationError
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.flat_names import EntryPath, entry_name, nested
@@ -242,7 +242,7 @@ def _join_ranks(
         kinds=dict.fromkeys(names, kind),
         parts=json.dumps(parts, separators=(",", ":"), allow_nan=False),
         ranks=[_record(rank, numbers) for rank in ranks],
-        stamp=Stamp(step=step_in(metadata)),
+        stamp=Stamp(commit_time(), step_in(metadata)),
     )
     Contents(Manifest.decode(data, path=path), path).check()
     return data

@@ -5,12 +5,14 @@ from __future__ import annotations
 import io
 import json
 import os
+import random
 import shutil
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -20,6 +22,7 @@ from tqdm import tqdm
 from ckpt_core import Checkpointer, DirectoryCheckpointer, EventLog, Kind, Part
 from ckpt_core.cli import _VERBS, main
 from ckpt_core.cli.parser import Commands, _Parser
+from ckpt_core.interchange import load_whole
 from ckpt_core.storage import LocalStorage
 
 Capture = pytest.CaptureFixture[str]
@@ -149,6 +152,46 @@ def test_du_counts_what_other_programs_wrote(write: Callable[[Path], None], tmp_
     assert main(["du", "-r", str(both), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["bytes"], len(found["checkpoints"])) == (size_of(both), 2)
+
+
+def dcp_files(path: Path) -> None:
+    dcp.save({"model": {"w": torch.ones(3)}, "step": 1}, checkpoint_id=path, no_dist=True)
+
+
+def model_of_accelerate(path: Path) -> None:
+    hugging_face(path)
+    states = {"random_state": random.getstate(), "numpy_random_seed": np.random.get_state()}
+    torch.save({"step": 1, **states, "torch_manual_seed": torch.get_rng_state()}, path / "random_states_0.pkl")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is")
+@pytest.mark.parametrize("layout", ["file", "directory", "dcp", "safetensors", "accelerate"])
+@pytest.mark.parametrize("write", [dcp_files, hugging_face, model_of_accelerate])
+def test_each_layout_is_written_out_of_each(
+    write: Callable[[Path], None], layout: str, tmp_path: Path, capsys: Capture
+) -> None:
+    write(tmp_path / "source")
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "new" / "out"), "--to", layout]) == 0
+    assert os.listdir(tmp_path / "new") == ["out"]
+    if layout == "safetensors":
+        (weights,) = safetensors.torch.load_file(tmp_path / "new" / "out" / "model.safetensors").values()
+    else:
+        weights = load_whole(tmp_path / "new" / "out")["model"]["w"]
+    assert torch.equal(weights, torch.ones(3))
+    if layout in ("file", "directory"):
+        capsys.readouterr()
+        assert main(["ls", str(tmp_path / "new" / "out"), "--json"]) == 0
+        (listed,) = json.loads(capsys.readouterr().out)
+        assert listed["state"] == "committed" and listed["committed"] is not None
+
+
+def test_random_states_of_another_kind_are_said(tmp_path: Path, capsys: Capture) -> None:
+    hugging_face(tmp_path / "source")
+    torch.save({"step": 1}, tmp_path / "source" / "random_states_0.pkl")
+    assert main(["convert", str(tmp_path / "source"), str(tmp_path / "out"), "--to", "directory"]) == 1
+    error = capsys.readouterr().err
+    assert "random states are not as stock Accelerate saves them: KeyError('random_state')" in error
+    assert "random_states_0.pkl" in error
 
 
 def test_ls_and_du_say_where_other_programs_checkpoints_are(tmp_path: Path, capsys: Capture) -> None:
