@@ -12,18 +12,18 @@ import atexit
 import concurrent.futures.thread  # noqa: F401 - whose own call is registered before ours, and so comes after it
 import os
 import threading
-import weakref
 from collections.abc import Callable
 
-_lock = threading.Lock()
-_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+_threads: set[threading.Thread] = set()  # without a lock: a signal handler that saves may interrupt whoever holds it
 _calls: list[Callable[[], None]] = []
 
 
 def wait_for(thread: threading.Thread) -> None:
     """Let the interpreter wait for a thread before it ends."""
-    with _lock:
-        _threads.add(thread)
+    for known in tuple(_threads):
+        if not known.is_alive():
+            _threads.discard(known)
+    _threads.add(thread)
 
 
 def call_after_threads(function: Callable[[], None]) -> None:
@@ -32,22 +32,12 @@ def call_after_threads(function: Callable[[], None]) -> None:
 
 
 def _finish() -> None:
-    while True:
-        with _lock:
-            living = [thread for thread in _threads if thread.is_alive()]
-        if not living:
-            break
+    while living := [thread for thread in tuple(_threads) if thread.is_alive()]:
         living[0].join()  # it may start another one
     for call in _calls:
         call()
 
 
-def _forget_threads() -> None:
-    """In a forked process, in which none of them runs."""
-    global _lock, _threads
-    _lock, _threads = threading.Lock(), weakref.WeakSet()
-
-
 getattr(threading, "_register_atexit", atexit.register)(_finish)
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_threads)
+    os.register_at_fork(after_in_child=_threads.clear)  # none of them runs there

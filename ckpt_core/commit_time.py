@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import threading
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -25,26 +24,28 @@ _STEP_KEYS = ("global_step", "step")
 
 
 class _Clock:
-    """Never behind what it has seen or given."""
+    """Never behind what it has seen or given.
+
+    Without a lock: a signal handler may save, and wait for the thread that commits, while it interrupts whoever holds
+    it. What is appended is never lost, and each is later than those before it, so they are few.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seen = 0.0
+        self._seen = [0.0]
 
     def now(self) -> float:
-        with self._lock:
-            microseconds = round(max(time.time(), self._seen + _STEP) * 1e6)
-            # Six decimals are written, always: manifests of the same state have the same length.
-            self._seen = (microseconds + (microseconds % 10 == 0)) / 1e6
-            return self._seen
+        microseconds = round(max(time.time(), max(self._seen) + _STEP) * 1e6)
+        # Six decimals are written, always: manifests of the same state have the same length.
+        now = (microseconds + (microseconds % 10 == 0)) / 1e6
+        self._seen.append(now)
+        return now
 
     def seconds_behind(self) -> float:
-        with self._lock:
-            return max(0.0, self._seen - time.time())
+        return max(0.0, max(self._seen) - time.time())
 
     def note(self, committed: float) -> None:
-        with self._lock:
-            self._seen = max(self._seen, committed)
+        if committed > max(self._seen):
+            self._seen.append(committed)
 
 
 _clock = _Clock()

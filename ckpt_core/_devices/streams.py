@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -14,7 +13,6 @@ Events = dict[torch.device, torch.Event]  # of the side stream of each device
 
 # One for each device, kept: allocators cache memory per stream, and torch has no more than 32 of them to give out.
 _side_streams: dict[torch.device, torch.Stream] = {}
-_lock = threading.Lock()
 
 
 def _devices_of(tensors: Iterable[torch.Tensor]) -> list[torch.device]:
@@ -31,13 +29,13 @@ def _current_stream(device: torch.device) -> torch.Stream | None:
 
 
 def _side_stream(device: torch.device) -> torch.Stream | None:
-    with _lock:
-        if device not in _side_streams:
-            try:
-                _side_streams[device] = torch.Stream(device=device)
-            except (RuntimeError, NotImplementedError):  # it has one stream only, as Apple's have
-                return None
-        return _side_streams[device]
+    if device not in _side_streams:
+        try:
+            # Without a lock, which a signal handler that saves could wait for: one stream more is let go of.
+            _side_streams.setdefault(device, torch.Stream(device=device))
+        except (RuntimeError, NotImplementedError):  # it has one stream only, as Apple's have
+            return None
+    return _side_streams[device]
 
 
 def _wait_for(device: torch.device) -> None:

@@ -39,7 +39,7 @@ EARLY_BYTES = 64 * 2**20  # of devices that a save may hold when it returns; wha
 Piece = tuple[int, torch.Tensor, torch.Tensor]
 _Ranges = dict[torch.device, list[tuple[int, int]]]
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler that saves may interrupt the step of an optimizer
 _hooks: list[Any] = []  # one, when there is a checkpointer that overlaps
 _stepped: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # since they are watched: the hook reaches them
 _under_way: list[BackgroundCopy] = []  # those that copy something late

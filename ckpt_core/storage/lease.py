@@ -95,7 +95,7 @@ class Lease(Claim):
         self._is_released = threading.Event()
         self._written_at = -float("inf")  # by time.monotonic()
         self._written_at_store = 0.0  # by the clock of the store
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler that saves may interrupt a save
         self._thread: threading.Thread | None = None
 
     def renew(self) -> None:

@@ -17,7 +17,6 @@ import fcntl
 import os
 import shutil
 import stat
-import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 
@@ -54,8 +53,9 @@ class StagingDirectories:
     """The hidden directories that this process is writing into."""
 
     def __init__(self) -> None:
-        self._locks: dict[str, list[int]] = {}
-        self._lock = threading.Lock()
+        # Its path and the descriptor with its lock. Changed in one step, without a lock of ours, which a signal
+        # handler that saves could wait for.
+        self._locks: set[tuple[str, int]] = set()
 
     def begin(self, path: str, token: str) -> str:
         """Create the hidden directory of ``path``, or join those who have, and return its path."""
@@ -66,8 +66,7 @@ class StagingDirectories:
         replaced = permissions.replaced_by(path)
         is_directory = replaced is not None and stat.S_ISDIR(replaced.st_mode)
         descriptor = _create_locked(staging, permissions.first_mode(replaced if is_directory else None, 0o777))
-        with self._lock:
-            self._locks.setdefault(staging, []).append(descriptor)
+        self._locks.add((staging, descriptor))
         return staging
 
     def publish(self, path: str, token: str, gone: Sequence[str]) -> None:
@@ -89,11 +88,12 @@ class StagingDirectories:
     def leave(self, path: str, token: str) -> None:
         """Stop writing into the hidden directory, and delete it if it is there still and nobody else writes into it."""
         staging = _hidden(path, token)
-        with self._lock:
-            descriptors = self._locks.get(staging, [])
-            descriptor = descriptors.pop() if descriptors else -1
-            if not descriptors:
-                self._locks.pop(staging, None)
+        descriptor = -1
+        for held in [held for held in tuple(self._locks) if held[0] == staging]:
+            with contextlib.suppress(KeyError):  # another one, who leaves too, was faster
+                self._locks.remove(held)
+                descriptor = held[1]
+                break
         with contextlib.suppress(OSError):
             if descriptor != -1:
                 # Closing alone would leave the lock to the forked workers of a data loader, who have the descriptor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
@@ -33,8 +32,9 @@ class KnownClients:
     """What is known of the buckets of one server."""
 
     def __init__(self) -> None:
-        self.found: dict[str, ObstoreClient | None] = {}  # by bucket and options; None where obstore is not used
-        self.lock = threading.Lock()
+        # By bucket and options; None where obstore is not used. Without a lock, which a signal handler that saves could
+        # wait for while credentials are looked for.
+        self.found: dict[str, ObstoreClient | None] = {}
 
 
 class ObstoreChoice:
@@ -62,14 +62,13 @@ class ObstoreChoice:
         identity = self._identity_of(path)
         if self._kind is None or identity is None:
             return None
-        with self._known.lock:
-            if identity not in self._known.found:
-                try:
-                    client = ObstoreClient(self._kind, self._filesystem, path, self._options)
-                    self._known.found[identity] = client
-                except Exception as error:  # noqa: BLE001 - from what finds credentials
-                    self._give_up(identity, path, error)
-            found = self._known.found[identity]
+        if identity not in self._known.found:
+            try:
+                client = ObstoreClient(self._kind, self._filesystem, path, self._options)
+                self._known.found.setdefault(identity, client)
+            except Exception as error:  # noqa: BLE001 - from what finds credentials
+                self._give_up(identity, path, error)
+        found = self._known.found[identity]
         return found if found is not None and found.knows(path) else None
 
     def writing_client_of(self, path: str, by_fsspec: Requests) -> ObstoreClient | None:

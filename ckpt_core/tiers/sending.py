@@ -40,7 +40,7 @@ class Sender:
         self._series = SaveSeries(RankGroup.alone())
         self._claims = Claims()
         self._names: dict[str, set[str]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler that saves may interrupt a look-up
 
     def send(self, path: str, say: Callable[[int, int, float], None]) -> int | None:
         """Upload a checkpoint, by its local path, and return its size in bytes; None if there is nothing to upload.

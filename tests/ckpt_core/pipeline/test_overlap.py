@@ -31,6 +31,7 @@ from ckpt_core._pipeline import device_copy
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 from tests.support.accelerators import SIMULATED, SimulatedAccelerator, hold_late_copies
 from tests.support.hanging import returns
+from tests.support.interrupting import at_every_moment
 from tests.support.states import assert_same_state
 
 MIB = 2**20
@@ -520,3 +521,30 @@ def test_a_save_inside_of_a_capture_is_refused_before_anything_is_queued(
             checkpointer.save(state if layout == "file" else [Part("m", state, Kind.REPLICATED)], tmp_path / "saved")
         assert (accelerator.module.work_queued(), accelerator.module.host_waits()) == before
         assert not checkpointer.exists(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("interrupted", ["step", "streams"])
+@pytest.mark.timeout(100)
+def test_a_signal_handler_saves_at_any_moment(interrupted: str, training: Training) -> None:
+    saves = 0
+
+    def handler() -> None:
+        nonlocal saves
+        saves += 1
+        training.save()
+        training.checkpointer.wait()
+
+    def first_step() -> None:
+        weight = torch.nn.Parameter(torch.ones(3, device=training.device))
+        weight.grad = torch.ones_like(weight)
+        torch.optim.SGD([weight], lr=1.0).step()
+
+    def first_stream() -> None:
+        streams._side_streams.clear()
+        streams.SideStreams(training.weights.values())
+
+    act, file = (first_step, "device_copy.py") if interrupted == "step" else (first_stream, "_devices/streams.py")
+    for run in at_every_moment((file,), handler, opcodes=False):
+        run(act)
+    assert saves > 5
+    assert_same_state(training.load(), training.on_host())

@@ -24,6 +24,7 @@ from ckpt_core.storage.obstore_client import ObstoreClient
 from ckpt_core.storage.uploads import ObstoreWriter, S3Writer, StreamWriter
 from tests.ckpt_core.storage.test_s3_tls import certificate
 from tests.support.fault_proxy import FOREIGN, HttpFault, start_proxy
+from tests.support.interrupting import at_every_moment
 from tests.support.servers import ACCESS_KEY, SECRET_KEY, Server, start_rclone
 from tests.support.stores import read, write
 
@@ -560,3 +561,26 @@ def test_credentials_of_google() -> None:
     found.credentials = object()
     filesystem = type("Filesystem", (), {"credentials": found, "requester_pays": False, "_endpoint": None})
     assert asked_by("gs", filesystem) == ["Bearer of-google"]
+
+
+@pytest.mark.timeout(60)
+def test_a_signal_handler_saves_while_the_client_of_a_server_is_made(server_of: ServerOf) -> None:
+    server = server_of("moto")
+    root = f"{server.new_bucket()}/runs"
+    storage: Any = storage_for(root, server.options)
+    saves = 0
+
+    def handler() -> None:
+        nonlocal saves
+        saves += 1
+        write(storage, f"{root}/handler", b"handler")
+
+    def save() -> None:
+        for shared in fsspec_storage._SHARED.values():
+            shared.clients.found.clear()
+        write(storage, f"{root}/outer", b"outer")
+
+    for run in at_every_moment(("obstore_choice.py",), handler, opcodes=False):
+        run(save)
+    assert saves > 5
+    assert [read(storage, f"{root}/{name}") for name in ("handler", "outer")] == [b"handler", b"outer"]

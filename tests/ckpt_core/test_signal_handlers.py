@@ -1,0 +1,64 @@
+"""A signal handler saves, and waits for its save, whatever the thread that it interrupts was doing."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part
+from ckpt_core.commit_time import commit_time, note_commit, seconds_behind
+from ckpt_core.storage import LocalStorage
+from tests.support.interrupting import at_every_moment
+
+
+def begin_and_leave(storage: LocalStorage, directory: Path) -> None:
+    path = str(directory / "unfinished")
+    storage.begin_directory(path, "token")
+    storage.leave_directory(path, "token")
+
+
+def save_in_the_background(storage: LocalStorage, directory: Path) -> None:
+    with Checkpointer(storage=storage) as checkpointer:
+        checkpointer.save({}, directory / "outer")
+
+
+ACTS: dict[str, tuple[str, Callable[[Any, Path], object]]] = {
+    "commit": ("commit_time.py", lambda *_: commit_time()),
+    "note": ("commit_time.py", lambda *_: note_commit(commit_time() + 1)),
+    "clock": ("commit_time.py", lambda *_: seconds_behind()),
+    "directory": ("local_directory.py", begin_and_leave),
+    "thread": ("ckpt_core/at_exit.py", save_in_the_background),
+}
+
+
+@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.timeout(60)
+def test_a_handler_saves_at_any_moment(act: str, tmp_path: Path) -> None:
+    storage, counter = LocalStorage(), itertools.count()
+    saved: list[int] = []
+
+    def handler() -> None:
+        number = next(counter)
+        state = torch.full((3,), number)
+        with (
+            Checkpointer(storage=storage) as background,
+            DirectoryCheckpointer(strategy="sync", storage=storage) as foreground,
+        ):
+            background.save({"w": state}, tmp_path / "background")
+            background.wait()
+            foreground.save([Part("model", {"w": state}, Kind.REPLICATED)], tmp_path / "foreground")
+            saved.append(int(background.load(tmp_path / "background")["w"][0]))
+
+    file, interrupted = ACTS[act]
+    for run in at_every_moment((file,), handler, opcodes=False):
+        run(lambda: interrupted(storage, tmp_path))
+    assert saved
+    assert saved == list(range(len(saved)))
+    with DirectoryCheckpointer().load(tmp_path / "foreground") as checkpoint:
+        assert checkpoint.load("model")["w"][0] == len(saved) - 1
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
