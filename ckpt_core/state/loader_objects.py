@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ckpt_core.state.changed_values import PlainState
-from ckpt_core.state.rng import capture_generator, find_generators, restore_generator
+from ckpt_core.state.object_walk import reach
+from ckpt_core.state.rng import capture_generator, find_generators, made_generator, restore_generator
 
 
 class Carried:
@@ -46,10 +47,18 @@ class Carried:
         return {path: capture_generator(generator) for path, generator in self._generators.items()}
 
     def restore_generators(self, states: Mapping[str, Any]) -> None:
-        """Set the generators that are still there."""
+        """Set the generators that are there, and make those that an object makes when it first draws."""
         for path, generator in self._generators.items():
             if path in states:
                 restore_generator(generator, states[path])
+        missing = states.keys() - self._generators
+        for name, owner in self._owners.items() if missing else ():
+            for found in reach(owner):
+                path = f"{name}:{found.path}" if name else found.path
+                if found.value is None and path in missing:
+                    found.put(made_generator(states[path]))
+        if missing:
+            self.look()
 
     def values(self) -> tuple[dict[str, Any], list[str]]:
         """Capture the plain values that have changed; also return the paths of those that cannot be captured."""

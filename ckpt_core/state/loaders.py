@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from ckpt_core.errors import CheckpointError, StateMismatchError
 from ckpt_core.state.loader_objects import Carried
-from ckpt_core.state.rng import PACKED_RNG_BYTES, RngState
+from ckpt_core.state.rng import RngState
 from ckpt_core.state.samplers import RecordingSampler, SamplerMoment, SamplerPass, describe_sampler
 from ckpt_core.state.stateful import is_stateful
 from ckpt_core.state.workers import (
@@ -26,6 +26,7 @@ from ckpt_core.state.workers import (
     RngMapDataset,
     WorkerInit,
     WorkerRngLog,
+    has_lost_carried,
     pack_carried,
 )
 
@@ -35,6 +36,7 @@ Method = Literal["skip", "load", "replay"]
 Moment = TypeVar("Moment")
 
 _FETCHES_THAT_SHOW_DRAWS = 2
+_LEAST_ROOM = 32768  # bytes, for generators that are made in workers alone
 _SLACK = 4096  # numbers of generators are written with as many digits as they have
 
 # settings of a loader that decide what its batches are
@@ -118,6 +120,7 @@ class LoaderTracker:
         self._collate: RecordingCollate | None = None
         self._worker_batches: list[int] = [0] * self.workers
         self._throwaway_base = 0
+        self._marks = 0  # of this pass
         self._begun_rng: RngState | None = None
         self._next_workers: list[Any] = []
         self._resumed_workers: list[Any] = []
@@ -174,6 +177,7 @@ class LoaderTracker:
         self._begun_rng = RngState.capture()
         self.started = started
         self._state_before_pass = self._state_between_passes()
+        self._marks = 0
         self.carried.look()
         self._begun_carried = {"generators": self.carried.generators(), "values": self.carried.values()[0]}
         if self.method == "skip" and self.workers:
@@ -207,7 +211,7 @@ class LoaderTracker:
                 self._resumed_workers = []
 
     def _record_workers(self, resume: list[Any] | None = None, throwaway: int = 0) -> None:
-        room = len(pack_carried(self.carried)) + _SLACK if self.carried.has_generators else 0
+        room = max(len(pack_carried(self.carried)), _LEAST_ROOM) + _SLACK
         log = WorkerRngLog(self.workers, depth=int(self.loader.prefetch_factor or 2) + 4, room=room)
         self._resumed_workers = list(resume or ())
         collate_fn = self._original.get("collate_fn", self.loader.collate_fn)
@@ -229,6 +233,9 @@ class LoaderTracker:
 
     def mark(self) -> LoaderMark:
         """Remember where the loader is before a fetch."""
+        self._marks += 1
+        if self._marks == 2 and self.workers == 0:  # the first batch may have made generators
+            self.carried.look()
         state = self.loader.state_dict() if self.method == "load" else None
         here = self.workers == 0 and self.carried.has_generators
         return LoaderMark(self.started, self._pass(), state, self.carried.generators() if here else {})
@@ -342,7 +349,7 @@ class LoaderTracker:
         if not getattr(self.loader, "in_order", True):
             return "the data loader returns batches out of order (in_order=False)"
         if self._has_lost_generators(state):
-            path = self.carried.paths[0]
+            path = next(iter(self.carried.paths), "or several")
             return f"the data set keeps its own random generator ({path}) in worker processes, where it is not recorded"
         left_out = state.get("carried", {}).get("left_out")
         if left_out:
@@ -355,12 +362,12 @@ class LoaderTracker:
         return None
 
     def _has_lost_generators(self, state: Mapping[str, Any]) -> bool:
-        if not self.workers or not self.carried.has_generators or state.get("between"):
+        if not self.workers or state.get("between"):
             return False
-        if self.method == "replay":
-            return "carried" not in state
-        recorded = [packed for packed in state.get("workers") or () if packed is not None]
-        return self.method != "skip" or any(packed.numel() == PACKED_RNG_BYTES for packed in recorded)
+        if self.method == "skip":
+            recorded = [packed for packed in state.get("workers") or () if packed is not None]
+            return any(has_lost_carried(packed, self.carried) for packed in recorded)
+        return self.carried.has_generators and (self.method != "replay" or "carried" not in state)
 
     def _reads_again(self, state: Mapping[str, Any]) -> bool:
         if self.method == "load" and self.iterable and self.is_loader:

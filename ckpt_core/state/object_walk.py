@@ -1,12 +1,14 @@
 """What objects of users carry: walks data sets, samplers, transforms, callbacks and modules for what a run may change.
 
-Only ``__dict__`` is looked at, never a property, so that walking has no effects. What belongs to a library that keeps
-no state of a training there (files, locks, tables, tensors' storages, the frameworks themselves) is not entered.
+Only ``__dict__`` and ``__slots__`` are looked at, never a property, so that walking has no effects. What belongs to a
+library that keeps no state of a training there (files, locks, tables, tensors' storages, the frameworks themselves) is
+not entered.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dis
 import functools
 import random
 import types
@@ -48,6 +50,25 @@ def is_generator(value: object) -> bool:
         return False
     kinds = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState, np.random.BitGenerator)
     return isinstance(value, kinds)
+
+
+@functools.lru_cache(maxsize=1024)
+def slots_of(kind: Any) -> tuple[str, ...]:
+    """Return the names in ``__slots__`` of a class and its bases, without those of libraries."""
+    slots = [vars(base).get("__slots__", ()) for base in kind.__mro__ if not is_library(base)]
+    return tuple(name for of in slots for name in ((of,) if isinstance(of, str) else of) if not name.startswith("__"))
+
+
+@functools.lru_cache(maxsize=256)
+def set_by_libraries(kind: Any) -> frozenset[str]:
+    """Return the attributes that methods of libraries' classes among the bases of a class set."""
+    names = set()
+    for base in filter(is_library, kind.__mro__):
+        for value in vars(base).values():
+            function = getattr(value, "__func__", getattr(value, "fset", value))
+            if isinstance(function, types.FunctionType):
+                names |= {step.argval for step in dis.get_instructions(function) if step.opname == "STORE_ATTR"}
+    return frozenset(names)
 
 
 def is_plain(value: object, depth: int = 4) -> bool:
@@ -141,7 +162,7 @@ def reach(
             yield from visit(child, _join(path, name), put, depth - 1)
 
     def walk_attributes(value: Any, path: str, depth: int) -> Iterator[Found]:
-        attributes, left_out = vars(value), ignore if value is owner else frozenset()
+        attributes, left_out = getattr(value, "__dict__", {}), ignore if value is owner else frozenset()
         if isinstance(value, torch.nn.Module):
             yield from walk_module(value, path, depth)
             left_out = left_out | _OF_EVERY_MODULE
@@ -150,6 +171,12 @@ def reach(
         for name, child in list(attributes.items()):
             if name not in left_out:
                 yield from visit(child, _join(path, name), _into(value, name), depth - 1)
+        kind: Any = type(value)
+        for name in slots_of(kind):
+            if name not in left_out and hasattr(value, name):
+                yield from visit(
+                    getattr(value, name), _join(path, name), functools.partial(setattr, value, name), depth
+                )
         yield from from_code(_code_of_class(type(value)), path)
 
     def walk_module(value: torch.nn.Module, path: str, depth: int) -> Iterator[Found]:
@@ -217,8 +244,8 @@ def _content(cell: Any) -> Any:
 
 
 def _is_entered(value: object, owner: object) -> bool:
-    kind = type(value)
-    if not isinstance(getattr(value, "__dict__", None), dict):
+    kind: Any = type(value)
+    if not isinstance(getattr(value, "__dict__", None), dict) and not slots_of(kind):
         return False
     if isinstance(value, torch.nn.Module):
         # what has parameters is the model that is trained, and no part of a data set

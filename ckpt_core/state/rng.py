@@ -211,6 +211,17 @@ def restore_generator(generator: Any, state: Any) -> None:
         generator.setstate((version, struct.unpack(f"<{len(data) // 4}I", data), gauss))
 
 
+def made_generator(state: Any) -> Any:
+    """Return a new generator with a state that :func:`capture_generator` returned."""
+    generator: Any = torch.Generator() if isinstance(state, torch.Tensor) else random.Random()
+    if isinstance(state, dict) and "has_gauss" in state:
+        generator = np.random.RandomState()
+    elif isinstance(state, dict):
+        generator = np.random.Generator(getattr(np.random, state["bit_generator"])())
+    restore_generator(generator, state)
+    return generator
+
+
 def capture_generators(owner: object) -> dict[str, Any]:
     """Capture the generators that :func:`find_generators` finds, as tensors and plain numbers."""
     return {path: capture_generator(generator) for path, generator in find_generators(owner)}

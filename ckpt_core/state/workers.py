@@ -24,6 +24,7 @@ from ckpt_core.state.stateful import Forwarding, stay_stateful
 
 _UNTOUCHED = -1
 _LENGTH = struct.Struct("<Q")
+_TOO_LONG = (1 << 64) - 1
 
 
 class WorkerRngLog:
@@ -52,7 +53,9 @@ class WorkerRngLog:
     def record(self, worker: int, carried: bytes = b"") -> None:
         """Called in a worker after each batch."""
         count = int(self._counts[worker])
-        packed = torch.frombuffer(bytearray(pack_rng() + carried.ljust(self.room, b"\0")), dtype=torch.uint8)
+        packed = torch.frombuffer(
+            bytearray(pack_rng() + carried.ljust(self.room, b"\0")[: self.room]), dtype=torch.uint8
+        )
         self._slots[worker, count % self.depth].copy_(packed)
         self._counts[worker] = count + 1
 
@@ -76,19 +79,27 @@ class WorkerRngLog:
 
 
 def pack_carried(carried: Carried, room: int | None = None) -> bytes:
-    """Return the generators of objects as bytes, which say how many they are; none if they are more than ``room``."""
+    """Return the generators of objects as bytes, which say how many they are, or that they are more than ``room``."""
+    if not carried.has_generators:
+        return b""
     buffer = io.BytesIO()
     torch.save(carried.generators(), buffer)
     data = buffer.getvalue()
     packed = _LENGTH.pack(len(data)) + data
-    return packed if room is None or len(packed) <= room else b""
+    return packed if room is None or len(packed) <= room else _LENGTH.pack(_TOO_LONG)
 
 
 def unpack_carried(packed: bytes) -> dict[str, Any]:
     """Undo :func:`pack_carried`."""
     (length,) = _LENGTH.unpack_from(packed)
-    data = packed[_LENGTH.size : _LENGTH.size + length]
+    data = packed[_LENGTH.size : _LENGTH.size + length] if length != _TOO_LONG else b""
     return dict(torch.load(io.BytesIO(data), weights_only=True)) if data else {}
+
+
+def has_lost_carried(recorded: torch.Tensor, here: Carried) -> bool:
+    """Whether what a worker recorded lacks generators: those that there are here, too, or more than it had room for."""
+    carried = recorded[PACKED_RNG_BYTES:].numpy().tobytes()
+    return here.has_generators if not carried else _LENGTH.unpack_from(carried)[0] == _TOO_LONG
 
 
 class RecordingCollate:
@@ -124,7 +135,9 @@ class RecordingCollate:
         if worker is not None:
             if worker.id < self.throwaway and self.log.count(worker.id) == 0:
                 self.install(worker.id)
-            self.log.record(worker.id, pack_carried(self._carries(), self.log.room) if self.log.room else b"")
+            if self.log.count(worker.id) == 0:
+                self._carries().look()  # the first batch may have made some
+            self.log.record(worker.id, pack_carried(self._carries(), self.log.room))
         return batch
 
     def __getstate__(self) -> dict[str, Any]:

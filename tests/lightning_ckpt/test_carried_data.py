@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch.utils.data import ConcatDataset, DataLoader, Dataset, IterableDataset, Sampler, default_collate
+from torch.utils.data import (
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    Sampler,
+    default_collate,
+    get_worker_info,
+)
 
 from tests.lightning_ckpt.captured import BATCHES, END, MIDDLE, Training, train_and_resume
 from tests.lightning_ckpt.exact_cases import Model
@@ -54,6 +62,46 @@ class Noise:
 
     def __call__(self) -> float:
         return float(self.own.random()) + self.python.random()
+
+
+class Slots:
+    __slots__ = ("generator",)
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(2)
+
+    def __call__(self) -> torch.Tensor:
+        return torch.rand((), generator=self.generator)
+
+
+class WhenItDraws(Items):
+    """Makes its generators when it first draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.python = self.numpy = self.older = self.torch = None
+
+    def __getitem__(self, index: int) -> Any:
+        number, x = super().__getitem__(index)
+        if self.python is None:
+            self.python, self.numpy, self.older = random.Random(1), np.random.default_rng(2), np.random.RandomState(3)
+            self.torch = torch.Generator().manual_seed(4)
+        return number, x + self.python.random() + self.numpy.random() + self.older.randn() + torch.rand(
+            (), generator=self.torch
+        )
+
+
+class InWorkers(Items):
+    generator: np.random.Generator
+
+    def __getitem__(self, index: int) -> Any:
+        number, x = super().__getitem__(index)
+        return number, x + float(self.generator.random())
+
+
+def make_generator(worker: int) -> None:
+    info: Any = get_worker_info()
+    info.dataset.generator = np.random.default_rng(info.seed)
 
 
 class Collate:
@@ -163,6 +211,8 @@ LOADERS = {
     "shuffled in place": over(Items, batch_sampler=Shuffled),
     "shuffled by its own": over(Items, batch_sampler=lambda: Shuffled(random.Random(3), lazy=True)),
     "counts its passes": stream(Counting),
+    "slots": over(lambda: Items(Slots())),
+    "made when it draws": over(WhenItDraws),
 }
 IN_PROCESS = {
     "counts its reads": (over(ReadsCount), list),
@@ -196,7 +246,9 @@ def check_in_this_process(name: str, at: tuple[str, int], tmp_path: Path) -> Non
     assert found == expected
 
 
-@pytest.mark.parametrize("name", some([*LOADERS, "mining", "reorders"], "collate", "shuffled by its own"))
+@pytest.mark.parametrize(
+    "name", some([*LOADERS, "mining", "reorders"], "collate", "shuffled by its own", "made when it draws")
+)
 def test_in_workers(name: str, tmp_path: Path) -> None:
     make, callbacks = IN_PROCESS[name] if name in IN_PROCESS else (LOADERS[name], list)
     NOISE.seed(4)
@@ -204,6 +256,30 @@ def test_in_workers(name: str, tmp_path: Path) -> None:
     assert not said
     assert found.seen == expected.seen
     assert found == expected
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_generators_that_are_made_in_workers(persistent: bool, tmp_path: Path) -> None:
+    make = loader_of(
+        lambda workers: DataLoader(
+            InWorkers(), 4, True, num_workers=workers, worker_init_fn=make_generator, persistent_workers=persistent
+        )
+    )
+    expected, found, said = train_and_resume(Training(make(2)), tmp_path)
+    assert not said
+    assert found == expected
+
+
+def test_generators_in_workers_that_are_too_many_to_record_are_said(tmp_path: Path) -> None:
+    class Many(InWorkers):
+        def __getitem__(self, index: int) -> Any:
+            if not hasattr(self, "many"):
+                self.many = [random.Random(seed) for seed in range(20)]
+            return index, torch.full((4,), self.many[index % 20].random())
+
+    _, _, said = train_and_resume(Training(over(Many)(2)), tmp_path)
+    assert len(said) == 1
+    assert "in worker processes, where it is not recorded" in said[0]
 
 
 def test_what_is_too_large_is_said(tmp_path: Path) -> None:

@@ -31,6 +31,13 @@ class Transform:
         return float(self.own.random())
 
 
+class Slots:
+    __slots__ = ("own",)
+
+    def __init__(self) -> None:
+        self.own = torch.Generator().manual_seed(1)
+
+
 class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -64,6 +71,7 @@ CARRIERS = {
     "concatenated": lambda: ConcatDataset([Items(), Items(rng=np.random.default_rng(2))]),
     "subset": lambda: Subset(Items(rng=torch.Generator()), [0, 1]),
     "collate": lambda: DataLoader(Items(), collate_fn=closure()),
+    "slots": lambda: Items(transform=Slots()),
     "bit generator": lambda: Items(bits=np.random.PCG64(1)),
 }
 
