@@ -241,10 +241,12 @@ class Session:
         wrapped = [*accelerator._optimizers, *accelerator._schedulers]
         inner = [getattr(one, name) for one in wrapped for name in ("optimizer", "scheduler") if hasattr(one, name)]
         loaders = list(accelerator._dataloaders)
-        inner += [getattr(one, name, None) for one in loaders for name in ("dataset", "sampler", "batch_sampler")]
+        names = ("dataset", "sampler", "batch_sampler", "collate_fn")
+        data = [getattr(one, name, None) for one in loaders for name in names]
         # a class of the script's may have more than its state_dict holds
+        users = [one for one in [*inner, *accelerator._custom_objects] if not is_library(type(one))]
         librarys = [one for one in accelerator._custom_objects if is_library(type(one))]
-        return Watched(accelerator._models, [accelerator, *wrapped, *inner, *loaders, *librarys])
+        return Watched(accelerator._models, [accelerator, *wrapped, *inner, *loaders, *librarys], users, data)
 
     @property
     def window_is_open(self) -> bool:

@@ -44,7 +44,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from ckpt_core.state.changed_values import fingerprint
-from ckpt_core.state.object_walk import is_generator, is_plain
+from ckpt_core.state.object_walk import is_generator, is_plain, set_by_libraries, slots_of
 from ckpt_core.state.rng import capture_generator
 from ckpt_core.state.source_code import CELL, Source, is_live, mark
 from ckpt_core.state.users_code import is_library, is_users_file
@@ -94,17 +94,17 @@ class Watched(NamedTuple):
     Attributes:
         models: The models that are trained.
         held: What a checkpoint holds besides, or somebody else looks at; not looked into.
-        owners: Objects of the script whose attributes are looked at as those of the models' modules are.
-        ignored: Attributes of models and owners that are a framework's own.
-        others_look: Whether somebody else looks at plain attributes of models and owners, and at objects in them, so
-            that only functions, iterators, optimizers and the like are looked at here.
+        owners: Objects of the script whose attributes are looked at as those of the models' modules are, but those that
+            are a library's own.
+        data: What data is made by. A checkpoint holds its plain values and generators, but not what its functions keep.
+        waits: Whether the script's functions that are running wait for the training to end.
     """
 
     models: Sequence[torch.nn.Module]
     held: Sequence[object]
     owners: Sequence[object] = ()
-    ignored: frozenset[str] = frozenset()
-    others_look: bool = False
+    data: Sequence[object] = ()
+    waits: bool = False
 
 
 class _Held(NamedTuple):
@@ -317,8 +317,7 @@ class Variables:
             return True
         names = [] if source is None else source.names_of(now.path, now.code)
         if kind == _VALUE and source is not None:
-            counts, holds = type(now.value) is int, isinstance(now.value, _CONTAINERS)
-            if not source.decides(names[-1], counts=counts, holds=holds):
+            if not _is_used(source, names[-1], now.value):
                 return False
             is_variable = now.frame is not None and not now.is_elsewhere and "." not in now.path
             if not (is_variable or in_place or self._saved.get("ends") or source.keeps(names[-1], now.value)):
@@ -338,16 +337,21 @@ class Variables:
         models = watched.models
         if self._known is None or anew or self._known.models != list(map(id, models)):
             self._known = _Known.of(models)
-        look = _Look(self._known, [*watched.held, *watched.owners])
+        look = _Look(self._known, [*watched.held, *watched.owners, *watched.data])
         found: dict[str, _Held] = {}
+        for source in watched.data:
+            place = getattr(source, "__name__", type(source).__name__)
+            for name, value in _children_of(source):
+                for path, what, one, of, told_by in look.into(name, value):
+                    if CELL in path:
+                        found[f"`{_shown(path)}` of {place}"] = _Held(told_by, what, path, None, one, of)
         # what is in several is looked at where it is for the longest time
         for owner, variables in [
             *(at for model in models for at in _of_model(model)),
             *map(_attributes, watched.owners),
         ]:
             for name, value in variables:
-                is_left = watched.others_look and not _is_more_than_plain(value)
-                if name.rpartition(".")[2] not in watched.ignored and not is_left and not _NO_STATE.search(name):
+                if not _NO_STATE.search(name):
                     for path, what, one, of, mark in look.into(name, value):
                         held = _Held(mark, what, f"self.{path}", None, one, of or owner)
                         found[f"`{_shown(path)}` of {owner.__name__}"] = held
@@ -376,10 +380,19 @@ def are_kept(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
     Args:
         values: Class of each object, path of the attribute, and value.
     """
+    if not values:
+        return []
     held = [_Held("", _VALUE, f"self.{path}", None, value, owner) for owner, path, value in values]
     source = _source_of(held)
     names = [source.names_of(one.path, None)[-1] for one in held]
-    return [source.decides(name) and source.keeps(name, one.value) for name, one in zip(names, held, strict=True)]
+    return [
+        _is_used(source, name, one.value) and source.keeps(name, one.value)
+        for name, one in zip(names, held, strict=True)
+    ]
+
+
+def _is_used(source: Source, name: str, value: object) -> bool:
+    return source.decides(name, counts=type(value) is int, holds=isinstance(value, _CONTAINERS))
 
 
 def in_words(names: Sequence[str]) -> str:
@@ -488,7 +501,7 @@ def _of_model(model: torch.nn.Module) -> Iterator[tuple[type, list[tuple[str, An
     for name, module in model.named_modules():
         kind, found = type(module), []
         if not is_library(kind) and kind.get_extra_state is torch.nn.Module.get_extra_state:
-            found = [(f"{name}.{n}".lstrip("."), v) for n, v in vars(module).items() if n not in _OF_EVERY_MODULE]
+            found = [(f"{name}.{n}".lstrip("."), v) for n, v in _attributes(module)[1]]
         hooks = [one for of in _HOOKS for one in vars(module)[of].values()]
         hooks += [
             one for p in module._parameters.values() if p is not None for one in (p._backward_hooks or {}).values()
@@ -498,14 +511,16 @@ def _of_model(model: torch.nn.Module) -> Iterator[tuple[type, list[tuple[str, An
             yield kind, found
 
 
-def _is_more_than_plain(value: Any) -> bool:
-    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
-    kinds = (types.FunctionType, types.MethodType, functools.partial, *_CHANGEABLE)
-    return len(items) <= _VALUES and not is_plain(value) and any(isinstance(one, kinds) for one in items)
-
-
 def _attributes(owner: object) -> tuple[type, list[tuple[str, Any]]]:
-    return type(owner), list(vars(owner).items())
+    kind: Any = type(owner)
+    librarys = set_by_libraries(kind) | (_OF_EVERY_MODULE if isinstance(owner, torch.nn.Module) else frozenset())
+    return kind, [(name, value) for name, value in _own_attributes(owner) if name not in librarys]
+
+
+def _own_attributes(value: Any) -> list[tuple[str, Any]]:
+    kind: Any = type(value)
+    slots = [name for name in slots_of(kind) if hasattr(value, name)]
+    return [*getattr(value, "__dict__", {}).items(), *((name, getattr(value, name)) for name in slots)]
 
 
 def _shown(path: str) -> str:
@@ -533,10 +548,8 @@ def _children_of(value: Any) -> list[tuple[str, Any]]:
         return [(name, getattr(value, name, None)) for name in ("dataset", "sampler", "batch_sampler")]
     if is_library(type(value)) and not isinstance(value, (types.SimpleNamespace, Dataset)):
         return []
-    slots = {name for kind in type(value).__mro__ for name in _names_of_slots(kind)}
     librarys = _private_names_of_libraries(type(value))  # type: ignore[arg-type]
-    own = [(name, one) for name, one in getattr(value, "__dict__", {}).items() if name not in librarys]
-    found = [*own, *((n, getattr(value, n)) for n in slots if hasattr(value, n))]
+    found = [(name, one) for name, one in _own_attributes(value) if name not in librarys]
     if isinstance(value, Dataset):  # its data is no state, and much
         return [(name, one) for name, one in found if not isinstance(one, (*_CONTAINERS, torch.Tensor))]
     return found
@@ -556,11 +569,6 @@ def _private_names_of_libraries(kind: type) -> frozenset[str]:
         codes = (getattr(one, "__code__", None) for one in vars(base).values())
         names[is_library(base)].update(name for code in codes if code is not None for name in code.co_names)
     return frozenset(name for name in names[True] - names[False] if name.startswith("_"))
-
-
-def _names_of_slots(kind: type) -> tuple[str, ...]:
-    slots = vars(kind).get("__slots__", ()) if not is_library(kind) else ()
-    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _is_filled(cell: Any) -> bool:
@@ -585,7 +593,7 @@ def _position_in(value: Any) -> Any:
     if isinstance(value, types.GeneratorType) and value.gi_frame is not None and not value.gi_running:
         frame = value.gi_frame
         if is_users_file(frame.f_code.co_filename):
-            return {n: v for n, v in _variables_of(frame) if type(v) in _NUMBERS and is_live(n, frame)} or None
+            return {n: v for n, v in _variables_of(frame) if type(v) in _NUMBERS and is_live(n, frame)}
     return None
 
 
@@ -813,4 +821,4 @@ def _source_of(lost: Sequence[_Held], watched: Watched | None = None) -> Source:
         with contextlib.suppress(OSError):
             left -= os.path.getsize(file)
             some += [file] if left > 0 else []
-    return Source(some, running)
+    return Source(some, running, waits=watched is not None and watched.waits)

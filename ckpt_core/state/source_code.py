@@ -62,11 +62,14 @@ class Source:
     """What some files do with names.
 
     Names are those of :meth:`names_of`: variables belong to a function, attributes and keys to all objects. The loops
-    of functions that are ``running`` are under way: file name, name and first line of each.
+    of functions that are ``running`` are under way: file name, name and first line of each. With ``waits``, those wait
+    for the training to end, so that what they read comes after it.
     """
 
-    def __init__(self, files: Collection[str], running: Collection[tuple[str, str, int]] = ()) -> None:
-        self._reader = _Reader()
+    def __init__(
+        self, files: Collection[str], running: Collection[tuple[str, str, int]] = (), *, waits: bool = False
+    ) -> None:
+        self._reader = _Reader(waits)
         self._is_readable = False
         for file in files:
             with contextlib.suppress(Exception):  # what this cannot read ends no training
@@ -127,7 +130,7 @@ class Source:
         Args:
             name: Of the value.
             counts: Whether it is a whole number, which may only say when to end.
-            holds: Whether it is a container, which may be returned to be looked at.
+            holds: Whether it is a container, which may be returned, or read after the training, to be looked at.
         """
         reader = self._reader
         if not self._is_readable or name not in reader.read_names | reader.stored:
@@ -139,6 +142,8 @@ class Source:
                 continue
             seen.add(one)
             if one in reader.decides or (one in reader.returned and not holds):
+                return True
+            if one in reader.read_after and not (counts or holds):
                 return True
             if one in reader.ends and not (counts and one not in reader.set_again):
                 return True
@@ -162,7 +167,8 @@ class _Scope:
 
 
 class _Reader(ast.NodeVisitor):
-    def __init__(self) -> None:
+    def __init__(self, waits: bool) -> None:
+        self._waits = waits
         self.keeps: set[str] = set()
         self.stored: set[str] = set()
         self.set_by_steps: set[str] = set()
@@ -171,6 +177,7 @@ class _Reader(ast.NodeVisitor):
         self.decides: set[str] = set()
         self.ends: set[str] = set()
         self.returned: set[str] = set()
+        self.read_after: set[str] = set()
         self.read_names: set[str] = set()
         self.flows: dict[str, set[str]] = collections.defaultdict(set)
         self.resets: dict[str, set[tuple[str, str | None]]] = collections.defaultdict(set)
@@ -188,6 +195,7 @@ class _Reader(ast.NodeVisitor):
     def read(self, tree: ast.Module, running: set[tuple[str, int]]) -> None:
         self._running, self._is_running = running, any(name == "<module>" for name, _ in running)
         self._scopes = [_Scope(0, resets=False)]
+        self._into = self.read_after if self._waits and self._is_running else self.decides
         self.visit(tree)
 
     # ---- names -------------------------------------------------------------------------------------------------------
@@ -454,7 +462,8 @@ class _Reader(ast.NodeVisitor):
         kept = self._is_running, self._loops, self._into, self._scopes, self._depth, self._in_class
         self._is_running, self._loops, self._depth = (node.name, line) in self._running, 0, 0
         self._in_class = False
-        self._into = None if node.name in _TELLING else self.decides
+        self._into = self.read_after if self._waits and self._is_running else self.decides
+        self._into = None if node.name in _TELLING else self._into
         self._scopes = [_Scope(0, resets=node.name not in _AT_START and not self._is_running)]
         self._functions.append((f"{node.name}:{line}", _local_to(node)))
         self._all(node.body)

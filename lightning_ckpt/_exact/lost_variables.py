@@ -9,7 +9,6 @@ from typing import Any
 
 from ckpt_core.state.lost_variables import Variables, Watched, in_words
 from ckpt_core.state.users_code import is_library
-from lightning_ckpt._exact.user_attributes import of_framework
 
 
 def _is_users(owner: object) -> bool:
@@ -42,17 +41,12 @@ class ScriptVariables:
             return None
         module = trainer.lightning_module
         owners = [one for one in (trainer.datamodule, *trainer.callbacks) if one is not None and _is_users(one)]
-        kinds = {type(module), *map(type, owners)}
         loader = trainer.train_dataloader  # its state is captured
         data = [getattr(loader, name, None) for name in ("dataset", "sampler", "batch_sampler", "collate_fn")]
-        made = [*trainer.optimizers, *(one.scheduler for one in trainer.lr_scheduler_configs), *trainer.loggers]
-        return Watched(
-            [module],
-            [trainer, loader, *data, *made],
-            owners,
-            frozenset().union(*map(of_framework, kinds)),
-            others_look=True,
-        )
+        made = [*trainer.optimizers, *(one.scheduler for one in trainer.lr_scheduler_configs)]
+        # what a state_dict of the user's leaves out is looked at, too
+        owners += [one for one in made if not is_library(type(one))]
+        return Watched([module], [trainer, loader, *made, *trainer.loggers], owners, data, waits=True)
 
     def epoch_begins(self) -> None:
         """The hooks of an epoch's start have run."""

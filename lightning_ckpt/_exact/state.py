@@ -642,11 +642,11 @@ class ExactState(Live):
     def _say_differences(self, shared: Mapping[str, Any], before: Any = None) -> None:
         ends = shared.get("variables", {}).get("ends", True)
         problem = self._users.differences(shared.get("changed", {}), before, steps_make_anew=not ends)
-        if problem is not None and self._recording is not None:
-            self._recording.told()
         causes = [problem, self._variables.lost(but=problem or "")]
         if any(causes):
             self._warn("; ".join(filter(None, causes)))
+            if self._recording is not None:
+                self._recording.told()
         self._users.training_starts()
 
     def _restore_gradients(self, module: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:

@@ -6,25 +6,26 @@ remembered by a digest, so that a resume knows whether hooks and ``state_dict`` 
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
-import types
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from ckpt_core.state.changed_values import PlainState
 from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.lost_variables import are_kept, in_words
+from ckpt_core.state.object_walk import set_by_libraries
 from ckpt_core.state.users_code import is_library
 from lightning_ckpt._private.replacing import Live
 
 # their state is captured by others
-_FOLLOWED = (Dataset, Sampler, DataLoader, Metric, MetricCollection, MetricTracker)
+_FOLLOWED = (Dataset, Sampler, DataLoader, Metric, MetricCollection, MetricTracker, Optimizer, LRScheduler)
 _HOLDS = ("state_dict", "on_save_checkpoint")
 _MODULE = ("module", "datamodule")
 _NAMED = 5
@@ -45,7 +46,7 @@ class UsersObjects(Live):
             if not is_library(type(callback)):
                 self._owners[f"callback {number} {type(callback).__name__}"] = callback
         self._plain = {
-            name: PlainState(owner, ignore=of_framework(owner.__class__), leave=_FOLLOWED)
+            name: PlainState(owner, ignore=set_by_libraries(owner.__class__), leave=_FOLLOWED)
             for name, owner in self._owners.items()
         }
         self.generators = Carried(self._owners, plain=False)
@@ -99,7 +100,10 @@ class UsersObjects(Live):
                     self._named.add((name, path))
                     lost.append(path)
             if lost and self._trainer.is_global_zero:
-                _warn_of(owner, name.partition(" ")[0], lost)
+                values = self._plain[name].values()
+                kept = are_kept([(type(owner), path, values.get(path)) for path in lost])
+                if named := [path for path, is_kept in zip(lost, kept, strict=True) if is_kept]:
+                    _warn_of(owner, name.partition(" ")[0], named)
         return {name: self._plain[name].without_records(digests) for name, digests in changed.items()}
 
     # ---- at a resume -------------------------------------------------------------------------------------------------
@@ -137,7 +141,7 @@ class UsersObjects(Live):
                 if now.get(path) != digest and not by_hooks:
                     found.append((type(self._owners[name]), path, values.get(path)))
         set_only = [one for one in found if steps_make_anew and isinstance(one[2], _SCALARS)]
-        kept = dict(zip(map(id, set_only), are_kept(set_only) if set_only else [], strict=True))
+        kept = dict(zip(map(id, set_only), are_kept(set_only), strict=True))
         names = [f"{kind.__name__}.{path}" for one in found for kind, path, _ in [one] if kept.get(id(one), True)]
         return (
             None
@@ -180,16 +184,3 @@ def _holds_state(kind: type) -> bool:
         if not is_library(next(base for base in kind.__mro__ if name in vars(base) or base is object)):
             return next(base for base in kind.__mro__ if name in vars(base) or base is object) is not object
     return False
-
-
-@functools.lru_cache(maxsize=256)
-def of_framework(kind: Any) -> frozenset[str]:
-    """Return the attributes that the framework's own classes among the bases of a class set."""
-    names = set()
-    for base in kind.__mro__:
-        if is_library(base):
-            for value in vars(base).values():
-                function = getattr(value, "__func__", getattr(value, "fset", value))
-                if isinstance(function, types.FunctionType):
-                    names |= {i.argval for i in dis.get_instructions(function) if i.opname == "STORE_ATTR"}
-    return frozenset(names)

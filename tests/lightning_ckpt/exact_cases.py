@@ -7,7 +7,9 @@ import hashlib
 import logging
 import random
 import re
+import types
 import warnings
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,11 @@ for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utiliti
 
 #: Of Lightning, as numbers.
 RELEASE = tuple(int(part) for part in re.findall(r"\d+", pl.__version__)[:3])
+
+
+# in no attribute of a model, because those that training changes are looked at
+_hidden: Any = types.ModuleType("hidden")
+_hidden.seen = weakref.WeakKeyDictionary()
 
 
 class PlannedError(RuntimeError):
@@ -60,9 +67,13 @@ class Model(pl.LightningModule):
         self.average = torchmetrics.MeanMetric()
         self.unlogged = torchmetrics.MeanMetric()
         self.automatic_optimization = not self.options.get("manual")
-        self.seen: list[Any] = []
+        _hidden.seen[self] = []
         self.raise_at: int | None = self.options.get("raise_at")
         self.reseed = 0
+
+    @property
+    def seen(self) -> list[Any]:
+        return _hidden.seen[self]
 
     def train_dataloader(self) -> Any:
         rank, world = self.trainer.global_rank, self.trainer.world_size

@@ -282,6 +282,23 @@ def test_generators_in_workers_that_are_too_many_to_record_are_said(tmp_path: Pa
     assert "in worker processes, where it is not recorded" in said[0]
 
 
+def test_what_functions_of_the_data_keep_is_named(tmp_path: Path) -> None:
+    def counting() -> Callable[..., Any]:
+        seen = 0
+
+        def collate(items: Any) -> Any:
+            nonlocal seen
+            seen += len(items)
+            numbers, x = default_collate(items)
+            return numbers, x * seen
+
+        return collate
+
+    _, _, said = train_and_resume(Training(over(Items, collate_fn=counting)(0)), tmp_path)
+    assert len(said) == 1
+    assert "begins without variables of the script that training had changed: `seen` of collate" in said[0]
+
+
 def test_what_is_too_large_is_said(tmp_path: Path) -> None:
     class Large(Items):
         def __init__(self) -> None:

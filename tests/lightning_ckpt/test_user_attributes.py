@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,14 +144,131 @@ def test_what_hooks_bring_back_is_not_named(model: type, tmp_path: Path) -> None
     assert found == expected
 
 
+class HoldsAPart(Callback):
+    """Whose state_dict leaves out how many steps there were, and what it does not need."""
+
+    def __init__(self) -> None:
+        self.mean, self.count, self.told = 0.0, 0, 0.0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.count += 1
+        self.told += 1.0
+        self.mean += (float(outputs["loss"]) - self.mean) / self.count
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        print(f"{self.told} steps")
+        with torch.no_grad():
+            pl_module.other.weight.mul_(self.mean)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean = state["mean"]
+
+
+class HoldsAPartByHooks(HoldsAPart):
+    state_dict, load_state_dict = Callback.state_dict, Callback.load_state_dict
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        checkpoint["mean"] = self.mean
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        self.mean = checkpoint["mean"]
+
+
+class CountsInWhole(Model):
+    """A count that decides when an epoch ends, beside a state of the module's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = 0
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        self.steps += 1
+        return super().loss(batch)
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        with torch.no_grad():
+            self.other.weight.mul_(1 / self.steps)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["nothing"] = 0
+
+
+class Lookahead(torch.optim.SGD):
+    """Keeps a count outside of its state."""
+
+    def __init__(self, parameters: Any, **options: Any) -> None:
+        super().__init__(parameters, **options)
+        self.taken = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.taken += 1
+        for group in self.param_groups if self.taken % 7 == 0 else ():
+            group["lr"] *= 0.5
+        return super().step(closure)
+
+
+class LooksAhead(Model):
+    def configure_optimizers(self) -> Any:
+        return Lookahead(self.parameters(), lr=0.1)
+
+
+def rates() -> Iterator[float]:
+    rate = 1.0
+    while True:
+        yield rate
+        rate *= 0.9
+
+
+class InItsClass(Model):
+    rates: Iterator[float]
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) * next(self.rates)
+
+
+@pytest.mark.parametrize(
+    ("model", "callback", "named"),
+    [
+        (Model, HoldsAPart, "`count` of HoldsAPart "),
+        (Model, HoldsAPartByHooks, "`count` of HoldsAPartByHooks "),
+        (CountsInWhole, None, "`steps` of CountsInWhole "),
+        (LooksAhead, None, "`taken` of Lookahead "),
+        (InItsClass, None, "`rates` of InItsClass in test_user_attributes.py "),
+    ],
+)
+def test_what_a_state_leaves_out_is_named_at_the_resume(
+    model: type[Model], callback: Any, named: str, tmp_path: Path
+) -> None:
+    def begin() -> Model:
+        InItsClass.rates = rates()  # as a new process does
+        return model()
+
+    training = Training(begin, lambda: [callback()] if callback else [])
+    expected, found, said = train_and_resume(training, tmp_path)
+    assert len(said) == 1
+    assert f"begins without variables of the script that training had changed: {named}" in said[0]
+    assert found != expected
+
+
 # ---- at saves --------------------------------------------------------------------------------------------------------
 
 
 class Remembers(Callback):
-    best = 0.0
+    best = told = 0.0
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.best += 1.0
+        self.told += 1.0
+        self.last = float(outputs["loss"])
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        print(f"{self.told} steps, {self.last}")
+        if self.best > 1000:
+            trainer.strategy.barrier()
 
 
 class Holds(Remembers):
@@ -203,7 +320,7 @@ def fit(model: Model, callbacks: list[Any], directory: Path, **options: Any) -> 
 def test_what_training_changes_is_named_once_at_saves(tmp_path: Path) -> None:
     said = fit(Counts(), [Remembers()], tmp_path)
     assert len(said) == 2
-    assert any(text.startswith("module `Counts` changed `seen`, `steps` since the start") for text in said)
+    assert any(text.startswith("module `Counts` changed `steps` since the start") for text in said)
     assert any(
         text.startswith("callback `Remembers` changed `best` since the start, and has no state_dict: a resume will")
         for text in said
