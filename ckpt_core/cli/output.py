@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -56,8 +57,9 @@ def complain(error: Exception, command: str = "ckpt") -> None:
 
 
 def styled(text: str, style: str) -> str:
-    """Return text in a style (``"bold"``, ``"red"``, ...), where a person reads it on a terminal."""
-    return f"\033[{_STYLES[style]}m{text}\033[0m" if text and style and sys.stdout.isatty() else text
+    """Return text in a style (``"bold"``, ``"red"``, ...), where a person reads it on a terminal and wants styles."""
+    is_wanted = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return f"\033[{_STYLES[style]}m{text}\033[0m" if text and style and is_wanted else text
 
 
 def print_json(value: Any) -> None:

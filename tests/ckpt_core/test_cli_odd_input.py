@@ -281,6 +281,18 @@ COMMAND = [sys.executable, "-c", "import sys; from ckpt_core.cli import main; sy
 
 
 @pytest.mark.usefixtures("home")
+def test_a_terminal_has_colours_unless_they_are_not_wanted() -> None:
+    for unwanted in ("", "1"):
+        terminal, other_end = os.openpty()
+        environment = {**os.environ, "NO_COLOR": unwanted}
+        subprocess.run([*COMMAND, "verify", "run/a.ckpt"], env=environment, stdout=other_end, check=True)
+        os.close(other_end)
+        shown = os.read(terminal, 1000)
+        os.close(terminal)
+        assert b"whole" in shown and (b"\x1b[32m" in shown) == (not unwanted)
+
+
+@pytest.mark.usefixtures("home")
 @pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
 def test_latest_prints_the_bytes_of_a_name_whatever_the_encoding(encoding: str) -> None:
     for directory in ("b\udcffd", "é ü"):
