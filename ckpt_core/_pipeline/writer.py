@@ -33,28 +33,29 @@ def write_image(
     longer, ``before_tail`` when all windows are written; returns when the tail is known. If it raises, nothing appears.
     With ``one_by_one``, windows are taken in order, by this thread alone.
     """
-    writer = storage.create(path, image.approximate_size)
-
-    # More windows are assembled than written at a time: the disk never waits for a copy.
-    writing = threading.Semaphore(writer.threads)
-
-    def write_window(begin: int) -> None:
-        if image.is_staged:
-            try:
-                writer.write_at(begin, image.digested_window(begin, None))
-            finally:
-                if written is not None:
-                    written(begin)
-            return
-        buffer = scratch.take(min(WINDOW, image.region_size))
-        try:
-            window = image.digested_window(begin, buffer)
-            with writing:
-                writer.write_at(begin, window)
-        finally:
-            scratch.give(buffer)
-
+    created: FileWriter | None = None
     try:
+        created = writer = storage.create(path, image.approximate_size)
+
+        # More windows are assembled than written at a time: the disk never waits for a copy.
+        writing = threading.Semaphore(writer.threads)
+
+        def write_window(begin: int) -> None:
+            if image.is_staged:
+                try:
+                    writer.write_at(begin, image.digested_window(begin, None))
+                finally:
+                    if written is not None:
+                        written(begin)
+                return
+            buffer = scratch.take(min(WINDOW, image.region_size))
+            try:
+                window = image.digested_window(begin, buffer)
+                with writing:
+                    writer.write_at(begin, window)
+            finally:
+                scratch.give(buffer)
+
         windows = range(0, image.region_size, WINDOW)
         threads = 1
         if writer.parallel and not one_by_one:
@@ -72,7 +73,8 @@ def write_image(
             writer.write_at(image.region_size, memoryview(tail))
         writer.commit(size)
     except BaseException:
-        writer.abort()
+        if created is not None:
+            created.abort()
         raise
     return size
 

@@ -49,9 +49,11 @@ class LocalFileWriter(FileWriter):
                 self._close()
                 self._open()
             _reserve(self._descriptor, expected_size)
-        except OSError as error:
+        except BaseException as error:  # Ctrl-C too: a file that this process has locked is nobody's orphan
             self.abort()
-            raise storage_error("write", path, error, expected_size) from error
+            if isinstance(error, OSError):
+                raise storage_error("write", path, error, expected_size) from error
+            raise
 
     def _open(self) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -79,10 +81,11 @@ class LocalFileWriter(FileWriter):
 
     def _write(self, offset: int, data: memoryview) -> None:
         while data:
+            was_direct = self._direct  # another thread may leave it meanwhile
             try:
                 written = os.pwrite(self._descriptor, data, offset)
             except OSError as error:
-                if error.errno != errno.EINVAL or not self._direct:
+                if error.errno != errno.EINVAL or not was_direct:
                     raise
                 self._leave_direct()
                 continue

@@ -8,6 +8,7 @@ import fcntl
 import multiprocessing
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from ckpt_core import Catalog, Checkpointer, DirectoryCheckpointer, Kind, Part, 
 from ckpt_core.buffers import StagingBuffer
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage, local_reader
 from ckpt_core.storage import local as local_module
+from ckpt_core.threads import run_parallel
 from tests.ckpt_core.storage.test_storage import StorageContract
 from tests.support.states import tensor_of
 
@@ -392,3 +394,34 @@ def test_a_small_file_whose_write_fails_leaves_nothing(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["note.json"]
     with LocalStorage().open(str(path)) as reader:
         assert reader.read_whole() == b"before"
+
+
+def test_two_threads_that_meet_the_limits_of_direct_io_both_write_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writer = local_module.LocalFileWriter(str(tmp_path / "a"), 2**20)
+    if not writer._direct:
+        writer.abort()
+        pytest.skip("the filesystem has no direct I/O")
+    both_refused, pwrite = threading.Barrier(2), os.pwrite
+    refused: list[int] = []
+
+    def refused_together(descriptor: int, data: memoryview, offset: int) -> int:
+        try:
+            return pwrite(descriptor, data, offset)
+        except OSError as error:
+            refused.append(error.errno or 0)
+            is_second = both_refused.wait(20.0) == 1
+            while is_second and writer._direct:  # the other one leaves direct I/O first
+                os.sched_yield()
+            raise
+
+    monkeypatch.setattr(os, "pwrite", refused_together)
+    buffer = StagingBuffer(8192)
+    buffer.memory[:] = bytes(range(256)) * 32
+    # From aligned memory, but to offsets that direct I/O refuses.
+    writes = [(1, buffer.memory[:4096]), (4097, buffer.memory[4096:])]
+    run_parallel(lambda write: writer.write_at(*write), writes, threads=2)
+    writer.commit(8193)
+    assert refused == [errno.EINVAL, errno.EINVAL]
+    assert (tmp_path / "a").read_bytes() == b"\0" + bytes(range(256)) * 32
