@@ -33,7 +33,6 @@ from typing import Any, NamedTuple
 
 import torch
 import xxhash
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 
 from ckpt_core._process_groups import abort_process_groups
@@ -157,7 +156,9 @@ def why_not_replicas(
         optimizers: Of torch.
         are_replicas: Whether ranks that are connected so hold the same, as far as that is known.
     """
-    if are_replicas and any(isinstance(optimizer, ZeroRedundancyOptimizer) for optimizer in optimizers):
+    # by name: importing the class compiles other optimizers, and warns
+    classes = {cls.__name__ for optimizer in optimizers for cls in type(optimizer).__mro__}
+    if are_replicas and "ZeroRedundancyOptimizer" in classes:
         kind, are_replicas = "ZeroRedundancyOptimizer", False
     elif are_replicas and any(isinstance(parameter, DTensor) for each in modules for parameter in each.parameters()):
         kind, are_replicas = "a model of distributed tensors", False

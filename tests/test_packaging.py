@@ -163,6 +163,23 @@ def test_importing_the_engine_imports_no_framework(run_script) -> None:
     assert done.stdout == "[]\n"
 
 
+def test_importing_it_warns_of_nothing(run_script) -> None:
+    done = run_script(
+        """
+        import importlib, pkgutil, warnings
+        import accelerate, lightning.pytorch, transformers.trainer
+
+        warnings.simplefilter("error")  # as a program is run with -W error, when its own imports are done
+        for name in ("ckpt_core", "lightning_ckpt", "accelerate_ckpt", "ckpt_async"):
+            for module in pkgutil.walk_packages(importlib.import_module(name).__path__, f"{name}."):
+                if not module.name.endswith("__main__"):
+                    importlib.import_module(module.name)
+        print("done")
+        """
+    )
+    assert done.stdout == "done\n"
+
+
 def test_every_module_of_the_engine_works_with_its_five_dependencies_alone(run_script) -> None:
     done = run_script(
         f"""
