@@ -76,6 +76,7 @@ class Save:
         durable: Unix time at which it was committed; None if it was not.
         bytes: Size of the checkpoint.
         error: Why it failed; empty if it did not.
+        failed: Unix time at which it failed; None if it did not.
         is_copy: Whether it is another name of a checkpoint, which stops training for nothing.
     """
 
@@ -86,6 +87,7 @@ class Save:
     durable: float | None = None
     bytes: int = 0
     error: str = ""
+    failed: float | None = None
     is_copy: bool = False
 
     @property
@@ -137,7 +139,7 @@ class Process:
         elif kind == "SaveCommitted":
             save.durable, save.bytes = moment, max(save.bytes, int(event["bytes"]))
         else:
-            save.error = str(event["error"])
+            save.error, save.failed = str(event["error"]), moment
 
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Return the other events of one kind, in order."""
@@ -514,7 +516,8 @@ def _time_line(processes: Sequence[Process]) -> str:
         saves = _some([save for process in starts for save in process.saves], _MOST_MARKS // len(shown))
         for save in saves:
             resumed = save.started + (save.stall or 0.0)
-            written = ends[id(save)] if save.durable is None else save.durable
+            written = save.durable if save.durable is not None else save.failed
+            written = ends[id(save)] if written is None else written
             if written > resumed or save.outcome != "durable":
                 style = "w" if save.outcome == "durable" else "x"
                 marks.append(bar(resumed, written, top + 11, style, f"{save.name}: {save.outcome} {save.error}"))

@@ -136,7 +136,20 @@ def test_what_is_lost_is_named_at_the_resume(model: type, at: Any, named: str, t
     assert found != expected
 
 
-@pytest.mark.parametrize("model", [HoldsCount, HoldsAndResets, Collects])
+class Tells(Model):
+    """Sets an attribute in each step, and not before."""
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        loss = super().loss(batch)
+        self.told = float(loss)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        print(self.told)
+
+
+@pytest.mark.parametrize("model", [HoldsCount, HoldsAndResets, Collects, Tells])
 def test_what_hooks_bring_back_is_not_named(model: type, tmp_path: Path) -> None:
     at = END if model is Collects else MIDDLE
     expected, found, said = train_and_resume(Training(model), tmp_path, at)
