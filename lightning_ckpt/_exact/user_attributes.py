@@ -29,7 +29,7 @@ _FOLLOWED = (Dataset, Sampler, DataLoader, Metric, MetricCollection, MetricTrack
 _HOLDS = ("state_dict", "on_save_checkpoint")
 _MODULE = ("module", "datamodule")
 _NAMED = 5
-_SCALARS = (bool, int, float, str)
+_SCALARS = (bool, int, float, str, type(None))  # None also for what there is not yet
 
 Digests = dict[str, dict[str, str]]
 

@@ -17,7 +17,7 @@ import torch
 
 from ckpt_core import Checkpointer, EventLog, StorageError
 from ckpt_core.cli import main
-from ckpt_core.events import RunSummary, SaveCommitted, SaveStarted, TrainingEnded, TrainingStarted, notify
+from ckpt_core.events import RunSummary, SaveCommitted, SaveFailed, SaveStarted, TrainingEnded, TrainingStarted, notify
 from ckpt_core.options import CheckpointerOptions
 from ckpt_core.report import BROWSERS, interruptions_of, page_of, read_events, run_in_words, totals_of
 from ckpt_core.storage import LocalStorage
@@ -320,6 +320,16 @@ def test_the_line_at_the_end_says_one_size_of_all_where_it_is_one(sizes: list[in
     for size in sizes:
         summary(SaveCommitted(path="a.ckpt", bytes=size, background_seconds=0.1))
     assert summary.in_words(10.0).startswith(f"{len(sizes)} checkpoints saved ({said});")
+
+
+def test_a_save_that_failed_is_red_until_it_failed(tmp_path: Path) -> None:
+    log = EventLog(tmp_path / "log")
+    log(SaveStarted(path="/a.ckpt", time=1000.0))
+    log(SaveFailed(path="/a.ckpt", time=1001.0, error="no space"))
+    log(SaveStarted(path="/b.ckpt", time=1050.0))
+    log(SaveCommitted(path="/b.ckpt", time=1100.0, bytes=1, background_seconds=50.0))
+    (width,) = re.findall(r"width='([0-9.]+)' height='10' class='x'", page_of(read_events([str(log.path)])))
+    assert float(width) == 10.0, "one of 100 seconds, on 1000 pixels"
 
 
 @pytest.mark.slow
