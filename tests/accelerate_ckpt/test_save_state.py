@@ -34,6 +34,7 @@ from ckpt_core.errors import (
 )
 from tests.accelerate_ckpt.training import Counter, Run, Tied, assert_same, model_of
 from tests.conftest import ACCELERATE
+from tests.support.damage import flip_bit
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -262,9 +263,7 @@ def test_the_newest_that_verifies_is_loaded(tmp_path: Path, caplog: pytest.LogCa
     run.train(2)
     run.accelerator.save_state()
     damaged = tmp_path / "checkpoints" / "checkpoint_1" / "model.safetensors"
-    data = bytearray(damaged.read_bytes())
-    data[-3] ^= 1
-    damaged.write_bytes(data)
+    flip_bit(damaged, -3)
     fresh = Run(automatic(tmp_path), seed=1)
     fresh.accelerator.load_state()
     assert_same(fresh.state(), expected)

@@ -22,6 +22,7 @@ from ckpt_core import Catalog, verify
 from ckpt_core.errors import StorageError
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 from tests.accelerate_ckpt.training import Run, assert_same
+from tests.support.damage import flip_bit
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -72,9 +73,7 @@ def test_a_run_goes_on_from_the_nearest_copy(
     elif disk == "damaged":
         files = Path(place.path(1)).glob("*.safetensors")
         largest = max(files, key=os.path.getsize)
-        content = bytearray(largest.read_bytes())
-        content[-8] ^= 1
-        largest.write_bytes(content)
+        flip_bit(largest, -8)
     resumed = Run(place.accelerator(strategy), seed=1)
     resumed.accelerator.load_state()
     assert_same(resumed.state(), state)

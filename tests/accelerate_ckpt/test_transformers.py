@@ -29,6 +29,7 @@ from accelerate_ckpt._state.session import close_sessions, session_of  # noqa: E
 from accelerate_ckpt.config import OptionError  # noqa: E402
 from accelerate_ckpt.integrations.transformers import ResumableCallback, missing_internals  # noqa: E402
 from ckpt_core import options  # noqa: E402
+from tests.support.damage import flip_bit  # noqa: E402
 
 STEPS_PER_EPOCH = 8
 
@@ -124,12 +125,6 @@ def logged(trainer: Trainer) -> list[tuple[int, float, float]]:
 
 def saved(folder: Path) -> list[str]:
     return sorted((path.name for path in folder.iterdir()), key=lambda name: int(name.split("-")[1]))
-
-
-def damage(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
 
 
 @pytest.mark.parametrize("spelled", [ResumableCallback, ResumableCallback(strategy="sync")], ids=["class", "made"])
@@ -235,8 +230,8 @@ def test_resuming_takes_the_newest_checkpoint_that_verifies(tmp_path: Path, capl
     whole = trainer_for(tmp_path)
     whole.train()
     expected = weights(whole)
-    damage(tmp_path / "checkpoint-15/model.safetensors")
-    damage(tmp_path / "checkpoint-12/trainer_state.json")
+    flip_bit(tmp_path / "checkpoint-15/model.safetensors", -5)
+    flip_bit(tmp_path / "checkpoint-12/trainer_state.json", -5)
     (tmp_path / "checkpoint-16/manifest.json").unlink()
     (tmp_path / "checkpoint-16/trainer_state.json").unlink()
     resumed = trainer_for(tmp_path)

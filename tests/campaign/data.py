@@ -69,6 +69,18 @@ class Transformed(Dataset[Any]):
         return self.transform(x), y
 
 
+class CountsEpochs(Items):
+    """Counts its epochs by what it is asked for."""
+
+    passes = -1
+
+    def __getitem__(self, index: int) -> Any:
+        if index == 0:
+            self.passes += 1
+        x, y = super().__getitem__(index)
+        return x * (1 + max(0, self.passes)), y
+
+
 class OwnNoise:
     """What transforms with a generator of their own look like."""
 

@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Subset
 
 from tests.campaign.accelerate_runs import Case
-from tests.campaign.data import Items, Jitter, Transformed, collates_and_counts
+from tests.campaign.data import CountsEpochs, Jitter, Transformed, collates_and_counts
 
 
 def _scale(env: Any, factor: float) -> None:
@@ -355,16 +355,6 @@ def caches(env: Any, do: Any) -> None:
             memo[epoch] = 1 / (1 + epoch)
         _scale(env, memo[epoch])
         do.epoch_saves()
-
-
-class CountsEpochs(Items):
-    passes = -1
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 0:
-            self.passes += 1
-        x, y = super().__getitem__(index)
-        return x * (1 + max(0, self.passes)), y
 
 
 class AnUnsavedBuffer(torch.nn.Sequential):

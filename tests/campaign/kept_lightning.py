@@ -24,7 +24,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, LambdaCallback
 from torch.utils.data import DataLoader, Sampler, Subset
 
-from tests.campaign.data import Items, Jitter, Transformed, collates_and_counts
+from tests.campaign.data import CountsEpochs, Items, Jitter, Transformed, collates_and_counts
 from tests.campaign.lightning_runs import Case, Net
 
 
@@ -647,18 +647,6 @@ class Teaches(Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         sampler = trainer.train_dataloader.sampler
         sampler.share = min(1.0, sampler.share * (1 + 0.2 * float(trainer.callback_metrics["loss_epoch"])))
-
-
-class CountsEpochs(Items):
-    """Counts its epochs by what it is asked for."""
-
-    passes = -1
-
-    def __getitem__(self, index: int) -> Any:
-        if index == 0:
-            self.passes += 1
-        x, y = super().__getitem__(index)
-        return x * (1 + max(0, self.passes)), y
 
 
 AUGMENT = {"strength": 0.1}

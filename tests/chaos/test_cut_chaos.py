@@ -29,6 +29,7 @@ from tests.chaos.cut_campaign import (
 from tests.chaos.cut_cluster import Cluster
 from tests.chaos.cut_replay import differences
 from tests.chaos.cut_training import Job, batch_of, violations, work
+from tests.support.damage import flip_bit
 
 KILLS = 8
 LIMIT = 120.0
@@ -150,9 +151,7 @@ def test_a_damaged_file_is_noticed_and_the_checkpoint_before_is_used(
     store = cut_off(Cluster(job, tmp_path / "log"), 2, LIMIT)
     newest, before = store.committed()[:2]
     file = max(Path(newest).glob("model-*.safetensors"), key=lambda file: file.stat().st_size)
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip_bit(file, -1)
     with store.newest() as found:  # type: ignore[union-attr]
         assert found.path == before
     assert f"passed over the checkpoint {newest}" in caplog.text

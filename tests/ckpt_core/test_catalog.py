@@ -13,6 +13,7 @@ import torch
 from ckpt_core import Catalog, CheckpointCorruptedError, Checkpointer
 from ckpt_core._pipeline.loading import peek
 from ckpt_core.events import CheckpointSkipped, Event
+from tests.support.damage import flip_bit
 
 
 @pytest.fixture
@@ -29,9 +30,7 @@ def directory(tmp_path: Path) -> Path:
 
 def flip(path: Path, offset: int) -> None:
     status = path.stat()
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, offset)
     os.utime(path, (status.st_mtime, status.st_mtime))
 
 

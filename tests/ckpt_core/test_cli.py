@@ -21,6 +21,7 @@ from ckpt_core._layouts.torch_file.manifest import FORMAT_VERSION
 from ckpt_core.cli import listing, main
 from ckpt_core.cli.parser import parse
 from ckpt_core.events import size_in_words
+from tests.support.damage import flip_bit
 
 
 @pytest.fixture
@@ -30,12 +31,6 @@ def directory(tmp_path: Path) -> Path:
     checkpointer.save({"weight": torch.zeros(2, 3)}, tmp_path / "b.ckpt")
     os.utime(tmp_path / "a.ckpt", (1_000, 1_000))
     return tmp_path
-
-
-def damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[100] ^= 1
-    path.write_bytes(data)
 
 
 def test_ls_lists_newest_first(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,7 +114,7 @@ def test_inspect_of_a_directory_of_checkpoints_names_the_newest(
 
 def test_verify_tells_whole_from_damaged(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(directory)]) == 0
-    damage(directory / "a.ckpt")
+    flip_bit(directory / "a.ckpt", 100)
     assert main(["verify", str(directory)]) == 1
     damaged, whole = sorted(capsys.readouterr().out.splitlines()[2:])
     assert whole == f"whole  {directory / 'b.ckpt'}"
@@ -150,7 +145,7 @@ def test_verify_tells_what_is_wrong_by_words_and_exit_code(directory: Path, caps
 
     code, found = verdicts(capsys, directory / "nope.ckpt", directory / "notes.txt", directory / "a.ckpt")
     assert (code, [entry["state"] for entry in found]) == (3, ["missing", "foreign", "whole"])
-    damage(directory / "a.ckpt")
+    flip_bit(directory / "a.ckpt", 100)
     assert verdicts(capsys, directory / "nope.ckpt", directory / "a.ckpt")[0] == 1
 
 

@@ -21,6 +21,7 @@ import torch.distributed.checkpoint as dcp
 
 from ckpt_core import Checkpointer, DirectoryCheckpointer, EventLog, Kind, Part, StorageError
 from ckpt_core.cli import main
+from tests.support.damage import flip_bit
 
 Capture = pytest.CaptureFixture[str]
 
@@ -209,9 +210,7 @@ def test_no_save_replaces_a_pipe(save: str, home: Path) -> None:
 def test_a_copy_that_is_damaged_is_replaced_when_it_is_told(home: Path, capfd: Capture) -> None:
     assert main(["cp", "run", "new"]) == 0
     for words in ("cp run/a.ckpt new --force", "sync run new --verify"):
-        data = bytearray(Path("new/a.ckpt").read_bytes())
-        data[100] ^= 1
-        Path("new/a.ckpt").write_bytes(data)
+        flip_bit(Path("new/a.ckpt"), 100)
         assert main(["cp", "run/a.ckpt", "new"]) == 1
         assert "--force replaces it" in capfd.readouterr().err
         assert main(words.split()) == 0

@@ -24,6 +24,7 @@ from ckpt_core.cli import _VERBS, main
 from ckpt_core.cli.parser import Commands, _Parser
 from ckpt_core.interchange import load_whole
 from ckpt_core.storage import LocalStorage
+from tests.support.damage import flip_bit
 
 Capture = pytest.CaptureFixture[str]
 
@@ -206,9 +207,7 @@ def test_verify_reads_what_ranks_of_stock_accelerate_wrote(tmp_path: Path, capsy
     stock_accelerate(tmp_path)
     assert main(["verify", str(tmp_path)]) == 0
     (part,) = (tmp_path / "pytorch_model_fsdp_0").glob("*.distcp")
-    data = bytearray(part.read_bytes())
-    data[len(data) // 2] ^= 1
-    part.write_bytes(data)
+    flip_bit(part)
     assert main(["verify", str(tmp_path)]) == 1
     assert "DAMAGED" in capsys.readouterr().out
 

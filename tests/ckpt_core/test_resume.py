@@ -14,18 +14,13 @@ from ckpt_core.catalog import RECORD_OF_RESUMES, Catalog
 from ckpt_core.cli import main
 from ckpt_core.resume import ResumePoint, newest_to_resume
 from ckpt_core.tiers import Tiers
+from tests.support.damage import flip_bit
 
 
 def save(directory: Path, *steps: int) -> None:
     checkpointer = Checkpointer(strategy="sync")
     for step in steps:
         checkpointer.save({"weight": torch.full((9,), float(step)), "global_step": step}, directory / f"{step}.ckpt")
-
-
-def damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[100] ^= 1
-    path.write_bytes(data)
 
 
 def taken(directory: Path, attempts: int | None = 3) -> str | None:
@@ -71,9 +66,9 @@ def test_when_the_run_crashes_on_all_of_them_the_newest_is_tried_again(tmp_path:
 
 def test_a_damaged_older_one_is_worse_than_one_on_which_the_run_crashes(tmp_path: Path) -> None:
     save(tmp_path, 1, 2)
-    damage(tmp_path / "1.ckpt")
+    flip_bit(tmp_path / "1.ckpt", 100)
     assert [taken(tmp_path, attempts=1) for _ in range(2)] == ["2.ckpt", "2.ckpt"]
-    damage(tmp_path / "2.ckpt")
+    flip_bit(tmp_path / "2.ckpt", 100)
     with pytest.raises(CheckpointCorruptedError):
         taken(tmp_path)
 
@@ -122,12 +117,12 @@ def test_latest_prints_a_path_for_scripts(tmp_path: Path, capsys: pytest.Capture
     save(tmp_path, 1, 2)
     assert main(["latest", str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / '2.ckpt'}\n"
-    damage(tmp_path / "2.ckpt")
+    flip_bit(tmp_path / "2.ckpt", 100)
     assert main(["latest", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["path"], found["step"]) == (str(tmp_path / "1.ckpt"), 1)
     assert found["bytes"] == (tmp_path / "1.ckpt").stat().st_size
-    damage(tmp_path / "1.ckpt")
+    flip_bit(tmp_path / "1.ckpt", 100)
     assert main(["latest", str(tmp_path)]) == 1
     assert capsys.readouterr().out == ""
 

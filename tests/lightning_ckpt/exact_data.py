@@ -11,15 +11,22 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     WeightedRandomSampler,
-    get_worker_info,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
-from tests.support.data_sets import SAMPLES, GeneratorSamples, OwnSampler, Samples, StatefulSamples, Stream, augment
+from tests.support.data_sets import (
+    SAMPLES,
+    GeneratorSamples,
+    OwnSampler,
+    Samples,
+    StatefulSamples,
+    StatefulStream,
+    Stream,
+    augment,
+)
 
 BATCH = 4
 
@@ -30,33 +37,6 @@ class QuietStream(Stream):
     def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
         for index in range(self.size):
             yield index, torch.sin(torch.arange(4.0) + index)
-
-
-class StatefulStream(IterableDataset):
-    """An iterable data set with a state."""
-
-    def __init__(self, size: int = SAMPLES) -> None:
-        self.size = size
-        self.position = 0
-        self.resumed = False
-
-    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
-        worker = get_worker_info()
-        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
-        if not self.resumed:
-            self.position = first
-        self.resumed = False
-        while self.position < self.size:
-            index = self.position
-            self.position += step
-            yield index, augment(index)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"position": self.position}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.position = state["position"]
-        self.resumed = True
 
 
 class OwnLoader:

@@ -16,6 +16,7 @@ from ckpt_core.resume import ResumePoint
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
 from lightning_ckpt._callbacks.resume import AutoResume, find_resume
 from tests.lightning_ckpt.reliable_cases import BATCHES, NUMBERS, model_of, names, trainer_of
+from tests.support.damage import flip_bit
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
@@ -110,9 +111,7 @@ def test_damaged_checkpoints_are_passed_over_and_never_lead_to_a_fresh_start(tmp
     saved = tmp_path / "checkpoints"
     for number, expected in ((2, "step=1.ckpt"), (1, None)):
         path = saved / f"step={number}.ckpt"
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content)
+        flip_bit(path)
         if expected is None:
             with pytest.raises(CheckpointCorruptedError):
                 started(tmp_path, steps=2, every_n_train_steps=50)

@@ -27,6 +27,7 @@ from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckp
 from lightning_ckpt._callbacks.lookup import Lookup
 from tests.conftest import LIGHTNING
 from tests.lightning_ckpt.reliable_cases import BATCHES, NUMBERS, model_of, names, trainer_of
+from tests.support.damage import flip_bit
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
@@ -49,12 +50,6 @@ def fit(directory: Any, folder: Path, *, plugin: Any = AsyncCheckpointIO, **opti
     trainer = trainer_of(folder, [callback], plugins=[plugin()], **{"max_epochs": 1, **trainer_options})
     trainer.fit(model_of(metrics=LOSSES), ckpt_path=resume)
     return trainer
-
-
-def damage(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def set_times(directory: Path, *order: str) -> None:
@@ -113,7 +108,7 @@ def test_a_run_that_was_copied_file_by_file_is_resumed_where_it_was(
 def test_what_was_passed_over_is_neither_deleted_nor_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved, options = tmp_path / "saved", {"save_last": True, "retention": KeepLatest(2)}
     fit(saved, tmp_path, max_steps=3, **options)
-    damage(saved / "step=3.ckpt")  # and last.ckpt with it, which is the same file
+    flip_bit(saved / "step=3.ckpt")  # and last.ckpt with it, which is the same file
     damaged = (saved / "step=3.ckpt").read_bytes()
     trainer = fit(saved, tmp_path, ckpt_path="last", **options)
     assert steps_after(trainer) == BATCHES - 2
@@ -157,7 +152,7 @@ def test_a_file_with_two_names_is_taken_by_the_last_so_that_the_other_can_go(plu
 def test_a_damaged_newest_is_passed_over_with_one_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved = tmp_path / "saved"
     fit(saved, tmp_path, max_steps=3)
-    damage(saved / "step=3.ckpt")
+    flip_bit(saved / "step=3.ckpt")
     set_times(saved, "step=1.ckpt", "step=2.ckpt", "step=3.ckpt")
     trainer = fit(saved, tmp_path, ckpt_path="last")
     assert steps_after(trainer) == BATCHES - 2
@@ -192,7 +187,7 @@ def test_when_none_verifies_nothing_starts_from_scratch(
     saved = tmp_path / "saved"
     fit(saved, tmp_path, max_steps=2)
     for path in saved.iterdir():
-        damage(path)
+        flip_bit(path)
     if beside:
         fit(saved, tmp_path, max_steps=4, save_weights_only=True, every_n_train_steps=4, filename="weights")
     before = names(saved)
@@ -318,7 +313,7 @@ def test_the_best_of_the_run_itself(tmp_path: Path) -> None:
 def test_a_damaged_best_gives_way_to_the_newest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     saved = tmp_path / "saved"
     fit(saved, tmp_path, **MONITORED)
-    damage(saved / "step=3.ckpt")
+    flip_bit(saved / "step=3.ckpt")
     set_times(saved, *(f"step={step}.ckpt" for step in (3, 1, 2, 4, 5, 6)))
     trainer = evaluate(fresh(saved, tmp_path, **MONITORED), "validate")
     assert trainer.ckpt_path == str(saved / "step=6.ckpt")

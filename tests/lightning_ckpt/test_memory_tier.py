@@ -16,6 +16,7 @@ from ckpt_core.tiers import MemoryTier
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, ShardedCheckpointIO, SyncCheckpointIO
 from tests.conftest import LIGHTNING, ScriptRunner
 from tests.lightning_ckpt.reliable_cases import BATCHES, NUMBERS, model_of, names, trainer_of
+from tests.support.damage import flip_bit
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
@@ -81,9 +82,7 @@ def test_a_damaged_snapshot_gives_way_to_the_disk(
 ) -> None:
     fit(tmp_path, memory, SyncCheckpointIO, raise_at=6)
     for snapshot in snapshots_of(tmp_path, memory).iterdir():
-        data = bytearray(snapshot.read_bytes())
-        data[len(data) // 2] ^= 1
-        snapshot.write_bytes(data)
+        flip_bit(snapshot)
     trainer = fit(tmp_path, memory, SyncCheckpointIO)
     assert trainer.callback.resumed.path == str(tmp_path / "checkpoints" / "step=3.ckpt")
     warnings = [record.getMessage() for record in caplog.records if "passed over" in record.getMessage()]

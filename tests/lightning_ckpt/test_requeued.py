@@ -11,6 +11,7 @@ import pytest
 
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint
 from tests.lightning_ckpt.reliable_cases import BATCHES, Callback, model_of, trainer_of
+from tests.support.damage import flip_bit
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
@@ -57,9 +58,7 @@ def test_the_one_that_is_further_is_the_last(tmp_path: Path, every: int, name: s
 
 def test_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
     fit(tmp_path, Requeues(5), every=2)
-    content = bytearray((tmp_path / "hpc_ckpt_1.ckpt").read_bytes())
-    content[len(content) // 2] ^= 1
-    (tmp_path / "hpc_ckpt_1.ckpt").write_bytes(content)
+    flip_bit(tmp_path / "hpc_ckpt_1.ckpt")
     assert taken(tmp_path) == ("step=4.ckpt", BATCHES - 4)
 
 

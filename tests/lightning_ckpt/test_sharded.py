@@ -14,6 +14,7 @@ from ckpt_core import DirectoryCheckpointer
 from ckpt_core.cli import main
 from tests.lightning_ckpt.features import SAVES_LAST_AT_EPOCH_END, needs_weight_averaging
 from tests.lightning_ckpt.sharded_runs import Runs, assert_same_tensors, parts_at
+from tests.support.damage import flip_bit
 
 KINDS = ("ddp", "mp", "fsdp")
 EVERY = {"every_n_train_steps": 3, "save_top_k": -1, "save_last": True}
@@ -150,9 +151,7 @@ def test_damaged_checkpoint_is_passed_over(tmp_path: Path, damage: str, trained:
     newest, older = directory / "step=6.ckpt", directory / "step=3.ckpt"
     shard = next(newest.glob("model-00002*.safetensors"))
     if damage == "flipped":
-        data = bytearray(shard.read_bytes())
-        data[-5] ^= 1
-        shard.write_bytes(data)
+        flip_bit(shard, -5)
     elif damage == "truncated":
         shard.write_bytes(shard.read_bytes()[:-8])
     elif damage == "missing":

@@ -72,6 +72,33 @@ class Stream(IterableDataset):
             yield index, augment(index)
 
 
+class StatefulStream(IterableDataset):
+    """An iterable data set with a state."""
+
+    def __init__(self, size: int = SAMPLES) -> None:
+        self.size = size
+        self.position: int | None = None
+        self.resumed = False
+
+    def __iter__(self) -> Iterator[tuple[int, torch.Tensor]]:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker else (0, 1)
+        if not self.resumed:
+            self.position = first
+        self.resumed = False
+        while self.position < self.size:
+            index = self.position
+            self.position += step
+            yield index, augment(index)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+        self.resumed = self.position is not None
+
+
 class OwnSampler(Sampler[int]):
     """A user's sampler with a NumPy generator of its own and a counter of passes."""
 

@@ -15,6 +15,7 @@ from ckpt_async.consistent_cut import COORDINATOR, ConsistentCut, InconsistentCu
 from ckpt_async.parameter_server import CutStore, SocketTransport, TrainingCoordinator
 from ckpt_async.parameter_server.model import BlockTable
 from ckpt_core.errors import CheckpointCorruptedError
+from tests.support.damage import flip_bit
 
 PARAMETERS = {"weight": torch.arange(64.0)}
 TABLE = BlockTable(PARAMETERS.items())
@@ -45,9 +46,7 @@ def write(store: CutStore, generation: int, snapshot: int, workers: tuple[str, .
 
 def flip_a_bit(path: str) -> None:
     file = next(Path(path).glob("model-*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    flip_bit(file, -1)
 
 
 def cut_off_the_manifest(path: str) -> None:

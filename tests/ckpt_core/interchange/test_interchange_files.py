@@ -55,6 +55,7 @@ from ckpt_core.interchange import (
 )
 from ckpt_core.interchange.dcp_extras import Exported
 from tests.conftest import ScriptRunner
+from tests.support.damage import flip_bit
 from tests.support.states import DTYPES, assert_same_state, tensor_of
 
 pytestmark = [
@@ -73,12 +74,6 @@ def load(path: Path, part: str = "model") -> Any:
     with DirectoryCheckpointer().load(path) as checkpoint:
         checkpoint.verify()
         return checkpoint.load(part)
-
-
-def flip(path: Path, offset: int) -> None:
-    data = bytearray(path.read_bytes())
-    data[offset] ^= 1
-    path.write_bytes(data)
 
 
 def model() -> dict[str, torch.Tensor]:
@@ -168,7 +163,7 @@ def test_dcp_is_told_what_is_wrong(tmp_path: Path) -> None:
 
     assert "Missing key" in str(read(other=torch.ones(1)))
     assert isinstance(read(w=torch.ones(5000, dtype=torch.float64)), StateMismatchError)
-    flip(path / "model.safetensors", 4096 + 10_000)
+    flip_bit(path / "model.safetensors", 4096 + 10_000)
     error = read(w=torch.zeros(5000))
     assert isinstance(error, CheckpointCorruptedError)
     assert error.key == "model.w"
@@ -394,7 +389,7 @@ def test_a_chunk_that_is_missing_is_noticed(tmp_path: Path) -> None:
 
 def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
     path = save(tmp_path / "a", Part("model", {"w": torch.ones(5000), "v": torch.ones(3)}, Kind.REPLICATED))
-    flip(path / "model.safetensors", 4096 + 10_000)
+    flip_bit(path / "model.safetensors", 4096 + 10_000)
     for export in (export_dcp, export_model):
         with pytest.raises(CheckpointCorruptedError, match=r"model\.w"):
             export(path, tmp_path / "b")
@@ -456,7 +451,7 @@ def test_a_model_comes_out_of_a_torch_file(tmp_path: Path) -> None:
         export_model(tmp_path / "a.ckpt", tmp_path / "c", part="model")
     with pytest.raises(StateMismatchError, match=r"model\.embed"):
         export_model(tmp_path / "a.ckpt", tmp_path / "c", prefix="net.")
-    flip(tmp_path / "a.ckpt", 4096 + 8)
+    flip_bit(tmp_path / "a.ckpt", 4096 + 8)
     with pytest.raises(CheckpointCorruptedError):
         export_model(tmp_path / "a.ckpt", tmp_path / "c")
 

@@ -12,6 +12,7 @@ import torch
 from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part, load_into
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError, StateMismatchError
 from tests.conftest import ScriptRunner
+from tests.support.damage import flip_bit
 
 LAYOUTS = ["file", "stock file", "bare file", "directory", "trainer directory"]
 
@@ -206,9 +207,7 @@ def test_models_in_safetensors_tied_weights_and_nested_parts(tmp_path: Path) -> 
 
 def test_what_is_damaged_is_not_loaded(tmp_path: Path) -> None:
     path = saved(tmp_path, "file", *trained("body"))
-    data = bytearray(path.read_bytes())
-    data[200] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, 200)
     with pytest.raises(CheckpointCorruptedError):
         load_into(path, Net("body"), partial=True)
 

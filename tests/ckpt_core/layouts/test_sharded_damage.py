@@ -12,6 +12,7 @@ import torch
 from ckpt_core import CheckpointCorruptedError, CheckpointError, CheckpointFormatError
 from ckpt_core._layouts.directory.safetensors_file import LARGEST_BLOCK
 from ckpt_core.storage.base import MANIFEST_NAME
+from tests.support.damage import flip_bit
 from tests.support.sharded import open_directory, rewrite, save_directory
 
 STATE = {"w": torch.arange(12.0).reshape(4, 3), "tied": torch.ones(2), "n": [1, "a"], "empty": torch.empty(0, 2)}
@@ -231,9 +232,7 @@ def test_damage_names_the_tensor_and_whose_it_is(tmp_path: Path) -> None:
         ("rank-00001-of-00001.safetensors", 1, None, "data"),
     ):
         file = path / name
-        data = bytearray(file.read_bytes())
-        data[-from_end] ^= 1
-        file.write_bytes(data)
+        flip_bit(file, -from_end)
         with open_directory(path) as checkpoint:
             for check in (checkpoint.verify, lambda checkpoint=checkpoint, part=part: checkpoint.load(part)):
                 with pytest.raises(CheckpointCorruptedError) as caught:
@@ -241,17 +240,14 @@ def test_damage_names_the_tensor_and_whose_it_is(tmp_path: Path) -> None:
                 assert caught.value.path == str(file)
                 if key is not None:
                     assert caught.value.key == key
-        data[-from_end] ^= 1
-        file.write_bytes(data)
+        flip_bit(file, -from_end)
 
 
 def test_damage_in_the_middle_never_reaches_a_target_that_needs_a_copy(tmp_path: Path) -> None:
     source = torch.randn(1000, 1000)
     path = save_directory(tmp_path / "c", [{"model": ("replicated", {"w": source})}])
     file = path / "model.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-(1000 * 1000 * 4) // 2] ^= 1
-    file.write_bytes(data)
+    flip_bit(file, -(1000 * 1000 * 4) // 2)
     into = torch.zeros(1000, 1000).t()
     with pytest.raises(CheckpointCorruptedError), open_directory(path) as checkpoint:
         checkpoint.load("model", into={"w": into})

@@ -16,6 +16,7 @@ from ckpt_core import Catalog, CheckpointError, DirectoryCheckpointer, Kind, Par
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage, Storage, local_directory
 from ckpt_core.storage.local_directory import StagingDirectories
 from tests.conftest import ScriptRunner
+from tests.support.damage import flip_bit
 
 STRATEGIES = ["sync", "async"]
 
@@ -336,12 +337,6 @@ def test_a_read_only_parent(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------------
 
 
-def damage(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
 def test_the_newest_directory_that_verifies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with DirectoryCheckpointer(strategy="sync") as checkpointer:
         for step in range(1, 5):
@@ -358,7 +353,7 @@ def test_the_newest_directory_that_verifies(tmp_path: Path, caplog: pytest.LogCa
     newest = catalog.newest_verified()
     assert newest is not None
     assert newest.path == str(tmp_path / "step=4")
-    damage(tmp_path / "step=4" / "model.safetensors")
+    flip_bit(tmp_path / "step=4" / "model.safetensors", -1)
     (tmp_path / "step=3" / "rank-00001-of-00001.safetensors").unlink()
     newest = catalog.newest_verified()
     assert newest is not None

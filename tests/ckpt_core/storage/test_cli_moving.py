@@ -16,6 +16,7 @@ from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part
 from ckpt_core.cli import main
 from ckpt_core.pins import note_of_pin
 from ckpt_core.storage import LocalStorage
+from tests.support.damage import flip_bit
 from tests.support.servers import Server
 
 Capture = pytest.CaptureFixture[str]
@@ -43,17 +44,11 @@ def as_json(capsys: Capture, *words: object) -> Any:
     return json.loads(capsys.readouterr().out)
 
 
-def flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-
-
 # ---- prune and du ----------------------------------------------------------------------------------------------------
 
 
 def test_prune_says_why_each_stays_and_deletes_the_rest(run: Path, capsys: Capture) -> None:
-    flip(run / "step=20" / "manifest.json")  # what cannot be read is kept
+    flip_bit(run / "step=20" / "manifest.json", -1)  # what cannot be read is kept
     words = ("prune", run, "--keep", "latest=2", "--keep", "every_steps=25,at_steps=10")
     before = sorted(os.listdir(run))
     planned = as_json(capsys, *words, "--dry-run")
@@ -121,7 +116,7 @@ def test_cp_takes_a_directory_of_checkpoints_and_continues_where_it_ended(
 
 
 def test_cp_of_what_is_damaged_leaves_the_target_as_it_was(run: Path, tmp_path: Path, capsys: Capture) -> None:
-    flip(run / "step=10" / "model.safetensors")
+    flip_bit(run / "step=10" / "model.safetensors", -1)
     assert main(["cp", str(run / "step=10"), str(tmp_path / "copy")]) == 1
     assert "CheckpointCorruptedError" in capsys.readouterr().err
     assert not (tmp_path / "copy").exists()
@@ -236,7 +231,7 @@ def test_sync_of_what_is_damaged_copies_the_rest_and_deletes_nothing(
     there = tmp_path / "there"
     as_json(capsys, "cp", run / "step=10", run / "step=20", there)
     shutil.rmtree(run / "step=20")
-    flip(run / "step=30" / "model.safetensors")  # seen when it is compared
+    flip_bit(run / "step=30" / "model.safetensors", -1)  # seen when it is compared
     (run / "step=40" / "manifest.json").write_text("{")  # seen at once
     done = synced(capsys, run, there, "--delete", "--yes", code=1)
     assert (done["step=30"], done["step=40"], done["step=20"]) == ("FAILED", "keep", "keep")
