@@ -166,7 +166,9 @@ def _is_true(text: str, base: Mapping[str, Any], resumed: Mapping[str, Any]) -> 
         named = {path.partition(".")[0] for path in re.findall(r"`([^`]+)` of ", text)}
         both = there.keys() & here.keys()
         told = {key for key in both if key.partition(",")[0] in named} or both  # a global is in no function
-        return base.get("modules") != resumed.get("modules") or any(there[key] != here[key] for key in told)
+        owned = [(kind, path.partition(".")[0]) for path, kind in re.findall(r"`([^`]+)` of (\w+)", text)]
+        is_other = [base[kind].get(name) != resumed.get(kind, {}).get(name) for kind, name in owned if kind in base]
+        return base.get("modules") != resumed.get("modules") or any([*is_other, *(there[k] != here[k] for k in told)])
     found = re.match(r"\w+ `(\w+)` changed (.*) since the start", text)
     if found is None:
         return False

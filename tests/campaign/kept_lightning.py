@@ -791,6 +791,68 @@ class Collected(Kept):
 _last: dict[str, float] = {}
 
 
+# ---- what a state leaves out -----------------------------------------------------------------------------------------
+
+
+class HoldsAPart(Callback):
+    """Whose state_dict leaves out a count, and what is only told."""
+
+    def __init__(self) -> None:
+        self.mean, self.count, self.best = 0.0, 0, math.inf
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        loss = float(outputs["loss"])
+        self.count, self.best = self.count + 1, min(self.best, loss)
+        self.mean += (loss - self.mean) / self.count
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        print(f"best {self.best}")
+        _scale(pl_module, 1 / (1 + self.mean))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"mean": self.mean}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.mean = state["mean"]
+
+
+class LooksAhead(torch.optim.SGD):
+    """Keeps slow weights, and a count, outside of its state."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, lr=0.05)
+        self.slow = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+        self.taken = 0
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.taken += 1
+        every = [p for group in self.param_groups for p in group["params"]]
+        for slow, p in zip(self.slow, every, strict=True) if self.taken % 5 == 0 else ():
+            slow.lerp_(p.detach(), 0.5)
+            p.data.copy_(slow)
+        return loss
+
+
+class WithLookahead(Net):
+    def configure_optimizers(self) -> Any:
+        return LooksAhead(self.parameters())
+
+
+class DrawsLate(Items):
+    """Makes its generator when it first draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self.generator is None:
+            self.generator = np.random.default_rng(5)
+        x, *rest = super().__getitem__(index)
+        return (x + float(self.generator.random()), *rest)
+
+
 KEPT: dict[str, Case] = {
     "a dataclass in a global": Case(model=InADataclass),
     "a phase in a global": Case(model=APhase),
@@ -843,6 +905,10 @@ KEPT: dict[str, Case] = {
     "hard samples in a global": Case(
         model=Mines, loader=lambda: DataLoader(Items(), batch_size=8, sampler=Hardest(HARD))
     ),
+    "a state_dict leaves out a count": Case(callbacks=lambda: [HoldsAPart()]),
+    "an optimizer with a state of its own": Case(model=WithLookahead),
+    "exact: draws late": Case(loader=lambda: DataLoader(DrawsLate(), batch_size=8, shuffle=True)),
+    "exact: draws late, workers": Case(loader=lambda: DataLoader(DrawsLate(), 8, shuffle=True, num_workers=2)),
     "exact: caches": Case(model=Remembers),
     "exact: tells": Case(model=Tells),
     "exact: made anew": Case(model=MadeAnew),

@@ -38,6 +38,14 @@ def test_an_alarm_is_false_if_what_it_names_was_never_another_one(named: str, pl
     assert compare(base, resumed, "early").verdict == verdict
 
 
+@pytest.mark.parametrize(("calls", "verdict"), [("a", "exact"), ("b", "FALSE ALARM")])
+def test_an_alarm_is_true_if_the_attribute_that_it_names_was_another_one(calls: str, verdict: str) -> None:
+    text = "it begins without variables of the script that training had changed: `noise.calls` of Net (if training"
+    base = Outcome(marks={"early": [0, 0, 0, 0]}, attributes={"early": {"Net": {"noise": "b"}}})
+    resumed = Outcome(warned=[text], attributes={"begun": {"Net": {"noise": calls}}})
+    assert compare(base, resumed, "early").verdict == verdict
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_no_resume_of_a_short_campaign_is_silently_inexact_or_falsely_warned_of() -> None:
