@@ -139,8 +139,9 @@ def _arrived(number: int) -> None:
 def _finish_and_die(number: int) -> None:
     try:
         for session in live_sessions():
-            is_told = session.just_in_time is None or not session.just_in_time.is_rank_lost
-            if session.auto_resume is not None and is_told:  # and not because another rank is dead
+            # Launchers send it to the others, too, when a rank has crashed, which it rarely does before it trains.
+            is_told = session.world_size == 1 or not session.backwards
+            if session.auto_resume is not None and is_told:
                 session.auto_resume.told_to_end()
         _finish()
     finally:

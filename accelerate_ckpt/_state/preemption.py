@@ -71,7 +71,12 @@ class PreemptionWatch:
 
     def after_batch(self, session: Any) -> None:
         """Save and end the program (``SystemExit``), if that is due."""
-        due = self.due() if self.asks_itself else None
+        try:
+            due = self.due() if self.asks_itself else None
+        except SystemExit:
+            if session.auto_resume is not None:
+                session.auto_resume.crashed()
+            raise
         if due is None:
             return
         reason, status = due

@@ -55,6 +55,10 @@ class AutoResume:
         if isinstance(getattr(sys, "last_value", None), (KeyboardInterrupt, type(None))):
             self._attempts.end()
 
+    def crashed(self) -> None:
+        """Let the attempt count, however the program ends: another rank is dead."""
+        atexit.unregister(self.end)
+
     def told_to_end(self) -> None:
         """Note, on any thread, that a signal ends the process: that is no crash."""
         if self._is_counted:

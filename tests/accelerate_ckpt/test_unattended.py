@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from accelerate_ckpt.config import CheckpointConfig, OptionError
+from tests.conftest import ACCELERATE
 from tests.support.accelerate_ranks import RankResult, Ranks
 
 TRAINING = """
@@ -218,6 +220,47 @@ def test_a_start_that_a_signal_ends_is_no_crash(
     assert (ended.returncode, ended.stdout.count("not told")) == (-number, 0)
     assert "resuming from" in ended.stdout + ended.stderr
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["one"]  # no record of a crash
+
+
+CRASHES_ON_ONE_RANK = """
+    import os, signal, sys, time, torch
+    from accelerate import Accelerator
+    from accelerate_ckpt import attach
+
+    accelerator = attach(Accelerator(cpu=True, project_dir="run"), resume="auto", preempt=sys.argv[1] or None)
+    model = torch.nn.Linear(4, 1)
+    data = torch.utils.data.DataLoader(torch.zeros(800, 4), batch_size=1)
+    model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), data)
+    accelerator.load_state()
+    for step, batch in enumerate(data, 1):
+        if accelerator.resumed and step > 3:  # without the other rank
+            time.sleep(0.1)
+            with accelerator.no_sync(model):
+                accelerator.backward(model(batch).pow(2).mean())
+            continue
+        accelerator.backward(model(batch).pow(2).mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        if accelerator.resumed is None:
+            accelerator.save_state("run/checkpoints/one")
+            accelerator.end_training()
+            break
+        if step == 3 and accelerator.process_index == 1:
+            os._exit(0)
+        if step == 3:
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGTERM)  # by the launcher
+"""
+
+
+@pytest.mark.parametrize("preempt", ["", "SIGTERM"])
+def test_the_crash_of_another_rank_counts_though_the_launcher_tells_this_one_to_end(
+    fork_script: Any, tmp_path: Path, preempt: str
+) -> None:
+    fork_script(CRASHES_ON_ONE_RANK, preempt, modules=ACCELERATE, ranks=2)
+    fork_script(CRASHES_ON_ONE_RANK, preempt, modules=ACCELERATE, ranks=2, check=False)
+    record = json.loads((tmp_path / "run" / "checkpoints" / ".ckpt-resumes.json").read_text())
+    assert list(record["attempts"].values()) == [1]
 
 
 def test_without_the_options_the_process_ends_as_ever(ranks: Ranks, tmp_path: Path) -> None:
