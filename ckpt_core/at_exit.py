@@ -12,18 +12,17 @@ import atexit
 import concurrent.futures.thread  # noqa: F401 - whose own call is registered before ours, and so comes after it
 import os
 import threading
+import weakref
 from collections.abc import Callable
 
-_threads: set[threading.Thread] = set()  # without a lock: a signal handler that saves may interrupt whoever holds it
+# Without a lock, also without those that is_alive() takes: a signal handler that saves may interrupt whoever holds it.
+_threads: set[weakref.ref[threading.Thread]] = set()
 _calls: list[Callable[[], None]] = []
 
 
 def wait_for(thread: threading.Thread) -> None:
     """Let the interpreter wait for a thread before it ends."""
-    for known in tuple(_threads):
-        if not known.is_alive():
-            _threads.discard(known)
-    _threads.add(thread)
+    _threads.add(weakref.ref(thread, _threads.discard))
 
 
 def call_after_threads(function: Callable[[], None]) -> None:
@@ -32,7 +31,7 @@ def call_after_threads(function: Callable[[], None]) -> None:
 
 
 def _finish() -> None:
-    while living := [thread for thread in tuple(_threads) if thread.is_alive()]:
+    while living := [thread for known in tuple(_threads) if (thread := known()) is not None and thread.is_alive()]:
         living[0].join()  # it may start another one
     for call in _calls:
         call()
