@@ -55,33 +55,36 @@ class BufferPool:
         """Lend a buffer of ``nbytes`` or a save's share, waiting until one is free."""
         if self._share is not None:
             nbytes = min(nbytes, self._share)
-        with self._changed:
-            self._changed.wait_for(lambda: self._lent < self._limit)
-            self._lent += 1
-            idle = sorted(self._idle, key=lambda buffer: buffer.nbytes)
-            buffer = next((b for b in idle if b.nbytes >= nbytes), None)
-            if buffer is not None:
-                self._idle.remove(buffer)
-                self._outside.append(buffer)
-                return buffer
-            if len(idle) + self._lent > self._limit:
-                # Replace one that is too small, so that memory never exceeds the limit.
-                self._idle.remove(idle[0])
-                idle[0].close()
+        is_lent, buffer = False, None
         try:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lent < self._limit)
+                self._lent, is_lent = self._lent + 1, True
+                idle = sorted(self._idle, key=lambda buffer: buffer.nbytes)
+                buffer = next((b for b in idle if b.nbytes >= nbytes), None)
+                if buffer is not None:
+                    self._idle.remove(buffer)
+                    self._outside.append(buffer)
+                    return buffer
+                if len(idle) + self._lent > self._limit:
+                    # Replace one that is too small, so that memory never exceeds the limit.
+                    self._idle.remove(idle[0])
+                    idle[0].close()
             try:
                 buffer = StagingBuffer(nbytes, pinned=True)
             except OutOfMemoryError:
                 with self._changed:
                     self._free_idle()  # those that are too small
                 buffer = StagingBuffer(nbytes, pinned=True)
-        except BaseException:
+            self._outside.append(buffer)
+            return buffer
+        except BaseException:  # Ctrl-C too
             with self._changed:
-                self._lent -= 1
+                self._lent -= is_lent
+                if buffer in self._outside:
+                    self._outside.remove(buffer)
                 self._changed.notify_all()
             raise
-        self._outside.append(buffer)
-        return buffer
 
     def wait(self) -> None:
         """Return when a buffer is free."""

@@ -200,12 +200,14 @@ class JobQueue:
         if not threading.main_thread().is_alive():
             return False
         # Not a daemon: the interpreter waits for the checkpoint before it exits.
-        self._thread = thread = threading.Thread(target=self._run, name=self._name)
         try:
+            self._thread = thread = threading.Thread(target=self._run, name=self._name)
             thread.start()
-        except RuntimeError:
-            self._thread = None
-            return False
+        except BaseException as error:
+            self._thread = None  # should it begin after Ctrl-C, it sees that it is not the one
+            if isinstance(error, RuntimeError):
+                return False
+            raise
         at_exit.wait_for(thread)
         return True
 
@@ -215,12 +217,19 @@ class JobQueue:
             if self._thread is not None or not self._jobs:
                 return
             self._thread = threading.current_thread()
-        self._run()
+        try:
+            self._run()
+        finally:
+            with self._lock:
+                if self._thread is threading.current_thread():  # Ctrl-C
+                    self._thread = None
 
     def _run(self) -> None:
         with awaited_paths.waiting_for_nothing():
             while True:
                 with self._lock:
+                    if self._thread is not threading.current_thread():
+                        return
                     if not self._jobs:
                         self._thread = None
                         return

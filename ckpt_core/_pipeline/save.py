@@ -35,6 +35,7 @@ from ckpt_core.events import (
     notify,
 )
 from ckpt_core.preflight import RefusedKeys
+from ckpt_core.threads import Latch
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,8 @@ class Pipeline:
         self._last_copy: Job | None = None
         self._failed: set[str] = set()  # what the last save or copy to it has not brought: there may be an older one
         # As many as buffers: of several threads, none may have the buffer that another waits for whose turn is first.
-        self._places = threading.Semaphore(self._max_pending)
+        self._places: list[Latch] = []  # those that are taken
+        self._lock = threading.RLock()  # for the list; a signal handler that saves may interrupt a save
         self._saving_threads: set[int] = set()
 
     @property
@@ -193,10 +195,11 @@ class Pipeline:
 
     def _save_later(self, save: Save, started: float, waited: float) -> int:
         snapshot = Snapshot(save.path, self.buffers, overlaps=self._overlaps)
-        action = functools.partial(self._write_in_background, save, snapshot)
+        place = Latch()
+        action = functools.partial(self._write_in_background, save, snapshot, place)
         runs = False
-        self._places.acquire()
         try:
+            self._take(place)
             runs = snapshot.may_pass = self._submit(save.path, action, lambda: snapshot.sealed_at)
             save.take(snapshot)
             save.complete(snapshot)
@@ -208,6 +211,7 @@ class Pipeline:
             BaseException
         ) as error:  # Ctrl-C too: other ranks must not wait for this one, nor the next save for memory
             snapshot.give_up(error)
+            self._leave(place)  # it may not be in the queue
             if not save.is_shared:
                 self.queue.run_queued()
                 self.queue.wait(save.path)  # until nothing is left of it
@@ -224,7 +228,21 @@ class Pipeline:
             self._report_taken(save.path, size, started, waited)
         return size
 
-    def _write_in_background(self, save: Save, snapshot: Snapshot) -> int:
+    def _take(self, place: Latch) -> None:
+        while True:
+            with self._lock:
+                if len(self._places) < self._max_pending:
+                    self._places.append(place)
+                    return
+                other = self._places[0]
+            other.wait()
+
+    def _leave(self, place: Latch) -> None:
+        with contextlib.suppress(ValueError):  # a save that is given up leaves it twice
+            self._places.remove(place)
+        place.set()
+
+    def _write_in_background(self, save: Save, snapshot: Snapshot, place: Latch) -> int:
         try:
             snapshot.wait_begun()
             return save.write(snapshot)
@@ -236,7 +254,7 @@ class Pipeline:
             raise
         finally:
             snapshot.release()
-            self._places.release()
+            self._leave(place)
             save.close()
 
     def _submit(

@@ -99,7 +99,8 @@ class Snapshot:
         self._guard = TornSnapshotGuard(layout.tensors)
         if self._buffers is not None and layout.staged_size:
             try:
-                self._lend(self._buffers.acquire(layout.staged_size), layout.staged_size)
+                self._lent = self._buffers.acquire(layout.staged_size)
+                self._use(self._lent, layout.staged_size)
             except OutOfMemoryError as error:
                 self.not_copied = error
         if self.buffer is None:
@@ -109,8 +110,7 @@ class Snapshot:
         else:
             self._copy = BackgroundCopy(layout.pieces_in(self.buffer, COPY_GROUP), overlaps=self._overlaps)
 
-    def _lend(self, buffer: StagingBuffer, nbytes: int) -> None:
-        self._lent = buffer
+    def _use(self, buffer: StagingBuffer, nbytes: int) -> None:
         if buffer.nbytes >= nbytes:
             self.buffer = buffer
         elif self.may_pass:
