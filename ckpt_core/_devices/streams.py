@@ -156,8 +156,13 @@ def _used(streams: Iterable[torch.Stream], device: int | None) -> Iterator[None]
     torch.accelerator.set_device_index(device)
     with contextlib.ExitStack() as stack:
         for stream in streams:
-            stack.enter_context(stream)
+            stack.enter_context(_another_handle(stream))
         yield
+
+
+def _another_handle(stream: torch.Stream) -> torch.Stream:
+    # One that is entered remembers what was current before; torch 2.8 refuses to let a second thread enter it.
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 def events_of_current_streams(tensors: Iterable[torch.Tensor]) -> Events:

@@ -20,7 +20,7 @@ import torch
 from ckpt_core import CheckpointCorruptedError, Checkpointer, DirectoryCheckpointer, Kind, Part
 from ckpt_core._devices.generators import DeviceGenerators
 from ckpt_core._devices.pinning import pin
-from ckpt_core._devices.streams import LateNumber
+from ckpt_core._devices.streams import LateNumber, on_current_streams
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._pipeline import device_copy
 from ckpt_core._pipeline.buffer_pool import BufferPool
@@ -675,3 +675,35 @@ def test_nothing_is_asked_of_devices_for_tensors_of_the_host(
     monkeypatch.setattr(torch, "Stream", refused)
     found = save(layout, strategy, {"weight": torch.ones(300_000)}, tmp_path / "saved")
     assert found["weight"].sum().item() == 300_000
+
+
+def test_two_threads_may_use_one_stream_at_the_same_time(accelerator: Accelerator) -> None:
+    device = torch.device(accelerator.type, 0)
+    caller = torch.Stream(device)
+    with caller:
+        work = on_current_streams(lambda job: job(), [torch.empty(4, device=device)])
+    inside, left = threading.Barrier(2, timeout=60), threading.Barrier(2, timeout=60)
+    seen: dict[str, list[Any]] = {"first": [], "last": []}
+
+    def enter_and_leave(name: str) -> None:
+        own = torch.Stream(device)
+        torch.accelerator.set_stream(own)
+
+        def job() -> None:
+            inside.wait()
+            seen[name].append(torch.accelerator.current_stream(device) == caller)
+            if name == "last":
+                left.wait()
+                seen[name].append(torch.accelerator.current_stream(device) == caller)
+
+        work(job)
+        seen[name].append(torch.accelerator.current_stream(device) == own)
+        if name == "first":
+            left.wait()
+
+    threads = [threading.Thread(target=enter_and_leave, args=(name,)) for name in seen]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert seen == {"first": [True, True], "last": [True, True, True]}
