@@ -20,7 +20,7 @@ from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.rng import RngState
 from ckpt_core.state.samplers import RecordingSampler, SamplerMoment, SamplerPass, describe_sampler
 from ckpt_core.state.stateful import is_stateful
-from ckpt_core.state.workers import (
+from ckpt_core.state.worker_generators import (
     RecordingCollate,
     RngIterableDataset,
     RngMapDataset,

@@ -16,7 +16,7 @@ from ckpt_core.state.kinds import Kind, join_ranks, state_of_rank
 from ckpt_core.state.loaders import FetchHistory, LoaderTracker
 from ckpt_core.state.rng import RngState, pack_rng
 from ckpt_core.state.samplers import RecordingSampler
-from ckpt_core.state.workers import RngMapDataset, WorkerRngLog
+from ckpt_core.state.worker_generators import RngMapDataset, WorkerRngLog
 
 
 def reseed(seed: int) -> None:
