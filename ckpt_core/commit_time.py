@@ -27,8 +27,10 @@ class _Clock:
     """Never behind what it has seen or given.
 
     Without a lock: a signal handler may save, and wait for the thread that commits, while it interrupts whoever holds
-    it. What is appended is never lost, and each is later than those before it, so they are few.
+    it. What is appended is never lost; the latest is among the last, unless as many threads append at the same time.
     """
+
+    _KEPT = 16
 
     def __init__(self) -> None:
         self._seen = [0.0]
@@ -37,7 +39,7 @@ class _Clock:
         microseconds = round(max(time.time(), max(self._seen) + _STEP) * 1e6)
         # Six decimals are written, always: manifests of the same state have the same length.
         now = (microseconds + (microseconds % 10 == 0)) / 1e6
-        self._seen.append(now)
+        self._append(now)
         return now
 
     def seconds_behind(self) -> float:
@@ -45,7 +47,11 @@ class _Clock:
 
     def note(self, committed: float) -> None:
         if committed > max(self._seen):
-            self._seen.append(committed)
+            self._append(committed)
+
+    def _append(self, seconds: float) -> None:
+        self._seen.append(seconds)
+        del self._seen[: -self._KEPT]
 
 
 _clock = _Clock()

@@ -149,6 +149,16 @@ def test_a_clock_that_is_set_back_makes_no_newer_checkpoint_older(
     assert newest(tmp_path) == name_of(40)
 
 
+def test_thousands_of_commits_take_no_memory() -> None:
+    clock = commit_time._Clock()
+    times = [clock.now() for _ in range(5000)]
+    assert times == sorted(set(times))
+    clock.note(times[-1] - 1)
+    clock.note(times[-1] + 7200)
+    assert clock.now() > times[-1] + 7200
+    assert len(clock._seen) < 100
+
+
 def test_a_clock_that_is_set_back_where_the_store_was_looked_at(
     new_process: Callable[[], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
