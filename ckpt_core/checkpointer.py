@@ -120,8 +120,10 @@ class CheckpointerBase:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, and what a spawned process gets, has the same settings and no saves of its own yet."""
+        uploads = {} if self._tiers is None or self._uploader is not None else {"uploads": False}
         settings = functools.partial(
             type(self),
+            **uploads,
             strategy=self.strategy,
             max_pending=self._max_pending,
             on_error=self._on_error,

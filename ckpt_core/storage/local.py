@@ -16,8 +16,10 @@ import stat
 import uuid
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
+from ckpt_core.option_checks import check_options, check_switch
 from ckpt_core.storage import local_directory, permissions
 from ckpt_core.storage.base import Claim, FileInfo, FileReader, FileWriter, Storage
 from ckpt_core.storage.failures import existing_directory, storage_error
@@ -193,9 +195,12 @@ class LocalStorage(Storage):
         self._follow_links = follow_links
         self._staging = local_directory.StagingDirectories()
 
-    def __reduce__(self) -> tuple[type[LocalStorage], tuple[bool]]:
-        """A copy, and what a spawned process gets, has no directories in the making."""
-        return LocalStorage, (self._follow_links,)
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_staging"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._staging = local_directory.StagingDirectories()  # a copy has none in the making
 
     def create(self, path: str, expected_size: int) -> FileWriter:
         return LocalFileWriter(path, expected_size)

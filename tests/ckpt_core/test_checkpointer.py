@@ -39,6 +39,7 @@ from ckpt_core.events import (
     SnapshotTaken,
 )
 from ckpt_core.storage import FileWriter, LocalStorage
+from ckpt_core.tiers import Tiers
 from tests.support.states import assert_same_state, tensor_of
 
 SECONDS = 20.0  # longer than anything here takes: what is not over by then hangs
@@ -477,6 +478,17 @@ def test_a_copy_for_another_process_has_the_same_settings(gate: Gate, tmp_path: 
     assert (copy._max_pending, copy._on_error, copy._storage_options) == (3, "warn", {"a": 1})
     gate.open()
     checkpointer.close()
+
+
+def test_a_copy_of_one_that_leaves_the_uploads_to_others_uploads_nothing(tmp_path: Path) -> None:
+    tiers = Tiers(local_dir=str(tmp_path / "local"), upload_to=str(tmp_path / "remote"))
+    uploaded = {}
+    for uploads in (False, True):
+        copy = pickle.loads(pickle.dumps(Checkpointer(strategy="sync", tiers=tiers, uploads=uploads)))
+        with copy:
+            copy.save({"a": 1}, tmp_path / "local" / f"{uploads}.ckpt")
+        uploaded[uploads] = (tmp_path / "remote" / f"{uploads}.ckpt").exists()
+    assert uploaded == {False: False, True: True}
 
 
 @pytest.mark.parametrize("strategy", ["sync", "async"])
