@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 from ckpt_core import Checkpointer
@@ -165,11 +166,11 @@ class SyncCheckpointIO(TorchFileIO):
         self,
         *,
         storage_options: dict[str, Any] | None = None,
-        local_dir: str | None = None,
-        upload_to: str | None = None,
+        local_dir: str | Path | None = None,
+        upload_to: str | Path | None = None,
         keep_local: int | None = None,
-        event_log: str | None = None,
-        report: str | None = None,
+        event_log: str | Path | None = None,
+        report: str | Path | None = None,
         listeners: Sequence[Listener] = (),
     ) -> None:
         super().__init__(CheckpointerOptions.of(locals(), strategy="sync"))
@@ -213,11 +214,11 @@ class AsyncCheckpointIO(TorchFileIO):
         max_pending: int = 1,
         on_error: Literal["raise", "warn"] = "raise",
         storage_options: dict[str, Any] | None = None,
-        local_dir: str | None = None,
-        upload_to: str | None = None,
+        local_dir: str | Path | None = None,
+        upload_to: str | Path | None = None,
         keep_local: int | None = None,
-        event_log: str | None = None,
-        report: str | None = None,
+        event_log: str | Path | None = None,
+        report: str | Path | None = None,
         listeners: Sequence[Listener] = (),
         overlap: bool = False,
         max_host_bytes: int | None = None,

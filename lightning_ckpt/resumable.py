@@ -9,7 +9,7 @@ import logging
 import os
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
@@ -112,8 +112,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
             ``checkpoint/pending`` and ``checkpoint/failures``, as rank 0 sees them. Needs one of our plugins.
         preempt: What makes the run save ``preempted-step=N.ckpt`` after the batch, on all ranks at the same one, and
             end with ``SIGTERMException`` and the exit status 143 when it is durable: True, SIGTERM; names of signals
-            (``"SIGTERM,SIGUSR1"``); or a :class:`ckpt_core.preemption.Preemption`, which also knows deadlines and
-            notices, whose exit status is 75. False: SIGTERM ends the run without a save.
+            (``"SIGTERM,SIGUSR1"``, or a list); or a :class:`ckpt_core.preemption.Preemption`, or its arguments by name,
+            which also knows deadlines and notices, whose exit status is 75. False: SIGTERM ends the run without a save.
         interval: When to save for a restart: ``"auto"``, at the interval that loses the least time to saves and
             failures (Young/Daly), from what saves take here; ``"continuous"``, each as soon as the one before is
             durable. Also at the end of training, and of epochs if ``every_n_epochs`` is given. A checkpoint that is
@@ -162,7 +162,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         resume: Literal["auto"] | None = None,
         resume_attempts: int | None = 3,
         log_metrics: bool = False,
-        preempt: bool | str | Preemption = True,
+        preempt: bool | str | Sequence[str] | Preemption | Mapping[str, Any] = True,
         recorder: bool = True,
         interval: Literal["auto", "continuous"] | None = None,
         mtbf: float | None = None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -81,11 +82,11 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
         on_error: Literal["raise", "warn"] = "raise",
         commit_timeout: float = 600.0,
         storage_options: dict[str, Any] | None = None,
-        local_dir: str | None = None,
-        upload_to: str | None = None,
+        local_dir: str | Path | None = None,
+        upload_to: str | Path | None = None,
         keep_local: int | None = None,
-        event_log: str | None = None,
-        report: str | None = None,
+        event_log: str | Path | None = None,
+        report: str | Path | None = None,
         listeners: Sequence[Listener] = (),
         overlap: bool = False,
         max_host_bytes: int | None = None,

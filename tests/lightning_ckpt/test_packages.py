@@ -226,3 +226,23 @@ def test_the_command_line_refuses_wrong_arguments(
         command_line("fit", "--config", "config.yaml", "--trainer.plugins.init_args.on_error", "ignore")
     assert ended.value.code == 2
     assert "on_error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "signals", "looks"),
+    [
+        ("[SIGTERM, SIGUSR1]", ("SIGTERM", "SIGUSR1"), 1.0),
+        ('"SIGTERM,SIGUSR1"', ("SIGTERM", "SIGUSR1"), 1.0),
+        ("{signals: SIGUSR1, look_every: 3}", ("SIGUSR1",), 3.0),
+        ("{class_path: ckpt_core.preemption.Preemption, init_args: {signals: [SIGUSR2]}}", ("SIGUSR2",), 1.0),
+        ("true", ("SIGTERM",), 1.0),
+    ],
+)
+def test_a_configuration_says_on_what_to_save_and_end_as_a_program_does(
+    command_line: CommandLine, tmp_path: Path, given: str, signals: tuple[str, ...], looks: float
+) -> None:
+    options = CONFIGURATION.replace("data_resume: replay", f"data_resume: replay, preempt: {given}")
+    (tmp_path / "config.yaml").write_text(options)
+    trainer = command_line("fit", "--config", "config.yaml", "--trainer.fast_dev_run", "false").trainer
+    preemption = trainer.checkpoint_callback._preemption
+    assert (preemption.signals, preemption.look_every) == (signals, looks)
