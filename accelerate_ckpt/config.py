@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple, get_args
 from ckpt_core.option_checks import (
     check_count,
     check_mapping,
+    check_max_host_bytes,
     check_path,
     check_preemption,
     check_seconds,
@@ -344,6 +345,10 @@ class CheckpointConfig:
                 raise OptionError(f"{name} is for interval='auto', and interval is {self.interval!r}")
         if self.keep_local is not None and self.local_dir is None:
             raise OptionError("keep_local needs local_dir and upload_to: without them there is one tier only")
+        try:
+            check_max_host_bytes(self.max_host_bytes, self.max_pending)
+        except ValueError as error:
+            raise OptionError(str(error)) from None
 
     @property
     def is_async(self) -> bool:

@@ -11,7 +11,6 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from ckpt_core._layouts.image import WINDOW
 from ckpt_core._pipeline import loading
 from ckpt_core._pipeline.device_copy import wait_staged
 from ckpt_core._pipeline.file_save import FileSave
@@ -24,6 +23,7 @@ from ckpt_core.option_checks import (
     check_count,
     check_functions,
     check_mapping,
+    check_max_host_bytes,
     check_options,
     check_switch,
     instance_of,
@@ -446,19 +446,6 @@ class Checkpointer(CheckpointerBase):
         seconds = time.perf_counter() - started
         notify(self._listeners, CheckpointLoaded(path=source, bytes=size, seconds=seconds, verified=verified))
         return state
-
-
-def check_max_host_bytes(max_host_bytes: int | None, max_pending: int) -> None:
-    """Refuse what no state could pass through.
-
-    Raises:
-        ValueError: It is less than two windows for each save.
-    """
-    if max_host_bytes is not None and max_host_bytes < 2 * WINDOW * max_pending:
-        raise ValueError(
-            f"max_host_bytes must be at least {2 * WINDOW * max_pending}, 32 MiB for each of max_pending={max_pending} "
-            f"saves, not {max_host_bytes}"
-        )
 
 
 def full_path(path: StrPath) -> str:

@@ -15,6 +15,8 @@ from typing import Any
 
 Check = Callable[[Any], Any]
 
+_LEAST_HOST_BYTES = 32 * 2**20  # two windows of an image; written out, because torch is not imported here
+
 
 def check_options(checks: Mapping[str, Check], values: Mapping[str, Any]) -> None:
     """Refuse the first of the ``values`` that its check refuses.
@@ -34,6 +36,20 @@ def check_count(value: Any) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or value < 1:  # NumPy's are no int
         raise ValueError(f"must be a whole number of at least 1, not {value!r}")
     return int(value)
+
+
+def check_max_host_bytes(max_host_bytes: int | None, max_pending: int) -> None:
+    """Refuse what no state could pass through.
+
+    Raises:
+        ValueError: It is less than two windows for each save.
+    """
+    least = _LEAST_HOST_BYTES * max_pending
+    if max_host_bytes is not None and max_host_bytes < least:
+        raise ValueError(
+            f"max_host_bytes must be at least {least}, 32 MiB for each of max_pending={max_pending} saves, "
+            f"not {max_host_bytes}"
+        )
 
 
 def check_switch(value: Any) -> bool:

@@ -9,9 +9,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from ckpt_core.checkpointer import OPTION_CHECKS, CheckpointerBase, check_max_host_bytes
+from ckpt_core.checkpointer import OPTION_CHECKS, CheckpointerBase
 from ckpt_core.events import Event, EventLog, Listener, rank_of_process
-from ckpt_core.option_checks import check_options, check_path, or_none
+from ckpt_core.option_checks import check_max_host_bytes, check_options, check_path, or_none
+from ckpt_core.paths import StrPath
 from ckpt_core.preflight import Preflight
 from ckpt_core.report import page_beside, try_to_write
 from ckpt_core.tiers import Tiers
@@ -65,11 +66,11 @@ class CheckpointerOptions:
     max_pending: int = 1
     on_error: Literal["raise", "warn"] = "raise"
     storage_options: dict[str, Any] | None = dataclasses.field(default=None, repr=False)
-    local_dir: str | None = None
-    upload_to: str | None = None
+    local_dir: StrPath | None = None
+    upload_to: StrPath | None = None
     keep_local: int | None = None
-    event_log: str | None = None
-    report: str | None = None
+    event_log: StrPath | None = None
+    report: StrPath | None = None
     listeners: Sequence[Listener] = ()
     overlap: bool = False
     max_host_bytes: int | None = None
@@ -95,7 +96,9 @@ class CheckpointerOptions:
     @property
     def log_path(self) -> str | None:
         """Where the events go; None if nobody wants them."""
-        return self.event_log or (None if self.report is None else f"{page_beside(self.report)}.jsonl")
+        if self.event_log is not None:
+            return os.fspath(self.event_log)
+        return None if self.report is None else f"{page_beside(self.report)}.jsonl"
 
     @functools.cached_property
     def _page(self) -> _Page | None:

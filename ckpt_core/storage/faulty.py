@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from ckpt_core.errors import CheckpointError
+from ckpt_core.option_checks import check_options, instance_of
 from ckpt_core.storage.base import FileReader, FileWriter, Storage
 from ckpt_core.storage.failures import storage_error
 
@@ -75,6 +76,12 @@ def _performed(name: str, place: int = 0) -> Any:
     return method
 
 
+def _check_faults(value: Any) -> Sequence[Fault]:
+    if not isinstance(value, Sequence) or not all(isinstance(fault, Fault) for fault in value):
+        raise ValueError(f"must be a list of ckpt_core.storage.Fault, not {value!r}")
+    return value
+
+
 class FaultyStorage(Storage):
     """Another storage, with faults injected at chosen operations, and a record of all operations.
 
@@ -104,6 +111,10 @@ class FaultyStorage(Storage):
     """
 
     def __init__(self, inner: Storage, faults: Sequence[Fault] = ()) -> None:
+        check_options(
+            {"inner": instance_of(Storage, "ckpt_core.storage.Storage"), "faults": _check_faults},
+            {"inner": inner, "faults": faults},
+        )
         self.operations: list[Operation] = []
         self._inner = inner
         self._faults = tuple(faults)

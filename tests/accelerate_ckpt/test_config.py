@@ -174,6 +174,8 @@ def test_a_wrong_value_names_the_option_and_where_it_came_from(name: str, wrong:
         ({"event_log": ""}, "event_log must be the path of a file, not ''"),
         ({"event_log": 3}, "event_log must be the path of a file, not 3"),
         ({"storage_options": {1: 2}}, "storage_options must be a mapping"),
+        ({"max_host_bytes": 2**25 - 1}, "max_host_bytes must be at least 33554432, 32 MiB for each of max_pending=1"),
+        ({"max_host_bytes": 2**25, "max_pending": 2}, "max_host_bytes must be at least 67108864, 32 MiB for each of"),
     ],
 )
 def test_the_class_itself_checks_too(options: dict[str, Any], problem: str) -> None:

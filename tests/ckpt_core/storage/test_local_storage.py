@@ -7,8 +7,10 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -425,3 +427,31 @@ def test_two_threads_that_meet_the_limits_of_direct_io_both_write_without_it(
     writer.commit(8193)
     assert refused == [errno.EINVAL, errno.EINVAL]
     assert (tmp_path / "a").read_bytes() == b"\0" + bytes(range(256)) * 32
+
+
+class OneOfAUser(LocalStorage):
+    """Importable, so that it can be pickled."""
+
+
+def test_a_copy_is_of_the_same_class_and_knows_no_directories_in_the_making(tmp_path: Path) -> None:
+    storage = OneOfAUser(follow_links=True)
+    storage.begin_directory(str(tmp_path / "step=1"), "token")
+    copy = pickle.loads(pickle.dumps(storage))
+    assert type(copy) is OneOfAUser
+    assert copy._follow_links is True
+    assert copy._staging._locks == set()
+    storage.discard_directory(str(tmp_path / "step=1"), "token")
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: LocalStorage("x"), "follow_links must be true or false, not 'x'"),  # type: ignore[arg-type]
+        (lambda: FaultyStorage(5), "inner must be a ckpt_core.storage.Storage, not 5"),  # type: ignore[arg-type]
+        (lambda: FaultyStorage(LocalStorage(), ["create"]), "faults must be a list of ckpt_core.storage.Fault, not"),  # type: ignore[list-item]
+        (lambda: FaultyStorage(LocalStorage(), Fault("create")), "faults must be a list"),  # type: ignore[arg-type]
+    ],
+)
+def test_wrong_arguments_are_refused_where_they_are_given(make: Callable[[], object], problem: str) -> None:
+    with pytest.raises(ValueError, match=f"^{problem}"):
+        make()
