@@ -98,11 +98,11 @@ class CheckpointerOptions:
         """Where the events go; None if nobody wants them."""
         if self.event_log is not None:
             return os.fspath(self.event_log)
-        return None if self.report is None else f"{page_beside(self.report)}.jsonl"
+        return None if self.report is None else f"{page_beside(os.fspath(self.report))}.jsonl"
 
     @functools.cached_property
     def _page(self) -> _Page | None:
-        return None if self.report is None or self.log_path is None else _Page(self.log_path, self.report)
+        return None if self.report is None or self.log_path is None else _Page(self.log_path, os.fspath(self.report))
 
     def write_report(self) -> None:
         """Write the page, if it is wanted and anything has happened since; called at the end of a run, on one rank.

@@ -39,7 +39,7 @@ class MemoryStorage(LocalStorage):
         super().__init__()
         self._directory = directory
 
-    def __reduce__(self) -> tuple[type[MemoryStorage], tuple[str]]:  # type: ignore[override]
+    def __reduce__(self) -> tuple[type[MemoryStorage], tuple[str]]:
         """A copy has no directories in the making."""
         return MemoryStorage, (self._directory,)
 
