@@ -17,7 +17,8 @@ from ckpt_core._layouts.directory.matching import LocalView
 from ckpt_core._pipeline.directory_commit import copy_directory, has_suffix, names_of_files
 from ckpt_core._pipeline.directory_save import AddedFiles, DirectorySave, DirectoryState, WriteFiles
 from ckpt_core._pipeline.jobs import OnError
-from ckpt_core._pipeline.unchanged import UnchangedFiles
+from ckpt_core._pipeline.staging import given_up
+from ckpt_core._pipeline.unchanged import IncrementalSave, UnchangedFiles
 from ckpt_core._plan import LocalTensor, WritePlanCache, local_tensor
 from ckpt_core.checkpointer import CheckpointerBase
 from ckpt_core.errors import CheckpointError
@@ -306,17 +307,18 @@ class DirectoryCheckpointer(CheckpointerBase):
             self._pipeline.queue.wait_for_turn(self._max_pending)
         waited = time.perf_counter() - started
         slices = self._slice_replicated if slice_replicated is None else slice_replicated
+
+        def begin() -> IncrementalSave:
+            return self._unchanged.begin(self._claimed(target), target)
+
         with self._pipeline.attempt(target):
-            storage = self._storage_for(target)
-            self._claim(storage, target)
             save = DirectorySave(
                 DirectoryState(parts, metadata or {}, step, write_files, slices),
-                storage,
+                begin,
                 target,
                 self._pipeline,
                 self._series.open(target, timeout=self._commit_timeout, number=number, absent=absent),
                 self._plans,
-                self._unchanged.begin(storage, target),
             )
             return self._pipeline.save(save, started=started, waited=waited)
 
@@ -348,11 +350,14 @@ class DirectoryCheckpointer(CheckpointerBase):
             # It needs no memory, so it need not wait for the save.
             self._pipeline.queue.wait_for_turn(self._max_pending + 1)
         with self._pipeline.attempt(path):
-            storage = self._storage_for(path)
             joint = self._series.open(path, timeout=self._commit_timeout)
-            self._claim(storage, path)
 
             def act(refuse_older: Callable[[], None]) -> int:
+                try:
+                    storage = self._claimed(path)
+                except Exception as error:  # noqa: BLE001 - the others must not wait for this rank
+                    return joint.refuse(given_up(error, path))
+
                 def find() -> tuple[Storage, str]:
                     refuse_older()
                     return self._origin_of(original, storage)
@@ -404,6 +409,9 @@ class DirectoryCheckpointer(CheckpointerBase):
             names = {name for name in names if has_suffix(name)}
         storage.remove_directory(path, names=names)
 
-    def _claim(self, storage: Storage, path: str) -> None:
+    def _claimed(self, path: str) -> Storage:
+        """Return the storage of a checkpoint that this rank saves, with its directory claimed."""
+        storage = self._storage_for(path)
         if self._ranks.rank == 0:  # which commits
             self._pipeline.directories.claim(storage, path)
+        return storage

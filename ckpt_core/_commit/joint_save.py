@@ -134,6 +134,11 @@ class JointSave:
         finally:
             self._series.concluded = self._number
 
+    def refuse(self, error: CheckpointError) -> int:
+        """Join and let the others know why this rank cannot begin its part; raises what they raise."""
+        self.join()
+        return self.conclude(error, lambda _: 0)
+
     # ---- rank 0 ------------------------------------------------------------------------------------------------------
 
     def _decide(

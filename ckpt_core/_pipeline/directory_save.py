@@ -59,22 +59,21 @@ class DirectorySave:
     def __init__(
         self,
         state: DirectoryState,
-        storage: Storage,
+        begin: Callable[[], IncrementalSave],
         path: str,
         pipeline: Pipeline,
         joint: JointSave,
         plans: WritePlanCache,
-        incremental: IncrementalSave,
     ) -> None:
         self.path = path
         self._state: DirectoryState | None = state
         self._metadata: dict[str, Any] = {}
         self._step = state.step
-        self._storage = storage
+        self._begin = begin
+        self._begun: IncrementalSave | None = None
         self._joint = joint
         self._pipeline = pipeline
         self._plans = plans
-        self._incremental = incremental
         self._objects: dict[str, str] = {}
         self._has_place = True  # no other job writes files of the same names
         self._files: RankFiles | None = None
@@ -93,6 +92,15 @@ class DirectorySave:
         return self._laid_out.staged_size
 
     @property
+    def _incremental(self) -> IncrementalSave:
+        assert self._begun is not None  # take() comes first
+        return self._begun
+
+    @property
+    def _storage(self) -> Storage:
+        return self._incremental.storage
+
+    @property
     def _laid_out(self) -> RankFiles:
         assert self._files is not None  # take() comes first
         return self._files
@@ -101,6 +109,7 @@ class DirectorySave:
 
     def take(self, snapshot: Snapshot) -> None:
         assert self._state is not None  # until it is closed
+        self._begun = self._begin()  # from here on, the others learn of a failure
         self._metadata = copy.deepcopy(dict(self._state.metadata))
         rank, world_size = self._joint.group.rank, self._joint.group.world_size
         if rank == 0:
@@ -131,6 +140,9 @@ class DirectorySave:
     # ---- this rank's files -------------------------------------------------------------------------------------------
 
     def write(self, snapshot: Snapshot) -> int:
+        if self._begun is None:  # nothing is to be cleaned up, and there may be no storage
+            assert snapshot.failure is not None
+            return self._joint.refuse(snapshot.failure)
         self._joint.join()
         unexpected: BaseException | None = None
         report: str | CheckpointError

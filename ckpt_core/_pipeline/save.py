@@ -247,7 +247,7 @@ class Pipeline:
             snapshot.wait_begun()
             return save.write(snapshot)
         except BaseException as error:
-            if snapshot.is_given_up:
+            if snapshot.failure is not None:
                 raise ImageAbandonedError("the save was given up") from error
             if isinstance(error, SnapshotTornError):
                 self._overlaps = False

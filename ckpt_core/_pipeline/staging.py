@@ -73,6 +73,7 @@ class Snapshot:
         self.buffer: StagingBuffer | None = None  # what the tensors are copied into, all of them, if they are
         self.not_copied: OutOfMemoryError | None = None  # in the background: training has to wait for the save
         self.may_pass = True  # through a smaller buffer, because another thread writes
+        self.failure: CheckpointError | None = None  # why there is nothing to save, if it was given up
         self.sealed_at = 0.0  # by time.perf_counter()
         self._path = path
         self._buffers = buffers
@@ -81,7 +82,6 @@ class Snapshot:
         self._copy: BackgroundCopy | HostCopy | None = None
         self._lent: StagingBuffer | None = None
         self._passing: PassingWindows | None = None
-        self._failure: CheckpointError | None = None
         self._taken = Latch()
         self._sealed = Latch()
 
@@ -167,7 +167,7 @@ class Snapshot:
 
     def give_up(self, error: BaseException) -> None:
         """Declare that there is nothing to save, and why; returns when nothing is copied any more."""
-        self._failure = given_up(error, self._path)
+        self.failure = given_up(error, self._path)
         try:
             if self._copy is not None:
                 self._copy.abandon()
@@ -176,11 +176,6 @@ class Snapshot:
         finally:
             self._taken.set()
             self._sealed.set()
-
-    @property
-    def is_given_up(self) -> bool:
-        """Whether there is nothing to save."""
-        return self._failure is not None
 
     # ---- the thread that writes --------------------------------------------------------------------------------------
 
@@ -259,8 +254,8 @@ class Snapshot:
         self._copy = None
 
     def _raise_failure(self) -> None:
-        if self._failure is not None:
-            raise self._failure
+        if self.failure is not None:
+            raise self.failure
 
 
 def given_up(error: BaseException, path: str) -> CheckpointError:

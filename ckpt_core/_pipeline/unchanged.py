@@ -111,7 +111,7 @@ class IncrementalSave:
 
     def __init__(self, memory: UnchangedFiles, storage: Storage, path: str, known: _Known | None) -> None:
         self._memory = memory
-        self._storage = storage
+        self.storage = storage
         self._path = path
         self._known = known if known is not None and _same_store(known.path, path) else None
         self._frozen: Mapping[str, frozenset[str]] = {}
@@ -140,7 +140,7 @@ class IncrementalSave:
         if file.digests[DIGEST_BYTES:] != before.digests[DIGEST_BYTES:]:
             return False
         try:
-            self._storage.copy(f"{self._known.path}/{before.name}", target)
+            self.storage.copy(f"{self._known.path}/{before.name}", target)
             is_right = self._is_right(target, file, before)
         except CheckpointError as error:  # deleted meanwhile, or the storage cannot: then it is written
             logger.info(
@@ -155,7 +155,7 @@ class IncrementalSave:
         assert self._known is not None
         links = before.links + 1
         whole = links > LINKS_BETWEEN_READINGS
-        with self._storage.open(target) as reader:
+        with self.storage.open(target) as reader:
             found = reader.size == file.layout.size and _compare(reader, file, before, whole=whole)
         if not found:
             logger.warning(

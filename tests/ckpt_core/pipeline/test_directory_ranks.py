@@ -244,6 +244,10 @@ strategy, world = sys.argv[1], 2
 def unserializable(rank):
     return [*parts(rank, 1), Part("custom", {"x": (lambda: 0) if rank == 1 else 1}, Kind.PER_RANK)]
 
+class Unclaimed(LocalStorage):
+    def claim(self, directory):
+        raise StorageError("not to be claimed")
+
 class Uncopied:
     def __deepcopy__(self, memo):
         raise RuntimeError("a bug in a copy")
@@ -278,6 +282,15 @@ def work(rank, group):
     }
     found["fine"] = both(checkpointer, parts(rank, 1), "run/a")
     checkpointer.close()
+    unclaimed = make(commit_timeout=60.0, storage=Unclaimed())
+    found["claim"] = both(unclaimed, parts(rank, 1), "run/b")
+    unclaimed.close(raises=False)
+    unknown = make(commit_timeout=60.0, storage_options={"backend": "unknown"} if rank else None)
+    found["storage"] = both(unknown, parts(rank, 1), "memory://run/b")
+    def copied():
+        unknown.copy("run/a", "memory://run/c")
+        unknown.wait()
+    found["copy"] = seconds_of(copied)
     short = make(commit_timeout=1.0)
     if rank == 0:
         found["alone"] = both(short, parts(rank, 1), "run/b")
@@ -301,6 +314,9 @@ def test_mistakes_fail_on_all_ranks_and_spoil_nothing(strategy: str, fork_script
         "steps": ("RankFailedError", ["rank 0 saves step 0, and rank 1 step 1"]),
         "parts": ("SerializationError", ["rank 1 saves other parts than rank 0: they differ in "]),
         "shapes": ("SerializationError", ["rank 1 has other tensors in the part 'model' than rank 0"]),
+        "claim": ("StorageError", ["not to be claimed"]),
+        "storage": ("StorageError", ["'unknown'"]),
+        "copy": ("StorageError", ["'unknown'"]),
     }
     for name, (kind, words) in expected.items():
         for row in (zero[name], one[name]):

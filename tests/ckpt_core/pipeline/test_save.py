@@ -33,12 +33,11 @@ def save_of(layout: str, pipeline: Pipeline, tensor: torch.Tensor, storage: Stor
         return FileSave({"w": tensor}, storage, str(path), pipeline)
     return DirectorySave(
         DirectoryState([Part("model", {"w": tensor}, Kind.REPLICATED)], {}, None, None, False),
-        storage,
+        lambda: UnchangedFiles(rank=0, world_size=1, divide_replicated=False).begin(storage, str(path)),
         str(path),
         pipeline,
         SaveSeries(RankGroup.alone()).open(str(path), timeout=60.0),
         WritePlanCache(),
-        UnchangedFiles(rank=0, world_size=1, divide_replicated=False).begin(storage, str(path)),
     )
 
 
