@@ -49,35 +49,36 @@ def add_commands(commands: Commands) -> None:
 def _verify(options: Options) -> int:
     from ckpt_core.cli.progress import progress
 
-    verdicts: list[_Verdict] = []
     sizes: dict[str, int] = {}
+    verdicts: dict[str, _Verdict | None] = {}  # in the order of the paths; None: yet to be read
     for path in options.paths:
         try:
             found = find(path, options.storage_options)
             is_foreign = not found.checkpoints and find_foreign(path, options.storage_options) is not None
         except CheckpointError as error:
-            verdicts.append(_Verdict(path, state_of_error(error), error.message, error.key, error.path))
+            verdicts[path] = _Verdict(path, state_of_error(error), error.message, error.key, error.path)
             continue
-        if is_foreign:
-            sizes[path] = found.size
-        elif not found.checkpoints:
-            verdicts.append(_Verdict(path, "MISSING", f"nothing to verify: {found.hint(options.storage_options)}"))
-        sizes.update({info.path: info.size for info in found.checkpoints})
+        here = {path: found.size} if is_foreign else {info.path: info.size for info in found.checkpoints}
+        if not here:
+            verdicts[path] = _Verdict(path, "MISSING", f"nothing to verify: {found.hint(options.storage_options)}")
+        sizes |= here
+        verdicts |= dict.fromkeys(here)
     started, read = time.perf_counter(), 0
     with progress(options, "verify", sum(sizes.values())):
         for path, size in sizes.items():
-            verdicts.append(_verdict(path, size, options.storage_options))
+            verdicts[path] = _verdict(path, size, options.storage_options)
             read += size
     seconds = time.perf_counter() - started
+    found_out = [verdict for verdict in verdicts.values() if verdict is not None]
     if options.json:
-        print_json([{**dataclasses.asdict(verdict), "state": verdict.state.lower()} for verdict in verdicts])
+        print_json([{**dataclasses.asdict(verdict), "state": verdict.state.lower()} for verdict in found_out])
     else:
-        for verdict in verdicts:
+        for verdict in found_out:
             print(_line(verdict))
         if sys.stderr.isatty() and sizes:
             speed = f"{size_in_words(read)} in {seconds:.1f} s, {size_in_words(read / seconds)}/s"
             print(f"{count(len(sizes), 'checkpoint')}, {speed}", file=sys.stderr)
-    codes = {_EXIT[verdict.state] for verdict in verdicts}
+    codes = {_EXIT[verdict.state] for verdict in found_out}
     return next(code for code in _WORST if code in codes)
 
 

@@ -33,6 +33,16 @@ class Foreign:
     check: Callable[[], None]  # reads it to its end
 
 
+@dataclasses.dataclass(frozen=True, repr=False)
+class _NotRead:
+    """Stands for what is in a checkpoint and was not read."""
+
+    why: str
+
+    def __repr__(self) -> str:
+        return f"<{self.why}>"
+
+
 def recognize(source: StrPath, *, storage_options: dict[str, Any] | None = None) -> Foreign | None:
     """Return what checkpoint of another program is at a path; None if there is none that ``ckpt convert`` knows.
 
@@ -76,7 +86,7 @@ def _accelerate(path: str, storage: Storage) -> Foreign:
                 try:
                     state[name.rpartition(".")[0]] = peek_torch_file(reader)
                 except UnsafeCheckpointError as error:
-                    state[name.rpartition(".")[0]] = error.message
+                    state[name.rpartition(".")[0]] = _NotRead(error.message)
     parts = [
         directory.rstrip("/")
         for directory in storage.subdirectories(path)
@@ -99,7 +109,10 @@ def _accelerate(path: str, storage: Storage) -> Foreign:
 
 def _dcp(path: str, storage: Storage) -> Foreign:
     entries = entries_of_dcp(path, storage)
-    state = {entry_name(each.path): "an object" if each.info is None else each.info.empty("meta") for each in entries}
+    state: dict[str, Any] = {
+        entry_name(each.path): _NotRead("an object, not read here") if each.info is None else each.info.empty("meta")
+        for each in entries
+    }
     is_ours = state.pop(STRUCTURE, None) is not None
     has_rest = storage.exists(f"{path}/{_REST}")
 

@@ -143,8 +143,8 @@ def test_verify_tells_what_is_wrong_by_words_and_exit_code(directory: Path, caps
     code, (stock,) = verdicts(capsys, directory / "stock.ckpt")
     assert (code, stock["state"]) == (0, "no digests")
 
-    code, found = verdicts(capsys, directory / "nope.ckpt", directory / "notes.txt", directory / "a.ckpt")
-    assert (code, [entry["state"] for entry in found]) == (3, ["missing", "foreign", "whole"])
+    code, found = verdicts(capsys, *(directory / name for name in ("notes.txt", "nope.ckpt", "a.ckpt", "empty")))
+    assert (code, [entry["state"] for entry in found]) == (3, ["foreign", "missing", "whole", "missing"])
     flip_bit(directory / "a.ckpt", 100)
     assert verdicts(capsys, directory / "nope.ckpt", directory / "a.ckpt")[0] == 1
 
@@ -183,6 +183,7 @@ def test_what_other_programs_wrote_is_named_and_checked_as_far_as_that_goes(
     card = json.loads(capsys.readouterr().out)
     assert (card["kind"], card["parameters"]) == (what, 3 * 64 * 64)
     assert {"dtype": "float32", "shape": [64, 64]} in card["entries"].values()
+    assert card["entries"].get("step") == ("<an object, not read here>" if name == "dcp" else None)
     assert main(["ls", str(foreign / name)]) == 0
     assert "DAMAGED" not in capsys.readouterr().out
 
