@@ -37,7 +37,7 @@ def add_commands(commands: Commands) -> None:
         "target", metavar="TARGET", help="path or URL; of other programs' layouts, a new local directory"
     )
     convert.add_argument("--to", required=True, choices=_LAYOUTS, help="the layout")
-    convert.add_argument("--part", help="safetensors: where the model is (model; in a torch file, state_dict)")
+    convert.add_argument("--part", help="safetensors: the part or key that is the model (found by the usual names)")
     convert.add_argument("--prefix", help="safetensors: left out of the tensors' names (that which all of them have)")
     convert.add_argument(
         "--max-shard-size", type=nbytes, default="5GB", metavar="SIZE", help="safetensors: of one file"
@@ -51,7 +51,7 @@ def add_commands(commands: Commands) -> None:
     export.add_argument("path", help="a checkpoint; path or URL")
     export.add_argument("target", help="a local directory that is not there yet")
     _add_format(export)
-    export.add_argument("--part", help="safetensors: where the model is (model; in a torch file, state_dict)")
+    export.add_argument("--part", help="safetensors: the part or key that is the model (found by the usual names)")
     export.add_argument(
         "--prefix", help="safetensors: only tensors whose names begin so, without it (that which all of them have)"
     )
@@ -171,15 +171,15 @@ def _common_prefix(path: str, part: str | None, storage: Storage) -> str:
     """Return the first name, with its dot, that all tensors of a model have in common; none if they have none."""
     from ckpt_core._layouts.directory.loading import DirectoryReader
     from ckpt_core._pipeline.loading import is_directory_checkpoint, peek
+    from ckpt_core.interchange.model_files import model_in, part_of_model
     from ckpt_core.tree import tensors
 
     if is_directory_checkpoint(storage, path):
         with DirectoryReader(path, storage) as checkpoint:
-            names = list(checkpoint.parts[part or "model"].tensors) if (part or "model") in checkpoint.parts else []
+            name = part or part_of_model(checkpoint.parts)
+            names = list(checkpoint.parts[name].tensors) if name in checkpoint.parts else []
     else:
-        state = peek(path, storage=storage)
-        model = state.get(part or "state_dict", {}) if isinstance(state, dict) else {}
-        names = [name for name, _ in tensors(model)]
+        names = [name for name, _ in tensors(model_in(peek(path, storage=storage), part))]
     first = {name.partition(".")[0] + "." if "." in name else "" for name in names}
     return first.pop() if len(first) == 1 else ""
 

@@ -18,6 +18,7 @@ from ckpt_core.interchange.accelerate_files import is_stock_accelerate, parts_of
 from ckpt_core.interchange.dcp_extras import Exported
 from ckpt_core.interchange.dcp_files import export_dcp, import_entries, open_exported, read_dcp
 from ckpt_core.interchange.dcp_format import METADATA_NAME
+from ckpt_core.interchange.flat_names import ROOT, is_first_key_of_part
 from ckpt_core.interchange.model_files import holds_model, read_model, refuse_unfinished
 from ckpt_core.interchange.streaming import DiskMemory, new_directory
 from ckpt_core.paths import StrPath
@@ -42,10 +43,11 @@ def load_whole(
 ) -> Any:
     """Return the state of a checkpoint of any layout, all of it in memory, every byte verified that has a digest.
 
-    Of a directory that is no Trainer's, that is a dictionary of its parts; of a part that each rank has of its own, a
-    list of what the ranks have. Of a directory of Lightning's sharded strategies (DCP's files and ``meta.pt``), it is
-    what the Trainer collected; of a model in safetensors files, the part ``model``; of a directory of stock Accelerate,
-    its parts (:func:`ckpt_core.interchange.accelerate_files.read_stock`).
+    Of a directory that is no Trainer's, that is a dictionary of its parts, and of what is in its part ``root``; of a
+    part that each rank has of its own, a list of what the ranks have. Of a directory of Lightning's sharded strategies
+    (DCP's files and ``meta.pt``), it is what the Trainer collected; of a model in safetensors files, the part
+    ``model``; of a directory of stock Accelerate, its parts
+    (:func:`ckpt_core.interchange.accelerate_files.read_stock`).
 
     Args:
         source: Path or URL.
@@ -104,6 +106,10 @@ def _parts(opened: DirectoryCheckpoint | Exported, empty: Any) -> dict[str, Any]
             found[name] = opened.load(name, map_location=empty)
         else:
             found[name] = [opened.load(name, rank=rank, map_location=empty) for rank in opened.ranks_with(name)]
+    root = found.get(ROOT)
+    if isinstance(root, Mapping) and not root.keys() & (found.keys() - {ROOT}):
+        del found[ROOT]
+        found.update(root)
     return found
 
 
@@ -331,10 +337,12 @@ def _write_directory(
         parts, metadata = parts_of(state, rank=0), metadata_of(state)
         step = state["global_step"]
     else:
-        dictionaries = {name: value for name, value in state.items() if isinstance(value, Mapping)}
+        dictionaries = {
+            name: value for name, value in state.items() if isinstance(value, Mapping) and is_first_key_of_part(name)
+        }
         rest = {name: value for name, value in state.items() if name not in dictionaries}
-        parts = [Part(str(name), value, Kind.REPLICATED) for name, value in dictionaries.items()]
-        parts += [Part("root", rest, Kind.REPLICATED)] if rest else []
+        parts = [Part(name, value, Kind.REPLICATED) for name, value in dictionaries.items()]
+        parts += [Part(ROOT, rest, Kind.REPLICATED)] if rest else []
         step = state.get("step")
     with DirectoryCheckpointer(strategy="sync", storage_options=storage_options) as directories:
         return directories.save(parts, target, metadata=metadata, step=step if isinstance(step, int) else None)

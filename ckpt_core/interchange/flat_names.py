@@ -40,14 +40,17 @@ def split_path(path: EntryPath, part: str | None = None) -> tuple[str, EntryPath
     """Return the part that an entry belongs to (its first key says, if it is not given), and its path there."""
     if part is not None:
         return part, path
-    if len(path) > 1 and isinstance(path[0], str) and path[0] != ROOT and _is_part_name(path[0]):
+    if len(path) > 1 and isinstance(path[0], str) and is_first_key_of_part(path[0]):
         return path[0], path[1:]
     return ROOT, path
 
 
-def _is_part_name(text: str) -> bool:
+def is_first_key_of_part(key: Hashable) -> bool:
+    """Return whether what is below a first key of a state becomes a part of that name, and not an entry of ``root``."""
+    if not isinstance(key, str) or key == ROOT:
+        return False
     try:
-        check_part_name(text)
+        check_part_name(key)
     except ValueError:
         return False
     return True

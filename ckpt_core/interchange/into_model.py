@@ -18,7 +18,7 @@ from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer
 from ckpt_core.errors import CheckpointError, CheckpointFormatError, StateMismatchError
 from ckpt_core.interchange.accelerate_files import is_stock_accelerate
 from ckpt_core.interchange.converting import load_whole
-from ckpt_core.interchange.model_files import holds_model
+from ckpt_core.interchange.model_files import holds_model, model_in, part_of_model
 from ckpt_core.paths import StrPath
 from ckpt_core.state.kinds import indexed
 from ckpt_core.state.trainer_parts import is_of_trainer, rest_of
@@ -26,7 +26,6 @@ from ckpt_core.storage import storage_for
 from ckpt_core.tree import tensors
 
 Rename = Mapping[str, str | None] | Callable[[str], str | None]
-_MODEL_KEYS = ("state_dict", "model", "module", "model_state_dict")  # where programs put a model into one file
 _SHOWN = 5
 _ACCELERATE = "accelerate_ckpt"
 # What optimizers keep in the shape of the weight; others keep rows and columns of it.
@@ -222,7 +221,7 @@ class _Directory:
 
     def __init__(self, opened: DirectoryCheckpoint, part: str | None, path: str) -> None:
         self._opened = opened
-        self._part = part or "model"
+        self._part = part or part_of_model(opened.parts)
         self.is_ordered = not opened.metadata.get(_ACCELERATE, {}).get("of_stock", False)
         self._whole: dict[str, torch.Tensor] = {}
         if self._part not in opened.parts:
@@ -285,12 +284,7 @@ def _opened(
 
 
 def _model_in(state: Any, part: str | None, path: str) -> Mapping[str, Any]:
-    if part is not None:
-        found = state.get(part) if isinstance(state, Mapping) else None
-    elif isinstance(state, Mapping) and any(isinstance(value, torch.Tensor) for value in state.values()):
-        found = state  # torch.save(model.state_dict(), path)
-    else:
-        found = next((state[key] for key in _MODEL_KEYS if key in state), None) if isinstance(state, Mapping) else None
+    found = model_in(state, part)
     if not isinstance(found, Mapping):
         keys = ", ".join(map(str, state)) if isinstance(state, Mapping) else type(state).__name__
         raise CheckpointFormatError(

@@ -14,7 +14,7 @@ import os
 import re
 import uuid
 import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -37,6 +37,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.dcp_reader import TensorBatches, structure_of
+from ckpt_core.interchange.flat_names import ROOT
 from ckpt_core.interchange.streaming import DiskMemory, LazyTensors, TensorMemory, given, new_directory
 from ckpt_core.interchange.unconnected_save import Chunk, save_alone
 from ckpt_core.paths import StrPath
@@ -48,6 +49,7 @@ _NAME = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _OURS = re.compile(r"rank-\d{5,}-of-\d{5,}.*\.digests")
 _PLAIN_NAME = re.compile(r"[^/\\:\0]+\.safetensors")
+_MODEL_KEYS = ("state_dict", "model", "module", "model_state_dict")  # where programs put a model into one file
 _LARGEST_INDEX = 2**28  # bytes
 
 
@@ -74,8 +76,8 @@ def export_model(
     Args:
         source: A directory checkpoint or a torch file; path or URL.
         target: A local directory that is not there yet, or is empty.
-        part: Where the model is: a part of the checkpoint (``"model"`` unless given), or a key of the torch file
-            (``"state_dict"`` unless given). Values that are not tensors are left out.
+        part: Where the model is: a part of the checkpoint, or a key of the torch file. Unless given, it is looked for
+            under the usual names; a file of nothing but a ``state_dict`` is one. What is no tensor is left out.
         prefix: Only tensors whose names begin so, without it: ``"model."`` for a LightningModule that holds the model
             there.
         max_shard_size: Bytes of tensors in one file; a tensor that is larger has one of its own.
@@ -114,10 +116,10 @@ def export_model(
 def _tensors_of(path: str, part: str | None, storage_options: dict[str, Any] | None) -> Iterator[dict[str, _Tensor]]:
     storage = storage_for(path, storage_options)
     if not loading.is_directory_checkpoint(storage, path):
-        yield _tensors_of_file(path, part or "state_dict", storage)
+        yield _tensors_of_file(path, part, storage)
         return
     with DirectoryReader(path, storage) as checkpoint:
-        name = part or "model"
+        name = part or part_of_model(checkpoint.parts)
         state = structure_of(checkpoint, name)
         wanted = list(tensor_paths(state, torch.Tensor))
         infos = [TensorInfo(like.dtype, tuple(like.shape)) for _, like in wanted]
@@ -127,7 +129,7 @@ def _tensors_of(path: str, part: str | None, storage_options: dict[str, Any] | N
         yield {key: _Tensor(info, load) for key, info, load in zip(keys, infos, loads, strict=True)}
 
 
-def _tensors_of_file(path: str, key: str, storage: Storage) -> dict[str, _Tensor]:
+def _tensors_of_file(path: str, part: str | None, storage: Storage) -> dict[str, _Tensor]:
     if is_remote(path):
         state, _, _ = loading.load(path, map_location="cpu", storage=storage)
     else:
@@ -135,18 +137,36 @@ def _tensors_of_file(path: str, key: str, storage: Storage) -> dict[str, _Tensor
         with translated_errors(path):
             # only archives can be mapped
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    if not isinstance(state, Mapping) or key not in state:
+    model = model_in(state, part)
+    if model is None:
         raise CheckpointNotFoundError(
-            f"the checkpoint has no {key!r}; it has "
+            f"the checkpoint has no {part or 'state_dict'!r}; it has "
             + (", ".join(map(str, state)) if isinstance(state, Mapping) else "no keys"),
             path=path,
-            key=key,
+            key=part,
             remedy="say with part= (--part) where the model is",
         )
     return {
         key_of(where): _Tensor(TensorInfo(tensor.dtype, tuple(tensor.shape)), given(tensor))
-        for where, tensor in tensor_paths(state[key], torch.Tensor)
+        for where, tensor in tensor_paths(model, torch.Tensor)
     }
+
+
+def model_in(state: Any, part: str | None = None) -> Any:
+    """Return what is under a key of a state; unless one is given, the model, if it is known where that is, or None."""
+    if not isinstance(state, Mapping):
+        return None
+    if part is not None:
+        return state.get(part)
+    found = next((state[key] for key in _MODEL_KEYS if isinstance(state.get(key), Mapping)), None)
+    if found is None and any(isinstance(value, torch.Tensor) for value in state.values()):
+        return state  # torch.save(model.state_dict(), path)
+    return found
+
+
+def part_of_model(parts: Collection[str]) -> str:
+    """Return which part of a directory checkpoint is the model, by its name."""
+    return next((name for name in ("model", *_MODEL_KEYS, ROOT) if name in parts), "model")
 
 
 def _write_model(tensors: Mapping[str, _Tensor], directory: str, max_shard_size: int) -> list[str]:

@@ -43,6 +43,7 @@ from ckpt_core import (
     StateMismatchError,
     StorageError,
     UnsafeCheckpointError,
+    load_into,
 )
 from ckpt_core.cli import main
 from ckpt_core.interchange import (
@@ -454,6 +455,40 @@ def test_a_model_comes_out_of_a_torch_file(tmp_path: Path) -> None:
     flip_bit(tmp_path / "a.ckpt", 4096 + 8)
     with pytest.raises(CheckpointCorruptedError):
         export_model(tmp_path / "a.ckpt", tmp_path / "c")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        pytest.param({"fc.weight": torch.randn(3, 4), "fc.bias": torch.randn(3)}, id="only-a-state-dict"),
+        pytest.param({"step": 3, "model": {"fc.weight": torch.randn(3, 4)}, "w": torch.ones(2)}, id="both"),
+        pytest.param({"root": {"a": 1}, "w": torch.ones(2)}, id="a-key-root"),
+        pytest.param({"a/b": {"w": torch.ones(2)}, 3: {"a": 1}, "manifest": {}}, id="keys-that-no-part-can-have"),
+    ],
+)
+def test_keys_of_a_file_come_back_from_a_directory(tmp_path: Path, state: dict[Any, Any]) -> None:
+    torch.save(state, tmp_path / "a.pt")
+    assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b"), "--to", "directory"]) == 0
+    assert main(["diff", str(tmp_path / "a.pt"), str(tmp_path / "b")]) == 0
+    assert main(["convert", str(tmp_path / "b"), str(tmp_path / "c.pt"), "--to", "file"]) == 0
+    found = torch.load(tmp_path / "c.pt", weights_only=True)
+    assert found.keys() == state.keys()
+    assert_same_state({key: found[key] for key in state}, state)
+
+
+def test_a_state_dict_alone_is_a_model_in_each_layout(tmp_path: Path) -> None:
+    state = {"fc.weight": torch.randn(3, 4), "fc.bias": torch.randn(3)}
+    torch.save(state, tmp_path / "a.pt")
+    assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b"), "--to", "directory"]) == 0
+    for name in ("a.pt", "b"):
+        target = tmp_path / f"{name}-model"
+        assert main(["convert", str(tmp_path / name), str(target), "--to", "safetensors", "--prefix", ""]) == 0
+        found = safetensors.torch.load_file(target / "model.safetensors")
+        assert_same_state({key: found[key] for key in state}, state)
+        assert found.keys() == state.keys()
+        layer = torch.nn.ModuleDict({"fc": torch.nn.Linear(4, 3)})
+        assert load_into(tmp_path / name, layer).taken == tuple(state)
+        assert torch.equal(layer["fc"].weight, state["fc.weight"])
 
 
 def test_types_that_safetensors_lacks_are_refused_by_name(tmp_path: Path) -> None:
