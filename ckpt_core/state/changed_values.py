@@ -25,6 +25,7 @@ _FEWEST_ITEMS = 1 << 6
 _CAPTURED_BYTES = 64 << 20
 _CAPTURED_ITEMS = 1 << 18
 _PACKED_ITEMS = 64
+_SMALL_ITEMS, _SMALL_BYTES = 1 << 10, 1 << 16
 # what is kept to be faster, and what a library keeps for a state_dict of its own
 _NO_STATE = ("cache", "state_dict")
 _EXACT = (list, tuple, set, frozenset, dict, deque)
@@ -217,6 +218,25 @@ class PlainState:
             else:
                 missing.append(path)
         return missing
+
+
+def small(value: Any) -> dict[str, Any] | None:
+    """Return a number, or numbers, for :meth:`PlainState.restore`; None for what is large, or more than numbers."""
+    if not _is_of_numbers(value, is_inner=False):
+        return None
+    with contextlib.suppress(_TooMuch):
+        return {"value": _encode(value, [_SMALL_ITEMS, _SMALL_BYTES]), "in_place": False}
+    return None
+
+
+def _is_of_numbers(value: Any, *, is_inner: bool = True) -> bool:
+    # a larger tensor may be a view of a weight, and a text the name of a file of a process that is gone
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 and not (is_inner and value.device.type != "cpu")
+    if not isinstance(value, _EXACT):
+        return isinstance(value, (bool, int, float, type(None), np.generic))
+    items = value.values() if isinstance(value, dict) else value
+    return len(value) <= _SMALL_ITEMS and all(map(_is_of_numbers, items))
 
 
 def _encode(value: Any, left: list[int]) -> Any:

@@ -427,11 +427,12 @@ class ExactState(Live):
             data = self._data.capture(0 if begun else position, self._internals.prefetched)
         else:
             data = self._data.capture_between_epochs()
+        changed, made = self._users.capture(in_epoch=phase not in ("between_epochs", "epoch_end"), ends=ends)
         return {
             "replicated": {
                 "phase": phase,
                 "progress": progress,
-                "changed": self._users.capture(in_epoch=phase not in ("between_epochs", "epoch_end")),
+                "changed": changed,
                 "variables": self._variables.capture(between=not in_epoch and not ends, ends=ends) if looks else {},
                 "epoch_lengths": self._lengths.capture(),
                 "modes": self._modes_outside if self._validation is not None else self._modes.capture(),
@@ -441,6 +442,7 @@ class ExactState(Live):
                 "rng": rng.encode(),
                 "epoch_begun": self._epoch.capture(),
                 "generators": generators,
+                "attributes": made,
                 "data": data,
                 "metrics": metrics.encode(self._internals),
                 "gradients": self._gradients(batches, in_epoch),
@@ -568,6 +570,7 @@ class ExactState(Live):
         resharded = self._is_resharded(state)
         causes = elastic_causes(self._data, shared, mine) if resharded else self._data.check(mine["data"])
         in_epoch = shared["phase"] not in ("between_epochs", "epoch_end")
+        self._users.make_again(mine.get("attributes", {}))
         if in_epoch:
             begun, schedulers = mine.get("epoch_begun"), state["lr_schedulers"]
             self._users.before_hooks(shared.get("changed", {}))

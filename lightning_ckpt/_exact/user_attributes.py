@@ -1,7 +1,8 @@
 """What module, datamodule and callbacks keep in their attributes: generators are captured, lost changes are named.
 
 Attributes themselves are not put back: a user may have meant another value. But each one that the run has changed is
-remembered by a digest, so that a resume knows whether hooks and ``state_dict`` have brought it back.
+remembered by a digest, so that a resume knows whether hooks and ``state_dict`` have brought it back. Numbers that were
+not there when training started, and are not at a resume, are put back: what reads them would fail.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
-from ckpt_core.state.changed_values import PlainState
+from ckpt_core.state.changed_values import PlainState, small
 from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.lost_variables import are_kept, in_words
 from ckpt_core.state.object_walk import set_by_libraries
@@ -53,7 +54,8 @@ class UsersObjects(Live):
         self._at_start: Digests = {}
         self._by_hooks: Digests = {}
         self._copies: dict[str, dict[str, Any]] = {}
-        self._named: set[tuple[str, str]] = set()
+        self._looked_at: set[tuple[str, str, bool]] = set()
+        self._put_back: set[tuple[str, str]] = set()
 
     def digests(self) -> Digests:
         """Return the digests of all plain attributes."""
@@ -81,32 +83,55 @@ class UsersObjects(Live):
 
     # ---- at a save ---------------------------------------------------------------------------------------------------
 
-    def capture(self, *, in_epoch: bool = True) -> Digests:
+    def capture(self, *, in_epoch: bool = True, ends: bool = False) -> tuple[Digests, dict[str, dict[str, Any]]]:
         """Return the digests of what has changed since the objects were set up, without lists that only tell.
 
-        What training has changed and no state holds is named, once. With ``in_epoch``, a resume continues an epoch, and
-        does not begin the next one, whose hooks set anew what they have set.
+        Also return the attributes that training made, as far as they are numbers. What training has changed and no
+        state holds is named, once. With ``in_epoch``, a resume continues an epoch, and does not begin the next one,
+        whose hooks set anew what they have set; if the epoch ``ends``, no step sets anything before that.
         """
         changed = {name: plain.changed() for name, plain in self._plain.items()}
+        made_by_steps: dict[str, dict[str, Any]] = {}
         for name, owner in self._owners.items():
+            new = {path: small(vars(owner)[path]) for path in changed[name] if self._is_new(name, path, changed[name])}
+            made_by_steps[name] = {path: value for path, value in new.items() if value is not None}
             if _holds_state(type(owner)):
                 continue
             start, made = self._at_start.get(name, {}), self._by_hooks.get(name, {})
             lost = []
             for path, digest in changed[name].items():
-                if not in_epoch and path in made:
+                if path in made_by_steps[name] or (not in_epoch and path in made):
                     continue
-                if start.get(path) != digest and made.get(path) != digest and (name, path) not in self._named:
-                    self._named.add((name, path))
+                look = (name, path, ends and path in new)  # whatever reads one that is not there fails
+                if start.get(path) != digest and made.get(path) != digest and look not in self._looked_at:
+                    self._looked_at.add(look)
                     lost.append(path)
             if lost and self._trainer.is_global_zero:
                 values = self._plain[name].values()
                 kept = are_kept([(type(owner), path, values.get(path)) for path in lost])
-                if named := [path for path, is_kept in zip(lost, kept, strict=True) if is_kept]:
+                named = [path for path, is_kept in zip(lost, kept, strict=True) if is_kept or (ends and path in new)]
+                self._looked_at.update((name, path, True) for path in named)
+                if named:
                     _warn_of(owner, name.partition(" ")[0], named)
-        return {name: self._plain[name].without_records(digests) for name, digests in changed.items()}
+        left = {name: self._plain[name].without_records(digests) for name, digests in changed.items()}
+        return left, made_by_steps
+
+    def _is_new(self, name: str, path: str, digests: Mapping[str, str]) -> bool:
+        """Whether training made an attribute, and not a hook of the epoch's start alone."""
+        owner: Any = self._owners[name]
+        was_there = path in self._at_start.get(name, {path: ""}) and (name, path) not in self._put_back
+        by_hook = self._by_hooks.get(name, {}).get(path) == digests[path]
+        return path in vars(owner) and not (was_there or by_hook or hasattr(type(owner), path))
 
     # ---- at a resume -------------------------------------------------------------------------------------------------
+
+    def make_again(self, made: Mapping[str, Mapping[str, Any]]) -> None:
+        """Put back the attributes that training made, and that neither the script nor a state has made again."""
+        for name, values in made.items():
+            if name in self._plain:
+                missing = {path: value for path, value in values.items() if not hasattr(self._owners[name], path)}
+                self._plain[name].restore(missing)
+                self._put_back.update((name, path) for path in missing)
 
     def before_hooks(self, saved: Mapping[str, Mapping[str, str]]) -> None:
         """Remember what a checkpoint has brought back, before hooks change it again."""
@@ -115,6 +140,7 @@ class UsersObjects(Live):
             if name in self._plain:
                 now = self._plain[name].digests()
                 right = [path for path, digest in digests.items() if now.get(path) == digest]
+                right += [path for of, path in self._put_back if of == name]
                 self._copies[name] = self._plain[name].copy(right)
 
     def after_hooks(self) -> None:

@@ -25,7 +25,7 @@ from lightning.pytorch.callbacks import (
 )
 
 from lightning_ckpt import ResumableCheckpoint
-from tests.lightning_ckpt.captured import END, MIDDLE, Training, train_and_resume
+from tests.lightning_ckpt.captured import BATCHES, END, MIDDLE, Training, train_and_resume
 from tests.lightning_ckpt.exact_cases import RELEASE, MemoryLogger, Model
 
 pytestmark = [
@@ -101,6 +101,13 @@ class Collects(Model):
         self.log("mean", torch.stack(self.losses).mean())
 
 
+class CollectsRows(Collects):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.losses[-1] = torch.stack([loss.detach(), loss.detach()])
+        return loss
+
+
 class Swaps(Model):
     """A buffer that is not saved, and an object of its own."""
 
@@ -124,7 +131,7 @@ class Teaches(Model):
     [
         (Counts, MIDDLE, "training had changed Counts.steps"),
         (Counts, END, "training had changed Counts.steps"),
-        (Collects, MIDDLE, "training had changed Collects.losses"),
+        (CollectsRows, MIDDLE, "training had changed CollectsRows.losses"),
         (Swaps, MIDDLE, "training had changed Swaps.scale"),
         (Teaches, MIDDLE, "Teaches.on_train_batch_end changes weights or buffers"),
     ],
@@ -149,10 +156,32 @@ class Tells(Model):
         print(self.told)
 
 
-@pytest.mark.parametrize("model", [HoldsCount, HoldsAndResets, Collects, Tells])
+@pytest.mark.parametrize("model", [HoldsCount, HoldsAndResets])
 def test_what_hooks_bring_back_is_not_named(model: type, tmp_path: Path) -> None:
-    at = END if model is Collects else MIDDLE
-    expected, found, said = train_and_resume(Training(model), tmp_path, at)
+    expected, found, said = train_and_resume(Training(model), tmp_path)
+    assert not said
+    assert found == expected
+
+
+class TellsOfSteps(Callback):
+    """Has attributes that steps make, and that the end and the start of an epoch read."""
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch:
+            print(self.last)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.last = outputs["loss"].detach()
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        with torch.no_grad():
+            pl_module.other.weight.mul_(self.last)
+
+
+@pytest.mark.parametrize("at", [MIDDLE, ("on_train_batch_end", 2 * BATCHES), END], ids=["middle", "last", "end"])
+@pytest.mark.parametrize("model", [Collects, Tells])
+def test_numbers_that_steps_make_are_put_back(model: type, at: tuple[str, int], tmp_path: Path) -> None:
+    expected, found, said = train_and_resume(Training(model, lambda: [TellsOfSteps()]), tmp_path, at)
     assert not said
     assert found == expected
 
