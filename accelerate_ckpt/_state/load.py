@@ -287,12 +287,12 @@ class _Ours:
                 check_optimizer(optimizer, self._states[name], path=path, key=name)
 
     def _read_gradients(self, checkpoint: DirectoryCheckpoint) -> list[dict[str, Any]]:
-        """Return the gradients of the open accumulation window for each model, none if it was closed."""
+        """Return the gradients for each model to which the next backward pass is to add."""
         found = self._own["gradients"]
         if found is None or self._session.world_size == self._saved_world_size:
             return list(found or [])
-        ranks = [checkpoint.load(RANK, rank=rank)["gradients"] for rank in self._saved_by]
-        return [average_gradients(of_model) for of_model in zip(*ranks, strict=True)]
+        ranks = [checkpoint.load(RANK, rank=rank)["gradients"] or [] for rank in self._saved_by]
+        return [average_gradients(of_model) for of_model in itertools.zip_longest(*ranks, fillvalue={})]
 
     def apply(self) -> None:
         session, own = self._session, self._own
@@ -317,7 +317,8 @@ class _Ours:
         for model, found in itertools.zip_longest(accelerator._models, self._gradients):
             if model is not None:
                 restore_gradients(model.named_parameters(), found or {})
-        session.window_open = any(self._gradients)
+        window_open = bool(own.get("window_open", any(self._gradients)))  # not in older checkpoints
+        session.gradients_restored(window_open=window_open)
         session.local_sgd.restore(self._about["local_sgd"])
         _continue_counting(session, self._path, self._about["iteration"])
         session.step = int(self._about.get("step", 0))  # older checkpoints have none
@@ -330,7 +331,7 @@ class _Ours:
             recorded = own.get("recorder") if has_own else None
             session.recording.lies_in(session.place_of(self._path), session.rank, recorded)
             comparable = session.world_size == self._saved_world_size == len(self._saved_by)
-            session.recording.resume(recorded if comparable else None, window_open=any(self._gradients))
+            session.recording.resume(recorded if comparable else None, window_open=window_open)
         session.variables.resume(own.get("script", {}))
         # Last, because it sets the random generators, and what comes before may draw from them.
         is_exact = session.data.restore(own["data"], saved_world_size=self._saved_world_size, has_own=has_own)

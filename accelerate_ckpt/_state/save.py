@@ -38,7 +38,6 @@ from ckpt_core.options import wait_if_small
 from ckpt_core.paths import StrPath, is_remote
 from ckpt_core.ranks import names_of
 from ckpt_core.state.ddp import unsaved_hook_states
-from ckpt_core.state.gradients import capture_gradients
 from ckpt_core.state.kinds import Kind
 
 
@@ -335,7 +334,8 @@ def rank_state(session: Session, *, variables: bool = True) -> dict[str, Any]:
     models = accelerator._models
     state: dict[str, Any] = {
         "data": session.data.capture(),
-        "gradients": None,
+        "gradients": session.open_gradients(),
+        "window_open": session.window_is_open,
         "buffers": [],
         "takes_buffers": [model.require_forward_param_sync for model in session.distributed_models()],
     }
@@ -343,8 +343,6 @@ def rank_state(session: Session, *, variables: bool = True) -> dict[str, Any]:
         state["recorder"] = session.recording.capture()
     if variables:
         state["script"] = session.variables.capture(between=session.data.is_between)
-    if session.window_is_open:
-        state["gradients"] = [capture_gradients(model.named_parameters()) for model in models]
     if session.world_size > 1 and not is_sharded(accelerator):
         state["buffers"] = [capture_buffers(model) for model in models]
     return state

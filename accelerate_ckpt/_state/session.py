@@ -39,6 +39,7 @@ from ckpt_core.options import CheckpointerOptions
 from ckpt_core.policies import KeepLatest, SaveInterval, numbers_in
 from ckpt_core.ranks import Agreement, RankGroup
 from ckpt_core.resume import ResumePoint
+from ckpt_core.state.gradients import capture_gradients
 from ckpt_core.state.lost_variables import Variables, Watched, in_words
 from ckpt_core.state.users_code import is_library
 from ckpt_core.tiers import MemoryTier
@@ -102,6 +103,7 @@ class Session:
         self.deferred: list[str] = []
         self._steps_before = 0
         self._steps: collections.Counter[int] = collections.Counter()
+        self._used: dict[int, int] = {}  # of which backward passes each optimizer has used the gradients
         self._has_reserved = False
         self._backward_seen = False
         self._wrapped: list[weakref.ref[Any]] = []
@@ -260,6 +262,31 @@ class Session:
             return False
         return any(parameter.grad is not None for model in accelerator._models for parameter in model.parameters())
 
+    def open_gradients(self) -> list[dict[str, torch.Tensor]] | None:
+        """Return copies of each model's gradients to which the next backward pass may add; None if there are none.
+
+        Outside of a window, those that a backward pass has left in parameters whose optimizer has not stepped since: a
+        generator's loss leaves some in the discriminator. If it is zeroed first, nobody needs them, and nobody knows.
+        """
+        accelerator = self.accelerator
+        if self.window_is_open:
+            used: set[int] = set()
+        elif is_sharded(accelerator):
+            return None
+        else:
+            stepped = [one for one in accelerator._optimizers if self._used.get(id(one), -1) == self.backwards]
+            used = {id(p) for one in stepped for group in one.param_groups for p in group["params"]}
+        found = [
+            capture_gradients((name, p) for name, p in model.named_parameters() if id(p) not in used)
+            for model in accelerator._models
+        ]
+        return found if any(found) else None
+
+    def gradients_restored(self, *, window_open: bool) -> None:
+        """Note that gradients are those of a checkpoint, which may have been saved inside a window."""
+        self.window_open = window_open
+        self._used.clear()
+
     @property
     def step(self) -> int:
         """Steps that the run has taken, those before it was resumed too, by the optimizer that has taken the most."""
@@ -348,6 +375,7 @@ class Session:
         """Note that an optimizer used its gradients; raise a failure of a save in the background, on every rank."""
         self.window_open = False
         self._steps[id(optimizer)] += 1
+        self._used[id(optimizer)] = self.backwards
         self.variables.trains()
         if self.recording is not None:
             self.recording.stepped(optimizer, self.step)

@@ -373,6 +373,52 @@ def test_a_save_inside_a_window_can_be_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "refused").exists()
 
 
+class Adversaries:
+    """Whose generator's loss leaves gradients in the discriminator, which zeroes its own after its step."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.accelerator = accelerator_of("sync")
+        torch.manual_seed(seed)
+        models = [nn.Linear(2, 3), nn.Linear(3, 1)]
+        optimizers = [torch.optim.Adam(model.parameters(), 0.1) for model in models]
+        self.made, self.judge, *self.optimizers = self.accelerator.prepare(*models, *optimizers)
+
+    def train(self, steps: range) -> list[list[float]]:
+        """Return the weights after each step."""
+        seen = []
+        for step in steps:
+            made = self.made(torch.linspace(-1, 1, 8).view(4, 2) * step)
+            for optimizer, real in zip(self.optimizers[::-1], (made.detach(), made), strict=True):
+                self.accelerator.backward(self.judge(real).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            seen.append([float(p.detach().sum()) for model in (self.made, self.judge) for p in model.parameters()])
+        return seen
+
+
+def test_gradients_that_another_loss_has_left_come_back(tmp_path: Path) -> None:
+    whole = Adversaries().train(range(1, 8))
+    cut = Adversaries()
+    cut.train(range(1, 4))
+    cut.accelerator.save_state(tmp_path / "saved")
+    for name in ("saved", "saved again"):
+        resumed = Adversaries(seed=1)
+        resumed.accelerator.load_state(tmp_path / name)
+        resumed.accelerator.save_state(tmp_path / "saved again")
+        assert resumed.train(range(4, 8)) == whole[3:]
+
+
+def test_gradients_that_a_step_has_used_are_not_saved(tmp_path: Path) -> None:
+    run = Adversaries()
+    for _ in range(2):
+        run.accelerator.backward(run.judge(run.made(torch.ones(4, 2))).sum())
+        for optimizer in run.optimizers:
+            optimizer.step()
+    assert all(parameter.grad is not None for parameter in run.judge.parameters())
+    session = session_of(run.accelerator)
+    assert session is not None and session.open_gradients() is None
+
+
 # ---- URLs ------------------------------------------------------------------------------------------------------------
 
 
