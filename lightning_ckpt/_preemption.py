@@ -116,6 +116,8 @@ class _Between(Live):
             self._told.clear()
             if not call.together:
                 logger.warning("%s ends this rank alone: the other ranks do not answer", " and ".join(reasons))
+                for auto_resume in _auto_resumes(self._trainer):
+                    auto_resume.crashed()  # launchers send SIGTERM to the others when a rank has crashed
             elif self._saver is not None and self._trainer.state.fn == "fit":
                 self._saver.save_before_end(self._trainer, " and ".join(reasons))
             self._terminate(exit_status(reasons))
@@ -140,15 +142,19 @@ class _Start:
         self._notes = SignalNotes([_TERMINATE], self._told)
 
     def _told(self, name: str) -> None:
-        for callback in self._trainer.callbacks:
-            if getattr(callback, "auto_resume", None) is not None:
-                callback.auto_resume.end(self._trainer)
+        for auto_resume in _auto_resumes(self._trainer):
+            auto_resume.end(self._trainer)
         if self._is_default:
             self.close()
             os.kill(os.getpid(), getattr(signal, name))
 
     def close(self) -> None:
         self._notes.close()
+
+
+def _auto_resumes(trainer: Any) -> list[Any]:
+    found = (getattr(callback, "auto_resume", None) for callback in trainer.callbacks)
+    return [auto_resume for auto_resume in found if auto_resume is not None]
 
 
 def _reserve_memory(trainer: Any) -> None:

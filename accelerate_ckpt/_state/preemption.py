@@ -17,7 +17,7 @@ from accelerate_ckpt._state.resume import directory_of_run
 from accelerate_ckpt.config import OptionError
 from ckpt_core import RankGroup
 from ckpt_core.errors import CheckpointError
-from ckpt_core.preemption import EndWatch, Preemption, SignalNotes
+from ckpt_core.preemption import End, EndWatch, Preemption, SignalNotes
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +33,6 @@ class PreemptionWatch:
 
     Attributes:
         asks_itself: Whether somebody else knows better than the loaders where a step ends, and asks :meth:`due`.
-        due: Returns why the run is to end now and its exit status, None if it is not; asked by all ranks at each step.
         signals: Names of the signals that count.
     """
 
@@ -45,7 +44,6 @@ class PreemptionWatch:
         self.signals = tuple(preemption.signals)
         self._watch = EndWatch(dataclasses.replace(preemption, signals=()), ranks, is_rank_gone)
         self._notes: SignalNotes | None = None
-        self.due = self._watch.due
         self.asks_itself = True
 
     @property
@@ -69,14 +67,18 @@ class PreemptionWatch:
         self.end()
         self._watch.close()
 
-    def after_batch(self, session: Any) -> None:
-        """Save and end the program (``SystemExit``), if that is due."""
+    def due(self, session: Any, *, last: bool = False) -> End | None:
+        """Return why the run is to end now, as :meth:`~ckpt_core.preemption.EndWatch.due` does."""
         try:
-            due = self.due() if self.asks_itself else None
+            return self._watch.due(last=last)
         except SystemExit:
             if session.auto_resume is not None:
                 session.auto_resume.crashed()
             raise
+
+    def after_batch(self, session: Any) -> None:
+        """Save and end the program (``SystemExit``), if that is due."""
+        due = self.due(session) if self.asks_itself else None
         if due is None:
             return
         reason, status = due

@@ -247,7 +247,7 @@ class ResumableCallback(TrainerCallback):
         if preemption is None or not preemption.is_training:
             return
         preemption.end()  # from here on, signals end the process as without us
-        due = preemption.due(last=True)
+        due = preemption.due(self._session, last=True)
         if due is None:
             return
         reason, self._ends_with = due
@@ -263,7 +263,7 @@ class ResumableCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         preemption = self._session.preemption
         interval = self._session.interval
-        due = preemption.due() if preemption is not None else None
+        due = preemption.due(self._session) if preemption is not None else None
         if interval is not None and interval.due(self._session):
             control.should_save = True
         if due is not None:

@@ -72,6 +72,10 @@ class AutoResume:
         """Return whether a checkpoint is newer than what the Trainer continues from, whoever has found that."""
         return self._newest is None or newest_first([info, self._newest])[0] == info
 
+    def crashed(self) -> None:
+        """Let the attempt count, however the run ends: another rank is dead."""
+        self._chosen = None
+
     def end(self, trainer: Any) -> None:
         """Note that the run has not crashed."""
         if self._chosen is not None and self._attempts is not None and trainer.is_global_zero:

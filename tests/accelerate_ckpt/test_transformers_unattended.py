@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -21,6 +22,7 @@ from tests.accelerate_ckpt.test_transformers import (  # noqa: E402
     trainer_for,
     weights,
 )
+from tests.conftest import ACCELERATE  # noqa: E402
 from tests.support.accelerate_ranks import RankResult, Ranks  # noqa: E402
 
 
@@ -174,6 +176,51 @@ def test_an_evaluation_outside_of_the_training_ends_as_without_the_option(
 ) -> None:
     (result,) = ranks.run(AFTER, 1, folder=str(tmp_path), moment=moment, last=0)
     assert (result.told, result.error) == (told, None)
+
+
+CRASHES_ON_ONE_RANK = """
+    import os, signal, time, torch
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+    from accelerate_ckpt.integrations.transformers import ResumableCallback
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 4)
+
+        def forward(self, inputs, labels):
+            return {"loss": (self.layer(inputs) - labels).pow(2).mean()}
+
+    class Crashes(TrainerCallback):
+        def on_step_end(self, args, state, control, **_):
+            if state.global_step == 3 and is_second:
+                if args.process_index == 1:
+                    os._exit(0)
+                time.sleep(1)
+                os.kill(os.getpid(), signal.SIGTERM)  # by the launcher
+                time.sleep(1)
+
+    is_second = os.path.exists("run")
+    rows = [{"inputs": row, "labels": row} for row in torch.arange(64.0).reshape(16, 4) / 64]
+    arguments = TrainingArguments(
+        "run", max_steps=6 if is_second else 1, per_device_train_batch_size=1, save_steps=1 if not is_second else 99,
+        use_cpu=True, report_to=[], disable_tqdm=True,
+    )
+    trainer = Trainer(Model(), arguments, train_dataset=rows, callbacks=[Crashes()])
+    ResumableCallback(trainer, resume="auto", preempt=True)
+    trainer.train()
+"""
+
+
+def test_the_crash_of_another_rank_counts_though_the_launcher_tells_this_one_to_end(
+    fork_script: Any, tmp_path: Path
+) -> None:
+    modules = (*ACCELERATE, "transformers.trainer")
+    fork_script(CRASHES_ON_ONE_RANK, modules=modules, ranks=2)
+    ended = fork_script(CRASHES_ON_ONE_RANK, modules=modules, ranks=2, check=False)
+    assert "ends this rank alone" in ended.stdout + ended.stderr
+    record = json.loads((tmp_path / "run" / ".ckpt-resumes.json").read_text())
+    assert list(record["attempts"].values()) == [1]
 
 
 def test_false_is_a_fresh_start_and_auto_an_argument(tmp_path: Path) -> None:

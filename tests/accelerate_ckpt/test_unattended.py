@@ -215,8 +215,8 @@ TOLD = """
 def test_a_start_that_a_signal_ends_is_no_crash(
     run_script: Any, tmp_path: Path, number: signal.Signals, moment: str, preempt: str
 ) -> None:
-    run_script(TOLD, number, moment, preempt)
-    ended = run_script(TOLD, number, moment, preempt, check=False)
+    run_script(TOLD, int(number), moment, preempt)
+    ended = run_script(TOLD, int(number), moment, preempt, check=False)
     assert (ended.returncode, ended.stdout.count("not told")) == (-number, 0)
     assert "resuming from" in ended.stdout + ended.stderr
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["one"]  # no record of a crash

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import types
@@ -15,6 +16,7 @@ from ckpt_core import CheckpointCorruptedError, CheckpointInfo
 from ckpt_core.resume import ResumePoint
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint, SyncCheckpointIO
 from lightning_ckpt._callbacks.resume import AutoResume, find_resume
+from tests.conftest import LIGHTNING, ScriptRunner
 from tests.lightning_ckpt.reliable_cases import BATCHES, NUMBERS, model_of, names, trainer_of
 from tests.support.damage import flip_bit
 
@@ -142,6 +144,48 @@ def test_an_end_that_was_asked_for_is_no_crash(tmp_path: Path) -> None:
     for _ in range(2):
         crash(tmp_path, resume_attempts=1)
     assert taken(started(tmp_path, steps=3, resume_attempts=None)) == "step=3.ckpt"
+
+
+TOLD_ON_TWO_RANKS = """
+    import os, signal, sys, time
+    import lightning.pytorch as pl
+    from lightning.pytorch.demos.boring_classes import BoringModel
+    from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint
+
+    is_alone, preempt = sys.argv[1] == "alone", sys.argv[2] == "preempt"
+
+    class Model(BoringModel):
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            if callback.resumed is None or batch_idx != 5:  # in an accumulation window: nobody waits for the other rank
+                return
+            if is_alone and self.global_rank == 1:
+                os._exit(0)
+            time.sleep(1)
+            os.kill(os.getpid(), signal.SIGTERM)  # by the launcher
+            time.sleep(1)
+
+    callback = ResumableCheckpoint("run", every_n_train_steps=1, filename="one", resume="auto", preempt=preempt)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=2, strategy="ddp", accumulate_grad_batches=4, callbacks=[callback],
+        max_steps=9 if os.path.exists("run") else 1, plugins=[AsyncCheckpointIO()], limit_val_batches=0, logger=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    )
+    trainer.fit(Model())
+"""
+
+
+@pytest.mark.parametrize(
+    ("who", "preempt", "attempts"), [("alone", "preempt", [1]), ("alone", "", [1]), ("together", "", [])]
+)
+def test_the_crash_of_another_rank_counts_though_the_launcher_tells_this_one_to_end(
+    fork_script: ScriptRunner, tmp_path: Path, who: str, preempt: str, attempts: list[int]
+) -> None:
+    fork_script(TOLD_ON_TWO_RANKS, who, preempt, modules=LIGHTNING, ranks=2)
+    ended = fork_script(TOLD_ON_TWO_RANKS, who, preempt, modules=LIGHTNING, ranks=2, check=False)
+    assert ("ends this rank alone" in ended.stderr) == (who == "alone"), ended.stderr
+    record = tmp_path / "run" / ".ckpt-resumes.json"
+    assert (list(json.loads(record.read_text())["attempts"].values()) if record.exists() else []) == attempts
+    assert [path.name for path in (tmp_path / "run").glob("*.ckpt")] == ["one.ckpt"]
 
 
 def test_the_newest_of_several_callbacks_is_taken(tmp_path: Path) -> None:
