@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import ast
+import contextlib
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from ckpt_core.state.changed_values import PlainState
-from ckpt_core.state.object_walk import reach
+from ckpt_core.state.object_walk import Found, reach
 from ckpt_core.state.rng import capture_generator, find_generators, made_generator, restore_generator
 
 
@@ -51,12 +53,17 @@ class Carried:
         for path, generator in self._generators.items():
             if path in states:
                 restore_generator(generator, states[path])
-        missing = states.keys() - self._generators
+        missing = [path for path in states if path not in self._generators]
         for name, owner in self._owners.items() if missing else ():
-            for found in reach(owner):
-                path = f"{name}:{found.path}" if name else found.path
-                if found.value is None and path in missing:
-                    found.put(made_generator(states[path]))
+            prefix = f"{name}:" if name else ""
+            known, holders = _places_in(owner)
+            for path in missing:
+                own = path.removeprefix(prefix)
+                holder, _, key = own.rpartition(".")
+                if own in known and known[own].value is None:
+                    known[own].put(made_generator(states[path]))
+                elif path.startswith(prefix) and own not in known and holder in holders:
+                    _add(holders[holder], key, made_generator(states[path]))
         if missing:
             self.look()
 
@@ -73,3 +80,27 @@ class Carried:
         for name, saved in values.items():
             if name in self._plain:
                 self._plain[name].restore(saved)
+
+
+def _places_in(owner: object) -> tuple[dict[str, Found], dict[str, Any]]:
+    """Return what an object carries by path, and the dictionaries, also of attributes, and lists that hold it."""
+    known, holders = dict[str, Found](), dict[str, Any]()
+    for found in reach(owner):
+        known[found.path] = found
+        if isinstance(found.value, (dict, list)):
+            holders[found.path] = found.value  # it may be empty
+        if found.holder is not None:
+            holders[found.path.rpartition(".")[0]] = found.holder
+    return known, holders
+
+
+def _add(holder: Any, name: str, generator: Any) -> None:
+    if isinstance(holder, list):
+        holder += [generator] if name == str(len(holder)) else []
+        return
+    key: Any = name  # the text of it
+    if not any(isinstance(one, str) for one in holder):
+        with contextlib.suppress(ValueError, SyntaxError):
+            key = ast.literal_eval(name)
+    if isinstance(key, Hashable):
+        holder[key] = generator

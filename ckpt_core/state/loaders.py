@@ -234,8 +234,8 @@ class LoaderTracker:
     def mark(self) -> LoaderMark:
         """Remember where the loader is before a fetch."""
         self._marks += 1
-        if self._marks == 2 and self.workers == 0:  # the first batch may have made generators
-            self.carried.look()
+        if self._marks > 1 and self._marks & (self._marks - 1) == 0 and self.workers == 0:
+            self.carried.look()  # batches may have made generators, the first ones above all
         state = self.loader.state_dict() if self.method == "load" else None
         here = self.workers == 0 and self.carried.has_generators
         return LoaderMark(self.started, self._pass(), state, self.carried.generators() if here else {})

@@ -41,6 +41,12 @@ class Found(NamedTuple):
     value: Any  # a generator, a plain value, or a container of plain values
     put: Callable[[Any], None]  # puts another value in its place
 
+    @property
+    def holder(self) -> dict[Any, Any] | list[Any] | None:
+        """The dictionary, also of attributes, or list that it is in; None if it is elsewhere."""
+        into = getattr(getattr(self.put, "func", None), "__self__", None)
+        return into if isinstance(into, (dict, list)) else None
+
 
 def is_generator(value: object) -> bool:
     """Return whether a value is a random generator whose state can be read."""

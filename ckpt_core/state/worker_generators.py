@@ -135,8 +135,9 @@ class RecordingCollate:
         if worker is not None:
             if worker.id < self.throwaway and self.log.count(worker.id) == 0:
                 self.install(worker.id)
-            if self.log.count(worker.id) == 0:
-                self._carries().look()  # the first batch may have made some
+            count = self.log.count(worker.id)
+            if count & (count + 1) == 0:
+                self._carries().look()  # batches may have made some, the first ones above all
             self.log.record(worker.id, pack_carried(self._carries(), self.log.room))
         return batch
 

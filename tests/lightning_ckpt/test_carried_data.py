@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -89,6 +90,26 @@ class WhenItDraws(Items):
         return number, x + self.python.random() + self.numpy.random() + self.older.randn() + torch.rand(
             (), generator=self.torch
         )
+
+
+class ForEachKind(Items):
+    """Makes generators for kinds of items when it first meets them, and one of which there is no attribute before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.by_kind: Any = collections.defaultdict(lambda: torch.Generator().manual_seed(4))
+        self.by_name: dict[Any, Any] = {"1": random.Random(1)}
+        self.some: list[Any] = []
+
+    def __getitem__(self, index: int) -> Any:
+        number, x = super().__getitem__(index)
+        if not self.some:
+            self.some += [random.Random(5), random.Random(6)]
+            self.late = np.random.default_rng(7)
+        own = self.by_name.setdefault(str(index % 3), random.Random(index % 3))
+        drawn = sum(one.random() for one in self.some) + own.random() + float(self.late.random())
+        kind = (index % 2, "odd") if index % 4 else index % 2
+        return number, x + torch.rand((), generator=self.by_kind[kind]) + drawn
 
 
 class InWorkers(Items):
@@ -213,6 +234,7 @@ LOADERS = {
     "counts its passes": stream(Counting),
     "slots": over(lambda: Items(Slots())),
     "made when it draws": over(WhenItDraws),
+    "made for each kind": over(ForEachKind),
 }
 IN_PROCESS = {
     "counts its reads": (over(ReadsCount), list),
