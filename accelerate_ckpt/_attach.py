@@ -133,10 +133,7 @@ def drain(*, raised: bool, tell_trackers: bool = False) -> None:
                     save_deferred(session)
                     session.training_ended()
                 if tell_trackers:
-                    session.checkpointer.drain()
-                    figures = session.report.new_metrics()
-                    if figures:
-                        session.accelerator.log(figures, step=session.logged_step)
+                    session.tell_trackers()
                 session.finish()
         except CheckpointError as error:
             failure = failure or error

@@ -88,6 +88,7 @@ class PreemptionWatch:
             session.interval.schedule.is_ending = True
         try:
             path = session.accelerator.save_state(target_of_run(session))
+            session.tell_trackers()
             session.finish()
         except CheckpointError:
             log.exception("no checkpoint could be saved before this run ends")

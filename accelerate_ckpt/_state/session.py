@@ -432,6 +432,13 @@ class Session:
             if not self.was_passed_over(path):
                 self.checkpointer.remove(path)
 
+    def tell_trackers(self) -> None:
+        """Give the figures of the last saves to the trackers, which must be open still."""
+        self.checkpointer.drain()
+        figures = self.report.new_metrics()
+        if figures:
+            self.accelerator.log(figures, step=self.logged_step)
+
     def finish(self) -> None:
         """Wait for the background and raise what was not raised yet; called on all ranks together."""
         if self.recording is not None:

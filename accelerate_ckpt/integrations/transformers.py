@@ -279,6 +279,9 @@ class ResumableCallback(TrainerCallback):
             return
         # Here rather than by the Trainer's own stop, after which it and the script continue as if training were over.
         self._finish()
+        figures = self._session.report.new_metrics()
+        if figures:
+            self._trainer.log(figures)
         self._session.ended_as_told()
         raise SystemExit(self._ends_with)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,20 @@ def test_the_last_save_reaches_the_trackers(tmp_path: Path) -> None:
     assert shown["checkpoint/saves"][-1] == (20, 3)
     assert shown["checkpoint/pending"][-1] == (20, 0)
     assert [step for step, _ in shown["loss"]] == [0, 10, 20]
+
+
+def test_the_last_save_of_a_preempted_run_reaches_the_trackers(tmp_path: Path) -> None:
+    accelerator = Accelerator(log_with="tensorboard", project_dir=tmp_path)
+    accelerator = attach(accelerator, log_metrics=True, preempt="SIGUSR2", strategy="async")
+    accelerator.init_trackers("run")
+    run = Run(accelerator)
+    run.train(1)
+    accelerator.log({"loss": 0.5}, step=10)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    with pytest.raises(SystemExit):
+        run.train(2)
+    accelerator.end_training()
+    assert [value for _, value in scalars_of(tmp_path)["checkpoint/saves"]] == [1]
 
 
 def test_a_tracker_of_the_scripts_gets_what_the_script_gives(tmp_path: Path) -> None:
@@ -154,6 +169,21 @@ def test_the_logs_of_a_trainer_hold_the_figures(tmp_path: Path, monkeypatch: pyt
     assert (rows[-1]["checkpoint/saves"], rows[-1]["checkpoint/pending"]) == (4, 0)
     assert not any(name.startswith("checkpoint/") for name in trainer.evaluate())
     assert [value for _, value in shown["train/checkpoint/saves"]] == [row["checkpoint/saves"] for row in rows]
+
+
+def test_the_last_save_of_a_preempted_trainer_reaches_the_trackers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="the optional extra is not installed")
+    from accelerate_ckpt.integrations.transformers import ResumableCallback
+    from tests.accelerate_ckpt.test_transformers import trainer_for
+    from tests.accelerate_ckpt.test_transformers_unattended import Sends
+
+    trainer = trainer_for(tmp_path, callback=False, max_steps=8, save_steps=2, logging_steps=100)
+    ResumableCallback(trainer, log_metrics=True, preempt="SIGUSR2")
+    trainer.add_callback(Sends(4, signal.SIGUSR2))
+    with pytest.raises(SystemExit):
+        trainer.train()
+    rows = [row for row in trainer.state.log_history if "checkpoint/saves" in row]
+    assert [(row["step"], row["checkpoint/saves"], row["checkpoint/pending"]) for row in rows] == [(5, 3, 0)]
 
 
 def test_a_script_that_just_ends_has_its_line_and_its_page(
