@@ -41,11 +41,12 @@ own_packages = {"ckpt_core"}
 class _Expected:
     """A path whose save is under way."""
 
-    def __init__(self, path: str, ended: Latch) -> None:
+    def __init__(self, path: str, ended: Latch, can_end: Callable[[], bool] = lambda: True) -> None:
         directory, name = os.path.split(_absolute(path))
         self.directory = directory if _is_url(path) else os.path.realpath(directory)
         self.path = os.path.join(self.directory, name)
         self.ended = ended
+        self.can_end = can_end
 
     def is_touched(self, path: str, how: int) -> bool:
         """Return whether an access to a path concerns this one."""
@@ -88,9 +89,12 @@ def expect(path: str, ended: Latch) -> Callable[[], None]:
     return _add(_Expected(path, ended), _expected)
 
 
-def note(path: str, ended: Latch) -> Callable[[], None]:
-    """Let :func:`wait_for_saves` wait for a local path or URL until ``ended`` is set; returned is what to call then."""
-    return _add(_Expected(path, ended), _saves)
+def note(path: str, ended: Latch, can_end: Callable[[], bool]) -> Callable[[], None]:
+    """Let :func:`wait_for_saves` wait for a local path or URL until ``ended`` is set; returned is what to call then.
+
+    It does not wait where ``can_end`` says no: in a signal handler that has interrupted the save.
+    """
+    return _add(_Expected(path, ended, can_end), _saves)
 
 
 def _add(item: _Expected, items: list[_Expected]) -> Callable[[], None]:
@@ -113,7 +117,7 @@ def wait_for_saves(path: str) -> None:
     with waiting_for_nothing():
         names = {_absolute(path)} if _is_url(path) else _names_of(path, _LISTING)
         for item in tuple(_saves):
-            if any(item.is_touched(name, _LISTING) for name in names):
+            if any(item.is_touched(name, _LISTING) for name in names) and item.can_end():
                 item.ended.wait()
 
 

@@ -213,7 +213,10 @@ class CheckpointerBase:
         return any(queue.pending for queue in self._queues)
 
     def wait(self, path: StrPath | None = None) -> None:
-        """Block until all saves (or that of ``path``) have ended; raise the failure of one, if there was any."""
+        """Block until all saves (or that of ``path``) have ended; raise the failure of one, if there was any.
+
+        A signal handler that has interrupted a save does not wait for that one, nor for what was asked for after it.
+        """
         self._pipeline.queue.wait(None if path is None else self.known_as(path))
         self.raise_failure()
 

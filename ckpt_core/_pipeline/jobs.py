@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import logging
 import os
 import threading
@@ -27,17 +28,26 @@ class Job:
     ``is_pending`` says whether it makes the checkpoint pending: saves and uploads do, removals do not. A failure that
     ``raises`` not is only logged and counted. ``number`` says how many jobs that make a checkpoint pending were asked
     for before it, itself included. ``done`` is set when it is over, ``settled`` when the checkpoint is there, or will
-    not be; listeners may not have been called yet.
+    not be; listeners may not have been called yet. ``needs_caller`` says whether it waits for the thread that asks,
+    which is in a signal handler that has interrupted a save.
     """
 
     def __init__(
-        self, path: str, action: Callable[[], None], what: str, *, is_pending: bool = True, raises: bool = True
+        self,
+        path: str,
+        action: Callable[[], None],
+        what: str,
+        *,
+        is_pending: bool = True,
+        raises: bool = True,
+        needs_caller: Callable[[], bool] = lambda: False,
     ) -> None:
         self.path = path
         self.action = action
         self.what = what
         self.is_pending = is_pending
         self.raises = raises
+        self.needs_caller = needs_caller
         self.number = 0
         self.error: CheckpointError | None = None
         self.done = Latch()
@@ -45,9 +55,9 @@ class Job:
         self._forget: Callable[[], None] = _nothing
         self._end_note: Callable[[], None] = _nothing
 
-    def note(self) -> None:
-        """Let other checkpointers of this process wait for the job before they load what it is about."""
-        self._end_note = awaited_paths.note(self.path, self.settled)
+    def note(self, can_end: Callable[[], bool]) -> None:
+        """Let other checkpointers of this process wait for the job before they load what it is about, if it can end."""
+        self._end_note = awaited_paths.note(self.path, self.settled, can_end)
 
     def wait_when_touched(self) -> None:
         """Let others in this process who touch the path wait until the job is settled."""
@@ -145,12 +155,30 @@ class JobQueue:
             return self._running in found
 
     def wait(self, path: str | None = None, *, timeout: float | None = None) -> bool:
-        """Return when all that was asked for so far (about ``path``) is over, failed or not; False if time is up."""
+        """Return when all that was asked for so far (about ``path``) is over, failed or not; False if time is up.
+
+        In a signal handler, a save that it has interrupted is left out, and what comes after it: they wait for it.
+        """
         deadline = None if timeout is None else time.monotonic() + timeout
         return all(
             job.done.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
-            for job in self.jobs(path)
+            for job in self._can_end()
+            if path is None or job.path == path
         )
+
+    def can_end(self, job: Job) -> bool:
+        """Return whether the job ends while the calling thread waits."""
+        return job in self._can_end()
+
+    @property
+    def needs_caller(self) -> bool:
+        """Whether no job ends while the calling thread waits: a signal handler has interrupted one, or the queue."""
+        return self._thread is threading.current_thread() or self._lock._is_owned()  # type: ignore[attr-defined]
+
+    def _can_end(self) -> list[Job]:
+        if self.needs_caller:
+            return []
+        return list(itertools.takewhile(lambda job: not job.needs_caller(), self.jobs()))
 
     def wait_through(self, path: str) -> None:
         """Return when all about ``path`` is over, and only then raise what a signal handler has raised meanwhile."""
@@ -164,6 +192,8 @@ class JobQueue:
         and not in others.
         """
         while len(saves := [job for job in self.jobs() if job.is_pending]) >= limit:
+            if not self.can_end(saves[0]):
+                return  # in a signal handler, see wait
             saves[0].done.wait()
         with self._lock:
             if self._failed is None or self._failed[0] > self._begun + 1 - limit:
@@ -218,27 +248,34 @@ class JobQueue:
                 return
             self._thread = threading.current_thread()
         try:
-            self._run()
+            interruption = self._run()
+            if interruption is not None:
+                raise interruption
         finally:
             with self._lock:
                 if self._thread is threading.current_thread():  # Ctrl-C
                     self._thread = None
 
-    def _run(self) -> None:
+    def _run(self) -> BaseException | None:
+        """Do the jobs, and return what a signal handler has raised meanwhile (Ctrl-C), which ends one of them."""
+        interruption: BaseException | None = None
         with awaited_paths.waiting_for_nothing():
             while True:
                 with self._lock:
                     if self._thread is not threading.current_thread():
-                        return
+                        return interruption
                     if not self._jobs:
                         self._thread = None
-                        return
+                        return interruption
                     job = self._running = self._jobs[0]
                     self._later.discard(job)
                 try:
                     self._attempt(job)
-                except BaseException:  # whatever a listener or a log handler does: nobody may wait for ever
-                    logger.exception("could not report the failure of the %s of %s", job.what, job.path)
+                except BaseException as error:  # whatever a listener or a log handler does: nobody may wait for ever
+                    if _is_interruption(error):
+                        interruption = error
+                    else:
+                        logger.exception("could not report the failure of the %s of %s", job.what, job.path)
                 finally:
                     job.settle()
                     with self._lock:
@@ -253,9 +290,12 @@ class JobQueue:
             job.error = error  # was raised where the image was made
         except CheckpointError as error:
             self._record(job, error)
-        except BaseException as error:  # noqa: BLE001 - a background failure must reach the training thread
+        except BaseException as error:  # a background failure must reach the training thread
             wrapped = CheckpointError(f"the {job.what} failed: {type(error).__name__}: {error}", path=job.path)
             wrapped.__cause__ = error
+            if _is_interruption(error):
+                job.error = wrapped  # the caller gets what was raised
+                raise
             self._record(job, wrapped)
 
     def _record(self, job: Job, error: CheckpointError) -> None:
@@ -266,6 +306,10 @@ class JobQueue:
             if raises and self._failed is None:
                 self._failed = job.number, error
         self._report(job, error, logging.ERROR if raises else logging.WARNING)
+
+
+def _is_interruption(error: BaseException) -> bool:
+    return not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
 
 
 _queues: weakref.WeakSet[JobQueue] = weakref.WeakSet()

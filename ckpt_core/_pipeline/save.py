@@ -122,7 +122,7 @@ class Pipeline:
     @property
     def in_foreground(self) -> bool:
         """Whether a save that begins now is made in the foreground."""
-        return self._strategy == "sync" or self.is_inside_a_save
+        return self._strategy == "sync" or self.is_inside_a_save or self.queue.needs_caller
 
     @contextlib.contextmanager
     def attempt(self, path: str) -> Iterator[None]:
@@ -197,10 +197,17 @@ class Pipeline:
         snapshot = Snapshot(save.path, self.buffers, overlaps=self._overlaps)
         place = Latch()
         action = functools.partial(self._write_in_background, save, snapshot, place)
+        thread = threading.get_ident()
+
+        def needs_caller() -> bool:
+            return threading.get_ident() == thread and not snapshot.is_sealed
+
         runs = False
         try:
             self._take(place)
-            runs = snapshot.may_pass = self._submit(save.path, action, lambda: snapshot.sealed_at)
+            runs = snapshot.may_pass = self._submit(
+                save.path, action, lambda: snapshot.sealed_at, needs_caller=needs_caller
+            )
             save.take(snapshot)
             save.complete(snapshot)
             size = save.size
@@ -212,7 +219,10 @@ class Pipeline:
         ) as error:  # Ctrl-C too: other ranks must not wait for this one, nor the next save for memory
             snapshot.give_up(error)
             self._leave(place)  # it may not be in the queue
-            if not save.is_shared:
+            if snapshot.not_copied is not None:  # live tensors are being written, which the caller may change
+                self.queue.run_queued()
+                self.queue.wait_through(save.path)
+            elif not save.is_shared:
                 self.queue.run_queued()
                 self.queue.wait(save.path)  # until nothing is left of it
             raise
@@ -258,7 +268,13 @@ class Pipeline:
             save.close()
 
     def _submit(
-        self, path: str, write: Callable[[], int], begun_at: Callable[[], float], *, is_copy: bool = False
+        self,
+        path: str,
+        write: Callable[[], int],
+        begun_at: Callable[[], float],
+        *,
+        is_copy: bool = False,
+        needs_caller: Callable[[], bool] = lambda: False,
     ) -> bool:
         def action() -> None:
             self._failed.add(path)
@@ -269,12 +285,12 @@ class Pipeline:
             committed = SaveCommitted(path=path, bytes=size, background_seconds=seconds, is_copy=is_copy)
             notify(self._listeners, committed)
 
-        job = Job(path, action, "background save")
+        job = Job(path, action, "background save", needs_caller=needs_caller)
         if is_copy:
             self._last_copy = job
         else:
             self._last_save = job
-        job.note()
+        job.note(functools.partial(self.queue.can_end, job))
         return self.queue.submit(job)
 
     def _report_taken(

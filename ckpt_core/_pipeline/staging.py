@@ -177,6 +177,14 @@ class Snapshot:
             self._taken.set()
             self._sealed.set()
 
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the other thread waits for this one no more; also asked by a signal handler that interrupts it."""
+        if not self._sealed.is_set():
+            return False
+        self._sealed.set()  # once more: the handler may have interrupted the first time before all waiters were let go
+        return True
+
     # ---- the thread that writes --------------------------------------------------------------------------------------
 
     def wait_begun(self) -> None:

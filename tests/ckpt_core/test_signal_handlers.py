@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part
+from ckpt_core import Checkpointer, CheckpointNotFoundError, DirectoryCheckpointer, Kind, Part, verify
 from ckpt_core.commit_time import commit_time, note_commit, seconds_behind
-from ckpt_core.storage import LocalStorage
+from ckpt_core.storage import FileWriter, LocalStorage
 from tests.support.interrupting import at_every_moment
 
 
@@ -62,3 +65,48 @@ def test_a_handler_saves_at_any_moment(act: str, tmp_path: Path) -> None:
     with DirectoryCheckpointer().load(tmp_path / "foreground") as checkpoint:
         assert checkpoint.load("model")["w"][0] == len(saved) - 1
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.timeout(100)
+def test_a_handler_waits_with_the_checkpointer_whose_save_it_interrupts(tmp_path: Path) -> None:
+    checkpointer, counter = Checkpointer(max_pending=2), itertools.count()
+    saved: list[int] = []
+
+    def handler() -> None:
+        number = next(counter)
+        checkpointer.save({"w": torch.full((3,), number)}, tmp_path / "inner")
+        checkpointer.copy(tmp_path / "inner", tmp_path / "copy")
+        checkpointer.wait()
+        with contextlib.suppress(CheckpointNotFoundError):  # what it has interrupted is not there
+            Checkpointer().load(tmp_path / "outer")
+        checkpointer.close()
+        saved.append(int(checkpointer.load(tmp_path / "inner")["w"][0]))
+
+    files = ("_pipeline/save.py", "_pipeline/jobs.py", "_pipeline/staging.py", "ckpt_core/threads.py")
+    for run in at_every_moment(files, handler, opcodes=False):
+        run(lambda: checkpointer.save({"w": torch.ones(3)}, tmp_path / "outer"))
+        checkpointer.wait()
+        assert verify(tmp_path / "outer")
+        assert checkpointer.pending == ()
+    assert len(saved) > 50
+    assert saved == list(range(len(saved)))
+    assert verify(tmp_path / "copy")
+
+
+def test_ctrl_c_in_a_save_without_a_thread_is_raised_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(LocalStorage):
+        def create(self, path: str, expected_size: int) -> FileWriter:
+            if path.endswith("a.ckpt"):
+                signal.raise_signal(signal.SIGINT)
+            return super().create(path, expected_size)
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")  # as with ulimit -u
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with Checkpointer(storage=Interrupted()) as checkpointer:
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.save({"w": torch.ones(3)}, tmp_path / "a.ckpt")
+        assert (checkpointer.pending, checkpointer.take_failure()) == ((), None)
+        checkpointer.save({"w": torch.ones(3)}, tmp_path / "b.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["b.ckpt"]

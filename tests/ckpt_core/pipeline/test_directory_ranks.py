@@ -14,8 +14,8 @@ from ckpt_core import DirectoryCheckpointer, Kind, Part
 from tests.conftest import ScriptRunner
 
 PREAMBLE = """
-import functools, json, os, signal, sys, threading, time, torch
-from ckpt_core import DirectoryCheckpointer, Kind, Part, StorageError
+import contextlib, functools, json, os, signal, sys, threading, time, torch
+from ckpt_core import DirectoryCheckpointer, Kind, OutOfMemoryError, Part, StorageError
 from ckpt_core.events import SaveCommitted, SaveFailed, SaveStarted, SnapshotTaken
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 from tests.support.ranks import Ranks, seconds_of
@@ -291,6 +291,21 @@ def work(rank, group):
         unknown.copy("run/a", "memory://run/c")
         unknown.wait()
     found["copy"] = seconds_of(copied)
+    slow = Fault("create", None, delay=0.5)
+    short_of_memory = make(commit_timeout=60.0, storage=FaultyStorage(LocalStorage(), [slow]))
+    def refuse(nbytes):
+        raise OutOfMemoryError("no memory")
+    short_of_memory._pipeline.buffers.acquire = refuse
+    pending = []
+    def failed():
+        try:
+            short_of_memory.save(parts(rank, 1), "run/b", write_files=failing_hook)
+        finally:
+            pending.extend(short_of_memory.pending)
+    with contextlib.suppress(RuntimeError):
+        seconds_of(failed)
+    found["pending"] = pending
+    short_of_memory.close(raises=False)
     short = make(commit_timeout=1.0)
     if rank == 0:
         found["alone"] = both(short, parts(rank, 1), "run/b")
@@ -327,6 +342,7 @@ def test_mistakes_fail_on_all_ranks_and_spoil_nothing(strategy: str, fork_script
             assert row["raised"] == kind, (name, row)
             for word in words:
                 assert word in row["message"], (name, row)
+    assert one["pending"] == []  # live tensors are not written any more when the save has failed
     assert zero["fine"]["raised"] is one["fine"]["raised"] is None
     assert zero["alone"]["raised"] == "RankFailedError"
     assert "rank 1 did not begin the save of " in zero["alone"]["message"]
