@@ -346,15 +346,19 @@ class Variables:
                     if CELL in path:
                         found[f"`{_shown(path)}` of {place}"] = _Held(told_by, what, path, None, one, of)
         # what is in several is looked at where it is for the longest time
-        for owner, variables in [
-            *(at for model in models for at in _of_model(model)),
-            *map(_attributes, watched.owners),
-        ]:
-            for name, value in variables:
+        objects = [
+            *((one, [*_of_model(one)]) for one in models),
+            *((one, [_attributes(one)]) for one in watched.owners),
+        ]
+        alike = collections.Counter[type]()
+        for thing, parts in objects:
+            alike[type(thing)] += 1
+            number = f" ({alike[type(thing)]})" if alike[type(thing)] > 1 else ""  # two callbacks of one class
+            for owner, name, value in ((owner, *one) for owner, variables in parts for one in variables):
                 if not _NO_STATE.search(name):
                     for path, what, one, of, mark in look.into(name, value):
                         held = _Held(mark, what, f"self.{path}", None, one, of or owner)
-                        found[f"`{_shown(path)}` of {owner.__name__}"] = held
+                        found[f"`{_shown(path)}` of {owner.__name__}{number}"] = held
         elsewhere, frames = _frames_elsewhere(), _frames(sys._getframe(1))
         everywhere, innermost = [*elsewhere, *frames], frames[-1] if frames else None
         for place, frame, variables in [

@@ -296,6 +296,32 @@ def test_what_a_state_leaves_out_is_named_at_the_resume(
     assert found != expected
 
 
+class OneOfTwo(HoldsAPart):
+    """Of which the second does nothing."""
+
+    def __init__(self, which: int) -> None:
+        super().__init__()
+        self.which = which
+
+    @property
+    def state_key(self) -> str:
+        return f"OneOfTwo {self.which}"
+
+    def on_train_batch_end(self, *arguments: Any) -> None:
+        if self.which == 1:
+            super().on_train_batch_end(*arguments)
+
+    def on_train_epoch_end(self, *arguments: Any) -> None:
+        if self.which == 1:
+            super().on_train_epoch_end(*arguments)
+
+
+def test_two_callbacks_of_one_class_are_told_apart(tmp_path: Path) -> None:
+    _, _, said = train_and_resume(Training(Model, lambda: [OneOfTwo(1), OneOfTwo(2)]), tmp_path)
+    assert len(said) == 1
+    assert "`count` of OneOfTwo (" in said[0]
+
+
 # ---- at saves --------------------------------------------------------------------------------------------------------
 
 
