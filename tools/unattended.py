@@ -52,7 +52,7 @@ def main() -> int:
         print(f"{kind:28} exit statuses {counts}")
     print(found)
     failed = bool(found["hangs"] or found["different"])
-    if failed or found["killed_after_grace"] or found["costly"]:
+    if failed or found["warned"] or found["killed_after_grace"] or found["costly"]:
         print(f"logs are in {directory}")
     else:
         shutil.rmtree(directory)
