@@ -7,9 +7,7 @@ import hashlib
 import logging
 import random
 import re
-import types
 import warnings
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from torch.utils.data import DataLoader
 from lightning_ckpt.resumable import ResumableCheckpoint
 from tests.lightning_ckpt.exact_data import BATCH, make_loader
 from tests.support.data_sets import Samples
+from tests.support.seen import seen_by
 
 for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
     logging.getLogger(name).setLevel(logging.ERROR)
@@ -32,11 +31,6 @@ for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utiliti
 
 #: Of Lightning, as numbers.
 RELEASE = tuple(int(part) for part in re.findall(r"\d+", pl.__version__)[:3])
-
-
-# in no attribute of a model, because those that training changes are looked at
-_hidden: Any = types.ModuleType("hidden")
-_hidden.seen = weakref.WeakKeyDictionary()
 
 
 class PlannedError(RuntimeError):
@@ -67,13 +61,12 @@ class Model(pl.LightningModule):
         self.average = torchmetrics.MeanMetric()
         self.unlogged = torchmetrics.MeanMetric()
         self.automatic_optimization = not self.options.get("manual")
-        _hidden.seen[self] = []
         self.raise_at: int | None = self.options.get("raise_at")
         self.reseed = 0
 
     @property
     def seen(self) -> list[Any]:
-        return _hidden.seen[self]
+        return seen_by(self)
 
     def train_dataloader(self) -> Any:
         rank, world = self.trainer.global_rank, self.trainer.world_size

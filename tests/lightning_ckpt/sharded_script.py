@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from lightning_ckpt import ResumableCheckpoint, ShardedCheckpointIO
 from tests.lightning_ckpt.sharded_faults import SetInBatch, faulty_storage
 from tests.support.forking import fork_rank, get_ready, rank_variables
+from tests.support.seen import seen_by
 
 for name in ("lightning.pytorch", "lightning.fabric", "lightning.pytorch.utilities.rank_zero"):
     logging.getLogger(name).setLevel(logging.ERROR)
@@ -120,9 +121,12 @@ class Model(pl.LightningModule):
         )
         self.spec = spec
         self.automatic_optimization = not spec.manual
-        self.seen: list[Any] = []
         self.losses: list[float] = []
         self._sharded = False
+
+    @property
+    def seen(self) -> list[Any]:
+        return seen_by(self)
 
     def configure_model(self) -> None:
         if self.spec.kind == "mp" and not self._sharded:
