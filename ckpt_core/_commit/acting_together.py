@@ -9,6 +9,7 @@ boundary that none has passed yet. Until that is settled no rank passes another 
 from __future__ import annotations
 
 import json
+import logging
 import queue
 import threading
 import time
@@ -19,6 +20,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ckpt_core._commit.tcp_store import TimedStore
 from ckpt_core.errors import RankFailedError
+
+logger = logging.getLogger(__name__)
 
 Position = tuple[int, int]
 
@@ -145,7 +148,9 @@ class Meeting:
                 if not mine and not self._is_last and not store.has(f"{number}/asked"):
                     continue
                 call, after = self._settle(store, number, mine)
-            except RankFailedError:
+            except Exception as error:  # noqa: BLE001 - training waits for this thread
+                if not isinstance(error, RankFailedError):
+                    logger.warning("the ranks cannot settle where to act together: %r", error)
                 if not mine:
                     self._give_up()
                     return  # rank 0 has ended, with its part of the training

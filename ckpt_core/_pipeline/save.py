@@ -290,8 +290,13 @@ class Pipeline:
             self._last_copy = job
         else:
             self._last_save = job
-        job.note(functools.partial(self.queue.can_end, job))
-        return self.queue.submit(job)
+        try:
+            job.note(functools.partial(self.queue.can_end, job))
+            return self.queue.submit(job)
+        except BaseException:  # Ctrl-C: nobody must wait for what is not in the queue
+            if job not in self.queue.jobs(path):
+                job.end()
+            raise
 
     def _report_taken(
         self, path: str, size: int, started: float, waited: float = 0.0, without_memory: float = 0.0

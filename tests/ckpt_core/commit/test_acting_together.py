@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import threading
 from collections.abc import Callable
 
@@ -137,6 +138,28 @@ def test_nobody_waits_for_the_answer_of_a_rank_that_is_known_to_be_dead() -> Non
     is_dead.set()
     thread.join(LIMIT_SECONDS)
     assert calls[-1] == (frozenset({"end"}), False)
+    meeting.close()
+
+
+def test_nobody_waits_for_a_look_up_of_the_dead_that_fails(caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    first, _ = stores(2)
+    meeting = Meeting(first, 0, 2, look_every=0.01, answer_within=1e6, is_rank_gone=fail)
+    meeting.ask("end")
+    calls = []
+
+    def train() -> None:
+        while not calls or not calls[-1].requests:
+            calls.append(meeting.at((len(calls), 0)))
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    thread.join(LIMIT_SECONDS)
+    assert not thread.is_alive()
+    assert calls[-1] == (frozenset({"end"}), False)
+    assert "Stale file handle" in caplog.text
     meeting.close()
 
 

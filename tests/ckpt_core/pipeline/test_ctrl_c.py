@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt_core import Checkpointer, verify
+from ckpt_core import Checkpointer, awaited_paths, verify
 from tests.support.interrupting import at_every_moment
 
 FILES = {
@@ -56,4 +56,5 @@ def test_ctrl_c_at_any_line_of_a_save(strategy: Any, tmp_path: Path) -> None:
         assert not again.is_alive(), f"the next save waits for ever after Ctrl-C at {where}"
         assert verify(directory / "b"), where
         assert set(os.listdir(directory)) <= {"a", "b"}, where
+        assert not awaited_paths._saves, where
     assert interrupted > 50
