@@ -24,6 +24,7 @@ class ScriptVariables:
 
     def __init__(self, trainer: Any, warn: Callable[[str], None]) -> None:
         self._trainer, self._warn = trainer, warn
+        self._callbacks = list(trainer.callbacks)
         self._lost: list[str] = []
         self._continues = False
         self._variables = Variables(self._watched, self._tell)
@@ -48,8 +49,15 @@ class ScriptVariables:
         owners += [one for one in made if not is_library(type(one))]
         return Watched([module], [trainer, loader, *made, *trainer.loggers], owners, data, waits=True)
 
+    @property
+    def _is_trial(self) -> bool:
+        # a tuner puts callbacks of its own, or none, in their place; what its trials change is not what training does
+        return not any(ours is one for ours in self._callbacks for one in self._trainer.callbacks)
+
     def epoch_begins(self) -> None:
         """The hooks of an epoch's start have run."""
+        if self._is_trial:
+            return
         self._variables.handed_out(begins=True)
         self._variables.trains()
 
@@ -67,6 +75,8 @@ class ScriptVariables:
 
     def lost(self, but: str) -> str | None:
         """Return which variables training continues without, in words, but those that are named already."""
+        if self._is_trial:
+            return None
         self._variables.handed_out(begins=False)
         self._variables.trains()
         names = [name for name in self._lost if re.sub(r"`(.*)` of (.*)", r"\2.\1", name) not in but]

@@ -110,12 +110,12 @@ class Tells(Callback):
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
-        self.started: dict[str, Any] | None = None
-        self.after: dict[int, Any] = {}
+        self.held_first: dict[str, Any] = {}
+        self.held_after: dict[int, Any] = {}
 
     def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
-        if self.started is None:
-            self.started = state_of(trainer, module)
+        if not self.held_first:
+            self.held_first = state_of(trainer, module)
         if trainer.global_step == self.spec.kill_at:
             plugin = trainer.strategy.checkpoint_io
             plugin.checkpointer.drain()
@@ -123,7 +123,7 @@ class Tells(Callback):
             sharded_script.os.killpg(0, sharded_script.signal.SIGKILL)
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        self.after[trainer.global_step] = state_of(trainer, module)
+        self.held_after[trainer.global_step] = state_of(trainer, module)
 
 
 def make_strategy(spec: Spec) -> Any:
@@ -171,8 +171,8 @@ def train(spec: Spec, rank: int) -> dict[str, Any]:
             found["raised"] = {"class": type(error).__name__, "message": str(error)}
     return {
         **found,
-        "started": tells.started,
-        "after": tells.after,
+        "started": tells.held_first,
+        "after": tells.held_after,
         "losses": module.losses,
         "wrapped": sorted({"lightning_module_state_dict", "optimizer_state"} & vars(trainer.strategy).keys()),
         "warnings": [str(warning.message) for warning in caught if "promised to be exact" in str(warning.message)],
