@@ -6,10 +6,11 @@ has a collective because of it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from accelerate_ckpt._state.naming import target_of
@@ -88,7 +89,8 @@ class PreemptionWatch:
             session.interval.schedule.is_ending = True
         try:
             path = session.accelerator.save_state(target_of_run(session))
-            session.tell_trackers()
+            with failures_of_trackers_logged():
+                session.tell_trackers()
             session.finish()
         except CheckpointError:
             log.exception("no checkpoint could be saved before this run ends")
@@ -99,6 +101,15 @@ class PreemptionWatch:
                 log.warning("saved %s", path)
         session.ended_as_told()
         raise SystemExit(status)
+
+
+@contextlib.contextmanager
+def failures_of_trackers_logged() -> Iterator[None]:
+    """Let a run that is told to end do so with its own exit status, whatever the script's trackers raise."""
+    try:
+        yield
+    except Exception:
+        log.exception("the trackers were not given the figures of the last save")
 
 
 def target_of_run(session: Any) -> str:

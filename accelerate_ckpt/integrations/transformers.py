@@ -53,6 +53,7 @@ from accelerate_ckpt._state.just_in_time import note_step, save_if_rank_was_lost
 from accelerate_ckpt._state.load import FolderNotFoundError, find_resume, newest_usable
 from accelerate_ckpt._state.naming import candidates
 from accelerate_ckpt._state.parts import FORMAT, load_model
+from accelerate_ckpt._state.preemption import failures_of_trackers_logged
 from accelerate_ckpt._state.resume import AutoResume
 from accelerate_ckpt._state.session import SavesAlone, Session, session_of
 from accelerate_ckpt._state.stock import refuse_damaged_ours
@@ -281,7 +282,8 @@ class ResumableCallback(TrainerCallback):
         self._finish()
         figures = self._session.report.new_metrics()
         if figures:
-            self._trainer.log(figures)
+            with failures_of_trackers_logged():
+                self._trainer.log(figures)
         self._session.ended_as_told()
         raise SystemExit(self._ends_with)
 

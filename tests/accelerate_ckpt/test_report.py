@@ -88,6 +88,27 @@ def test_the_last_save_of_a_preempted_run_reaches_the_trackers(tmp_path: Path) -
     assert [value for _, value in scalars_of(tmp_path)["checkpoint/saves"]] == [1]
 
 
+def test_a_tracker_that_fails_changes_nothing_of_how_a_preempted_run_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Tracker(GeneralTracker):  # type: ignore[misc]  # Accelerate publishes no types
+        name, requires_logging_directory, tracker = "own", False, None
+
+        def log(self, values: Any, step: int | None = None, **_: Any) -> None:
+            raise ConnectionError("the server of the tracker is gone")
+
+    accelerator = attach(Accelerator(log_with=[Tracker()], project_dir=tmp_path), log_metrics=True, preempt="SIGUSR2")
+    accelerator.init_trackers("run")
+    run = Run(accelerator)
+    run.train(1)
+    os.kill(os.getpid(), signal.SIGUSR2)
+    with pytest.raises(SystemExit) as ended:
+        run.train(2)
+    assert ended.value.code == 128 + signal.SIGUSR2
+    assert "the server of the tracker is gone" in caplog.text
+    assert any(tmp_path.rglob("model.safetensors"))
+
+
 def test_a_tracker_of_the_scripts_gets_what_the_script_gives(tmp_path: Path) -> None:
     class Tracker(GeneralTracker):  # type: ignore[misc]  # Accelerate publishes no types
         name, requires_logging_directory, tracker = "own", False, None
