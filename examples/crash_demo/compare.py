@@ -43,10 +43,13 @@ def leaves(value: Any, path: str = "") -> dict[str, Any]:
     return flat or {path: value}
 
 
+_RECORDS = ("changed", "recorder", "variables")
+
+
 def without_records(state: Any) -> Any:
     """What a checkpoint notes of the run that saved it, times of day among it, is compared by a resume and not here."""
     if isinstance(state, dict):
-        return {name: without_records(value) for name, value in state.items() if name not in ("changed", "recorder")}
+        return {name: without_records(value) for name, value in state.items() if name not in _RECORDS}
     return [without_records(value) for value in state] if isinstance(state, list) else state
 
 
