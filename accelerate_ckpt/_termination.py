@@ -190,8 +190,7 @@ def _in_child() -> None:
     _in_parent()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 # ---- os._exit --------------------------------------------------------------------------------------------------------

@@ -38,5 +38,4 @@ def _finish() -> None:
 
 
 getattr(threading, "_register_atexit", atexit.register)(_finish)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_threads.clear)  # none of them runs there
+os.register_at_fork(after_in_child=_threads.clear)  # none of them runs there

@@ -224,6 +224,5 @@ def _replace(name: str) -> None:
     setattr(os, name, same)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_expected.clear)  # nobody writes there
-    os.register_at_fork(after_in_child=_saves.clear)
+os.register_at_fork(after_in_child=_expected.clear)  # nobody writes there
+os.register_at_fork(after_in_child=_saves.clear)

@@ -1,10 +1,11 @@
-"""A few threads over a list of jobs, for work that releases the GIL."""
+"""A few threads over a list of jobs, for work that releases the GIL; and what a fork does without them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
@@ -126,3 +127,21 @@ def run_parallel(
             errors.append(error)
     if errors:
         raise errors[0]
+
+
+_in_child: set[weakref.WeakMethod[Callable[[], None]]] = set()
+
+
+def call_in_forked_child(method: Callable[[], None]) -> None:
+    """Call a method in each forked process, which has none of the parent's threads, as long as its object lives."""
+    _in_child.add(weakref.WeakMethod(method, _in_child.discard))
+
+
+def _call_methods() -> None:
+    for known in tuple(_in_child):
+        method = known()
+        if method is not None:
+            method()
+
+
+os.register_at_fork(after_in_child=_call_methods)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import collections
 import itertools
 import logging
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import Literal
 
 from ckpt_core import at_exit, awaited_paths
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core.errors import CheckpointError
-from ckpt_core.threads import Latch, wait_through
+from ckpt_core.threads import Latch, call_in_forked_child, wait_through
 
 logger = logging.getLogger(__name__)
 
@@ -99,10 +97,10 @@ class JobQueue:
         self._report = report
         self._failed: tuple[int, CheckpointError] | None = None
         self._begun = 0
-        self.forget_jobs()
-        _queues.add(self)
+        self._forget_jobs()
+        call_in_forked_child(self._forget_jobs)
 
-    def forget_jobs(self) -> None:
+    def _forget_jobs(self) -> None:
         """Begin without jobs; in a forked process, which has the parent's and not the thread that does them."""
         self._jobs: collections.deque[Job] = collections.deque()  # the running one, those that follow, those for later
         self._later: set[Job] = set()
@@ -310,15 +308,3 @@ class JobQueue:
 
 def _is_interruption(error: BaseException) -> bool:
     return not isinstance(error, Exception) and threading.current_thread() is threading.main_thread()
-
-
-_queues: weakref.WeakSet[JobQueue] = weakref.WeakSet()
-
-
-def _forget_jobs() -> None:
-    for queue in tuple(_queues):
-        queue.forget_jobs()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_jobs)

@@ -10,10 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import os
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, Protocol
 
@@ -35,7 +33,7 @@ from ckpt_core.events import (
     notify,
 )
 from ckpt_core.preflight import RefusedKeys
-from ckpt_core.threads import Latch
+from ckpt_core.threads import Latch, call_in_forked_child
 
 logger = logging.getLogger(__name__)
 
@@ -95,14 +93,14 @@ class Pipeline:
         self.queue = JobQueue("ckpt-writer", on_error=on_error, report=self._report)
         self._strategy = strategy
         self._listeners = listeners
-        self.forget_saves()
+        self._forget_saves()
+        call_in_forked_child(self._forget_saves)
         self._has_warned_of_memory = False
         self._overlaps = overlap and strategy == "async"
         if self._overlaps:
             watch_optimizers()
-        _pipelines.add(self)
 
-    def forget_saves(self) -> None:
+    def _forget_saves(self) -> None:
         """Begin without saves; in a forked process, which has the parent's and none of the threads that do them."""
         self.buffers = BufferPool(self._max_pending, self._max_host_bytes)
         self.scratch = ScratchBuffers()
@@ -391,15 +389,3 @@ class Pipeline:
             return
         logger.log(level, "could not save the checkpoint %s: %s", job.path, error)
         notify(self._listeners, SaveFailed(path=job.path, error=str(error)))
-
-
-_pipelines: weakref.WeakSet[Pipeline] = weakref.WeakSet()
-
-
-def _forget_saves() -> None:
-    for pipeline in tuple(_pipelines):
-        pipeline.forget_saves()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_saves)

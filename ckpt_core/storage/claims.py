@@ -85,5 +85,4 @@ def _forget_claims() -> None:
     _users.clear()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_claims)
+os.register_at_fork(after_in_child=_forget_claims)

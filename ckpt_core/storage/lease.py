@@ -48,8 +48,7 @@ def _end_leases() -> None:
             lease.release(wait=wait)
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_leases.clear)
+os.register_at_fork(after_in_child=_leases.clear)
 at_exit.call_after_threads(_end_leases)
 
 
