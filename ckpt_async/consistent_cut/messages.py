@@ -179,7 +179,7 @@ Message = (
     | PushHeader
     | PullHeader
 )
-_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
+KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def encode_message(message: Message) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def decode_message(data: Mapping[str, Any]) -> Message:
     Raises:
         ValueError: The data is not that of a message.
     """
-    kind = _KINDS.get(data.get("kind", ""))
+    kind = KINDS.get(data.get("kind", ""))
     if kind is None:
         raise ValueError(f"not a message between participants of a cut: {dict(data)!r}")
     try:

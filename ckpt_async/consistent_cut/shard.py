@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -209,7 +210,7 @@ class CutShard:
         ack = self._acks.pop(snapshot_id, None)
         if ack is None:
             return []
-        return [Send(COORDINATOR, ShardAck(ack.tag, ack.sender, ack.cut, ack.pieces, report))]
+        return [Send(COORDINATOR, dataclasses.replace(ack, report=report))]
 
     def persist_failed(self, snapshot_id: int, reason: str) -> list[Effect]:
         """The bytes of :class:`PersistShard` could not be written."""

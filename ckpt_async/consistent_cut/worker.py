@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -217,8 +218,7 @@ class CutWorker:
         ack = self._cuts.pop(snapshot_id, None)
         if ack is None:
             return []
-        done = WorkerAck(ack.tag, ack.sender, ack.cut, ack.pieces, ack.incarnation, report)
-        return [Send(COORDINATOR, done)]
+        return [Send(COORDINATOR, dataclasses.replace(ack, report=report))]
 
     def persist_failed(self, snapshot_id: int, reason: str) -> list[Effect]:
         """The bytes of :class:`PersistWorker` could not be written."""

@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args
+from typing import Any, TypeVar
 
 import torch
 
 from ckpt_async.consistent_cut import COORDINATOR, CutOptions, StaleGenerationError
 from ckpt_async.consistent_cut.effects import Effect, Send
-from ckpt_async.consistent_cut.messages import Message, decode_message, encode_message
+from ckpt_async.consistent_cut.messages import KINDS, Message, decode_message, encode_message
 from ckpt_async.consistent_cut.types import MessageTag
 from ckpt_async.parameter_server.frames import Frame
 from ckpt_async.parameter_server.model import BlockTable
@@ -29,7 +29,6 @@ logger = logging.getLogger(__name__)
 
 Own = TypeVar("Own", bound="Participant")
 
-_KINDS = {kind.__name__ for kind in get_args(Message)}
 _PATIENCE = 0.05  # seconds between two questions whether everybody is here
 _WATCH_SECONDS = 5.0
 ALIVE = Frame({"kind": "alive"})
@@ -225,7 +224,7 @@ class Participant(abc.ABC):
         try:
             with self._lock:
                 answer = self._on_request(frame)
-                if answer is None and content["kind"] in _KINDS:
+                if answer is None and content["kind"] in KINDS:
                     self._perform(self._on_message(decode_message(content)))
                 return answer
         except StaleGenerationError as error:
