@@ -17,7 +17,7 @@ from ckpt_core.errors import CheckpointFormatError, StateMismatchError
 from ckpt_core.interchange.accelerate_files import is_stock_accelerate, parts_of_stock, read_stock, write_stock
 from ckpt_core.interchange.dcp_extras import Exported
 from ckpt_core.interchange.dcp_files import export_dcp, import_entries, open_exported, read_dcp
-from ckpt_core.interchange.dcp_format import METADATA_NAME
+from ckpt_core.interchange.dcp_format import METADATA_NAME, REST_NAME
 from ckpt_core.interchange.flat_names import ROOT, is_first_key_of_part
 from ckpt_core.interchange.model_files import holds_model, read_model, refuse_unfinished
 from ckpt_core.interchange.streaming import DiskMemory, new_directory
@@ -27,7 +27,6 @@ from ckpt_core.state.trainer_parts import is_of_trainer, metadata_of, parts_of, 
 from ckpt_core.storage import Storage, storage_for
 from ckpt_core.tiers import Tiers
 
-_STOCK_REST = "meta.pt"  # what Lightning writes beside DCP's files: everything but weights and optimizers
 _OPTIMIZER = re.compile(r"optimizer_([0-9]+)")
 
 
@@ -121,9 +120,9 @@ def is_stock_distributed(source: StrPath, storage_options: dict[str, Any] | None
 
 def _load_stock(path: str, storage: Storage, weights_only: bool | None, memory: DiskMemory | None) -> dict[str, Any]:
     state = read_dcp(path, storage, memory)
-    if not storage.exists(f"{path}/{_STOCK_REST}"):
+    if not storage.exists(f"{path}/{REST_NAME}"):
         return state
-    with storage.open(f"{path}/{_STOCK_REST}") as reader:
+    with storage.open(f"{path}/{REST_NAME}") as reader:
         rest, _ = load_torch_file(reader, map_location="cpu", weights_only=weights_only)
     if "state_dict" not in state:  # FSDPStrategy has another name for it than ModelParallelStrategy
         state["state_dict"] = state.pop("model", {})

@@ -33,6 +33,7 @@ from ckpt_core.geometry import Box
 from ckpt_core.interchange.dcp_extras import STRUCTURE, Exported, structure
 from ckpt_core.interchange.dcp_format import (
     METADATA_NAME,
+    REMEDY,
     DcpEntry,
     Location,
     load_stored,
@@ -48,7 +49,6 @@ from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, storage_for
 
 _logger = logging.getLogger(__name__)
-_REMEDY = "copy the checkpoint again, or import another one"
 
 
 def export_dcp(source: StrPath, target: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
@@ -191,10 +191,10 @@ def read_dcp(origin: str, storage: Storage, memory: DiskMemory | None = None) ->
     found: dict[EntryPath, Any] = {}
     for entry in entries_of_dcp(origin, storage):
         if entry.info is None:
-            found[entry.path] = _Leaf(load_stored(storage, origin, entry, entry.chunks[0][1], chunk))
+            found[entry.path] = load_stored(storage, origin, entry, entry.chunks[0][1], chunk)
         else:
-            found[entry.path] = _Leaf(_whole(origin, storage, entry, chunk, None if memory is None else memory.empty))
-    state: dict[str, Any] = _without_leaves(nested(found))
+            found[entry.path] = _whole(origin, storage, entry, chunk, None if memory is None else memory.empty)
+    state: dict[str, Any] = nested(found)
     return state
 
 
@@ -219,21 +219,6 @@ def open_exported(origin: str, storage: Storage) -> Exported | None:
     memory = TensorMemory()
     record = load_stored(storage, origin, about, about.chunks[0][1], memory)
     return Exported(origin, record, entries, lambda entry, where: _whole(origin, storage, entry, TensorMemory(), where))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Leaf:
-    """A value, which may itself be a dictionary."""
-
-    value: Any
-
-
-def _without_leaves(node: Any) -> Any:
-    if isinstance(node, _Leaf):
-        return node.value
-    if isinstance(node, dict):
-        return {key: _without_leaves(value) for key, value in node.items()}
-    return [_without_leaves(value) for value in node] if isinstance(node, list) else node
 
 
 def check_dcp(source: StrPath, *, storage_options: dict[str, Any] | None = None) -> None:
@@ -293,7 +278,7 @@ class _ChunkLoader:
             f"{key} is {dtype_name(info.dtype)}{list(self.box.shape)} in the metadata and {what} in its file",
             path=f"{self.directory}/{self.location.file}",
             key=key,
-            remedy=_REMEDY,
+            remedy=REMEDY,
         )
 
 

@@ -37,6 +37,7 @@ from ckpt_core.storage import FileReader, Storage
 from ckpt_core.storage.base import ReaderIO
 
 METADATA_NAME = ".metadata"
+REST_NAME = "meta.pt"  # what Lightning writes beside DCP's files: everything but weights and optimizers
 _DCP = "torch.distributed.checkpoint"
 
 
@@ -193,7 +194,7 @@ def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
 
 # ---- what is stored for an entry or a part of one: a whole torch file, somewhere inside of a file --------------------
 
-_REMEDY = "copy the checkpoint again, or import another one"
+REMEDY = "copy the checkpoint again, or import another one"
 _DATA = re.compile(r"[^/]+/data/[0-9]+")
 _REFUSED = re.compile("GLOBAL|Unsupported (global|class)")  # in what torch says of a pickle that is more than data
 _LOCAL_HEADER = 30  # bytes, before name and extra field
@@ -220,7 +221,7 @@ def verify_stored(storage: Storage, directory: str, entry: DcpEntry, box: Box, l
         found = peek_torch_file(section)
         if (found.dtype, tuple(found.shape)) != (entry.info.dtype, box.shape):
             raise CheckpointCorruptedError(
-                "its type or shape is another one than in the metadata", path=section.path, remedy=_REMEDY
+                "its type or shape is another one than in the metadata", path=section.path, remedy=REMEDY
             )
 
     _read_stored(storage, directory, entry, location, compare)
@@ -235,7 +236,7 @@ def _read_stored(
             return read(_Section(reader, location))
     except CheckpointNotFoundError as error:
         raise CheckpointCorruptedError(
-            "a file of the checkpoint is missing", path=path, key=key, remedy=_REMEDY
+            "a file of the checkpoint is missing", path=path, key=key, remedy=REMEDY
         ) from error
     except CheckpointCorruptedError as error:
         error.key = key
@@ -250,7 +251,7 @@ def _read_stored(
                 "torch.serialization.add_safe_globals",
             ) from error
         raise CheckpointCorruptedError(
-            f"what is stored for {key} cannot be read: {type(error).__name__}", path=path, key=key, remedy=_REMEDY
+            f"what is stored for {key} cannot be read: {type(error).__name__}", path=path, key=key, remedy=REMEDY
         ) from error
 
 
@@ -290,7 +291,7 @@ class _Section(FileReader):
         self._reader = reader
         self._begin = location.offset
         if location.offset + location.length > reader.size:
-            raise CheckpointCorruptedError("a file of the checkpoint is truncated", path=reader.path, remedy=_REMEDY)
+            raise CheckpointCorruptedError("a file of the checkpoint is truncated", path=reader.path, remedy=REMEDY)
 
     def read_into(self, offset: int, target: memoryview) -> None:
         self._reader.read_into(self._begin + offset, target)

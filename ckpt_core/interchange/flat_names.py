@@ -78,16 +78,20 @@ def _is_branch(value: Any) -> bool:
     return isinstance(value, Mapping)
 
 
+class _Branch(dict[Any, Any]):
+    """A dictionary that is none of the values."""
+
+
 def subtree(values: Mapping[Any, Any]) -> Any:
     """Return nested dictionaries that hold values at paths (the value itself at an empty one), where that can be."""
-    root: dict[Hashable, Any] = {}
+    root = _Branch()
     for path, value in values.items():
         if not path:
             return value
         node = root
         for key in path[:-1]:
-            node = node.setdefault(key, {})
-            if not isinstance(node, dict):
+            node = node.setdefault(key, _Branch())
+            if not isinstance(node, _Branch):
                 raise ValueError(f"{key!r} is both a value and a dictionary")  # noqa: TRY004 - of the caller's names
         if path[-1] in node:
             raise ValueError(f"{path[-1]!r} is there twice")
@@ -96,12 +100,12 @@ def subtree(values: Mapping[Any, Any]) -> Any:
 
 
 def nested(values: Mapping[EntryPath, Any]) -> Any:
-    """Return the state that has values, none of them a dictionary, at paths in DCP's words; or a ``ValueError``."""
+    """Return the state that has values at paths in DCP's words; or a ``ValueError``."""
     return _with_lists(subtree(values))
 
 
 def _with_lists(node: Any) -> Any:
-    if not isinstance(node, dict):
+    if not isinstance(node, _Branch):
         return node
     items = {key: _with_lists(value) for key, value in node.items()}
     if not items or not all(isinstance(key, int) for key in items):

@@ -13,14 +13,13 @@ from ckpt_core.errors import UnsafeCheckpointError
 from ckpt_core.interchange.accelerate_files import is_file_of_stock, is_stock_accelerate
 from ckpt_core.interchange.dcp_extras import STRUCTURE
 from ckpt_core.interchange.dcp_files import entries_of_dcp, verify_dcp
-from ckpt_core.interchange.dcp_format import METADATA_NAME
+from ckpt_core.interchange.dcp_format import METADATA_NAME, REST_NAME
 from ckpt_core.interchange.flat_names import entry_name
 from ckpt_core.interchange.model_files import holds_model, infos_of_model, refuse_unfinished
 from ckpt_core.paths import StrPath
 from ckpt_core.storage import Storage, storage_for
 
 _HEADER = "names, types and sizes agree with the files; safetensors has no digests of the values"
-_REST = "meta.pt"  # what Lightning writes beside DCP's files
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,12 +113,12 @@ def _dcp(path: str, storage: Storage) -> Foreign:
         for each in entries
     }
     is_ours = state.pop(STRUCTURE, None) is not None
-    has_rest = storage.exists(f"{path}/{_REST}")
+    has_rest = storage.exists(f"{path}/{REST_NAME}")
 
     def check() -> None:
         verify_dcp(path, storage)
         if has_rest:
-            with storage.open(f"{path}/{_REST}") as reader:
+            with storage.open(f"{path}/{REST_NAME}") as reader:
                 verify_torch_file(reader)
 
     whose = ", of Lightning" if has_rest else ", of this package" if is_ours else ""
