@@ -177,16 +177,14 @@ def copy_directory(
         storage.publish_directory(target, joint.token, manifest, gone=gone)
         return size
 
-    size, failure = 0, None
+    is_there = False
     try:
         size = joint.conclude("", commit)
-    except CheckpointError as error:
-        failure = error
-    if failure is not None and joint.group.rank == 0:
-        discard(storage, target, joint.token, created)
-    leave(storage, target, joint.token)
-    if failure is not None:
-        raise failure
+        is_there = True
+    finally:  # also at Ctrl-C
+        if not is_there and joint.group.rank == 0:
+            discard(storage, target, joint.token, created)
+        leave(storage, target, joint.token)
     return size
 
 

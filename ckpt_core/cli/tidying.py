@@ -64,9 +64,6 @@ def add_commands(commands: Commands) -> None:
     drop.add_argument("paths", nargs="+", metavar="CHECKPOINT", help="path or URL")
 
 
-# ---- du --------------------------------------------------------------------------------------------------------------
-
-
 # ---- prune -----------------------------------------------------------------------------------------------------------
 
 
@@ -119,10 +116,8 @@ def _prune(options: Options) -> int:
         would = "would delete" if options.dry_run else "to delete:"
         print(f"{would} {len(surplus)} of {count(len(decisions), 'checkpoint')}, which frees {size_in_words(freed)}")
     is_sure = not surplus or options.dry_run or options.yes or agreed(options)
-    if not is_sure:
-        print("ckpt prune: nothing was deleted; --yes deletes, --dry-run only shows", file=sys.stderr)
-        return Exit.USAGE
-    if not options.dry_run:
+    is_done = is_sure and not options.dry_run
+    if is_done:
         for info in surplus:
             if is_pinned(info.path, storage_for(info.path, options.storage_options)):
                 continue  # since it was asked
@@ -131,7 +126,10 @@ def _prune(options: Options) -> int:
                 print(f"deleted {printable(info.path)}")
     if options.json:
         kept = [{"path": d.info.path, "kept_because": d.reasons} for d in decisions]
-        print_json({"deleted": not options.dry_run, "freed": freed, "checkpoints": kept})
+        print_json({"deleted": is_done, "freed": freed, "checkpoints": kept})
+    if not is_sure:
+        print("ckpt prune: nothing was deleted; --yes deletes, --dry-run only shows", file=sys.stderr)
+        return Exit.USAGE
     return Exit.OK
 
 
@@ -225,13 +223,13 @@ def _clean(options: Options) -> int:
         refuse_checkpoint(found, "clean")
     catalog = Catalog(options.directory, storage_options=options.storage_options)
     removed = catalog.prune(dry_run=options.dry_run)
+    if not removed:
+        print(f"nothing was left unfinished in {printable(options.directory)}", file=sys.stderr)
     if options.json:
         print_json(removed)
         return Exit.OK
     for path in removed:
         print(f"{'would delete' if options.dry_run else 'deleted'} {printable(path)}")
-    if not removed and sys.stdout.isatty():
-        print("nothing was left unfinished")
     return Exit.OK
 
 
@@ -242,6 +240,8 @@ def _clean_memory(options: Options) -> int:
     over = [run for run in runs if not run.is_alive]
     for run in over if not options.dry_run else []:
         run.delete()
+    if not over:
+        print(f"no run that is over has left snapshots in {printable(options.memory)}", file=sys.stderr)
     if options.json:
         print_json([run.directory for run in over])
         return Exit.OK

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import random
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from ckpt_core.cli import _VERBS, main
 from ckpt_core.cli.parser import Commands, _Parser
 from ckpt_core.interchange import load_whole
 from ckpt_core.storage import LocalStorage
+from ckpt_core.storage.counting import counting
 from tests.support.damage import flip_bit
 
 Capture = pytest.CaptureFixture[str]
@@ -280,3 +282,46 @@ def test_what_a_killed_copy_has_left_goes_when_it_is_made_again(words: str, tmp_
     assert len(os.listdir(target)) == 1
     assert main(words.format(source=tmp_path / "run", target=target).split()) == 0
     assert os.listdir(target) == ["a.ckpt"]
+
+
+@pytest.mark.parametrize("name", ["a.ckpt", "c"])
+def test_ctrl_c_in_a_copy_leaves_nothing_behind(name: str, home: Path) -> None:
+    codes = []
+    for moment in itertools.count():
+        moved = itertools.count()
+
+        def press_ctrl_c(_: int, moved: Iterator[int] = moved, moment: int = moment) -> None:
+            if next(moved) == moment:
+                signal.raise_signal(signal.SIGINT)
+
+        with counting(press_ctrl_c):
+            codes.append(main(["cp", f"run/{name}", "new/"]))
+        there = os.listdir(home / "new") if (home / "new").exists() else []
+        assert there == ([name] if codes[-1] == 0 or there else [])
+        shutil.rmtree(home / "new", ignore_errors=True)
+        if codes[-1] == 0:
+            break
+    assert codes == [130] * (len(codes) - 1) + [0] and len(codes) > 5
+
+
+@pytest.mark.usefixtures("home")
+def test_clean_says_that_there_is_nothing(capsys: Capture) -> None:
+    for words, said in (
+        (["run"], "nothing was left unfinished in run\n"),
+        (["--memory", "run"], "no run that is over has left snapshots in run\n"),
+    ):
+        assert main(["clean", *words]) == 0
+        assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.usefixtures("home")
+def test_what_prune_would_delete_is_json_also_where_nobody_agrees(capsys: Capture) -> None:
+    assert main(["prune", "run", "--keep", "latest=1", "--json"]) == 2
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    assert document["deleted"] is False and "--yes deletes" in captured.err
+    assert [checkpoint["path"] for checkpoint in document["checkpoints"] if not checkpoint["kept_because"]] == [
+        "run/b.ckpt",
+        "run/a.ckpt",
+    ]
+    assert sorted(os.listdir("run")) == ["a.ckpt", "b.ckpt", "c"]
