@@ -10,7 +10,6 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,7 @@ from tests.support.accelerators import CUDA, SIMULATED, Accelerator, CudaAcceler
 from tests.support.descendants import kill_all, new_mark
 from tests.support.fork_server import ForkServer
 from tests.support.own_process import ChildReports, OwnProcesses
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 SMALL_FILESYSTEM_BYTES = 8 * 2**20
@@ -348,10 +348,7 @@ def fork_script(tmp_path: Path, _fork_servers: Callable[[tuple[str, ...]], ForkS
 def _launcher_variables(ranks: int | None) -> list[dict[str, str]]:
     if ranks is None:
         return [{}]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "NODE_RANK": "0", "WORLD_SIZE": str(ranks)}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODE_RANK": "0", "WORLD_SIZE": str(ranks)}
     return [{**shared, "LOCAL_RANK": str(rank), "RANK": str(rank)} for rank in range(ranks)]
 
 

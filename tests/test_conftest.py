@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import socket
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from tests.conftest import ScriptRunner
+from tests.support.ports import free_port
 
 pytest_plugins = ["pytester"]
 
@@ -159,3 +161,12 @@ def test_a_script_leaves_no_descendants_in_other_sessions(run_script: ScriptRunn
     status = Path(f"/proc/{int(done.stdout)}/stat")
     # Nobody may have reaped it yet.
     assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_a_port_is_given_to_one_test_alone_until_its_server_listens() -> None:
+    port = free_port()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    server = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    server.set("key", "value")
+    assert torch.distributed.TCPStore("127.0.0.1", port, is_master=False).get("key") == b"value"

@@ -7,7 +7,6 @@ import gc
 import importlib.util
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ from ckpt_core import (
 from ckpt_core.buffers import StagingBuffer
 from ckpt_core.storage import FileWriter, LocalStorage, Storage, is_remote, local_path, storage_for
 from ckpt_core.storage.base import ReaderIO
+from tests.support.ports import free_port
 from tests.support.states import assert_same_state, tensor_of
 
 BLOCK = 4096
@@ -43,9 +43,7 @@ def s3_endpoint(tmp_path_factory: pytest.TempPathFactory, unavailable: Callable[
     for package in ("moto", "s3fs", "flask"):
         if importlib.util.find_spec(package) is None:
             unavailable(f"{package} is not installed")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("moto") / "log"
     with log.open("wb") as output:
         server = subprocess.Popen(
@@ -326,11 +324,8 @@ def test_an_object_replaced_by_another_process_is_read_anew(s3_endpoint: str) ->
 
 def test_a_store_that_cannot_be_reached_is_a_storage_error() -> None:
     pytest.importorskip("s3fs")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     options = {
-        "endpoint_url": f"http://127.0.0.1:{port}",
+        "endpoint_url": f"http://127.0.0.1:{free_port()}",
         "key": "a-key",
         "secret": "a-secret",
         "config_kwargs": {"retries": {"max_attempts": 1}, "connect_timeout": 2},
