@@ -14,7 +14,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from tests.chaos.unattended import FRAMEWORKS, campaign
+from tests.chaos.unattended import FRAMEWORKS, LAUNCHERS, campaign
 
 
 def main() -> int:
@@ -24,7 +24,7 @@ def main() -> int:
     parser.add_argument("--interruptions", type=int, default=40)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--launcher", choices=("fork", "torchrun", "own"), default="fork")
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="fork")
     parser.add_argument("--json", help="a file that gets a line with all that was found")
     parser.add_argument("--just-in-time", action="store_true", help="kill one rank at a time; the others save")
     options = parser.parse_args()

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -131,18 +132,25 @@ def _train_lightning(directory: Path, rank: int, ranks: int, note: _Notes) -> No
         val_dataloader = train_dataloader
 
     pl.seed_everything(1, verbose=False)
+    strategy, environment = _lightning_under_ray() if "ray.train" in sys.modules else ("ddp", [])
     callback = ResumableCheckpoint(
         directory / "saved", every_n_train_steps=SAVE_EVERY // 2, save_top_k=2, monitor="step", mode="max",
         resume="auto", preempt=",".join(SIGNALS), just_in_time=_saves_just_in_time(directory, rank),
     )  # fmt: skip
     trainer = pl.Trainer(
-        accelerator="cpu", devices=ranks, strategy="ddp", max_steps=STEPS // 2, max_epochs=-1, callbacks=[callback],
-        plugins=[AsyncCheckpointIO()], logger=False, enable_progress_bar=False, enable_model_summary=False,
+        accelerator="cpu", devices=ranks, strategy=strategy, max_steps=STEPS // 2, max_epochs=-1, callbacks=[callback],
+        plugins=[AsyncCheckpointIO(), *environment], logger=False, enable_progress_bar=False, enable_model_summary=False,
         limit_val_batches=4, val_check_interval=6, accumulate_grad_batches=2, default_root_dir=directory,
     )  # fmt: skip
     model = Model()
     trainer.fit(model)
     _end(directory, trainer.global_rank, model.parameters())
+
+
+def _lightning_under_ray() -> tuple[Any, list[Any]]:
+    from ray.train.lightning import RayDDPStrategy, RayLightningEnvironment
+
+    return RayDDPStrategy(), [RayLightningEnvironment()]
 
 
 def _train_accelerate(directory: Path, rank: int, ranks: int, note: _Notes) -> None:
@@ -321,30 +329,50 @@ class ForkedJob:
         self.send(signal.SIGKILL, self._left)
 
 
+_LAUNCHERS: dict[str, Callable[[str], list[str]]] = {
+    "own": lambda _: [],  # Lightning starts the other ranks itself
+    "ray": lambda _: [],  # its workers train on threads, so that signals are not heard: send SIGKILL alone
+    "torchrun": lambda ranks: ["torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m"],
+    "torchrun-restarts": lambda ranks: [
+        "torch.distributed.run", "--standalone", "--max-restarts", "1000", "--nproc-per-node", ranks, "-m"
+    ],
+    "accelerate-restarts": lambda ranks: [
+        "accelerate.commands.launch", "--multi_gpu", "--num_processes", ranks, "--num_machines", "1", "--mixed_precision",
+        "no", "--dynamo_backend", "no", "--rdzv_backend", "c10d", "--main_process_port", "0", "--max_restarts", "1000",
+        "-m",
+    ],
+}  # fmt: skip
+_RESTARTING = {"torchrun-restarts", "accelerate-restarts", "ray"}
+LAUNCHERS = ("fork", *_LAUNCHERS)
+
+
 class LaunchedJob(ForkedJob):
-    """The same under a real launcher: ``torchrun``, or Lightning's own, which starts the other ranks itself."""
+    """The same under a real launcher, one of ``LAUNCHERS``."""
 
     def __init__(self, framework: str, directory: Path, ranks: int, launcher: str) -> None:
-        module = [sys.executable, "-m"]
-        if launcher == "torchrun":
-            module += ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m"]
         for rank in range(ranks):
             (directory / f"pid.{rank}").unlink(missing_ok=True)
         self._directory, self._ranks = directory, ranks
+        environment = {**os.environ, "ACCELERATE_USE_CPU": "true", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         with (directory / "log.job").open("a") as log:
             self._process = subprocess.Popen(
-                [*module, "tests.chaos.unattended", framework, str(directory), str(ranks)],
-                stdout=log, stderr=log, start_new_session=True, env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+                [sys.executable, "-m", *_LAUNCHERS[launcher](str(ranks)), "tests.chaos.unattended", framework,
+                 str(directory), str(ranks), launcher],
+                stdout=log, stderr=log, start_new_session=True, env=environment,
             )  # fmt: skip
         self.killed, self.statuses = False, []
 
     @property
     def pids(self) -> list[int]:
-        files = [self._directory / f"pid.{rank}" for rank in range(self._ranks)]
-        return [int(text) for text in (file.read_text() for file in files if file.exists()) if text]
+        return self._in_files(self._directory, self._ranks)
 
     @pids.setter
     def pids(self, _: Any) -> None: ...
+
+    @staticmethod
+    def _in_files(directory: Path, ranks: int) -> list[int]:
+        files = [directory / f"pid.{rank}" for rank in range(ranks)]
+        return [int(text) for text in (file.read_text() for file in files if file.exists()) if text]
 
     def is_over(self) -> bool:
         status = self._process.poll()
@@ -362,10 +390,51 @@ class LaunchedJob(ForkedJob):
         self._process.wait()
 
 
-def _started(framework: str, directory: Path, ranks: int, launcher: str) -> ForkedJob:
+class RestartedJob(LaunchedJob):
+    """One attempt of a launcher that starts all ranks again by itself; the next attempt is the next job."""
+
+    def __init__(self, framework: str, directory: Path, ranks: int, launcher: str) -> None:
+        self._log, self._past, self._forced = directory / "log.job", set(self._in_files(directory, ranks)), 0
+        super().__init__(framework, directory, ranks, launcher)
+
+    def next_attempt(self) -> bool:
+        """Become the next attempt; return false if the launcher has ended."""
+        self._past |= set(self.pids)
+        self.killed, self._forced = False, self._forcefully_ended()
+        return self._process.poll() is None
+
+    def _forcefully_ended(self) -> int:
+        return self._log.read_text(errors="replace").count("forcefully exiting via")
+
+    @property
+    def pids(self) -> list[int]:
+        return [pid for pid in self._in_files(self._directory, self._ranks) if pid not in self._past]
+
+    @pids.setter
+    def pids(self, _: Any) -> None: ...
+
+    def is_over(self) -> bool:
+        over = super().is_over()
+        if not over and len(self.pids) == self._ranks:
+            over = not any(map(_is_running, self.pids))
+        if over:
+            self.killed = self._forcefully_ended() > self._forced
+        return over
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def _started(framework: str, directory: Path, ranks: int, launcher: str, last: ForkedJob | None) -> ForkedJob:
+    if isinstance(last, RestartedJob) and last.next_attempt():
+        return last
     if launcher == "fork":
         return ForkedJob(framework, directory, ranks)
-    return LaunchedJob(framework, directory, ranks, launcher)
+    return (RestartedJob if launcher in _RESTARTING else LaunchedJob)(framework, directory, ranks, launcher)
 
 
 # ---- the campaign
@@ -434,7 +503,7 @@ def _close_hanging(job: ForkedJob, directory: Path) -> None:
 
 
 def _whole(framework: str, run: _Run, launcher: str) -> str:
-    job = _started(framework, run.directory, run.ranks, launcher)
+    job = _started(framework, run.directory, run.ranks, launcher, None)
     is_over = run.wait(job.is_over)
     if not is_over:
         _close_hanging(job, run.directory)
@@ -461,7 +530,7 @@ def campaign(
         directory: For all files; must not exist.
         interruptions: How many.
         seed: Of what is done, and when.
-        launcher: ``"fork"``, ``"torchrun"``, or ``"own"``, Lightning's.
+        launcher: One of ``LAUNCHERS``.
         ranks: Processes of each run.
         just_in_time: Kill one rank at a time, in a step, and let the others save.
 
@@ -481,11 +550,12 @@ def campaign(
     while found["interruptions"] < interruptions:
         run = _Run(directory / f"run{found['runs']}", ranks, just_in_time)
         found["runs"] += 1
+        job: ForkedJob | None = None
         before: list[tuple[str, str, int]] = []  # what has interrupted since the last step: kind, moment, steps done
         while not run.has_ended:
             seen, noted, stepped = len(run.steps()), len(run.notes()), run.steps_over()
             moment, times = chance.choice(["step", "window"] if just_in_time else MOMENTS), chance.randint(1, 12)
-            job = _started(framework, run.directory, ranks, launcher)
+            job = _started(framework, run.directory, ranks, launcher, job)
             begin, delay = time.monotonic(), chance.uniform(0.0, 3.0)
 
             def is_time(
@@ -509,7 +579,8 @@ def campaign(
                 found["hangs"].append(f"{run.directory}: {kind} at {moment}")
                 _close_hanging(job, run.directory)
                 break
-            job.close()
+            if not isinstance(job, RestartedJob) or run.has_ended:
+                job.close()
             if job.killed:
                 found["killed_after_grace"].append(f"{run.directory}: {kind} at {moment}, step {at}")
             if kind != "nothing":
@@ -566,7 +637,28 @@ def _interrupt(job: ForkedJob, run: _Run, chance: random.Random, ranks: int, *, 
     return f"{name}, then {second}"
 
 
+def _train_under_ray(framework: str, directory: str, ranks: int) -> None:
+    import ray.train
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    def work(_: Any) -> None:
+        train(framework, Path(directory), ray.train.get_context().get_world_rank(), ranks)
+
+    TorchTrainer(
+        work,
+        train_loop_config={},
+        scaling_config=ray.train.ScalingConfig(num_workers=ranks),
+        torch_config=TorchConfig(backend="gloo"),
+        run_config=ray.train.RunConfig(
+            name="ray", storage_path=directory, failure_config=ray.train.FailureConfig(max_failures=-1)
+        ),
+    ).fit()
+
+
 if __name__ == "__main__":
-    train(
-        sys.argv[1], Path(sys.argv[2]), int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))), int(sys.argv[3])
-    )
+    framework, directory, ranks, launcher = sys.argv[1:]
+    if launcher == "ray":
+        _train_under_ray(framework, directory, int(ranks))
+    else:
+        rank = int(os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")))
+        train(framework, Path(directory), rank, int(ranks))
