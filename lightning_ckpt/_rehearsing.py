@@ -1,20 +1,26 @@
-"""What a Trainer does in a process of ``ckpt rehearse``: it saves, takes notes of each step, and ends early.
+"""What a Trainer does in a process of a rehearsal: it saves, takes notes of each step, and ends early.
 
 The script stays as it is. Its checkpoints go elsewhere, its loggers write nothing, and what comes after the training is
-not done.
+not done. The processes are those of ``ckpt rehearse``, or of a Trainer that rehearses its own script before it trains.
 """
 
 from __future__ import annotations
 
+import builtins
 import functools
+import multiprocessing
 import os
+import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torchmetrics import Metric
 
+from ckpt_core.errors import CheckpointError
 from ckpt_core.rehearsal import (
+    CannotRehearseError,
     Notes,
     Plan,
     classes_of,
@@ -22,16 +28,21 @@ from ckpt_core.rehearsal import (
     labelled,
     optimizers_of,
     plain_of,
+    rehearse,
     script_variables,
     states_of,
 )
+from ckpt_core.state.users_code import is_users_file
 from ckpt_core.tree import leaves
 from lightning_ckpt._bases import CheckpointBase, DummyLoggerBase
 from lightning_ckpt._exact.user_attributes import UsersObjects
 from lightning_ckpt._private.hooks import in_place_of_paths, with_devices
 from lightning_ckpt._private.replacing import Live
+from lightning_ckpt._report import announce
 
 _OF_LOADERS = ("dataset", "sampler", "batch_sampler", "collate_fn")
+_TEST_RUNNERS = ("pytest", "py.test")  # their tests, run again, would not come to this fit first
+_IN_PLACE = "leave out rehearse, and give the command that starts the training to `ckpt rehearse -- COMMAND`"
 
 
 def rehearse_if_asked() -> None:
@@ -43,6 +54,70 @@ def rehearse_if_asked() -> None:
             with_devices(plan.ranks)
 
 
+def is_rehearsed() -> bool:
+    """Return whether this process is one of a rehearsal."""
+    return _plan() is not None
+
+
+def rehearse_this_script(trainer: Any, *, is_strict: bool) -> None:
+    """Start the script of this process again, as ``ckpt rehearse`` does, and say whether its resumes are exact.
+
+    Raises:
+        CheckpointError: The process cannot be started again by its command. If ``is_strict``, also where a resume is
+            not exact, or the script cannot be rehearsed.
+    """
+    _refuse_other_launchers(trainer)
+    if not trainer.is_global_zero:
+        return
+    try:
+        result = rehearse(
+            _command_of_this_process(), by_script=True, announce=lambda line: announce(trainer, f"rehearsal: {line}")
+        )
+    except CannotRehearseError as error:
+        if is_strict:
+            raise
+        warnings.warn(f"no rehearsal before this training: {error}", stacklevel=2)
+        return
+    if result.is_exact:
+        announce(trainer, result.text())
+    elif is_strict:
+        raise CheckpointError(
+            f"a resume of this script would not be exact, so it does not train:\n{result.text()}",
+            remedy="mend what is named, or let it train all the same with rehearse=True",
+        )
+    else:
+        warnings.warn(f"a resume of this script would not be exact:\n{result.text()}", stacklevel=2)
+
+
+def _refuse_other_launchers(trainer: Any) -> None:
+    environment = getattr(trainer.strategy, "cluster_environment", None)
+    is_launched = environment is not None and environment.creates_processes_externally
+    # ranks that Lightning has launched look as if somebody else had: its first one does not
+    by_lightning = type(environment).__name__ == "LightningEnvironment" and not trainer.is_global_zero
+    if trainer.num_nodes > 1 or (is_launched and not by_lightning):
+        raise CheckpointError(
+            "rehearse starts the script again, and cannot start the other ranks again, which a launcher has started",
+            remedy=_IN_PLACE,
+        )
+
+
+def _command_of_this_process() -> list[str]:
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    is_script = is_users_file(file) and os.path.basename(str(file)) not in _TEST_RUNNERS
+    if not is_script or hasattr(builtins, "__IPYTHON__") or multiprocessing.parent_process() is not None:
+        raise CheckpointError(
+            "rehearse starts the script again, and this process (a notebook, a test, a prompt, a process that another "
+            "one has started) runs none",
+            remedy=_IN_PLACE,
+        )
+    words = sys.orig_argv[1:]
+    # relative to the directory that the process was started in, which the script may have left
+    names = [os.path.basename(word) for word in words]
+    if os.path.basename(str(file)) in names:
+        words[names.index(os.path.basename(str(file)))] = os.path.abspath(str(file))
+    return [sys.executable, *words]
+
+
 @functools.cache
 def _plan() -> Plan | None:
     return Plan.of_environment()
@@ -51,6 +126,12 @@ def _plan() -> Plan | None:
 def _begin(trainer: Any) -> str | None:
     plan = _plan()
     assert plan is not None
+    if plan.by_script and not any(getattr(callback, "rehearse", False) for callback in trainer.callbacks):
+        raise CheckpointError(
+            "rehearse is asked for by a Trainer that is not the first one of the script to fit",
+            remedy="give rehearse to the ResumableCheckpoint of the first Trainer, or train with each in a script of "
+            "its own",
+        )
     for number, callback in enumerate(trainer.checkpoint_callbacks):
         if hasattr(callback, "dirpath"):
             callback.dirpath = os.path.join(plan.checkpoints, str(number))

@@ -46,10 +46,10 @@ from lightning_ckpt._exact.mismatch import name_mismatches, unwrap
 from lightning_ckpt._exact.state import KEY, ExactState
 from lightning_ckpt._preemption import watch_boundaries
 from lightning_ckpt._private.guard import check_callback
-from lightning_ckpt._private.hooks import before_look_ups, without_a_path
+from lightning_ckpt._private.hooks import before_launches, before_look_ups, without_a_path
 from lightning_ckpt._private.loops import checkpoint_directory, resume_from
 from lightning_ckpt._recording import Recording
-from lightning_ckpt._rehearsing import rehearse_if_asked
+from lightning_ckpt._rehearsing import is_rehearsed, rehearse_if_asked, rehearse_this_script
 from lightning_ckpt._report import RunReport, announce
 from lightning_ckpt._routing.trainer import is_routed, raise_on_all_ranks
 from lightning_ckpt.io import NO_STATE_KEY, TorchFileIO
@@ -126,17 +126,23 @@ class ResumableCheckpoint(ModelCheckpointBase):
             newer of both. The last two are kept, and deleted when the run has ended. Needs one of our plugins. None:
             none.
         memory_dir: A directory in memory.
+        rehearse: Whether the first ``fit`` of the script that begins a run starts the script again before it trains, in
+            processes of its own, and tells whether resumes are exact, as ``ckpt rehearse`` does; if one is not, it
+            warns and trains. ``"strict"``: it raises instead.
         just_in_time: Whether under DDP, when a rank dies, one of the others saves ``just-in-time-step=N.ckpt``, so that
             the restart repeats at most one step; or for how many seconds survivors wait for each other, 15 by default.
 
     Raises:
-        CheckpointError: At the start of a fit, when this release of Lightning is not supported.
+        CheckpointError: At the start of a fit, when this release of Lightning is not supported, or what ``rehearse``
+            is to start again is no script, or its ranks were started by a launcher.
 
     Examples:
         >>> from lightning_ckpt import ResumableCheckpoint
         >>> callback = ResumableCheckpoint(dirpath="checkpoints", every_n_train_steps=100, save_last=True)
         >>> # Trainer(callbacks=[callback]).fit(model, ckpt_path="last")
     """
+
+    has_rehearsed = False  # of the process: a script that fits several times, as for cross-validation, does it once
 
     def __init__(
         self,
@@ -170,6 +176,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         memory_every_n_steps: int | None = None,
         memory_dir: str | Path = MEMORY_ROOT,
         just_in_time: bool | float = False,
+        rehearse: bool | Literal["strict"] = False,
     ) -> None:
         switches = {"exact": exact, "log_metrics": log_metrics, "recorder": recorder}
         counts = {"resume_attempts": resume_attempts, "memory_every_n_steps": memory_every_n_steps}
@@ -178,6 +185,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
         check_options({"memory_dir": check_path}, {"memory_dir": memory_dir})
         if data_resume not in ("auto", "replay"):
             raise ValueError(f"data_resume must be 'auto' or 'replay', not {data_resume!r}")
+        if rehearse not in (True, False, "strict"):
+            raise ValueError(f"rehearse must be True, False or 'strict', not {rehearse!r}")
         if resume not in (None, "auto"):
             raise ValueError(
                 f"resume must be 'auto' or None, not {resume!r}: a path is given to trainer.fit(ckpt_path=)"
@@ -248,6 +257,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self.log_metrics = log_metrics
         self._report: RunReport | None = None
         self.recorder = recorder
+        self.rehearse = rehearse
         self._survivors_wait = wait_seconds_of(just_in_time)
         self._just_in_time: JustInTime | None = None
         self._recording: Recording | None = None
@@ -259,6 +269,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
         if self._auto is not None:
             without_a_path(find_resume)
         rehearse_if_asked()
+        if rehearse and not is_rehearsed():
+            before_launches(_rehearse_first)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -804,6 +816,15 @@ class ResumableCheckpoint(ModelCheckpointBase):
         """What ``resume="auto"`` does; None without it."""
         return self._auto
 
+    def has_to_resume(self, trainer: Any, ckpt_path: Any) -> bool:
+        """Return whether a fit with this ``ckpt_path`` is going to resume, if it can; nothing is read for it."""
+        if ckpt_path not in (None, "last"):
+            return True
+        if ckpt_path is None and self._auto is None:
+            return False
+        self.meet(trainer)
+        return bool(self._lookup.catalog(checkpoint_directory(self, trainer)).paths())
+
     def look_for_resume(self, trainer: Any) -> CheckpointInfo | None:
         """Return the checkpoint that ``resume="auto"`` continues from; called on each rank by itself."""
         if self._auto is None:
@@ -907,6 +928,19 @@ def _introduce(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if isinstance(callback, ResumableCheckpoint):
             callback.meet(trainer)
+
+
+def _rehearse_first(trainer: Any, ckpt_path: Any) -> None:
+    """Rehearse the script before the first fit that begins a run and asks for it."""
+    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, ResumableCheckpoint)]
+    asked = [callback.rehearse for callback in callbacks if callback.rehearse]
+    if not asked or ResumableCheckpoint.has_rehearsed:
+        return
+    if any(callback.has_to_resume(trainer, ckpt_path) for callback in callbacks):
+        announce(trainer, "This run resumes, so the script is not rehearsed before.")
+        return
+    ResumableCheckpoint.has_rehearsed = True
+    rehearse_this_script(trainer, is_strict="strict" in asked)
 
 
 def _copy(trainer: Any, plugin: TorchFileIO | ShardedCheckpointIO, source: str, target: str) -> None:

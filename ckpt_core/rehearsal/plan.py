@@ -28,6 +28,7 @@ class Plan:
     steps: int | None = None
     resume: str | None = None  # the checkpoint to resume from; None trains from the beginning
     ranks: int | None = None  # how many other ranks continue the epoch, until its end; what they train is not compared
+    by_script: bool = False  # whether the script itself asked for it, by an option of the training to be rehearsed
     until: int | None = None  # number of the last step to take notes of, in a run that is compared with another one
 
     def variables(self) -> dict[str, str]:

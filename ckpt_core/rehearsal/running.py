@@ -46,6 +46,7 @@ def rehearse(
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     timeout: float | None = None,
+    by_script: bool = False,
     announce: Callable[[str], None] = lambda _: None,
 ) -> Result:
     """Train with a command, resume it in fresh processes, and compare.
@@ -66,6 +67,7 @@ def rehearse(
         env: Variables in addition to those of this process.
         cwd: Working directory of the processes.
         timeout: Seconds that one process may take.
+        by_script: Whether an option of a training in the script asks for it, so that no other one is rehearsed.
         announce: Called with a line for people before each process.
 
     Returns:
@@ -88,7 +90,7 @@ def rehearse(
         steps = max(at) + 10
     with contextlib.ExitStack() as stack:
         root = os.fspath(directory or stack.enter_context(tempfile.TemporaryDirectory(prefix="ckpt-rehearsal-")))
-        runs = _Runs(list(command), os.path.abspath(root), list(resume_arguments), env, cwd, timeout)
+        runs = _Runs(list(command), os.path.abspath(root), list(resume_arguments), env, cwd, timeout, by_script)
         announce("training without interruption")
         whole = runs.start("uninterrupted", at=tuple(at), points=names, only_points=points is not None, steps=steps)
         return _Comparison(runs, whole, ignore, announce).result(ranks)
@@ -117,9 +119,10 @@ class _Runs:
         env: Mapping[str, str] | None,
         cwd: str | os.PathLike[str] | None,
         timeout: float | None,
+        by_script: bool,
     ) -> None:
         self.command, self._root, self._resume_arguments = command, root, resume_arguments
-        self._env, self._cwd, self._timeout = env, cwd, timeout
+        self._env, self._cwd, self._timeout, self._by_script = env, cwd, timeout, by_script
         self.ranks = 1  # of the run without interruption
 
     def start(self, name: str, *, resume: str | None = None, until: int | None = None, **planned: Any) -> _Run:
@@ -127,7 +130,8 @@ class _Runs:
         shutil.rmtree(directory, ignore_errors=True)
         os.makedirs(os.path.join(directory, "files"))
         checkpoints, saves = os.path.join(self._root, "checkpoints"), os.path.join(self._root, "saves")
-        plan = Plan(directory, checkpoints, saves, resume=resume, until=until, **planned)
+        told = {**planned, "by_script": self._by_script}
+        plan = Plan(directory, checkpoints, saves, resume=resume, until=until, **told)
         words = list(self.command)
         if resume is not None:
             number = str(plan.ranks or self.ranks)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -26,6 +27,22 @@ def before_setup(call: _Call) -> None:
     """
     for package in _trainers():
         _call_first(importlib.import_module(f"{package}.trainer.call"), "_call_setup_hook", call, package)
+
+
+def before_launches(call: Callable[[Any, Any], None]) -> None:
+    """Let every Trainer call ``call(trainer, ckpt_path)`` when it is to fit for the first time.
+
+    It has launched no other process then. Trial fits of Lightning's tuners and ``fast_dev_run`` do not count.
+    """
+
+    def launch(original: Callable[..., Any], trainer: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+        if trainer.state.fn == "fit" and _is_a_first_start(trainer):
+            call(trainer, inspect.signature(function).bind(*args, **kwargs).arguments.get("ckpt_path"))
+        return original(trainer, function, *args, **kwargs)
+
+    for package in _trainers():
+        module = importlib.import_module(f"{package}.trainer.call")
+        _wrap_once(module, "_call_and_handle_interrupt", launch, package, call)
 
 
 def for_directories(load: Callable[..., dict[str, Any]]) -> None:

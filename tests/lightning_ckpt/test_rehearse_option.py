@@ -1,0 +1,80 @@
+"""``ResumableCheckpoint(rehearse=...)``: a script has itself rehearsed, by processes of its own, before it trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lightning_ckpt import ResumableCheckpoint
+from tests.conftest import LIGHTNING, ScriptRunner
+
+SCRIPT = Path(__file__).with_name("rehearsing_script.py")
+INEXACT = "a resume of this script would not be exact"
+
+
+def starts(tmp_path: Path) -> int:
+    return len((tmp_path / "starts.txt").read_text().splitlines())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_an_exact_script_is_said_to_be_and_trains_as_without(
+    tmp_path: Path, run_script: ScriptRunner, devices: int
+) -> None:
+    told = run_script(SCRIPT, "exact", "yes", devices, timeout=600)
+    assert "exact: every resumed run did the same, bit for bit" in told.stderr
+    assert INEXACT not in told.stderr
+    # this one, and three that are rehearsed: nobody rehearses a rehearsal
+    assert starts(tmp_path) == 4 * devices
+    files = {path.name for path in (tmp_path / "mine").iterdir()}
+    assert files == {"last.ckpt", f"epoch=2-step={18 // devices}.ckpt"}
+    again = run_script(SCRIPT, "exact", "yes", devices, timeout=300)
+    assert "This run resumes, so the script is not rehearsed before." in again.stderr
+    assert starts(tmp_path) == 5 * devices
+    without = run_script(SCRIPT, "exact", "no", devices, timeout=300, cwd=tmp_path / "mine")
+    assert "trained" in told.stdout
+    assert told.stdout == without.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rehearse", ["yes", "strict"])
+def test_what_differs_is_named_and_only_strict_does_not_train(
+    tmp_path: Path, run_script: ScriptRunner, rehearse: str
+) -> None:
+    told = run_script(SCRIPT, "history", rehearse, timeout=600, check=False)
+    assert INEXACT in told.stderr
+    assert "defined in: WithHistory (" in told.stderr
+    is_strict = rehearse == "strict"
+    assert ("CheckpointError: " + INEXACT in told.stderr) == is_strict
+    assert ("trained 18 steps" in told.stdout) != is_strict
+    assert (told.returncode == 0) == (tmp_path / "mine").exists() == (not is_strict)
+
+
+@pytest.mark.parametrize("rehearse", ["yes", "strict"])
+def test_no_other_training_of_the_script_is_taken_for_the_one_that_asks(
+    tmp_path: Path, run_script: ScriptRunner, rehearse: str
+) -> None:
+    told = run_script(SCRIPT, "second", rehearse, check=False)
+    assert "rehearse is asked for by a Trainer that is not the first one of the script to fit" in told.stderr
+    assert starts(tmp_path) == 2
+    assert told.stdout.count("trained 18 steps") == (1 if rehearse == "strict" else 2)
+    assert (told.returncode == 0) == ("no rehearsal before this training" in told.stderr) == (rehearse == "yes")
+
+
+def test_what_cannot_be_started_again_is_refused(tmp_path: Path, fork_script: ScriptRunner) -> None:
+    code = f"import sys; sys.path.insert(0, {str(SCRIPT.parent)!r}); from rehearsing_script import main; main"
+    launched = fork_script(
+        f"{code}('exact', 'yes', '2')", modules=LIGHTNING, ranks=2, env={"TORCHELASTIC_RUN_ID": "1"}, check=False
+    )
+    told = "cannot start the other ranks again, which a launcher has started"
+    assert launched.stderr.count(told) >= 2  # each rank ends
+    prompt = fork_script(f"{code}('exact', 'strict')", modules=LIGHTNING, check=False)
+    assert "rehearse starts the script again, and this process (a notebook, a test," in prompt.stderr
+    assert "ckpt rehearse -- COMMAND" in prompt.stderr
+    assert not (tmp_path / "mine").exists()
+
+
+def test_a_wrong_value_is_refused() -> None:
+    with pytest.raises(ValueError, match="rehearse must be True, False or 'strict', not 'yes'"):
+        ResumableCheckpoint(rehearse="yes")  # type: ignore[arg-type]
