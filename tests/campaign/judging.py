@@ -276,6 +276,8 @@ def judge_points(
         if point.really:
             mine.mkdir()
             status = in_a_fork(functools.partial(train, "killed", mine, point), log)
+            if status == 0:
+                continue  # it is over before
             if status != -signal.SIGKILL:
                 found[point.name] = Judgement("CRASHED", problem=f"killed: {status}\n{log.read_text()[-3000:]}")
                 continue

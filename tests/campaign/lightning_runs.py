@@ -156,7 +156,8 @@ class Spy(Callback):
                     os.kill(os.getpid(), signal.SIGKILL)
                 _keep(run.directory, point)
         if any(name not in run.outcome.attributes for name in (*run.outcome.marks, "begun")):
-            owners = [module, *(cb for cb in trainer.callbacks if not isinstance(cb, (Spy, SavesAt)))]
+            datamodule = [] if trainer.datamodule is None else [trainer.datamodule]
+            owners = [module, *datamodule, *(cb for cb in trainer.callbacks if not isinstance(cb, (Spy, SavesAt)))]
             found = attributes_of(owners)
             run.outcome.attributes = {
                 name: run.outcome.attributes.get(name, found) for name in (*run.outcome.marks, "begun")
