@@ -152,9 +152,7 @@ def _session(accelerator: Any) -> Session | None:
     config = _attached.get(accelerator) or next(iter(_installed), None)
     if config is None:
         return None
-    session = open_session(accelerator, config)
-    session.note_step, session.rank_lost = note_step, save_if_rank_was_lost
-    return session
+    return open_session(accelerator, config, note_step, save_if_rank_was_lost)
 
 
 def _init(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> None:

@@ -469,8 +469,16 @@ def _is_on_device(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type != "cpu"
 
 
-def open_session(accelerator: Any, config: CheckpointConfig) -> Session:
-    """Return the Accelerator's session, a new one if there is none or options differ; called on all ranks together."""
+def open_session(
+    accelerator: Any,
+    config: CheckpointConfig,
+    note_step: Callable[[Session], None],
+    rank_lost: Callable[[BaseException], None],
+) -> Session:
+    """Return the Accelerator's session, a new one if there is none or options differ; called on all ranks together.
+
+    A new one calls ``note_step`` and ``rank_lost``, until somebody gives it others.
+    """
     session = _sessions.get(accelerator)
     if session is None or session.config != config:
         if session is not None:
@@ -480,6 +488,7 @@ def open_session(accelerator: Any, config: CheckpointConfig) -> Session:
                 session.preemption.close()
                 session.preemption = None
         session = _sessions[accelerator] = Session(accelerator, config)
+        session.note_step, session.rank_lost = note_step, rank_lost
         weakref.finalize(accelerator, _outlive, session).atexit = False
     return session
 

@@ -73,6 +73,10 @@ LOSS = """
     import os, signal
     from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
     from accelerate_ckpt.integrations.transformers import ResumableCallback
+    from ckpt_core.survivors import Survivors
+
+    noted, note = [], Survivors.note
+    Survivors.note = lambda self, state: (noted.append(state["step"]), note(self, state))[1]
 
     class Model(nn.Module):
         def __init__(self):
@@ -90,8 +94,8 @@ LOSS = """
     set_seed(1)
     rows = [{"inputs": row, "labels": row} for row in torch.arange(160.0).reshape(40, 4) / 100]
     arguments = TrainingArguments(
-        folder, max_steps=12, per_device_train_batch_size=2, gradient_accumulation_steps=2, save_strategy="no",
-        eval_strategy="steps", eval_steps=4, logging_steps=3, learning_rate=0.1, use_cpu=True, report_to=[],
+        folder, max_steps=12, per_device_train_batch_size=2, gradient_accumulation_steps=2, save_strategy=save,
+        save_steps=4, eval_strategy="steps", eval_steps=4, logging_steps=3, learning_rate=0.1, use_cpu=True, report_to=[],
         disable_tqdm=True,
     )
     trainer = Trainer(Model(), arguments, train_dataset=rows, eval_dataset=rows[:8], callbacks=[Dies()])
@@ -99,6 +103,7 @@ LOSS = """
     torch.manual_seed(rank)
     trainer.train()
     tell(resumed=trainer.accelerator.resumed and trainer.accelerator.resumed.step)
+    tell(noted=noted)
     tell(logged=[{name: item[name] for name in ("step", "loss", "eval_loss") if name in item}
                  for item in trainer.state.log_history if "train_runtime" not in item])
     tell(weights=[value.tolist() for value in trainer.accelerator.unwrap_model(trainer.model).parameters()])
@@ -108,7 +113,7 @@ LOSS = """
 @pytest.mark.slow
 def test_when_rank_0_is_lost_the_other_saves_what_the_trainer_resumes_from(ranks: Ranks, tmp_path: Path) -> None:
     def run(name: str, kill: int) -> list[RankResult]:
-        return ranks.run(LOSS, 2, folder=str(tmp_path / name), kill=kill, timeout=120)
+        return ranks.run(LOSS, 2, folder=str(tmp_path / name), kill=kill, save="no", timeout=120)
 
     whole = run("whole", -1)
     assert run("run", 7)[1].error == "RuntimeError"  # of gloo
@@ -117,6 +122,15 @@ def test_when_rank_0_is_lost_the_other_saves_what_the_trainer_resumes_from(ranks
     assert [result.told["resumed"] for result in resumed] == [7, 7]
     for found, expected in zip(resumed, whole, strict=True):
         assert (found.told["weights"], found.told["logged"]) == (expected.told["weights"], expected.told["logged"])
+
+
+def test_each_step_is_noted_once_whether_or_not_the_run_saves(ranks: Ranks, tmp_path: Path) -> None:
+    def noted(save: str) -> list[list[int]]:
+        found = ranks.run(LOSS, 2, folder=str(tmp_path / save), kill=-1, save=save)
+        return [result.told["noted"] for result in found]
+
+    ends = [5, 10, 12]  # of epochs, when the Trainer may evaluate once more
+    assert noted("no") == noted("steps") == [sorted([*range(1, 13), *ends])] * 2
 
 
 AFTER = """
