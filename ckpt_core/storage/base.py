@@ -120,12 +120,9 @@ class FileReader(abc.ABC):
             CheckpointCorruptedError: The file ends before.
         """
         if self.request_bytes > 0 and len(targets) > 1:
-            merged: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(sum(map(len, targets)), np.uint8)
-            self.read_into(offset, merged.data)
-            for target in targets:
-                # numpy copies without the GIL, a slice assignment holds it
-                np.copyto(np.frombuffer(target, np.uint8), merged[: len(target)])
-                merged = merged[len(target) :]
+            merged = np.empty(sum(map(len, targets)), np.uint8).data
+            self.read_into(offset, merged)
+            divide_into(merged, targets)
             return
         for target in targets:
             self.read_into(offset, target)
@@ -151,6 +148,14 @@ class FileReader(abc.ABC):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def divide_into(data: memoryview, targets: Sequence[memoryview]) -> None:
+    """Copy bytes into targets, one after the other."""
+    for target in targets:
+        # numpy copies without the GIL, a slice assignment holds it
+        np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(data[: len(target)], np.uint8))
+        data = data[len(target) :]
 
 
 class CountingReader(FileReader):

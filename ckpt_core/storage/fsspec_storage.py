@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import fsspec
 import fsspec.asyn
-import numpy as np
 
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointNotFoundError, StorageError
 from ckpt_core.storage.base import (
@@ -25,6 +24,7 @@ from ckpt_core.storage.base import (
     FileReader,
     FileWriter,
     Storage,
+    divide_into,
 )
 from ckpt_core.storage.failures import Describe, Secrets, describer, translated
 from ckpt_core.storage.lease import LEASE_PREFIX, Lease, has_others, remove_dead_leases
@@ -119,9 +119,7 @@ class _FsspecReader(FileReader):
             data = self._whole[offset:end]
         if len(data) != end - offset:
             raise CheckpointCorruptedError("the checkpoint is truncated", path=self.path)
-        for target in targets:
-            np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(data[: len(target)], np.uint8))  # without the GIL
-            data = data[len(target) :]
+        divide_into(data, targets)
 
     def _fetch(self, begin: int, end: int) -> memoryview:
         data = memoryview(self._storage.fetch(self.path, begin, end))

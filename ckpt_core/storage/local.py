@@ -296,11 +296,7 @@ class LocalStorage(Storage):
         try:
             _make_directories(directory)
             _refuse_special(target)
-            descriptor = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                close(descriptor)
+            local_directory.sync_file(source)
             permissions.adopt(source, _file_replaced_by(target))
             os.replace(source, target)
             sync_directory(directory)

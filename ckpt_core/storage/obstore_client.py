@@ -16,8 +16,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import fsspec.asyn
-import numpy as np
 
+from ckpt_core.storage.base import divide_into
 from ckpt_core.storage.retry import IncompleteAnswerError
 
 logger = logging.getLogger(__name__)
@@ -116,13 +116,10 @@ class ObstoreClient:
         """Fill several targets, one after the other, with the bytes of an object from ``begin`` on, by one request."""
         refuse_fork()
         wanted = sum(map(len, targets))
-        data = self._obstore.get_range(self._reading, self._key(path), start=begin, length=wanted)
-        found = np.frombuffer(memoryview(data), np.uint8)
-        if len(found) != wanted:
-            raise OSError(f"the store has sent {len(found)} bytes of {wanted}")
-        for target in targets:
-            np.copyto(np.frombuffer(target, np.uint8), found[: len(target)])  # without the GIL
-            found = found[len(target) :]
+        data = memoryview(self._obstore.get_range(self._reading, self._key(path), start=begin, length=wanted))
+        if len(data) != wanted:
+            raise OSError(f"the store has sent {len(data)} bytes of {wanted}")
+        divide_into(data, targets)
         self.has_read = True
 
     def put(self, path: str, data: memoryview | bytes, *, once: bool = False) -> None:

@@ -5,6 +5,7 @@ fsspec publishes a file that is closed or forgotten, whole or not: nothing here 
 
 from __future__ import annotations
 
+import abc
 import datetime
 import email.utils
 import io
@@ -34,25 +35,19 @@ def _part_bytes(expected_size: int) -> int:
     return PART_BYTES * max(1, -(-expected_size * 11 // (10 * PART_BYTES * _MOST_PARTS)))
 
 
-class ObstoreWriter(FileWriter):
-    """Uploads parts from a few buffers of its own; takes them in order.
+class _PartWriter(FileWriter):
+    """Takes bytes in order, and sends a part when the first byte of the next one comes; ``commit`` sends the last.
 
     ``expected_size`` decides how large parts must be: how many bytes will be written, or a few less. ``retries``
-    carries out the requests that obstore does not repeat.
+    carries out the requests that the client does not repeat.
     """
 
-    def __init__(
-        self, client: ObstoreClient, path: str, expected_size: int, retries: Retries, describe: Describe
-    ) -> None:
-        self._client = client
+    def __init__(self, path: str, expected_size: int, retries: Retries) -> None:
         self._path = path
-        self._describe = describe
         self._retries = retries
         self._mark = uuid.uuid4().hex
         self._part_bytes = _part_bytes(expected_size)
-        self._file: Any = None
-        self._slots: list[tuple[bytearray, memoryview]] = []
-        self._slot = bytearray()
+        self._part = bytearray()
         self._filled = 0
         self._position = 0
 
@@ -62,28 +57,47 @@ class ObstoreWriter(FileWriter):
         while data:
             if self._filled == self._part_bytes:
                 self._send()
-            if not self._slot:
-                self._slot = self._free_slot()
+            self._part = self._part or self._new_part()
             piece = data[: self._part_bytes - self._filled]
             begin, self._filled = self._filled, self._filled + len(piece)
-            np.copyto(np.frombuffer(self._slot, np.uint8)[begin : self._filled], np.frombuffer(piece, np.uint8))
+            np.copyto(np.frombuffer(self._part, np.uint8)[begin : self._filled], np.frombuffer(piece, np.uint8))
             data = data[len(piece) :]
 
-    def _free_slot(self) -> bytearray:
-        for index, (slot, view) in enumerate(self._slots):
+    def _new_part(self) -> bytearray:
+        return bytearray(self._part_bytes)
+
+    @abc.abstractmethod
+    def _send(self) -> None:
+        """Send what is filled of the part, and let the next one begin."""
+
+
+class ObstoreWriter(_PartWriter):
+    """Uploads parts from a few buffers of its own."""
+
+    def __init__(
+        self, client: ObstoreClient, path: str, expected_size: int, retries: Retries, describe: Describe
+    ) -> None:
+        super().__init__(path, expected_size, retries)
+        self._client = client
+        self._describe = describe
+        self._file: Any = None
+        self._sent: list[tuple[bytearray, memoryview]] = []
+
+    def _new_part(self) -> bytearray:
+        for index, (part, view) in enumerate(self._sent):
             try:
                 view.release()
             except BufferError:
                 continue  # obstore still reads from it
-            del self._slots[index]
-            return slot
-        return bytearray(self._part_bytes)
+            del self._sent[index]
+            return part
+        return super()._new_part()
 
     def _send(self) -> None:
         # obstore continues to read from what it was given after write() has returned: until it has released the view.
-        view = memoryview(self._slot)[: self._filled]
-        self._slots.append((self._slot, view))
-        self._slot, self._filled = bytearray(), 0
+        view = memoryview(self._part)[: self._filled]
+        self._sent.append((self._part, view))
+        self._part, self._filled = bytearray(), 0
         if self._file is None:
             self._file = self._retries.call(lambda: self._client.begin(self._path, view, self._mark), self._describe)
             return
@@ -93,7 +107,7 @@ class ObstoreWriter(FileWriter):
     def commit(self, size: int) -> None:
         assert size == self._position
         if self._file is None:
-            last = memoryview(self._slot)[: self._filled]
+            last = memoryview(self._part)[: self._filled]
             self._retries.call(lambda: self._client.put(self._path, last), self._describe)
             return
         self._send()
@@ -121,15 +135,12 @@ class ObstoreWriter(FileWriter):
                 file.__exit__(type(error), error, None)
             except Exception as failure:  # noqa: BLE001 - the first one counts; what remains is an orphan
                 logger.info("an abandoned upload could not be ended: %s", self._describe(failure).message)
-        self._slots.clear()
-        self._slot = bytearray()
+        self._sent.clear()
+        self._part = bytearray()
 
 
-class S3Writer(FileWriter):
-    """Uploads parts, one after the other, by the requests of s3fs; each is repeated alone and its answer looked at.
-
-    ``expected_size`` decides how large parts must be: how many bytes will be written, or a few less.
-    """
+class S3Writer(_PartWriter):
+    """Uploads parts, one after the other, by the requests of s3fs; each is repeated alone and its answer looked at."""
 
     def __init__(
         self,
@@ -139,17 +150,11 @@ class S3Writer(FileWriter):
         retries: Retries,
         describe: Callable[[str, str], Describe],
     ) -> None:
+        super().__init__(path, expected_size, retries)
         self._filesystem = filesystem
         bucket, key, _ = filesystem.split_path(path)
         self._object = {"Bucket": bucket, "Key": key}
-        self._path = path
-        self._retries = retries
         self._describe = describe
-        self._mark = uuid.uuid4().hex
-        self._part_bytes = _part_bytes(expected_size)
-        self._part = bytearray()
-        self._filled = 0
-        self._position = 0
         self._upload: dict[str, str] = {}
         self._parts: list[dict[str, Any]] = []
 
@@ -163,18 +168,6 @@ class S3Writer(FileWriter):
             return answer
 
         return self._retries.call(request, self._describe(action, self._path))
-
-    def write_at(self, offset: int, data: memoryview) -> None:
-        assert offset == self._position
-        self._position += len(data)
-        self._part = self._part or bytearray(self._part_bytes)
-        while data:
-            if self._filled == self._part_bytes:
-                self._send()
-            piece = data[: self._part_bytes - self._filled]
-            begin, self._filled = self._filled, self._filled + len(piece)
-            np.copyto(np.frombuffer(self._part, np.uint8)[begin : self._filled], np.frombuffer(piece, np.uint8))
-            data = data[len(piece) :]
 
     def _send(self) -> None:
         if not self._upload:
