@@ -122,10 +122,17 @@ def test_a_rank_whose_others_are_gone_acts_alone() -> None:
     del first
 
 
-def test_nobody_waits_for_the_answer_of_a_rank_that_is_known_to_be_dead() -> None:
-    first, _ = stores(2)
+@pytest.mark.parametrize("fails", [False, True], ids=["dead", "a look-up that fails"])
+def test_nobody_waits_for_the_answer_of_a_dead_rank(fails: bool, caplog: pytest.LogCaptureFixture) -> None:
     is_dead = threading.Event()
-    meeting = Meeting(first, 0, 2, look_every=0.01, answer_within=1e6, is_rank_gone=is_dead.is_set)
+
+    def is_rank_gone() -> bool:
+        if fails:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return is_dead.is_set()
+
+    first, _ = stores(2)
+    meeting = Meeting(first, 0, 2, look_every=0.01, answer_within=1e6, is_rank_gone=is_rank_gone)
     meeting.ask("end")
     calls = []
 
@@ -137,29 +144,9 @@ def test_nobody_waits_for_the_answer_of_a_rank_that_is_known_to_be_dead() -> Non
     thread.start()
     is_dead.set()
     thread.join(LIMIT_SECONDS)
-    assert calls[-1] == (frozenset({"end"}), False)
-    meeting.close()
-
-
-def test_nobody_waits_for_a_look_up_of_the_dead_that_fails(caplog: pytest.LogCaptureFixture) -> None:
-    def fail() -> bool:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    first, _ = stores(2)
-    meeting = Meeting(first, 0, 2, look_every=0.01, answer_within=1e6, is_rank_gone=fail)
-    meeting.ask("end")
-    calls = []
-
-    def train() -> None:
-        while not calls or not calls[-1].requests:
-            calls.append(meeting.at((len(calls), 0)))
-
-    thread = threading.Thread(target=train, daemon=True)
-    thread.start()
-    thread.join(LIMIT_SECONDS)
     assert not thread.is_alive()
     assert calls[-1] == (frozenset({"end"}), False)
-    assert "Stale file handle" in caplog.text
+    assert ("Stale file handle" in caplog.text) == fails
     meeting.close()
 
 
