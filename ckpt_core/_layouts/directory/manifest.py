@@ -83,7 +83,6 @@ class Manifest:
     """A manifest that was checked."""
 
     save_id: str  # which save wrote it
-    algorithm: str  # name of the digest algorithm
     metadata: dict[str, Any]  # what the caller added
     kinds: Mapping[str, Kind]  # kind of each part
     parts: Mapping[str, PartRecord]  # the replicated and sharded parts
@@ -222,7 +221,7 @@ def _manifest(document: dict[str, Any]) -> Manifest:
         raise ValueError(f"there cannot be {len(ranks)} ranks")
     records = tuple(_rank(number, record, kinds) for number, record in enumerate(ranks))
     _check_unique(records)
-    return Manifest(save_id, ALGORITHM, metadata, kinds, parts, records)
+    return Manifest(save_id, metadata, kinds, parts, records)
 
 
 def _rank(number: int, record: Any, kinds: Mapping[str, str]) -> RankRecord:

@@ -6,6 +6,7 @@ tensors' sizes, the copy can start before anything is pickled, and the staged bu
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import dataclasses
 import functools
@@ -129,19 +130,13 @@ class FileImage:
         return memory
 
     def _records_in(self, begin: int, end: int) -> range:
-        return range(self._first_record(begin), self._first_record(end - 1) + 1)
-
-    def _first_record(self, position: int) -> int:
-        """Return the index of the record whose data or header is the first to end after ``position``."""
+        """Return the indices of the records whose headers or data are at these bytes."""
         records = self._region.records
-        low, high = 0, len(records) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if records[middle].offset + records[middle].size > position:
-                high = middle
-            else:
-                low = middle + 1
-        return max(low, 0)
+        first, last = (
+            bisect.bisect_right(records, position, key=lambda record: record.offset + record.size)
+            for position in (begin, end - 1)
+        )
+        return range(first, min(last + 1, len(records)))
 
     def _assemble(self, begin: int, end: int, scratch: Memory) -> None:
         position = begin

@@ -56,8 +56,8 @@ class OpenedFile(NamedTuple):
 
     def bytes_of(self, name: str) -> bytes:
         """Return the bytes of a record that holds no tensor."""
-        record = next(record for record in self.manifest.records if record.name == name)
-        return _record_bytes(self.segments, record)
+        found = next(record for record in self.manifest.records if record.name == name)
+        return next((data for at, data in self.segments if (at, len(data)) == (found.offset, found.size)), b"")
 
     def read_tensors(self, reader: FileReader, memories: Mapping[str, torch.Tensor]) -> None:
         """Read and verify the rest of the file.
@@ -130,17 +130,16 @@ def open_torch_file(reader: FileReader) -> OpenedFile | None:
             segments.append((record.offset, data))
     if manifest.records and manifest.records[0].name not in gaps:
         segments.append((0, _ARCHIVE_START))  # at which torch looks first; what stands there is compared later
-    by_name = {record.name: record for record in manifest.records}
-    if not {f"{ARCHIVE}/data.pkl", f"{ARCHIVE}/byteorder"} <= by_name.keys() - names:
+    if not {f"{ARCHIVE}/data.pkl", f"{ARCHIVE}/byteorder"} <= {record.name for record in manifest.records} - names:
         raise _damaged("the archive lacks its pickle", path)
     _check_archive(SegmentIO(segments, size), size, path)
-    if _record_bytes(segments, by_name[f"{ARCHIVE}/byteorder"]) != sys.byteorder.encode():
+    opened = OpenedFile(manifest, segments, gaps)
+    if opened.bytes_of(f"{ARCHIVE}/byteorder") != sys.byteorder.encode():
         raise CheckpointFormatError(
             "the checkpoint was written on a machine of the other byte order",
             path=path,
             remedy="load it there and save it with torch.save",
         )
-    opened = OpenedFile(manifest, segments, gaps)
     if len(gaps) > len(manifest.records):
         opened.read_gaps(reader)  # which are all there
     return opened
@@ -300,7 +299,3 @@ def _read(reader: FileReader, begin: int, end: int) -> bytes:
         return reader.read(begin, end)
     except MemoryError as error:  # a sparse file can claim any size
         raise _damaged(f"a part of {end - begin} bytes that holds no tensor is too large", reader.path) from error
-
-
-def _record_bytes(segments: Segments, record: RecordDigests) -> bytes:
-    return next((data for offset, data in segments if offset == record.offset and len(data) == record.size), b"")
