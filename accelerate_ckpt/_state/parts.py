@@ -18,7 +18,7 @@ from torch.nn.modules.lazy import LazyModuleMixin
 
 from ckpt_core.directory import DirectoryCheckpoint, Part
 from ckpt_core.errors import StateMismatchError
-from ckpt_core.state.kinds import Kind, frozen_parameters, indexed
+from ckpt_core.state.kinds import Kind, frozen_parameters, indexed, saved_buffers
 from ckpt_core.tree import tensors
 
 FORMAT = "accelerate_ckpt"  # our entry in a checkpoint's metadata
@@ -57,24 +57,10 @@ def tensor_sizes(parts: Sequence[Part]) -> Iterator[int]:
                 yield tensor.nbytes if tensor.layout is torch.strided else 0  # the others are small objects
 
 
-def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    kept = model.state_dict(keep_vars=True)
-    return ((name, buffer) for name, buffer in model.named_buffers() if kept.get(name) is buffer)
-
-
-def capture_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the buffers that belong to the model's state, such as BatchNorm's statistics.
-
-    They differ from rank to rank: each adds its own batch to what rank 0 had at the start of the step, and inside an
-    accumulation window nobody takes over rank 0's.
-    """
-    return dict(_persistent_buffers(model))
-
-
 def restore_buffers(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
     """Put this rank's buffers back, where the model still has them."""
     with torch.no_grad():
-        for name, buffer in _persistent_buffers(model):
+        for name, buffer in saved_buffers(model).items():
             if name in saved and saved[name].shape == buffer.shape:
                 buffer.copy_(saved[name])
 

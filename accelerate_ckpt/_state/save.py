@@ -20,7 +20,6 @@ from accelerate_ckpt._state.naming import number_of, target_of
 from accelerate_ckpt._state.parts import (
     FORMAT,
     RANK,
-    capture_buffers,
     custom_parts,
     is_sharded,
     model_parts,
@@ -38,7 +37,7 @@ from ckpt_core.options import wait_if_small
 from ckpt_core.paths import StrPath, is_remote
 from ckpt_core.ranks import names_of
 from ckpt_core.state.ddp import unsaved_hook_states
-from ckpt_core.state.kinds import Kind
+from ckpt_core.state.kinds import Kind, saved_buffers
 
 
 def save_state(session: Session, output_dir: StrPath | None) -> Path | str:
@@ -344,7 +343,9 @@ def rank_state(session: Session, *, variables: bool = True) -> dict[str, Any]:
     if variables:
         state["script"] = session.variables.capture(between=session.data.is_between)
     if session.world_size > 1 and not is_sharded(accelerator):
-        state["buffers"] = [capture_buffers(model) for model in models]
+        # Each rank adds its own batch to what rank 0 had at the start of the step, and inside an accumulation window
+        # nobody takes over rank 0's.
+        state["buffers"] = [saved_buffers(model) for model in models]
     return state
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ckpt_async.local_updates.worker_state import WorkerState
 from ckpt_core.errors import StateMismatchError
-from ckpt_core.state.kinds import Kind, Part
+from ckpt_core.state.kinds import Kind, Part, saved_buffers
 
 logger = logging.getLogger(__name__)
 
@@ -99,8 +99,7 @@ class DiLoCo(OuterLoop):
         return {"optimizer": self._outer.state_dict()}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        saved = self._model.state_dict(keep_vars=True)
-        return {name: buffer for name, buffer in self._model.named_buffers(remove_duplicate=False) if name in saved}
+        return saved_buffers(self._model)
 
     def own_parameters(self) -> dict[str, torch.Tensor]:
         parameters = {name: parameter.detach() for name, parameter in self._parameters.items()}

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from ckpt_core.geometry import Box
+from ckpt_core.state.kinds import saved_buffers
 
 Model = torch.nn.Module | Iterable[tuple[str, torch.Tensor]]
 
@@ -24,10 +25,7 @@ def parameters_of(model: Model) -> dict[str, torch.Tensor]:
 
 def buffers_of(model: Model) -> dict[str, torch.Tensor]:
     """The buffers that a state dict of the model has; none unless the model itself is given."""
-    if not isinstance(model, torch.nn.Module):
-        return {}
-    saved = model.state_dict(keep_vars=True)
-    return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in saved}
+    return saved_buffers(model) if isinstance(model, torch.nn.Module) else {}
 
 
 def aliases_of(model: Model) -> dict[str, str]:

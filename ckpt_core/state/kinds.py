@@ -59,6 +59,12 @@ def frozen_parameters(model: torch.nn.Module) -> frozenset[str]:
     return frozenset([*found, *(_WRAPPERS.sub("", name).removeprefix("module.") for name in found)])
 
 
+def saved_buffers(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that a model's ``state_dict`` has, such as BatchNorm's statistics, by all names."""
+    saved = model.state_dict(keep_vars=True)
+    return {name: buffer for name, buffer in model.named_buffers(remove_duplicate=False) if name in saved}
+
+
 def join_ranks(replicated: Mapping[str, Any], per_rank: Sequence[Mapping[str, Any] | None]) -> dict[str, Any]:
     """Put the parts of all ranks into one state; None stands for a rank that could not report."""
     ranks = [None if state is None else dict(state) for state in per_rank]
