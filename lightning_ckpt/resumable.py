@@ -310,12 +310,12 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self._has_trained = True
             # One watch per Trainer: several would announce a failure several times. The last callback has it, which
             # must wait for what all of them save on an exception.
-            if [cb for cb in trainer.callbacks if isinstance(cb, ResumableCheckpoint)][-1] is self:
+            if _callbacks_of(trainer)[-1] is self:
                 self._watch = OutcomeWatch(trainer)
             self._auto_interval = None if self._interval is None else AutoInterval(self._interval, trainer)
             self._begin_memory(trainer)
         name_mismatches(trainer)
-        if stage == "fit" and next(cb for cb in trainer.callbacks if isinstance(cb, ResumableCheckpoint)) is self:
+        if stage == "fit" and _callbacks_of(trainer)[0] is self:
             self._report = RunReport(trainer, log_metrics=self.log_metrics)
         if self.exact and stage == "fit" and trainer.lightning_module is not None:  # which a test may leave out
             self._state = ExactState.of(trainer, self.data_resume == "replay", self._warn_inexact)
@@ -397,7 +397,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     def _is_first(self, trainer: Any) -> bool:
         # The callbacks on a Trainer share the exact state; all ranks take part in each gathering of it.
-        return next(cb for cb in trainer.callbacks if isinstance(cb, ResumableCheckpoint) and cb.exact) is self
+        return next(callback for callback in _callbacks_of(trainer) if callback.exact) is self
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if self._state is not None:
@@ -445,7 +445,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
 
     def _begin_recording(self, trainer: Any) -> None:
         # one record of a Trainer: the first callback that wants it
-        wants = (cb for cb in trainer.callbacks if isinstance(cb, ResumableCheckpoint) and cb.exact and cb.recorder)
+        wants = (callback for callback in _callbacks_of(trainer) if callback.exact and callback.recorder)
         is_first = next(wants, None) is self
         if self._state is not None and self._recording is None and is_first and not trainer.fast_dev_run:
             self._recording = Recording(trainer, self.dirpath)
@@ -488,11 +488,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
             return
         infos = self._lookup.catalog(directory).checkpoints()
         there = {info.name for info in infos}
-        for path in [path for path in self.best_k_models if os.path.basename(path) not in there]:
-            del self.best_k_models[path]
-        for name in ("best_model_path", "last_model_path", "kth_best_model_path"):
-            if os.path.basename(getattr(self, name)) not in there:
-                setattr(self, name, "")
+        self._forget(lambda path: os.path.basename(path) not in there)
         if self.monitor is None and not self.best_model_path:  # the one before it is to be replaced by the next
             own = (
                 info.path
@@ -604,7 +600,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
             self.last_model_path = os.path.join(os.fspath(self.dirpath or ""), resumed)  # as Lightning spells it
         if not self._is_in_dirpath(self._last_checkpoint_saved):
             self._last_checkpoint_saved = ""  # that of another directory: nothing to link to
-        self._leave_passed_over_alone()
+        # New checkpoints get other names than the damaged ones, which somebody may still want to look at.
+        self._forget(self._lookup.was_passed_over)
         self._forget_what_was_not_saved(trainer)
         if self._memory is not None:
             self._memory.training_starts()
@@ -624,12 +621,12 @@ class ResumableCheckpoint(ModelCheckpointBase):
         if self._report is not None:
             self._report.training_starts(self.dirpath)
 
-    def _leave_passed_over_alone(self) -> None:
-        """Let new checkpoints have other names than the damaged ones, which somebody may still want to look at."""
-        for path in [path for path in self.best_k_models if self._lookup.was_passed_over(path)]:
+    def _forget(self, is_meant: Callable[[str], bool]) -> None:
+        """Forget checkpoints, which stay where they are."""
+        for path in [path for path in self.best_k_models if is_meant(path)]:
             del self.best_k_models[path]
         for name in ("best_model_path", "last_model_path", "kth_best_model_path"):
-            if getattr(self, name) and self._lookup.was_passed_over(getattr(self, name)):
+            if getattr(self, name) and is_meant(getattr(self, name)):
                 setattr(self, name, "")
 
     # ---- retention ---------------------------------------------------------------------------------------------------
@@ -924,10 +921,13 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._best_model_path = path
 
 
+def _callbacks_of(trainer: Any) -> list[ResumableCheckpoint]:
+    return [callback for callback in trainer.callbacks if isinstance(callback, ResumableCheckpoint)]
+
+
 def _introduce(trainer: Any) -> None:
-    for callback in trainer.callbacks:
-        if isinstance(callback, ResumableCheckpoint):
-            callback.meet(trainer)
+    for callback in _callbacks_of(trainer):
+        callback.meet(trainer)
 
 
 def _rehearse_first(trainer: Any, ckpt_path: Any) -> None:
