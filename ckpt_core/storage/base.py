@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ckpt_core.errors import CheckpointError
+from ckpt_core.errors import CheckpointError, CheckpointFormatError
 from ckpt_core.threads import IO_THREADS
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,7 @@ MANIFEST_NAME = "manifest.json"  # what makes a directory a checkpoint
 # Of a store that answers after some 10 ms and then sends some 100 MB/s.
 REMOTE_REQUEST_BYTES = 512 * 1024
 REMOTE_THREADS = 8
+LARGEST_WHOLE = 2**31  # bytes
 _CHUNK = 16 * 2**20  # bytes
 
 
@@ -136,7 +137,17 @@ class FileReader(abc.ABC):
         return bytes(data)
 
     def read_whole(self) -> bytes:
-        """Return the bytes of a small file."""
+        """Return the bytes of a small file.
+
+        Raises:
+            CheckpointFormatError: It is too large for that; such a file may be sparse.
+        """
+        if self.size > LARGEST_WHOLE:
+            raise CheckpointFormatError(
+                f"a file of {self.size} bytes is not read into memory",
+                path=self.path,
+                remedy="check that the path is a checkpoint",
+            )
         return self.read(0, self.size)
 
     @abc.abstractmethod

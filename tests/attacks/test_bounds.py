@@ -17,6 +17,7 @@ import torch
 from ckpt_core import Catalog, CheckpointCorruptedError, Checkpointer, verify
 from ckpt_core._layouts.directory.skeleton import decode_plain, encode_plain
 from ckpt_core._layouts.torch_file.manifest import Footer, Manifest
+from ckpt_core.cli import main
 from ckpt_core.storage.base import MANIFEST_NAME
 from tests.attacks.test_sharded_manifests import attack, document_of, encoded, refused, saved, signed
 
@@ -119,6 +120,21 @@ def test_a_sparse_file_that_claims_a_manifest_of_its_own_size(tmp_path: Path) ->
         with pytest.raises(CheckpointCorruptedError, match="too large"):
             read(path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 500 * 1024  # KiB
+
+
+@pytest.mark.parametrize(
+    "name", ["d/manifest.json", "d/.metadata", "d/model.safetensors.index.json", "a.ckpt", ".a.ckpt.keep"]
+)
+def test_no_command_reads_an_absurdly_large_file(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Checkpointer(strategy="sync").save({"w": torch.ones(3)}, tmp_path / "a.ckpt")
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(2**42)
+    for words in ("ls", "ls -r", "inspect", "verify", "du", "clean -n", "latest", "prune --keep latest=1 -n"):
+        for path in (tmp_path, tmp_path / "d"):
+            if path.exists():
+                assert main([*words.split(), str(path)]) in (0, 1, 3, 4)
+    assert str(tmp_path / "a.ckpt") in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["fifo", "device", "socket"])

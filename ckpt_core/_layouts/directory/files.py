@@ -19,14 +19,13 @@ from ckpt_core._layouts.directory.manifest import ExtraFile, Manifest
 from ckpt_core._layouts.directory.safetensors_file import DIGEST_BYTES
 from ckpt_core.digest import digest, digest_of_parts
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
-from ckpt_core.storage.base import MANIFEST_NAME, CountingReader, FileInfo, FileReader, Storage
+from ckpt_core.storage.base import LARGEST_WHOLE, MANIFEST_NAME, CountingReader, FileInfo, FileReader, Storage
 from ckpt_core.threads import run_parallel
 
 logger = logging.getLogger(__name__)
 
 _REMEDY = "resume from another checkpoint; this one cannot be repaired"
 _MOST_OPEN = 64  # files: the system's limit is for all that a process has open
-_LARGEST_WHOLE = 2**31  # bytes
 _READ = 4 * 2**20  # bytes read at a time for a digest
 _SAVE_IN_HEADER = re.compile(rb'"save":"([^"]*)"')
 
@@ -96,7 +95,7 @@ class Files:
 
     def read_whole(self, file: ExtraFile) -> bytes:
         """Return the bytes of a file, verified, if they are not too many for the memory."""
-        if file.size > _LARGEST_WHOLE:
+        if file.size > LARGEST_WHOLE:
             raise CheckpointError(
                 f"a file of {file.size} bytes is not read into memory",
                 path=self.path_of(file.name),
