@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dis
+import enum
 import functools
 import random
 import types
@@ -214,6 +215,11 @@ def reach(
                 yield Found(path, child, put)
         elif isinstance(child, (type, types.ModuleType)):
             return
+        elif isinstance(child, enum.Enum):
+            # by its name, of flags by their value: all that have a member share it, and what it holds is not theirs
+            if plain and not in_functions:
+                told = child.value if isinstance(child, enum.Flag) else child.name
+                yield Found(path, told, functools.partial(_put_member, put, type(child)))
         elif is_plain(child):
             if plain and not in_functions:
                 yield Found(path, child, put)
@@ -235,6 +241,11 @@ def _join(path: str, name: str) -> str:
 
 def _nowhere(value: Any) -> None:
     """It cannot be replaced where it is."""
+
+
+def _put_member(put: Callable[[Any], None], kind: type[enum.Enum], told: Any) -> None:
+    with contextlib.suppress(KeyError, ValueError):  # the script has it no more
+        put(kind(told) if issubclass(kind, enum.Flag) else kind[told])
 
 
 def _into(holder: Any, name: str) -> Callable[[Any], None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import io
 from collections import deque
 from pathlib import Path
@@ -114,6 +115,40 @@ def test_of_a_list_of_a_thousand_large_arrays_a_part_is_looked_at() -> None:
     # one page each: more would be 256 GiB
     arrays = [np.broadcast_to(np.zeros(1), (2**25,)) for _ in range(1000)]
     assert fingerprint(arrays) == fingerprint(list(arrays))
+
+
+class Phase(enum.Enum):
+    WARM = 1
+    HOT = 3
+
+
+class Word(str, enum.Enum):
+    WARM = "warm"
+    HOT = "hot"
+
+
+class Parts(enum.Flag):
+    HEAD = 1
+    BODY = 2
+
+
+@pytest.mark.parametrize(
+    ("first", "then"), [(Phase.WARM, Phase.HOT), (Word.WARM, Word.HOT), (Parts(0), Parts.HEAD | Parts.BODY)]
+)
+def test_a_member_of_an_enumeration_comes_back_and_none_is_changed(first: enum.Enum, then: enum.Enum) -> None:
+    owner, fresh = Holder(), Holder()
+    owner.value = fresh.value = first
+    before = repr([*type(first)])
+    plain, other = PlainState(owner), PlainState(fresh)
+    owner.value = then
+    values, left_out = plain.capture()
+    assert left_out == []
+    assert other.restore(values) == []
+    assert fresh.value is then
+    owner.value = first
+    plain.restore(PlainState(fresh).copy(["value"]))
+    assert owner.value is then
+    assert repr([*type(first)]) == before
 
 
 class NoText:
