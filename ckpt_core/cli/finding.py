@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 _ENDING = ".ckpt"  # of files that are taken for checkpoints where a directory is named
 _LEVELS_OF_A_HINT = 2
+_DIRECTORIES_OF_A_HINT = 500  # a store is asked several times for each
 _BUCKETS = ("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")  # stores in which no save makes a bucket
 _STATES: dict[type[CheckpointError], str] = {
     CheckpointCorruptedError: "DAMAGED",
@@ -71,11 +73,13 @@ class Found:
         text = f"no checkpoints in {self.path}"
         if self.others:
             text += f" ({self.others} other file{'s' * (self.others > 1)})"
-        below = list(walk(self.path, storage_options, levels=_LEVELS_OF_A_HINT, failures={}))
+        places = walk(self.path, storage_options, levels=_LEVELS_OF_A_HINT, failures={})
+        below = list(itertools.islice(places, _DIRECTORIES_OF_A_HINT))
         full = [found for found in below if found.checkpoints]
         if full:
             total = sum(len(found.checkpoints) for found in full)
-            return f"{text}; {total} below it, such as in {full[0].path}: ckpt ls -r {self.path}"
+            more = " or more" if len(below) == _DIRECTORIES_OF_A_HINT else ""
+            return f"{text}; {total}{more} below it, such as in {full[0].path}: ckpt ls -r {self.path}"
         other = next((said for found in below if (said := found.foreign(storage_options)) is not None), None)
         return text if other is None else f"{text}; {other}"
 
@@ -190,7 +194,11 @@ def find(
     storage = storage_for(place, storage_options)
     is_file = os.path.isfile(place) if not is_remote(place) else False
     if is_file or is_directory_checkpoint(storage, place):
-        return Found(path, [_info_of(place, storage_options)], is_checkpoint=True)
+        try:
+            return Found(path, [_info_of(place, storage_options)], is_checkpoint=True)
+        except CheckpointNotFoundError:
+            if not os.path.isdir(place):
+                raise  # otherwise its manifest is a pipe or a socket
     catalog = Catalog(place, suffix="", storage_options=storage_options)
     if failures is not None and not is_remote(place):
         catalog = Catalog(place, suffix="", storage=_readable(place, failures))

@@ -345,6 +345,27 @@ def test_ls_points_to_checkpoints_below_and_lists_them(directories: Path, capsys
     assert names == ["step=2", "step=1", "runs/a/last.ckpt"]
 
 
+def test_a_hint_looks_into_no_more_than_some_directories_below(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Checkpointer(strategy="sync").save({"step": 3}, tmp_path / "0" / "a.ckpt")
+    for number in range(1, 600):
+        (tmp_path / str(number)).mkdir()
+    Checkpointer(strategy="sync").save({"step": 3}, tmp_path / "999" / "a.ckpt")  # the last in their order
+    assert main(["ls", str(tmp_path)]) == 0
+    assert f"; 1 or more below it, such as in {tmp_path / '0'}: " in capsys.readouterr().err
+    assert main(["ls", "-r", str(tmp_path)]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 2
+
+
+def test_a_directory_whose_manifest_is_no_file_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "d").mkdir()
+    os.mkfifo(tmp_path / "d" / "manifest.json")
+    assert main(["ls", str(tmp_path / "d")]) == 0 and main(["ls", "-r", str(tmp_path)]) == 0
+    no_checkpoints = (f"no checkpoints in {tmp_path / 'd'}\n", f"no checkpoints in or below {tmp_path}\n")
+    assert capsys.readouterr() == ("", "".join(no_checkpoints))
+
+
 @pytest.mark.parametrize("name", ["a.ckpt", "step=1", "./step=1/"])
 def test_ls_of_a_checkpoint_lists_it(
     directory: Path, directories: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
