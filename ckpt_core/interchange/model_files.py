@@ -318,13 +318,7 @@ def _files_of(storage: Storage, directory: str, name: str) -> dict[str, Sequence
     path = f"{directory}/{_INDEX}"
     try:
         with storage.open(path) as file:
-            if file.size > _LARGEST_INDEX:
-                raise CheckpointFormatError(
-                    f"{file.size} bytes are too many for an index of a model; at most {_LARGEST_INDEX} are read",
-                    path=path,
-                    remedy="check that the path is a model",
-                )
-            data = file.read_whole()
+            data = file.read_whole(_LARGEST_INDEX)
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(
             f"there is no model: neither {_NAME} nor {_INDEX}", path=directory, remedy="check the path"

@@ -31,7 +31,7 @@ MANIFEST_NAME = "manifest.json"  # what makes a directory a checkpoint
 # Of a store that answers after some 10 ms and then sends some 100 MB/s.
 REMOTE_REQUEST_BYTES = 512 * 1024
 REMOTE_THREADS = 8
-LARGEST_WHOLE = 2**31  # bytes
+LARGEST_WHOLE = 2**31  # bytes; what is larger is read in parts
 _CHUNK = 16 * 2**20  # bytes
 
 
@@ -136,17 +136,17 @@ class FileReader(abc.ABC):
             self.read_into(begin, memoryview(data))
         return bytes(data)
 
-    def read_whole(self) -> bytes:
+    def read_whole(self, most: int = LARGEST_WHOLE) -> bytes:
         """Return the bytes of a small file.
 
         Raises:
-            CheckpointFormatError: It is too large for that; such a file may be sparse.
+            CheckpointFormatError: It has more than ``most`` bytes, so it is not what its name says.
         """
-        if self.size > LARGEST_WHOLE:
+        if self.size > most:
             raise CheckpointFormatError(
-                f"a file of {self.size} bytes is not read into memory",
+                f"a {os.path.basename(self.path)} of {self.size} bytes is not valid: at most {most} are read",
                 path=self.path,
-                remedy="check that the path is a checkpoint",
+                remedy="check the path: another program may have written the file",
             )
         return self.read(0, self.size)
 

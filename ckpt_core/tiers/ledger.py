@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from ckpt_core._pipeline.directory_commit import read_manifest
 from ckpt_core._pipeline.loading import stamp_of
 from ckpt_core.commit_time import NO_STAMP, Stamp
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError
+from ckpt_core.errors import CheckpointError, CheckpointFormatError, CheckpointNotFoundError
 from ckpt_core.storage import MANIFEST_NAME, LocalStorage, Storage
 
 logger = logging.getLogger(__name__)
@@ -78,15 +78,13 @@ def read_ledger(storage: Storage, directory: str) -> dict[str, Identity]:
     path = f"{directory}/{LEDGER_NAME}"
     try:
         with storage.open(path) as reader:
-            data = reader.read_whole()
-    except CheckpointNotFoundError:
-        return {}
-    try:
-        document = json.loads(data)
+            document = json.loads(reader.read_whole())
         if document["version"] != _VERSION:
             raise ValueError(f"it has version {document['version']}")
         return {str(name): Identity(*fields) for name, fields in document["uploads"].items()}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except CheckpointNotFoundError:
+        return {}
+    except (CheckpointFormatError, ValueError, LookupError, TypeError, AttributeError) as error:
         logger.warning(
             "the record of uploads %s is not used, which costs uploads that were not needed: %s", path, error
         )

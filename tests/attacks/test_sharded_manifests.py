@@ -15,11 +15,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckpt_core import CheckpointCorruptedError, CheckpointError
+from ckpt_core import Catalog, CheckpointCorruptedError, CheckpointError
 from ckpt_core._layouts.directory.manifest import Manifest
+from ckpt_core.catalog import RECORD_OF_RESUMES
+from ckpt_core.cli import main
 from ckpt_core.digest import digest
 from ckpt_core.geometry import Box
+from ckpt_core.pins import note_of_pin, pin_path
+from ckpt_core.resume import newest_to_resume
+from ckpt_core.storage import LocalStorage
 from ckpt_core.storage.base import MANIFEST_NAME
+from ckpt_core.tiers.ledger import LEDGER_NAME, read_ledger
 from tests.support.sharded import open_directory, rows, save_directory
 
 PIECES = {"w": rows((4, 3), 2), "b": [[Box((0,), (2,))], [Box((2,), (2,))]]}
@@ -255,16 +261,44 @@ def test_keys_that_are_there_twice(saved: Path, attack: Callable[[bytes], Path])
     assert "twice" in str(error)
 
 
-def test_a_sparse_file_that_claims_to_be_large_fills_no_memory(saved: Path, attack: Callable[[bytes], Path]) -> None:
+def test_a_sparse_file_that_claims_to_be_large_fills_no_memory(
+    saved: Path, attack: Callable[[bytes], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     document = document_of(saved)
     size = 2**40
     document["parts"]["model"]["types"][0][1] = [size // 8]
     path = attack(encoded(document))
     refused(path)
-    (path / MANIFEST_NAME).write_bytes(b"")
-    os.truncate(path / MANIFEST_NAME, 2**42)
+    make_huge(path / MANIFEST_NAME)
     with pytest.raises(CheckpointError):
         open_directory(path)
+    (found,) = Catalog(path.parent, suffix="").checkpoints()
+    assert not found.is_readable
+    # a save beside it looks at how old it is
+    assert save_directory(path.parent / "d", [{"model": ("replicated", {"w": torch.ones(2)})}]).is_dir()
+    assert main(["inspect", str(path.parent)]) == 1
+    assert "with 2 checkpoints" in capsys.readouterr().err
+    assert main(["inspect", str(path)]) == 1
+    assert f"of {2**42} bytes is not valid" in capsys.readouterr().err
+
+
+def make_huge(path: Path) -> None:
+    path.write_bytes(b"")
+    os.truncate(path, 2**42)
+
+
+def test_what_lies_beside_checkpoints_fills_no_memory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = save_directory(tmp_path / "c", [{"model": ("replicated", {"w": torch.ones(2)})}])
+    storage = LocalStorage()
+    for name in (pin_path(str(path)), RECORD_OF_RESUMES, LEDGER_NAME):
+        make_huge(tmp_path / name)
+    assert note_of_pin(str(path), storage) == ""
+    point = newest_to_resume(str(tmp_path))
+    assert point is not None
+    assert point.path == str(path)
+    assert read_ledger(storage, str(tmp_path)) == {}
+    for name in (RECORD_OF_RESUMES, LEDGER_NAME):
+        assert f"a {name} of {2**42} bytes is not valid: at most" in caplog.text
 
 
 @pytest.mark.parametrize("which", ["digests", "extra"])

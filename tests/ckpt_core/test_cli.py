@@ -107,7 +107,10 @@ def test_inspect_of_a_directory_of_checkpoints_names_the_newest(
     assert main(["inspect", str(directories)]) == 1
     error = capsys.readouterr().err
     assert f"with 2 checkpoints, and no checkpoint, the newest is {directories / 'step=2'}" in error
-    assert main(["inspect", str(directories.parent)]) == 1
+    runs = directories / "project" / "runs"
+    runs.mkdir(parents=True)
+    (directories / "step=2").rename(runs / "step=2")
+    assert main(["inspect", str(directories / "project")]) == 1
     error = capsys.readouterr().err
     assert "this is a directory, and no checkpoint: no checkpoints in" in error and "below it, such as in" in error
 

@@ -34,8 +34,6 @@ from ckpt_core.threads import run_parallel
 Opened = TypeVar("Opened", bound="DirectoryReader")
 Placement = str | torch.device | Callable[[TensorInfo], torch.Tensor] | None
 
-_LARGEST_MANIFEST = 2**30  # bytes
-
 
 @dataclasses.dataclass(frozen=True)
 class PartInfo:
@@ -90,12 +88,6 @@ class DirectoryReader:
     def _read_manifest(self) -> bytes:
         try:
             with self._files.open(MANIFEST_NAME) as reader:
-                if reader.size > _LARGEST_MANIFEST:
-                    raise CheckpointFormatError(
-                        f"a manifest of {reader.size} bytes is not valid: at most {_LARGEST_MANIFEST} are read",
-                        path=reader.path,
-                        remedy="check that the path is a checkpoint",
-                    )
                 return reader.read_whole()
         except StorageError as error:
             if error.errno != errno.ENOTDIR:
