@@ -14,24 +14,22 @@ class EpochLengths:
     """The numbers of batches of whole epochs, of the interrupted run and of this one."""
 
     def __init__(self) -> None:
-        self._number, self._least, self._most = 0, 0, 0
+        self._counts = {"number": 0, "least": 0, "most": 0}
         self._is_watched = False
 
-    def capture(self) -> dict[str, int]:
-        """Return them as plain data."""
-        return {"number": self._number, "least": self._least, "most": self._most}
+    def capture(self, over: int | None) -> dict[str, int]:
+        """Return them as plain data; ``over``: the batches of a whole epoch that is over and not counted yet."""
+        return self._counted(over) if over is not None else self._counts
 
     def resume(self, saved: Mapping[str, int]) -> None:
         """Compare those to come with what :meth:`capture` returned."""
-        self._number, self._least, self._most = saved["number"], saved["least"], saved["most"]
+        self._counts = dict(saved)
         self._is_watched = True
 
     def ended(self, batches: int, epoch: int) -> str | None:
         """Count a whole epoch, by its number; return why the resume was not exact, in words, or ``None``; once."""
-        number, least, most = self._number, self._least, self._most
-        self._least = min(least, batches) if number else batches
-        self._most = max(most, batches)
-        self._number += 1
+        number, least, most = self._counts["number"], self._counts["least"], self._counts["most"]
+        self._counts = self._counted(batches)
         are_alike = number >= _ALIKE and least == most
         if not self._is_watched or batches >= (least if are_alike else least * _MUCH):
             return None
@@ -41,9 +39,21 @@ class EpochLengths:
             "lost its place (as a stateful loader does whose data set begins each pass where its state was)"
         )
 
+    def _counted(self, batches: int) -> dict[str, int]:
+        number, least, most = self._counts["number"], self._counts["least"], self._counts["most"]
+        return {
+            "number": number + 1,
+            "least": min(least, batches) if number else batches,
+            "most": max(most, batches),
+        }
+
 
 def has_all(trainer: Any) -> bool:
     """Return whether the last epoch of a fit that ends was not cut short."""
-    steps = trainer.max_steps
     is_over = trainer.max_epochs is not None and 0 <= trainer.max_epochs <= trainer.current_epoch
-    return bool(is_over and not trainer.should_stop and not 0 <= steps <= trainer.global_step)
+    return is_over and not is_cut_short(trainer)
+
+
+def is_cut_short(trainer: Any) -> bool:
+    """Return whether an epoch that is over may have ended before its last batch."""
+    return bool(trainer.should_stop or 0 <= trainer.max_steps <= trainer.global_step)

@@ -37,7 +37,7 @@ from ckpt_core.state.rng import RngState, restore_generators
 from ckpt_core.state.trainer_parts import GRADIENTS_KEY
 from lightning_ckpt._exact.counters import Accumulation, Counters, undo_unfinished
 from lightning_ckpt._exact.elastic_state import continue_elastic, elastic_causes, state_for_rank
-from lightning_ckpt._exact.epoch_lengths import EpochLengths, has_all
+from lightning_ckpt._exact.epoch_lengths import EpochLengths, has_all, is_cut_short
 from lightning_ckpt._exact.epoch_start import EpochStart, is_users_own
 from lightning_ckpt._exact.fit_resume import Resume
 from lightning_ckpt._exact.gradients_apart import keep_apart, put_back
@@ -203,13 +203,20 @@ class ExactState(Live):
         self._is_in_epoch = True
 
     def _epoch_ended(self) -> None:
-        batches = self._data.taken
-        if self._is_in_epoch and not (self._is_inside or self._is_cut) and batches is not None:
+        batches = self._taken_in_epoch()
+        if batches is not None:
             problem = self._lengths.ended(batches, self._trainer.current_epoch - 1)
             # what knows its length has lost nothing if it has had as many
             if problem is not None and batches < self._data.batches:
                 self._warn(problem)
         self._is_in_epoch = self._is_cut = False
+
+    def _taken_in_epoch(self) -> int | None:
+        return self._data.taken if self._is_in_epoch and not (self._is_inside or self._is_cut) else None
+
+    def _whole_epoch(self) -> int | None:
+        # who resumes after the last batch of an epoch counts from the next one on
+        return None if is_cut_short(self._trainer) else self._taken_in_epoch()
 
     def _look_again(self) -> None:
         # hooks may have made other ones
@@ -434,7 +441,7 @@ class ExactState(Live):
                 "progress": progress,
                 "changed": changed,
                 "variables": self._variables.capture(between=not in_epoch and not ends, ends=ends) if looks else {},
-                "epoch_lengths": self._lengths.capture(),
+                "epoch_lengths": self._lengths.capture(None if in_epoch else self._whole_epoch()),
                 "modes": self._modes_outside if self._validation is not None else self._modes.capture(),
                 "validation_made": any(True for _ in self._internals.validation_loaders()),
             },
@@ -634,7 +641,7 @@ class ExactState(Live):
 
             def enter() -> None:
                 self._enter(mine["data"], rng, resharded)
-                self._is_in_epoch = True
+                self._is_in_epoch = not mine["data"]["between"]
                 if awaits_reading and self._recording is not None and self._data.is_as_read is None:
                     self._warn(DRAWS_WHILE_READ)
                     self._recording.told()

@@ -20,6 +20,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.loggers import Logger
 from torch.utils.data import DataLoader
 
+from lightning_ckpt._exact.state import KEY
 from lightning_ckpt.resumable import ResumableCheckpoint
 from tests.lightning_ckpt.exact_data import BATCH, make_loader
 from tests.support.data_sets import Samples
@@ -197,6 +198,8 @@ class Outcome:
     rows: list[Any]
     step: int
     callback_metrics: dict[str, float]
+    #: what the last checkpoint holds, and a resume continues with
+    saved: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def after(self, seen: int, rows: int) -> Outcome:
         return dataclasses.replace(self, seen=self.seen[seen:], rows=self.rows[rows:])
@@ -229,6 +232,25 @@ def outcome(trainer: Any, model: Model) -> Outcome:
     return Outcome(
         digest(model.state_dict()), digest(optimizers), model.seen, trainer.logger.rows, trainer.global_step, metrics
     )
+
+
+def saved_at_the_end(trainer: Any, path: Path) -> dict[str, str]:
+    """The digest of each leaf of the exact state in a checkpoint saved now; what it notes of its own run left out."""
+    trainer.save_checkpoint(path)
+    state = torch.load(path, weights_only=False)
+    found = {}
+
+    def add(value: Any, name: str) -> None:
+        if isinstance(value, (dict, list)) and value:
+            pairs = value.items() if isinstance(value, dict) else enumerate(value)
+            for key, part in pairs:
+                if key not in ("changed", "recorder", "variables") and "SaveAt" not in str(key):
+                    add(part, f"{name}.{key}")
+        else:
+            found[name] = digest(value) if not isinstance(value, int) else repr(value)
+
+    add({name: state[name] for name in ("loops", KEY)}, "")
+    return found
 
 
 DEFAULTS: dict[str, Any] = {

@@ -12,7 +12,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from tests.lightning_ckpt.exact_cases import Model, Outcome, SaveAt, make_trainer, outcome
+from tests.lightning_ckpt.exact_cases import Model, Outcome, SaveAt, make_trainer, outcome, saved_at_the_end
 
 BATCHES = 8
 
@@ -60,7 +60,8 @@ def train(case: Case, directory: Path) -> tuple[Path, Outcome]:
     trainer = make_trainer(directory, [*case.callbacks(), save], **case.trainer)
     trainer.fit(model)
     assert save.calls >= case.count, f"{case.hook} was called {save.calls} times"
-    return save.path, outcome(trainer, model).after(save.seen, save.rows)
+    found = outcome(trainer, model).after(save.seen, save.rows)
+    return save.path, dataclasses.replace(found, saved=saved_at_the_end(trainer, directory / "end.ckpt"))
 
 
 def resume(case: Case, path: Path, directory: Path) -> tuple[Outcome, list[str]]:
@@ -73,7 +74,8 @@ def resume(case: Case, path: Path, directory: Path) -> tuple[Outcome, list[str]]
         warnings.simplefilter("always")
         trainer.fit(model, ckpt_path=path)
     found = [str(w.message) for w in caught if "exact" in str(w.message)]
-    return outcome(trainer, model), found
+    saved = saved_at_the_end(trainer, directory / "resumed-end.ckpt")
+    return dataclasses.replace(outcome(trainer, model), saved=saved), found
 
 
 def check(case: Case, tmp_path: Path) -> None:
@@ -82,6 +84,7 @@ def check(case: Case, tmp_path: Path) -> None:
     assert len(warned) == (case.warns is not None)
     assert case.warns is None or case.warns in warned[0]
     assert found.seen == expected.seen, "other samples, or in another order"
+    assert found.saved.items() ^ expected.saved.items() == set()
     assert found == expected
 
 
