@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import logging
 import os
@@ -29,7 +30,8 @@ from types import FrameType
 from typing import Any, NoReturn
 
 import ckpt_core
-from accelerate_ckpt._state.session import live_sessions, unfinished_sessions
+from accelerate_ckpt._state.session import Session, live_sessions, unfinished_sessions
+from ckpt_core.at_exit import call_before_threads
 from ckpt_core.errors import RankFailedError
 
 log = logging.getLogger(__name__)
@@ -139,13 +141,25 @@ def _arrived(number: int) -> None:
 def _finish_and_die(number: int) -> None:
     try:
         for session in live_sessions():
-            # Launchers send it to the others, too, when a rank has crashed, which it rarely does before it trains.
-            is_told = session.world_size == 1 or not session.backwards
-            if session.auto_resume is not None and is_told:
+            session.agreement.progress.told()
+        for session in live_sessions():
+            if session.auto_resume is not None and session.rank == 0 and not _has_another_crashed(session):
                 session.auto_resume.told_to_end()
         _finish()
     finally:
         _die(number)
+
+
+def _has_another_crashed(session: Session) -> bool:
+    """Whether another rank is gone that was not told to end: launchers send the signal to the others then."""
+    progress, deadline = session.agreement.progress, time.monotonic() + _SILENCE_SECONDS
+    with contextlib.suppress(RankFailedError):
+        question = progress.ask()
+        while progress.crashed(question):
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.05)
+    return False
 
 
 def _die(number: int) -> NoReturn:
@@ -239,7 +253,7 @@ def _finish() -> None:
         deadline = time.monotonic() + session.config.commit_timeout
         while waiting.is_alive() and time.monotonic() < deadline:
             waiting.join(0.5)
-            if session.world_size > 1 and not _all_answer(session, asked):
+            if session.world_size > 1 and _silent(session, asked):
                 log.warning("another rank is gone: the checkpoints that wait for it are given up")
                 break
 
@@ -251,12 +265,26 @@ def _is_about_to_save(session: Any) -> bool:
         return False
 
 
-def _all_answer(session: Any, asked: list[tuple[float, int]]) -> bool:
+def _silent(session: Session, asked: list[tuple[float, int]]) -> set[int]:
+    """Return the ranks that do not answer, by what was asked before."""
     now = time.monotonic()
     progress = session.agreement.progress
     try:
         asked.append((now, progress.ask()))
         old = [question for when, question in asked if now - when > _SILENCE_SECONDS]
-        return not old or progress.have_answered(old[-1])
+        return progress.silent(old[-1]) if old else set()
     except RankFailedError:  # rank 0, which the saves have found out or will
-        return True
+        return set()
+
+
+def _wait_for_no_silent() -> None:
+    """Let no save that is under way keep the interpreter from ending because another rank is gone.
+
+    Where just-in-time checkpoints are on, that rank's lock says so at once.
+    """
+    for session in unfinished_sessions():
+        if session.world_size > 1 and session.just_in_time is None and session.checkpointer.is_busy:
+            session.checkpointer.wait_for_no_dead(functools.partial(_silent, session, []))
+
+
+call_before_threads(_wait_for_no_silent)

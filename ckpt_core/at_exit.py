@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 # Without a lock, also without those that is_alive() takes: a signal handler that saves may interrupt whoever holds it.
 _threads: set[weakref.ref[threading.Thread]] = set()
+_calls_before: list[Callable[[], None]] = []
 _calls: list[Callable[[], None]] = []
 
 
@@ -25,12 +26,19 @@ def wait_for(thread: threading.Thread) -> None:
     _threads.add(weakref.ref(thread, _threads.discard))
 
 
+def call_before_threads(function: Callable[[], None]) -> None:
+    """Call a function before the interpreter waits for the threads that :func:`wait_for` knows."""
+    _calls_before.append(function)
+
+
 def call_after_threads(function: Callable[[], None]) -> None:
     """Call a function when all threads have ended that :func:`wait_for` knows."""
     _calls.append(function)
 
 
 def _finish() -> None:
+    for call in _calls_before:
+        call()
     while living := [thread for known in tuple(_threads) if (thread := known()) is not None and thread.is_alive()]:
         living[0].join()  # it may start another one
     for call in _calls:

@@ -98,6 +98,12 @@ class Progress:
             self.ask()  # which wakes this rank's thread, too
         self._thread.join(_ANSWER_SECONDS)
 
+    def told(self) -> None:
+        """Note that a signal ends this rank: it has not crashed, though it answers no more."""
+        if self._client is not None:
+            with contextlib.suppress(RankFailedError):
+                self._client.set(f"told/{self._rank}", "")
+
     def _publish_now(self) -> None:
         if self._client is not None:
             with contextlib.suppress(RankFailedError):  # rank 0 is gone, and nobody asks any more
@@ -134,16 +140,24 @@ class Progress:
         self._client.set(f"question/{number}", "")
         return number
 
-    def have_answered(self, question: int) -> bool:
-        """Return whether all ranks, but those whose training is over, have answered a question."""
-        client = self._client
+    def silent(self, question: int) -> set[int]:
+        """Return the ranks that have not answered a question; those whose training is over need not."""
+        return {rank for rank, (over, answered) in self._reports().items() if not over and answered < question}
+
+    def crashed(self, question: int) -> set[int]:
+        """Return the other ranks that have not answered a question, or are over, and were not told to end."""
+        gone = {rank for rank, (over, answered) in self._reports().items() if over or answered < question}
+        return {rank for rank in gone - {self._rank} if self._client is None or not self._client.has(f"told/{rank}")}
+
+    def _reports(self) -> dict[int, tuple[bool, int]]:
+        """Return of each rank whether it is over, and the last question that it has answered; nothing if unknown."""
+        client, found = self._client, dict[int, tuple[bool, int]]()
         if client is None:
-            return True
+            return found
         for rank in range(self._world_size):
             report = json.loads(client.get(f"of/{rank}")) if client.has(f"of/{rank}") else [None, [], [], False, 0]
-            if not report[3] and report[4] < question:
-                return False
-        return True
+            found[rank] = (bool(report[3]), int(report[4]))
+        return found
 
     def gone_on(self, meeting: int, place: int | None) -> set[int]:
         """Return the other ranks that will certainly not come to a meeting; asks them for the next time.

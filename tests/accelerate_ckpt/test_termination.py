@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from ckpt_core import DirectoryCheckpointer
+from tests.conftest import ACCELERATE
 from tests.support.accelerate_ranks import Ranks
 
 TERMINATED = -signal.SIGTERM
@@ -189,3 +190,25 @@ def test_a_rank_that_is_gone_is_not_waited_for(ranks: Ranks, tmp_path: Path) -> 
     results = ranks.run(body, 2, timeout=200, saved=str(tmp_path / "saved"))
     assert [result.ended for result in results] == [True, True]
     assert not (tmp_path / "saved").exists()
+
+
+ENDS_BESIDE_A_DEAD_RANK = """
+    import os, signal, sys, torch
+    from accelerate import Accelerator
+    from accelerate_ckpt import attach
+    from ckpt_core._pipeline import directory_save
+
+    accelerator = attach(Accelerator(cpu=True), "async", commit_timeout=90.0)
+    rank, write = accelerator.process_index, directory_save.write_image
+    directory_save.write_image = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL) if rank else write(*a, **k)
+    model = torch.nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.save_state("saved")
+    sys.exit("as a script that a preempted run or a failed collective ends")
+"""
+
+
+def test_a_program_that_ends_waits_for_no_save_of_a_rank_that_is_gone(fork_script: Any, tmp_path: Path) -> None:
+    ended = fork_script(ENDS_BESIDE_A_DEAD_RANK, modules=ACCELERATE, ranks=2, timeout=200, check=False)
+    assert "rank 1 died before the save of" in ended.stdout + ended.stderr
+    assert [path for path in tmp_path.iterdir() if path.name == "saved"] == []

@@ -227,11 +227,21 @@ CRASHES_ON_ONE_RANK = """
     from accelerate import Accelerator
     from accelerate_ckpt import attach
 
-    accelerator = attach(Accelerator(cpu=True, project_dir="run"), resume="auto", preempt=sys.argv[1] or None)
+    preempt, moment = sys.argv[1:]
+    accelerator = attach(Accelerator(cpu=True, project_dir="run"), resume="auto", preempt=preempt or None)
     model = torch.nn.Linear(4, 1)
     data = torch.utils.data.DataLoader(torch.zeros(800, 4), batch_size=1)
     model, optimizer, data = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), data)
     accelerator.load_state()
+    if accelerator.resumed and moment != "training":
+        if accelerator.process_index == 1 and moment == "dies":
+            os._exit(0)
+        if accelerator.process_index == 1 and moment == "raises":
+            raise MemoryError
+        if accelerator.process_index == 0:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)  # by the launcher, or by whoever takes the machine
+        time.sleep(60)
     for step, batch in enumerate(data, 1):
         if accelerator.resumed and step > 3:  # without the other rank
             time.sleep(0.1)
@@ -254,13 +264,22 @@ CRASHES_ON_ONE_RANK = """
 
 
 @pytest.mark.parametrize("preempt", ["", "SIGTERM"])
+@pytest.mark.parametrize("moment", ["dies", "raises", "training"])
 def test_the_crash_of_another_rank_counts_though_the_launcher_tells_this_one_to_end(
-    fork_script: Any, tmp_path: Path, preempt: str
+    fork_script: Any, tmp_path: Path, preempt: str, moment: str
 ) -> None:
-    fork_script(CRASHES_ON_ONE_RANK, preempt, modules=ACCELERATE, ranks=2)
-    fork_script(CRASHES_ON_ONE_RANK, preempt, modules=ACCELERATE, ranks=2, check=False)
+    fork_script(CRASHES_ON_ONE_RANK, preempt, moment, modules=ACCELERATE, ranks=2)
+    fork_script(CRASHES_ON_ONE_RANK, preempt, moment, modules=ACCELERATE, ranks=2, check=False)
     record = json.loads((tmp_path / "run" / "checkpoints" / ".ckpt-resumes.json").read_text())
     assert list(record["attempts"].values()) == [1]
+
+
+def test_ranks_that_are_all_told_to_end_have_not_crashed_though_one_is_gone_first(
+    fork_script: Any, tmp_path: Path
+) -> None:
+    fork_script(CRASHES_ON_ONE_RANK, "", "told", modules=ACCELERATE, ranks=2)
+    fork_script(CRASHES_ON_ONE_RANK, "", "told", modules=ACCELERATE, ranks=2, check=False)
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["one"]  # no record of a crash
 
 
 def test_without_the_options_the_process_ends_as_ever(ranks: Ranks, tmp_path: Path) -> None:
