@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import mmap
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
@@ -77,8 +78,19 @@ class ScratchBuffers:
         self._lent = 0
         self._changed = threading.Condition()
 
-    def take(self, nbytes: int) -> StagingBuffer:
-        """Return a buffer of at least ``nbytes``; where there is no memory for one more, wait for one to come back."""
+    @contextlib.contextmanager
+    def lent(self, nbytes: int, filled: Sequence[torch.Tensor] = ()) -> Iterator[StagingBuffer]:
+        """Lend a buffer of at least ``nbytes``, from which the body may queue copies to ``filled``.
+
+        Where there is no memory for one more, wait for one to come back.
+        """
+        buffer = self._take(nbytes)
+        try:
+            yield buffer
+        finally:
+            self._give(buffer, filled)
+
+    def _take(self, nbytes: int) -> StagingBuffer:
         while True:
             with self._changed:
                 found = self._find()
@@ -111,8 +123,7 @@ class ScratchBuffers:
         _wait(events)
         return buffer
 
-    def give(self, buffer: StagingBuffer, filled: Sequence[torch.Tensor] = ()) -> None:
-        """Take a buffer back, from which the caller has queued copies to ``filled``."""
+    def _give(self, buffer: StagingBuffer, filled: Sequence[torch.Tensor]) -> None:
         events = events_of_current_streams(filled) if buffer.is_pinned else {}
         with self._changed:
             self._lent -= 1

@@ -56,6 +56,14 @@ class Box(NamedTuple):
         return Box(tuple(offset), tuple(shape))
 
 
+def strides_of(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor of a shape, in elements."""
+    strides = [1] * len(shape)
+    for dimension in range(len(shape) - 1, 0, -1):
+        strides[dimension - 1] = strides[dimension] * shape[dimension]
+    return tuple(strides)
+
+
 def byte_runs(shape: Sequence[int], box: Box, itemsize: int) -> Iterator[tuple[int, int]]:
     """Yield where the bytes of ``box`` are in a contiguous tensor of a shape: ``(begin, nbytes)``, as long as can be.
 
@@ -65,9 +73,7 @@ def byte_runs(shape: Sequence[int], box: Box, itemsize: int) -> Iterator[tuple[i
     """
     if box.numel == 0:
         return
-    strides = [itemsize] * len(shape)
-    for dimension in range(len(shape) - 1, 0, -1):
-        strides[dimension - 1] = strides[dimension] * shape[dimension]
+    strides = [stride * itemsize for stride in strides_of(shape)]
     # Everything below `inner` is wanted in full, so a run is made of whole slices of dimension `inner`.
     inner = len(shape) - 1
     while inner > 0 and box.shape[inner] == shape[inner]:

@@ -14,6 +14,7 @@ wrote it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -216,11 +217,8 @@ def _take_all(image: Image, scratch: ScratchBuffers) -> None:
         if image.is_staged:
             image.digested_window(begin, None)
             return
-        buffer = scratch.take(min(WINDOW, image.region_size))
-        try:
+        with scratch.lent(min(WINDOW, image.region_size)) as buffer:
             image.digested_window(begin, buffer)
-        finally:
-            scratch.give(buffer)
 
     windows = range(0, image.region_size, WINDOW)
     run_parallel(take, windows, threads=max(1, min(IO_THREADS, len(windows))))
@@ -236,25 +234,19 @@ def _compare(reader: FileReader, file: WrittenFile, before: _KnownFile, *, whole
         np.searchsorted(blocks, range(0, blocks[-1], _READ), side="right") - 1
     ).tolist()
     found: list[bool] = []
-    scratch = ScratchBuffers()
 
     def compare(number: int) -> None:
         first = first_of_read[number]
         last = first_of_read[number + 1] if number + 1 < len(first_of_read) else len(blocks) - 1
         begin, end = blocks[first], blocks[last]
-        buffer = scratch.take(end - begin)
-        try:
+        with scratch.lent(end - begin) as buffer:
             memory = buffer.memory[: end - begin]
             reader.read_into(begin, memory)
             found.extend(
                 digest(memory[blocks[index] - begin : blocks[index + 1] - begin]) == wanted[index]
                 for index in range(first, last)
             )
-        finally:
-            scratch.give(buffer)
 
-    try:
+    with contextlib.closing(ScratchBuffers()) as scratch:
         run_parallel(compare, range(len(first_of_read)), threads=max(1, min(IO_THREADS, len(first_of_read))))
-    finally:
-        scratch.close()
     return all(found)

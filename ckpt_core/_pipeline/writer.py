@@ -48,13 +48,10 @@ def write_image(
                     if written is not None:
                         written(begin)
                 return
-            buffer = scratch.take(min(WINDOW, image.region_size))
-            try:
+            with scratch.lent(min(WINDOW, image.region_size)) as buffer:
                 window = image.digested_window(begin, buffer)
                 with writing:
                     writer.write_at(begin, window)
-            finally:
-                scratch.give(buffer)
 
         windows = range(0, image.region_size, WINDOW)
         threads = 1

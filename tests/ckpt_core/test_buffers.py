@@ -89,7 +89,8 @@ def test_threads_that_all_find_no_memory_do_not_wait_for_each_other(monkeypatch:
 
     def take() -> None:
         try:
-            buffers.take(1)
+            with buffers.lent(1):
+                pass
         except OutOfMemoryError as error:
             failures.append(error)
 

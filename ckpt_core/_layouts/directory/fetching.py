@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import dataclasses
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -19,7 +19,7 @@ from ckpt_core._layouts.directory.files import Files
 from ckpt_core._layouts.directory.safetensors_file import LARGEST_BLOCK, block_size
 from ckpt_core._layouts.safetensors import bits_of, is_memory
 from ckpt_core.buffers import ScratchBuffers, StagingBuffer, copy_late
-from ckpt_core.geometry import Box, byte_runs
+from ckpt_core.geometry import Box, byte_runs, strides_of
 
 _ONE_READ = 8 * 2**20  # bytes that one job covers, but for the rest of the blocks at its ends
 _DIRECT = 2**20  # bytes from which on a run of its own is worth a call of its own
@@ -95,7 +95,7 @@ def reads_of(placed: Placed, box: Box, target: torch.Tensor) -> Iterator[Read]:
         yield Read(((placed.begin + first, placed.begin + last),), view)
         return
     view = bits_of(view)
-    strides = _strides(shape)
+    strides = strides_of(shape)
     step = block_size(Box.whole(shape).numel * itemsize)
     for part in _parts(shape, inside, itemsize):
         corner = part.relative_to(inside).offset
@@ -104,15 +104,8 @@ def reads_of(placed: Placed, box: Box, target: torch.Tensor) -> Iterator[Read]:
         yield Read(tuple((placed.begin + b, placed.begin + e) for b, e in runs), cut, strides=strides)
 
 
-def _strides(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    for dimension in range(len(shape) - 1, 0, -1):
-        strides[dimension - 1] = strides[dimension] * shape[dimension]
-    return tuple(strides)
-
-
 def _span(shape: tuple[int, ...], box: Box, itemsize: int) -> tuple[int, int]:
-    strides = _strides(shape)
+    strides = strides_of(shape)
     first = sum(begin * stride for begin, stride in zip(box.offset, strides, strict=True))
     last = sum((end - 1) * stride for end, stride in zip(box.end, strides, strict=True))
     return first * itemsize, (last + 1) * itemsize
@@ -240,13 +233,10 @@ def run_job(job: Job, files: Files, scratch: ScratchBuffers, scratch_size: int) 
     if job.in_place is not None:
         _read_blocks(job, files, job.in_place.numpy().data, job.shard.blocks[job.spans[0][0]])
         return
-    buffer = scratch.take(scratch_size)
-    try:
+    with scratch.lent(scratch_size, [read.target for read in job.reads]) as buffer:
         _read_blocks(job, files, buffer.memory, job.origin)
         for read in job.reads:
             read.fill(buffer, read.begin - job.origin)
-    finally:
-        scratch.give(buffer, [read.target for read in job.reads])
 
 
 def _read_blocks(job: Job, files: Files, memory: memoryview, origin: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -276,16 +277,13 @@ class DirectoryReader:
         jobs_in: Callable[[Shard], Iterable[Job]],
         filled: Sequence[torch.Tensor] = (),
     ) -> None:
-        scratch = buffers_for(filled)
-        try:
+        with contextlib.closing(buffers_for(filled)) as scratch:
             for batch in self._files.batches(shards):
                 jobs = [job for shard in batch for job in jobs_in(shard)]
                 largest = max((job.size for job in jobs), default=0)
                 run = functools.partial(run_job, files=self._files, scratch=scratch, scratch_size=largest)
                 work = on_current_streams(run, filled)
                 run_parallel(work, jobs, threads=min(self._files.threads(batch), len(jobs)))
-        finally:
-            scratch.close()
 
     def read_file(self, name: str) -> bytes:
         """Return the bytes of a file that the caller added into the checkpoint, verified."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
@@ -43,22 +44,16 @@ def read_pieces(reader: FileReader, hash_of: HashOf, pieces: Iterable[Piece]) ->
     targets = [_place(piece) for piece in pieces if piece.target is not None]
     runs = list(_runs(pieces, reader.request_bytes))
     largest = max((sum(piece.end - piece.begin for piece in run if _is_on_device(piece)) for run in runs), default=0)
-    buffers = buffers_for(targets)
 
     def read(run: list[Piece]) -> None:
         if not any(map(_is_on_device, run)):
             _read_run(reader, hash_of, run, gaps, None)
             return
-        buffer = buffers.take(largest)
-        try:
+        with buffers.lent(largest, [piece.target for piece in run if piece.target is not None]) as buffer:
             _read_run(reader, hash_of, run, gaps, buffer)
-        finally:
-            buffers.give(buffer, [piece.target for piece in run if piece.target is not None])
 
-    try:
+    with contextlib.closing(buffers_for(targets)) as buffers:
         run_parallel(on_current_streams(read, targets), runs, threads=reader.threads)
-    finally:
-        buffers.close()
     return gaps
 
 

@@ -65,7 +65,8 @@ def write_linked(path: Path) -> Path:
         for name in newer.names:
             image = newer_images[name]
             if "unchanged" in name:
-                image.digested_window(0, scratch.take(2**24))  # the digests of its blocks
+                with scratch.lent(2**24) as window:
+                    image.digested_window(0, window)  # the digests of its blocks
                 image.tail()
                 image = older_images[name]
             write_image(image, storage, str(path / name), scratch=scratch)
