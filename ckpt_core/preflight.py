@@ -8,12 +8,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch.distributed
-
 from ckpt_core._layouts.directory.files import PROBE_NAME
 from ckpt_core.commit_time import seconds_behind
 from ckpt_core.errors import CheckpointError
-from ckpt_core.events import Event, SaveCommitted, size_in_words
+from ckpt_core.events import Event, SaveCommitted, rank_of_process, size_in_words
 from ckpt_core.storage import is_remote, storage_for
 
 logger = logging.getLogger(__name__)
@@ -38,7 +36,7 @@ class Preflight:
         if self._is_done or not isinstance(event, SaveCommitted):
             return
         self._is_done = True
-        if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
+        if rank_of_process():
             return  # one is enough
         directory = os.path.dirname(event.path.rstrip("/"))
         problem = self._of_store(directory) if is_remote(event.path) else _of_disk(directory, event.bytes)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -30,23 +29,23 @@ class LoaderPositions:
     To be made before the Accelerator prepares models: with three or more ranks DDP gets its final gradient buckets
     then, so that the first step after a resume adds the gradients in the order in which an uninterrupted run adds them.
     A release of Accelerate that is built in another way is refused. ``warn`` is called on the main process with a
-    message that says why a resume is not exact; a Python warning by default. ``before_epoch`` is called before the
-    script takes the first batch of an epoch after one in which it has trained; ``before_offer`` before a resumed script
-    is given a batch of which it may make no use.
+    message that says why a resume is not exact. ``before_epoch`` is called before the script takes the first batch of
+    an epoch after one in which it has trained; ``before_offer`` before a resumed script is given a batch of which it
+    may make no use.
 
     Example::
 
-        positions = LoaderPositions(accelerator)
+        positions = LoaderPositions(accelerator, warn=log.warning)
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         for batch in loader:
             state = positions.capture()
         positions.restore(state, saved_world_size=1)  # the next iteration continues after that batch
     """
 
-    def __init__(self, accelerator: Any, *, warn: Callable[[str], None] | None = None) -> None:
+    def __init__(self, accelerator: Any, *, warn: Callable[[str], None]) -> None:
         private_data.check()
         self._accelerator = accelerator
-        self._warn = warn or _warn
+        self._warn = warn
         self._positions: list[LoaderPosition] = []
         self._prepared: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._waiting: dict[int, Mapping[str, Any]] = {}
@@ -347,7 +346,3 @@ class LoaderPositions:
         self._rng_of_save = rng if has_own and rank < saved_world_size else derive_rng(rng, rank)
         self._rng_of_save.restore()
         return is_exact
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=5)

@@ -25,12 +25,11 @@ _DEPTH = 1  # a plugin keeps its metadata under a key of its own
 
 
 def load(
-    path: StrPath,
+    path: str,
     *,
     map_location: Any = None,
     weights_only: bool | None = None,
-    storage_options: dict[str, Any] | None = None,
-    storage: Storage | None = None,
+    storage: Storage,
 ) -> tuple[Any, bool, int]:
     """Load a checkpoint: the state, whether every byte was compared with its digest, and the file's size.
 
@@ -42,17 +41,15 @@ def load(
             state, verified = load_torch_file(reader, map_location=map_location, weights_only=weights_only)
             return state, verified, reader.size
 
-    path = local_path(path)
-    return (storage or storage_for(path, storage_options)).nearest(path, read)
+    return storage.nearest(path, read)
 
 
-def peek(path: StrPath, *, storage_options: dict[str, Any] | None = None, storage: Storage | None = None) -> Any:
+def peek(path: str, *, storage: Storage) -> Any:
     """Load a checkpoint without its tensors' bytes: their shapes and types are right, their values are undefined.
 
     Of a checkpoint that is a directory, the metadata are returned. Damage inside a tensor is not found.
     """
-    path = local_path(path)
-    return (storage or storage_for(path, storage_options)).nearest(path, _peek)
+    return storage.nearest(path, _peek)
 
 
 def _peek(storage: Storage, path: str) -> Any:

@@ -10,7 +10,6 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -28,6 +27,7 @@ from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._plan import LocalTensor, Piece
 from ckpt_core.checkpointer import full_path
 from ckpt_core.errors import StateMismatchError
+from ckpt_core.events import rank_of_process
 from ckpt_core.geometry import Box
 from ckpt_core.interchange.flat_names import ROOT, Entry, EntryPath, entries_of, entry_name, subtree
 from ckpt_core.interchange.streaming import TensorMemory
@@ -115,9 +115,7 @@ class CkptStorageReader(StorageReader):
         return Metadata(found, planner_data={name: entry.path for name, (_, entry) in self._entries.items()})
 
     def _own_rank(self) -> int:
-        if self._rank is not None:
-            return self._rank
-        return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return rank_of_process() if self._rank is None else self._rank
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Do nothing: all is known from :meth:`read_metadata`."""

@@ -102,7 +102,7 @@ def test_a_function_imported_by_name_before_attaching(fork_script: Any) -> None:
         loader = accelerator.prepare(DataLoader(range(12), batch_size=2))
         stock = skip_first_batches
         from accelerate_ckpt._data.loaders import LoaderPositions
-        positions = LoaderPositions(accelerator)
+        positions = LoaderPositions(accelerator, warn=print)
         assert skip_first_batches is not stock
         import accelerate.accelerator, accelerate.data_loader
         assert accelerate.accelerator.skip_first_batches is accelerate.data_loader.skip_first_batches is skip_first_batches
@@ -220,7 +220,7 @@ def test_a_loader_that_is_prepared_after_the_load() -> None:
     state, rest, following = Run().saved_after(2)
     torch.manual_seed(2)
     accelerator = Accelerator()
-    positions = LoaderPositions(accelerator)
+    positions = LoaderPositions(accelerator, warn=print)
     positions.restore(state, saved_world_size=1)
     loader = accelerator.prepare(DataLoader(Numbered(SAMPLES), batch_size=4, shuffle=True))
     assert [batch.tolist() for batch in loader] == rest
@@ -321,7 +321,7 @@ def test_what_has_moved_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         CheckpointError,
         match=r"has no data_loader\.DataLoaderShard\._renamed, data_loader\.BatchSamplerShard\(other_batches\)",
     ):
-        LoaderPositions(Accelerator())
+        LoaderPositions(Accelerator(), warn=print)
 
 
 def test_an_iteration_that_is_made_in_another_way_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -173,4 +173,4 @@ def step_in(path: str, options: dict[str, Any] | None) -> int:
             if "custom_0" in checkpoint.parts:  # what train_accelerate.py has registered
                 return int(checkpoint.load("custom_0", rank=0)["steps"])
             return int(checkpoint.metadata["global_step"])
-    return int(peek(path, storage_options=options)["global_step"])
+    return int(peek(path, storage=storage)["global_step"])

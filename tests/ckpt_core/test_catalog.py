@@ -13,6 +13,7 @@ import torch
 from ckpt_core import Catalog, CheckpointCorruptedError, Checkpointer
 from ckpt_core._pipeline.loading import peek
 from ckpt_core.events import CheckpointSkipped, Event
+from ckpt_core.storage import LocalStorage
 from tests.support.damage import flip_bit
 
 
@@ -87,7 +88,7 @@ def test_accept_chooses_by_content_without_reading_tensors(directory: Path) -> N
 
 def test_peek_gives_shapes_and_plain_values_even_of_a_damaged_tensor(directory: Path) -> None:
     flip(directory / "3.ckpt", 5_000)
-    state = peek(directory / "3.ckpt")
+    state = peek(str(directory / "3.ckpt"), storage=LocalStorage())
     assert state["kind"] == "weights"
     assert state["weight"].shape == (50_000,)
     assert state["weight"].dtype == torch.int64
