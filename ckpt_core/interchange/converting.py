@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from ckpt_core._layouts.directory.loading import DirectoryReader
 from ckpt_core._layouts.torch_file.loading import load_torch_file
 from ckpt_core._pipeline.loading import is_directory_checkpoint
 from ckpt_core.checkpointer import Checkpointer, full_path
@@ -143,8 +144,9 @@ def convert_to_file(
     """Write a checkpoint of any layout as one file that ``torch.load`` reads, and return its size in bytes.
 
     Of a Trainer's, that is a file that ``load_from_checkpoint`` takes, and with which a run is resumed; saves of many
-    ranks become one. The state may be larger than memory: its large tensors are on the target's disk meanwhile, in a
-    file without a name. The file is committed now: among other checkpoints, it is the newest.
+    ranks become one. Of another directory, the file has its step and metadata beside the parts. The state may be larger
+    than memory: its large tensors are on the target's disk meanwhile, in a file without a name. The file is committed
+    now: among other checkpoints, it is the newest.
 
     Args:
         source: Path or URL.
@@ -159,7 +161,19 @@ def convert_to_file(
         _state_on_disk(source, target, weights_only, storage_options) as state,
         Checkpointer(strategy="sync", storage_options=storage_options) as files,
     ):
-        return files.save(state, target)
+        beside = _beside_parts(full_path(source), storage_options)
+        return files.save({**beside, **state} if beside else state, target)
+
+
+def _beside_parts(path: str, storage_options: dict[str, Any] | None) -> dict[str, Any]:
+    """Return what a directory that is no Trainer's notes beside its parts: the metadata, and ``step``."""
+    storage = storage_for(path, storage_options)
+    if not is_directory_checkpoint(storage, path):
+        return {}
+    with DirectoryReader(path, storage) as opened:
+        if is_of_trainer(opened):
+            return {}
+        return {**({} if opened.stamp.step is None else {"step": opened.stamp.step}), **opened.metadata}
 
 
 @contextlib.contextmanager

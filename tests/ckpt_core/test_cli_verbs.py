@@ -325,3 +325,18 @@ def test_what_prune_would_delete_is_json_also_where_nobody_agrees(capsys: Captur
         "run/a.ckpt",
     ]
     assert sorted(os.listdir("run")) == ["a.ckpt", "b.ckpt", "c"]
+
+
+def test_one_file_of_a_directory_has_its_step_and_metadata(tmp_path: Path, capsys: Capture) -> None:
+    with DirectoryCheckpointer(strategy="sync") as directories:
+        parts = [Part("model", {"w": torch.ones(3)}, Kind.REPLICATED)]
+        directories.save(parts, tmp_path / "a", step=7, metadata={"metrics": {"loss": 0.5}, "model": "not the part"})
+    for source, target, layout in (("a", "b.ckpt", "file"), ("b.ckpt", "c", "directory")):
+        assert main(["convert", str(tmp_path / source), str(tmp_path / target), "--to", layout]) == 0
+        capsys.readouterr()
+        assert main(["ls", str(tmp_path / target), "--json"]) == 0
+        (listed,) = json.loads(capsys.readouterr().out)
+        assert listed["step"] == 7
+        if layout == "file":
+            assert listed["metrics"] == {"loss": 0.5}
+    assert torch.equal(load_whole(tmp_path / "b.ckpt")["model"]["w"], torch.ones(3))
