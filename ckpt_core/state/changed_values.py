@@ -45,6 +45,9 @@ def _parts(value: Any, left: list[int]) -> Iterator[bytes]:
     if isinstance(value, torch.Tensor):
         value = value.detach()
         yield f"{value.dtype}{tuple(value.shape)}".encode()
+        if value.layout == torch.sparse_coo and value.device.type == "cpu":
+            yield from _parts([value._indices(), value._values()], left)
+            return
         if value.device.type != "cpu" or value.layout != torch.strided:
             return  # to look at it would wait for the device
         if not _is_whole(value.numel() * value.element_size(), left):

@@ -15,11 +15,15 @@ them. The source is only read by a resume that has lost something.
 
 from __future__ import annotations
 
+import array
 import collections
 import contextlib
 import contextvars
+import ctypes
+import decimal
 import dis
 import enum
+import fractions
 import functools
 import gc
 import inspect
@@ -35,6 +39,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.sharedctypes import SynchronizedBase
 from typing import Any, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -55,7 +60,22 @@ _NUMBERS = (bool, int, float, type(None))
 _CONTAINERS = (dict, list, tuple, set, collections.deque)
 _MADE_OF: tuple[Any, ...] = ([], (), range(1), {}, {}.values(), {}.items(), "", set())
 _POSITIONS = tuple({type(iter(one)) for one in _MADE_OF})
-_ITERATORS = (enumerate, zip, map, itertools.cycle, itertools.islice, itertools.chain)
+_ITERATORS = (enumerate, zip, map, itertools.accumulate, itertools.cycle, itertools.islice, itertools.chain)
+# objects of libraries that keep a value, and what they keep
+_KEEPS: dict[type, Callable[[Any], Any]] = {
+    array.array: lambda one: [len(one), memoryview(one)[:_BYTES].tobytes()],
+    bytearray: lambda one: [len(one), bytes(one[:_BYTES])],
+    collections.ChainMap: lambda one: dict(enumerate(one.maps)),
+    collections.UserDict: operator.attrgetter("data"),
+    collections.UserList: operator.attrgetter("data"),
+    decimal.Decimal: repr,
+    fractions.Fraction: repr,
+    np.random.SeedSequence: lambda one: repr(one.state),
+    threading.local: lambda one: dict(vars(one)),
+    torch.quasirandom.SobolEngine: operator.attrgetter("num_generated"),
+}
+_SHARED = (SynchronizedBase, ctypes._SimpleCData, ctypes.Array)
+_BYTES = 1 << 12
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 # what may change, of classes that are entered otherwise by nobody
 _CHANGEABLE = (
@@ -72,10 +92,12 @@ _CHANGEABLE = (
     *_WEAK,
     *_ITERATORS,
     *_POSITIONS,
+    *_KEEPS,
+    *_SHARED,
 )
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
-_STORE_GLOBAL = dis.opmap["STORE_GLOBAL"]
+_STORE_GLOBAL, _STORE_ATTR = dis.opmap["STORE_GLOBAL"], dis.opmap["STORE_ATTR"]
 _NO_STATE = re.compile(r"cache|memo(?!r)", re.IGNORECASE)
 _VARIABLES, _VALUES, _OF_WEIGHTS, _NAMED, _DEPTH, _MODULES, _SOURCE = 256, 64, 8, 5, 5, 64, 1 << 20
 _LONGEST = 80  # characters of a key
@@ -441,7 +463,7 @@ class _Look:
         if isinstance(value, dict) and _NO_STATE.search(path.rpartition(".")[2]):
             yield path, _CACHE, _marks_of(_newest(value)), owner
             return
-        value = dict(enumerate(value.values())) if isinstance(value, _WEAK) else value
+        value = dict(enumerate(value.values())) if isinstance(value, _WEAK) else _kept_in(value)
         tensors = _tensors_in(value)
         if len(tensors) >= len(self._shapes) > 0 and self._shapes <= {one.shape for one in tensors}:
             yield path, _WEIGHTS, value, owner
@@ -519,6 +541,16 @@ def _attributes(owner: object) -> tuple[type, list[tuple[str, Any]]]:
     kind: Any = type(owner)
     librarys = set_by_libraries(kind) | (_OF_EVERY_MODULE if isinstance(owner, torch.nn.Module) else frozenset())
     return kind, [(name, value) for name, value in _own_attributes(owner) if name not in librarys]
+
+
+def _kept_in(value: Any) -> Any:
+    """Return the plain value that an object of a library keeps, another object as it is."""
+    if isinstance(value, _SHARED):
+        # past its lock, which a process that is gone may hold
+        inner: Any = value.get_obj() if isinstance(value, SynchronizedBase) else value
+        return list(inner[:_VALUES]) if isinstance(inner, ctypes.Array) else inner.value
+    keeps = _KEEPS.get(type(value))
+    return value if keeps is None else keeps(value)
 
 
 def _own_attributes(value: Any) -> list[tuple[str, Any]]:
@@ -766,6 +798,7 @@ def _modules_from(running: tuple[str, ...], _: int) -> list[_UserModule]:
     place = os.path.dirname(os.path.abspath(main)) + os.sep if main and is_users_file(os.path.abspath(main)) else None
     beside = [name for name, module in list(sys.modules.items()) if place and _file_of(module).startswith(place)]
     found: dict[str, _UserModule] = {}
+    every: list[types.FunctionType] = []
     ahead = collections.deque([*running, *beside])
     while ahead and len(found) < _MODULES:
         name = ahead.popleft()
@@ -775,10 +808,15 @@ def _modules_from(running: tuple[str, ...], _: int) -> list[_UserModule]:
         if os.path.isabs(file) and is_users_file(file):
             with contextlib.suppress(Exception):  # of modules that load what they are asked for
                 functions = list(_functions_in(module))
-                names = {name for function in functions for name in _set_globally(function.__code__)}
+                names = {name for function in functions for name in _set_by(function.__code__, _STORE_GLOBAL)}
                 found[name] = _UserModule(module, names, [function for function in functions if _kept_by(function)])
+                every += functions
                 ahead.extend(_used_by(module))
-    return list(found.values())
+    # a module's globals are set from others, too, as its attributes
+    values = {n for one in found.values() for n, v in vars(one.module).items() if type(v) in (*_NUMBERS, str)}
+    setting = [one.__code__ for one in every if not values.isdisjoint(one.__code__.co_names)]
+    attributes = {name for code in setting for name in _set_by(code, _STORE_ATTR)} & values
+    return [one._replace(names=one.names | (attributes & vars(one.module).keys())) for one in found.values()]
 
 
 def _file_of(module: Any) -> str:
@@ -804,10 +842,10 @@ def _functions_in(module: types.ModuleType) -> Iterator[types.FunctionType]:
                     yield inner
 
 
-def _set_globally(code: types.CodeType) -> set[str]:
-    if _STORE_GLOBAL not in code.co_code[::2]:
+def _set_by(code: types.CodeType, opcode: int) -> set[str]:
+    if opcode not in code.co_code[::2]:
         return set()
-    return {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_GLOBAL"}
+    return {step.argval for step in dis.get_instructions(code) if step.opcode == opcode}
 
 
 def _source_of(lost: Sequence[_Held], watched: Watched | None = None) -> Source:

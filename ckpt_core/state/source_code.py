@@ -141,6 +141,8 @@ class Source:
             if one in seen:
                 continue
             seen.add(one)
+            if one.startswith(":"):
+                ahead.append(f".{one[1:]}")  # other modules read a global as an attribute
             if one in reader.decides or (one in reader.returned and not holds):
                 return True
             if one in reader.read_after and not (counts or holds):

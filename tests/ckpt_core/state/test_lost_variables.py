@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import array
+import collections
 import concurrent.futures
 import contextvars
+import ctypes
+import decimal
+import importlib
+import itertools
+import multiprocessing
 import operator
 import queue
+import sys
 import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -211,6 +221,48 @@ def in_an_object_that_is_set_elsewhere(run: Run) -> None:
     run.uses(held.pace)
 
 
+def in_a_library(make: Callable[[], Any], change: Callable[[Any], object]) -> Callable[[Run], None]:
+    def in_an_object_of_a_library(run: Run) -> None:
+        kept = make()
+        if run.begins():
+            change(kept)
+            run.saves()
+        run.uses(kept)
+
+    return in_an_object_of_a_library
+
+
+def shared(value: Any) -> None:
+    value.get_obj()[1] = 2
+
+
+def plus_one(value: Any) -> None:
+    value.value += 1
+
+
+OF_LIBRARIES = {
+    "sobol": in_a_library(lambda: torch.quasirandom.SobolEngine(1), lambda one: one.draw(2)),
+    "seeds": in_a_library(lambda: np.random.SeedSequence(1), lambda one: one.spawn(1)),
+    "shared value": in_a_library(lambda: multiprocessing.Value("i", 1), plus_one),
+    "shared array": in_a_library(lambda: multiprocessing.Array("d", 3), shared),
+    "C value": in_a_library(lambda: ctypes.c_int(1), plus_one),
+    "bytes": in_a_library(lambda: bytearray(2), lambda one: one.append(1)),
+    "array": in_a_library(lambda: array.array("d", [1.0]), lambda one: one.append(1.0)),
+    "chain": in_a_library(lambda: collections.ChainMap({"a": 1}, {}), lambda one: one.update(a=2)),
+    "user's dictionary": in_a_library(lambda: collections.UserDict(a=1), lambda one: one.update(a=2)),
+    "accumulated": in_a_library(lambda: itertools.accumulate([1, 2, 3]), next),
+    "sparse": in_a_library(lambda: torch.eye(2).to_sparse(), lambda one: one.mul_(2)),
+}
+
+
+def in_a_number_of_a_library(run: Run) -> None:
+    rate = decimal.Decimal(1)
+    for _ in range(run.begins()):
+        rate = rate * decimal.Decimal("0.5")
+        run.saves()
+    run.uses(rate)
+
+
 def what_each_step_makes(run: Run) -> None:
     noted = {"pace": 1.0}
     for _ in range(run.begins()):
@@ -277,6 +329,8 @@ def _begin_anew() -> None:
         (in_a_dictionary_that_begins_empty, "`shadow` of in_a_dictionary_that_begins_empty() in"),
         (in_a_hook, "`hook0.sums` of Linear"),
         (in_a_callback, "`look.best` of Calls"),
+        *((script, "`kept") for script in OF_LIBRARIES.values()),
+        (in_a_number_of_a_library, "`rate` of in_a_number_of_a_library() in"),
         (in_an_object_that_is_set_elsewhere, "`held.pace` of in_an_object_that_is_set_elsewhere() in"),
         (what_each_step_makes, None),
         (what_each_step_sets, None),
@@ -295,6 +349,41 @@ def test_what_a_script_keeps_is_named_by_a_run_that_begins_without_it(
     script(second)
     assert [one for one in second.lost if name is None or not one.startswith(name)] == []
     assert bool(second.lost) == (name is not None)
+
+
+PACE = """
+scale = 1.0
+rate = 1.0
+
+def bump():
+    global scale
+    scale *= 0.5
+"""
+WITH_PACE = """
+import pace
+
+def main(run):
+    if run.begins():
+        pace.bump()
+        pace.rate *= 0.5
+        run.saves()
+    run.uses(pace.scale * pace.rate)
+"""
+
+
+def test_globals_that_are_used_through_their_module_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "pace.py").write_text(PACE)
+    (tmp_path / "with_pace.py").write_text(WITH_PACE)
+    monkeypatch.syspath_prepend(tmp_path)
+    saved, runs = None, []
+    for _ in range(2):
+        for name in ("pace", "with_pace"):
+            sys.modules.pop(name, None)
+        variables_module._modules_from.cache_clear()
+        runs.append(Run(saved))
+        importlib.import_module("with_pace").main(runs[-1])
+        saved = runs[-1].saved
+    assert sorted(runs[1].lost) == ["`rate` of pace.py", "`scale` of pace.py"]
 
 
 class Refuses(float):
