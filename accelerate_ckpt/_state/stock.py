@@ -11,7 +11,7 @@ import os
 import pickle
 import re
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -174,7 +174,7 @@ class StockCheckpoint:
         for index in self._models():
             safe, pickled = _model_files(index)
             name = safe if safe in self._names else pickled
-            shapes = dict(_shapes_in(self._path(name))) if name == safe else _shapes_of(self._read(name))
+            shapes = shapes_in(self._path(name)) if name == safe else _shapes_of(self._read(name))
             check_weights(self._accelerator._models[index], shapes, strict=strict, path=self._path(name))
 
     def _read(self, name: str, *, keep: bool = False) -> Any:
@@ -228,11 +228,11 @@ def _check_archive(path: str) -> bool:
     return True
 
 
-def _shapes_in(path: str) -> Iterator[tuple[str, tuple[int, ...]]]:
+def shapes_in(path: str) -> dict[str, tuple[int, ...] | None]:
+    """Return the shapes of the tensors in a safetensors file, whose length is compared with its header."""
     try:
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - it is no mapping
-                yield name, tuple(file.get_slice(name).get_shape())
+            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
     except (OSError, SafetensorError) as error:
         raise _damaged(path, error) from error
 

@@ -41,7 +41,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import transformers
-from safetensors import SafetensorError, safe_open
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -56,11 +55,11 @@ from accelerate_ckpt._state.parts import FORMAT, load_model
 from accelerate_ckpt._state.preemption import failures_of_trackers_logged
 from accelerate_ckpt._state.resume import AutoResume
 from accelerate_ckpt._state.session import SavesAlone, Session, session_of
-from accelerate_ckpt._state.stock import refuse_damaged_ours
+from accelerate_ckpt._state.stock import refuse_damaged_ours, shapes_in
 from accelerate_ckpt.config import OptionError
 from accelerate_ckpt.integrations.stock_trainer import StockCheckpointNotice
 from ckpt_core import Catalog, verify
-from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointFormatError, StateMismatchError
+from ckpt_core.errors import CheckpointError, CheckpointFormatError, StateMismatchError
 from ckpt_core.state.kinds import indexed
 from ckpt_core.state.rng import RngState
 
@@ -600,14 +599,6 @@ def _newest_usable(session: Session, folder: str, auto: AutoResume | None) -> st
     return newest_usable(session, folder, found, lambda path: _verify(session, path), auto)
 
 
-def _check_weights(path: str) -> None:
-    try:
-        with safe_open(path, "pt") as file:  # which compares the file's length with its header
-            file.keys()
-    except (SafetensorError, OSError) as error:
-        raise CheckpointCorruptedError(f"it is truncated: {error}", path=path) from error
-
-
 def _verify(session: Session, path: str) -> None:
     if session.checkpointer.exists(path):
         with session.checkpointer.load(path) as checkpoint:
@@ -619,7 +610,7 @@ def _verify(session: Session, path: str) -> None:
         if name.endswith(_TORCH_FILES):
             verify(os.path.join(path, name))
         elif name.endswith(".safetensors"):
-            _check_weights(os.path.join(path, name))
+            shapes_in(os.path.join(path, name))
     try:  # it writes this file last
         with open(os.path.join(path, _STATE_FILE), encoding="utf-8") as file:
             json.load(file)
