@@ -16,7 +16,7 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 import torchmetrics
-from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.callbacks import BaseFinetuning, Checkpoint
 from lightning.pytorch.loggers import Logger
 from torch.utils.data import DataLoader
 
@@ -142,6 +142,17 @@ class Model(pl.LightningModule):
         period = self.trainer.estimated_stepping_batches if self.options.get("estimated") else 5
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, max(1, int(min(period, 5))), 0.9)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Thaws(BaseFinetuning):
+    """Trains ``other`` from the second epoch on."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.other)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.other, optimizer)
 
 
 class MemoryLogger(Logger):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,13 @@ class Runs(ScriptServer):
                 pytest.fail(f"{name}: rank {rank} of {ranks}: {result['raised']}\n{log}")
             found.append(result)
         return found
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
+    started = Runs(tmp_path_factory.mktemp("runs"))
+    yield started
+    started.close()
 
 
 def parts_at(path: Path) -> dict[str, Any]:

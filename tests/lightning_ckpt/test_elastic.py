@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,6 @@ import pytest
 from tests.lightning_ckpt.sharded_runs import Runs
 
 HERE = 64  # samples of an epoch
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    started = Runs(tmp_path_factory.mktemp("runs"))
-    yield started
-    started.close()
 
 
 def used(results: list[Any], first: int = 0, last: int | None = None) -> collections.Counter[int]:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging
+from lightning.pytorch.callbacks import Callback, StochasticWeightAveraging
 from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricTracker, MinMaxMetric, RunningMean, SumMetric
 
 from tests.lightning_ckpt.captured import END, Training, train_and_resume
-from tests.lightning_ckpt.exact_cases import Model
+from tests.lightning_ckpt.exact_cases import Model, Thaws
 from tests.support.data_sets import Samples
 
 pytestmark = [
@@ -147,15 +147,6 @@ class ScalesTheLoss(Callback):
 class Scaled(Model):
     def loss(self, batch: Any) -> torch.Tensor:
         return super().loss(batch) * self.scale
-
-
-class Thaws(BaseFinetuning):
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.other)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.other, optimizer)
 
 
 class FineTuned(Model):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,6 @@ from tests.support.damage import flip_bit
 KINDS = ("ddp", "mp", "fsdp")
 EVERY = {"every_n_train_steps": 3, "save_top_k": -1, "save_last": True}
 LAST_BEFORE_9 = 8 if SAVES_LAST_AT_EPOCH_END else 6  # an epoch has 8 steps
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
-    started = Runs(tmp_path_factory.mktemp("runs"))
-    yield started
-    started.close()
 
 
 def tail(results: list[Any], since: int) -> list[Any]:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
-    BaseFinetuning,
     Callback,
     DeviceStatsMonitor,
     EarlyStopping,
@@ -26,7 +25,7 @@ from lightning.pytorch.callbacks import (
 
 from lightning_ckpt import ResumableCheckpoint
 from tests.lightning_ckpt.captured import BATCHES, END, MIDDLE, Training, train_and_resume
-from tests.lightning_ckpt.exact_cases import RELEASE, MemoryLogger, Model
+from tests.lightning_ckpt.exact_cases import RELEASE, MemoryLogger, Model, Thaws
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning:lightning"),
@@ -347,15 +346,6 @@ class Holds(Remembers):
 class SetsEachEpoch(Callback):
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         self.weight = min(1.0, trainer.current_epoch / 2)
-
-
-class Thaws(BaseFinetuning):
-    def freeze_before_training(self, pl_module: Any) -> None:
-        self.freeze(pl_module.other)
-
-    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(pl_module.other, optimizer)
 
 
 class MyBar(TQDMProgressBar):
