@@ -22,6 +22,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from ckpt_core.option_checks import check_deadline, check_options, check_preemption, check_signals
 from ckpt_core.paths import StrPath
 from ckpt_core.ranks import Meeting, RankGroup
+from ckpt_core.threads import Latch
 
 __all__ = ["EXIT_NOTICE", "End", "EndWatch", "Notices", "Preemption", "SignalNotes", "exit_status"]
 
@@ -107,7 +108,7 @@ class Notices:
 
     def __init__(self, preemption: Preemption, ask: Callable[[str], None]) -> None:
         self._preemption, self._ask = preemption, ask
-        self._closed = threading.Event()
+        self._closed = Latch()
         if preemption.ends_at is not None or preemption.notice is not None:
             threading.Thread(target=self._watch, name="ckpt-notices", daemon=True).start()
 

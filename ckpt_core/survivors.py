@@ -39,6 +39,7 @@ from ckpt_core._process_groups import abort_process_groups
 from ckpt_core.recorder import record_path
 from ckpt_core.state.fast_pickle import note_of, read_note
 from ckpt_core.storage import is_remote
+from ckpt_core.threads import Latch
 
 __all__ = [
     "EVERYTHING",
@@ -272,7 +273,7 @@ class Survivors:
         self._rank, self._session, self._wait_seconds = rank, session, wait_seconds
         self._paths: list[str] = []
         self._mark = xxhash.xxh3_64_digest(session.encode())
-        self._ended = threading.Event()
+        self._ended = Latch()
         self._descriptor: int | None = None
         self.last = 0
         self._has_left = False

@@ -29,6 +29,7 @@ from ckpt_core import at_exit
 from ckpt_core.errors import CheckpointError
 from ckpt_core.storage.base import Claim, FileInfo
 from ckpt_core.storage.claims import claim_on
+from ckpt_core.threads import Latch
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +91,8 @@ class Lease(Claim):
         self._path = f"{directory.rstrip('/')}/{LEASE_PREFIX}{uuid.uuid4().hex}"
         self._others: dict[str, _Other] = {}
         self._is_first = False
-        self._is_known = threading.Event()  # whether others live
-        self._is_released = threading.Event()
+        self._is_known = Latch()  # whether others live
+        self._is_released = Latch()
         self._written_at = -float("inf")  # by time.monotonic()
         self._written_at_store = 0.0  # by the clock of the store
         self._lock = threading.RLock()  # a signal handler that saves may interrupt a save

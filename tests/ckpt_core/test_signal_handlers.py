@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import signal
 import threading
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,10 @@ import torch
 
 from ckpt_core import Checkpointer, CheckpointNotFoundError, DirectoryCheckpointer, Kind, Part, verify
 from ckpt_core.commit_time import commit_time, note_commit, seconds_behind
+from ckpt_core.preemption import Notices, Preemption
 from ckpt_core.storage import FileWriter, LocalStorage
+from ckpt_core.storage.lease import Lease
+from ckpt_core.survivors import Survivors
 from tests.support.interrupting import at_every_moment
 
 
@@ -65,6 +69,57 @@ def test_a_handler_saves_at_any_moment(act: str, tmp_path: Path) -> None:
     with DirectoryCheckpointer().load(tmp_path / "foreground") as checkpoint:
         assert checkpoint.load("model")["w"][0] == len(saved) - 1
     assert not [path.name for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+class NoObjects:
+    """A store without leases of others, for a lease's thread."""
+
+    def put(self, path: str, data: bytes) -> None: ...
+    def get(self, path: str) -> None: ...
+    def delete(self, path: str) -> None: ...
+    def hidden_objects(self, directory: str, prefix: str) -> list[Any]:
+        return []
+
+    def remove_abandoned(self, directory: str) -> list[str]:
+        return []
+
+
+def lease() -> Lease:
+    made = Lease(NoObjects(), f"s3://bucket/{uuid.uuid4()}")
+    made.renew()
+    return made
+
+
+WAITS: dict[str, tuple[Callable[[Path], Any], Callable[[Any], object]]] = {
+    "notices": (
+        lambda directory: Notices(Preemption(signals=(), notice=directory / "never", look_every=3600), print),
+        lambda notices: notices.close(),
+    ),
+    "survivors": (lambda directory: Survivors(str(directory), 0, 1, "run"), lambda survivors: survivors.close()),
+    "lease that is known": (lambda _: lease(), lambda lease: lease.is_alone()),
+    "lease that is released": (lambda _: lease(), lambda lease: lease.release(wait=False)),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+@pytest.mark.timeout(60)
+def test_a_handler_does_what_it_interrupts(name: str, tmp_path: Path) -> None:
+    make, act = WAITS[name]
+    done: list[None] = []
+    made: list[Any] = []
+
+    def handler() -> None:
+        act(made[-1])
+        done.append(None)
+
+    for run in at_every_moment(("/threading.py", "ckpt_core/threads.py"), handler, opcodes=False):
+        made.append(make(tmp_path))
+        run(lambda: act(made[-1]))
+        if isinstance(made[-1], Lease):
+            made[-1].release()
+    assert done
+    for each in made:
+        act(each)
 
 
 @pytest.mark.timeout(100)
