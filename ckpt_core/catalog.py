@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from ckpt_core._layouts.directory.files import remove_leftovers
+from ckpt_core._layouts.directory.leftovers import remove_leftovers
 from ckpt_core._pipeline.loading import peek, stamp_of, verify
 from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.commit_time import NO_STAMP, Stamp

@@ -1,17 +1,9 @@
-"""The files of a directory checkpoint: found, of the right size and the right save, and their blocks compared.
-
-And what killed saves have left of them on an object store. On a local disk an unfinished directory has a name of its
-own and a lock. On a store, files stand below the final name, and it is the manifest that makes them a checkpoint.
-"""
+"""The files of a directory checkpoint: found, of the right size and the right save, and their blocks compared."""
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 import re
 import threading
-import time
 from collections.abc import Iterator, Sequence
 
 from ckpt_core._layouts.directory.contents import Shard
@@ -19,10 +11,8 @@ from ckpt_core._layouts.directory.manifest import ExtraFile, Manifest
 from ckpt_core._layouts.directory.safetensors_file import DIGEST_BYTES
 from ckpt_core.digest import digest, digest_of_parts
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
-from ckpt_core.storage.base import LARGEST_WHOLE, MANIFEST_NAME, CountingReader, FileInfo, FileReader, Storage
+from ckpt_core.storage.base import LARGEST_WHOLE, CountingReader, FileReader, Storage
 from ckpt_core.threads import run_parallel
-
-logger = logging.getLogger(__name__)
 
 _REMEDY = "resume from another checkpoint; this one cannot be repaired"
 _MOST_OPEN = 64  # files: the system's limit is for all that a process has open
@@ -191,67 +181,3 @@ class Files:
 
 def _corrupted(message: str, path: str, key: str | None = None) -> CheckpointCorruptedError:
     return CheckpointCorruptedError(message, path=path, key=key, remedy=_REMEDY)
-
-
-# ---- what killed saves have left on an object store ------------------------------------------------------------------
-
-SILENT_SECONDS = 24 * 3600.0  # longer than any save takes between two files
-PROBE_NAME = ".ckpt-preflight"  # what a run writes into a store to see whether it can be deleted
-_DIGESTS = re.compile(r"rank-\d{5}-of-\d{5}(-[0-9A-Za-z-]+)?\.digests")
-_METADATA = b'{"__metadata__":'  # with which a header of ours begins, behind its length
-_LONGEST_METADATA = 512  # bytes
-_LENGTH_BYTES = 8
-
-
-def remove_leftovers(
-    storage: Storage, directory: str, *, silent_seconds: float = SILENT_SECONDS, dry_run: bool = False
-) -> list[str]:
-    """Delete the files of directory checkpoints that were never committed and are not written any more; return where.
-
-    Only files that this package has written, by what is in them, in directories without a manifest to which nothing was
-    added for ``silent_seconds``, by the store's dates and our clock. Everything else stays.
-    """
-    removed = []
-    for file in storage.list(directory):
-        if os.path.basename(file.path) == PROBE_NAME and _is_abandoned([file], silent_seconds):
-            if not dry_run:
-                storage.remove(file.path)
-            removed.append(file.path)
-    for path in storage.subdirectories(directory):
-        files = storage.list(path)
-        if not _is_abandoned(files, silent_seconds):
-            continue
-        ours = [file.path for file in files if _is_ours(storage, file)]
-        # Looked at again, because reading took its time.
-        if ours and not storage.exists(f"{path}/{MANIFEST_NAME}"):
-            for name in [] if dry_run else ours:
-                storage.remove(name)
-            removed.append(path)
-    return removed
-
-
-def _is_abandoned(files: Sequence[FileInfo], silent_seconds: float) -> bool:
-    if any(os.path.basename(file.path) == MANIFEST_NAME or file.modified == 0.0 for file in files):
-        return False
-    return bool(files) and time.time() - max(file.modified for file in files) >= silent_seconds
-
-
-def _is_ours(storage: Storage, file: FileInfo) -> bool:
-    """Return whether this package wrote a file for a checkpoint: models, also exported ones, have such names too."""
-    name = os.path.basename(file.path)
-    if _DIGESTS.fullmatch(name):
-        return True
-    if not name.endswith(".safetensors"):
-        return False
-    end = min(file.size, _LENGTH_BYTES + len(_METADATA) + _LONGEST_METADATA)
-    try:
-        with storage.open(file.path) as reader:
-            header = reader.read(0, end)[_LENGTH_BYTES:]
-        if not header.startswith(_METADATA):
-            return False
-        text = header[len(_METADATA) :].decode("ascii", "replace")
-        metadata, _ = json.JSONDecoder().raw_decode(text)
-    except (CheckpointError, ValueError, RecursionError) as error:
-        logger.info("%s stays, because it could not be read: %s", file.path, error)
-        return False
-    return isinstance(metadata, dict) and {"save", "rank"} <= metadata.keys()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save as safetensors_of
 
 from ckpt_core import Catalog, DirectoryCheckpointer, Kind, Part
-from ckpt_core._layouts.directory import files as leftovers
+from ckpt_core._layouts.directory import leftovers
 from ckpt_core.cli import main
 from ckpt_core.interchange import export_model
 from ckpt_core.storage import storage_for
