@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import os
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from accelerate_ckpt._state.naming import NUMBER, automatic_root, by_number, number_of, numbered
@@ -21,33 +21,39 @@ from ckpt_core.policies import RetentionHistory, RetentionPolicy, SavedCheckpoin
 log = logging.getLogger(__name__)
 
 
-def beyond_total_limit(
-    accelerator: Any,
-    checkpointer: DirectoryCheckpointer,
-    storage_options: dict[str, Any] | None,
-    pending: list[str],
-    is_damaged: Callable[[str], bool],
-) -> list[str] | None:
-    """Return the committed checkpoints that Accelerate's ``total_limit`` gives up; None where it does not apply.
+def remove_unwanted(session: Any, target: str) -> None:
+    """Have the checkpoints deleted that neither the framework's own rule nor the policy wants, on rank 0.
 
-    Those whose save is ``pending`` count, and stay; those for which ``is_damaged`` holds stay and do not count.
+    They go when ``target``, whose save has just begun or is done, is durable.
     """
-    project = accelerator.project_configuration
+    if session.rank or session.rehearsal is not None:
+        return
+    known_as = session.checkpointer.known_as
+    session.passed_over.discard(known_as(target))  # saved again
+    pending = [*session.checkpointer.pending, target]
+    gone = _beyond_total_limit(session, pending) if session.limit is None else session.limit(pending)
+    if session.retention is not None and session.retention.covers(target):
+        given_up = session.retention.surplus(target, pending, session.protected, session.passed_over)
+        by_rule = given_up if gone is None else set(map(known_as, gone))
+        gone = [path for path in given_up if path in by_rule]
+    for path in gone or []:
+        if not session.was_passed_over(path):
+            session.checkpointer.remove(path)
+
+
+def _beyond_total_limit(session: Any, pending: list[str]) -> list[str] | None:
+    """Return the committed checkpoints that Accelerate's ``total_limit`` gives up, the oldest first; None without one.
+
+    Those whose save is ``pending`` count, and stay; damaged ones stay and do not count.
+    """
+    project = session.accelerator.project_configuration
     if not project.automatic_checkpoint_naming or project.total_limit is None:
         return None
-    root = checkpointer.known_as(automatic_root(accelerator))
-    committed = by_number(checkpointer.uploaded_in(root)) | numbered(root, storage_options)
-    committed = {number: path for number, path in committed.items() if not is_damaged(path)}
-    return unwanted(committed, pending, project.total_limit)
-
-
-def unwanted(committed: dict[int, str], pending: list[str], keep: int) -> list[str]:
-    """Return which committed checkpoints to delete, the oldest first, so that the ``keep`` highest numbers stay.
-
-    Those whose save is ``pending`` count, and are not deleted.
-    """
+    root = session.checkpointer.known_as(automatic_root(session.accelerator))
+    committed = by_number(session.checkpointer.uploaded_in(root)) | numbered(root, session.config.storage_options)
+    committed = {number: path for number, path in committed.items() if not session.was_passed_over(path)}
     under_way = {number for path in pending if (number := number_of(path)) is not None}
-    kept = set(sorted(under_way | set(committed), reverse=True)[:keep])
+    kept = set(sorted(under_way | set(committed), reverse=True)[: project.total_limit])
     return [path for number, path in sorted(committed.items()) if number not in kept | under_way]
 
 

@@ -28,6 +28,7 @@ from accelerate_ckpt._state.parts import (
     sharded_parts,
     tensor_sizes,
 )
+from accelerate_ckpt._state.retention import remove_unwanted
 from accelerate_ckpt._state.session import Session
 from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.commit_time import commit_time
@@ -186,7 +187,7 @@ def _save_now(session: Session, agreed: AgreedSave) -> None:
             weights, files = _after_hooks(session, agreed, weights, undo)
         parts = _save_parts(session, agreed, weights, files)
         undo.pop_all()  # the files are the save's now
-    session.remove_unwanted(target)
+    remove_unwanted(session, target)
     if not is_sharded(session.accelerator):
         wait_if_small(session.checkpointer, tensor_sizes(parts))
     if session.config.is_async:

@@ -31,7 +31,7 @@ from accelerate_ckpt._state.memory import MemorySnapshots
 from accelerate_ckpt._state.parts import is_sharded
 from accelerate_ckpt._state.preemption import PreemptionWatch
 from accelerate_ckpt._state.resume import AutoResume, directory_of_run
-from accelerate_ckpt._state.retention import Retention, beyond_total_limit
+from accelerate_ckpt._state.retention import Retention
 from accelerate_ckpt._state.user_attributes import Changes
 from accelerate_ckpt.config import CheckpointConfig, OptionError
 from ckpt_core.directory import DirectoryCheckpointer
@@ -406,31 +406,6 @@ class Session:
     def note_passed_over(self, paths: Iterable[str]) -> None:
         """Note what a look-up has found damaged."""
         self.passed_over |= set(map(self.checkpointer.known_as, paths))
-
-    def remove_unwanted(self, target: str) -> None:
-        """Have the checkpoints deleted that neither the framework's own rule nor the policy wants, on rank 0.
-
-        They go when ``target``, whose save has just begun or is done, is durable.
-        """
-        if self.rank or self.rehearsal is not None:
-            return
-        self.passed_over.discard(self.checkpointer.known_as(target))  # saved again
-        pending = [*self.checkpointer.pending, target]
-        if self.limit is not None:
-            gone = self.limit(pending)
-        else:
-            options = self.config.storage_options
-            gone = beyond_total_limit(self.accelerator, self.checkpointer, options, pending, self.was_passed_over)
-        if self.retention is not None and self.retention.covers(target):
-            given_up = self.retention.surplus(target, pending, self.protected, self.passed_over)
-            gone = (
-                given_up
-                if gone is None
-                else [path for path in given_up if path in set(map(self.checkpointer.known_as, gone))]
-            )
-        for path in gone or []:
-            if not self.was_passed_over(path):
-                self.checkpointer.remove(path)
 
     def tell_trackers(self) -> None:
         """Give the figures of the last saves to the trackers, which must be open still."""
