@@ -101,6 +101,7 @@ _STORE_GLOBAL, _STORE_ATTR = dis.opmap["STORE_GLOBAL"], dis.opmap["STORE_ATTR"]
 _NO_STATE = re.compile(r"cache|memo(?!r)", re.IGNORECASE)
 _VARIABLES, _VALUES, _OF_WEIGHTS, _NAMED, _DEPTH, _MODULES, _SOURCE = 256, 64, 8, 5, 5, 64, 1 << 20
 _LONGEST = 80  # characters of a key
+_DEF = "'def "  # what the mark of a function or class begins with
 _LARGE_CACHE = 4096  # results; of a bounded one, all are asked for
 _MOST_GLOBAL = 256  # values in globals and classes: a look at more would take longer than a save
 
@@ -108,6 +109,7 @@ _MOST_GLOBAL = 256  # values in globals and classes: a look at more would take l
 # that may begin again; it is a value, of which the source must tell.
 _WEIGHTS, _STAYS, _PLACE, _VALUE = "weights", "stays", "place", "value"
 _CACHE = "cache"  # of a function, which is lost if it is computed again and comes to something else
+_CODE = "code"  # a function or class, which may be replaced by another one
 
 
 class Watched(NamedTuple):
@@ -256,6 +258,8 @@ class Variables:
         self._compare_caches(found)
         for key, now in found.items():
             first = self._first.get(key)
+            if now.kind == _CODE and not (first or "").startswith(_DEF):
+                continue  # made when it was needed
             if first is not None and first != now.mark and now.is_live:
                 touched = self._of_pass.get(key) != now.mark
                 in_place = isinstance(now.value, _CONTAINERS) and self._ids.get(key) == id(now.value)
@@ -303,7 +307,7 @@ class Variables:
             for key, noted in self._saved["values"].items()
             if key in found and self._is_as_new(found[key], noted, key)
         ]
-        has_values = any(held.kind == _VALUE for _, held, _ in lost)
+        has_values = any(held.kind in (_VALUE, _CODE) for _, held, _ in lost)
         source = _source_of([held for _, held, _ in lost], self._watched()) if has_values else None
         missed = [one for one in lost if one[1].is_live and self._is_missed(*one, source)]
         # a variable of a function is a part of those that are defined in it, too
@@ -338,8 +342,8 @@ class Variables:
         if kind in (_WEIGHTS, _STAYS):
             return True
         names = [] if source is None else source.names_of(now.path, now.code)
-        if kind == _VALUE and source is not None:
-            if not _is_used(source, names[-1], now.value):
+        if kind in (_VALUE, _CODE) and source is not None:
+            if kind == _VALUE and not _is_used(source, names[-1], now.value):
                 return False
             is_variable = now.frame is not None and not now.is_elsewhere and "." not in now.path
             if not (is_variable or in_place or self._saved.get("ends") or source.keeps(names[-1], now.value)):
@@ -365,7 +369,7 @@ class Variables:
             place = getattr(source, "__name__", type(source).__name__)
             for name, value in _children_of(source):
                 for path, what, one, of, told_by in look.into(name, value):
-                    if CELL in path:
+                    if CELL in path or (what == _CODE and path == name):
                         found[f"`{_shown(path)}` of {place}"] = _Held(told_by, what, path, None, one, of)
         # what is in several is looked at where it is for the longest time
         objects = [
@@ -473,6 +477,8 @@ class _Look:
         if not is_small and not isinstance(value, type) and is_plain(value):
             yield path, _VALUE, value, owner
             return
+        if isinstance(value, (type, types.FunctionType)):
+            yield path, _CODE, _code_in_words(value), owner
         if id(value) in self._seen or depth == 0 or isinstance(value, (type, types.ModuleType)):
             return
         self._seen.add(id(value))
@@ -523,7 +529,12 @@ class _Look:
 
 
 def _of_model(model: torch.nn.Module) -> Iterator[tuple[type, list[tuple[str, Any]]]]:
-    """Yield the attributes of modules whose classes are the user's and say nothing of a state, and all hooks."""
+    """Yield the attributes of modules whose classes are the user's and say nothing of a state, and all hooks.
+
+    Also yield the classes of all modules: one without weights may be replaced by another, which no state tells.
+    """
+    kinds = [type(module).__qualname__.removeprefix("Lazy") for module in model.modules()]
+    yield type(model), [("classes of its modules", " ".join(kinds))]
     for name, module in model.named_modules():
         kind, found = type(module), []
         if not is_library(kind) and kind.get_extra_state is torch.nn.Module.get_extra_state:
@@ -551,6 +562,11 @@ def _kept_in(value: Any) -> Any:
         return list(inner[:_VALUES]) if isinstance(inner, ctypes.Array) else inner.value
     keeps = _KEEPS.get(type(value))
     return value if keeps is None else keeps(value)
+
+
+def _code_in_words(value: Any) -> str:
+    line = value.__code__.co_firstlineno if isinstance(value, types.FunctionType) else 0
+    return f"def {value.__module__}.{value.__qualname__}:{line}"
 
 
 def _own_attributes(value: Any) -> list[tuple[str, Any]]:

@@ -104,9 +104,9 @@ class Source:
             key = f"{names[-1]}[{part}]"
             if part.startswith(CELL):  # the name of the function that it is a variable of is not known
                 end = part.replace(CELL, ":")
-                names.append(
-                    min((n for n in self._reader.stored if n.count(":") == 2 and n.endswith(end)), default=part)
-                )
+                alike = sorted(n for n in self._reader.stored if n.count(":") == 2 and n.endswith(end))
+                # others set one of that name anew in each step, which this would not have come out of
+                names.append(next((n for n in alike if self.keeps(n, 0.0)), alike[0] if alike else part))
             else:
                 names.append(key if key in self._reader.stored else f".{part}")
         while len(names) > 1 and self._is_readable and names[-1] not in self._reader.stored:

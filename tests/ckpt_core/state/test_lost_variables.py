@@ -37,13 +37,14 @@ class Run:
     """One start of a script: the first notes what changes, the second begins without it."""
 
     def __init__(self, saved: Any = None, owners: tuple[object, ...] = ()) -> None:
-        self.model = torch.nn.Linear(2, 2)
+        self.model: Any = torch.nn.Linear(2, 2)
         self.lost: list[str] = []
         self.saved: Any = None
         self.mean: Any = None
         self.owners = owners
+        self.data: tuple[object, ...] = ()
         self.is_second = saved is not None
-        self.variables = Variables(lambda: Watched([self.model], [self], self.owners), self.lost.extend)
+        self.variables = Variables(lambda: Watched([self.model], [self], self.owners, self.data), self.lost.extend)
         if saved is not None:
             self.variables.resume(saved)
 
@@ -263,6 +264,81 @@ def in_a_number_of_a_library(run: Run) -> None:
     run.uses(rate)
 
 
+def slowing() -> Callable[[torch.Tensor], torch.Tensor]:
+    n = 0
+
+    def slow(gradient: torch.Tensor) -> torch.Tensor:
+        nonlocal n
+        n += 1
+        return gradient / n
+
+    return slow
+
+
+def in_a_hook_beside_a_variable_of_that_name(run: Run) -> None:
+    run.model.weight.register_hook(slowing())
+    for n in range(run.begins()):
+        run.model(torch.full((1, 2), float(n))).sum().backward()
+        run.saves()
+
+
+def weak(value: float) -> float:
+    return value
+
+
+def strong(value: float) -> float:
+    return 3 * value
+
+
+def in_a_function_that_is_replaced(run: Run) -> None:
+    scale = weak
+    if run.begins():
+        scale = strong
+        run.saves()
+    run.uses(scale(2.0))
+
+
+class Transformed:
+    """A data set."""
+
+    def __init__(self) -> None:
+        self.transform = weak
+
+
+def in_a_transform(run: Run) -> None:
+    data = Transformed()
+    run.data = (data,)
+    if run.begins():
+        data.transform = strong
+        run.saves()
+    run.uses(data.transform(2.0))
+
+
+def in_a_layer_without_weights(run: Run) -> None:
+    run.model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
+    if run.begins():
+        run.model[1] = torch.nn.GELU()
+        run.saves()
+
+
+def what_is_made_when_it_is_needed(run: Run) -> None:
+    run.model = torch.nn.LazyLinear(2)
+    scale = None
+    if run.begins():
+        scale = strong
+        run.model(torch.ones(2))
+        run.saves()
+    run.uses(scale)
+
+
+def what_each_step_chooses(run: Run) -> None:
+    chosen = types.SimpleNamespace(scale_of_step=weak)
+    for step in range(run.begins()):
+        chosen.scale_of_step = strong if step == 0 else weak
+        run.saves()
+    run.uses(chosen.scale_of_step(2.0))
+
+
 def what_each_step_makes(run: Run) -> None:
     noted = {"pace": 1.0}
     for _ in range(run.begins()):
@@ -331,7 +407,13 @@ def _begin_anew() -> None:
         (in_a_callback, "`look.best` of Calls"),
         *((script, "`kept") for script in OF_LIBRARIES.values()),
         (in_a_number_of_a_library, "`rate` of in_a_number_of_a_library() in"),
+        (in_a_hook_beside_a_variable_of_that_name, "`hook0.n` of Linear"),
+        (in_a_function_that_is_replaced, "`scale` of in_a_function_that_is_replaced() in"),
+        (in_a_transform, "`transform` of Transformed"),
+        (in_a_layer_without_weights, "`classes of its modules` of Sequential"),
         (in_an_object_that_is_set_elsewhere, "`held.pace` of in_an_object_that_is_set_elsewhere() in"),
+        (what_is_made_when_it_is_needed, None),
+        (what_each_step_chooses, None),
         (what_each_step_makes, None),
         (what_each_step_sets, None),
         (what_is_a_memo, None),
