@@ -6,21 +6,16 @@ import atexit
 import dataclasses
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from ckpt_core.checkpointer import OPTION_CHECKS, CheckpointerBase
+from ckpt_core.checkpointer import OPTION_CHECKS
 from ckpt_core.events import Event, EventLog, Listener, rank_of_process
 from ckpt_core.option_checks import check_max_host_bytes, check_options, check_path, or_none
 from ckpt_core.paths import StrPath
 from ckpt_core.preflight import Preflight
 from ckpt_core.report import page_beside, try_to_write
 from ckpt_core.tiers import Tiers
-
-# Durable in some milliseconds: waiting for it is cheap, and readers of the directory between two saves, such
-# as Lightning's ModelCheckpoint when it picks a name that is not taken, find what they expect.
-SMALL_STATE_BYTES = 256 * 1024
-LONGEST_WAIT_FOR_SMALL_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -145,17 +140,3 @@ class _Page:
         if self._is_due and os.getpid() == self._process:
             self._is_due = False
             try_to_write(self._log, self._target)
-
-
-def wait_if_small(checkpointer: CheckpointerBase, sizes: Iterable[int]) -> None:
-    """Wait until a small state that was saved in the background is durable, unless the storage is slow.
-
-    ``sizes``, the bytes of its tensors, are looked at until they are too many.
-    """
-    total = 0
-    for size in sizes:
-        total += size
-        if total > SMALL_STATE_BYTES:
-            return
-    if total <= SMALL_STATE_BYTES:
-        checkpointer.drain(timeout=LONGEST_WAIT_FOR_SMALL_SECONDS)

@@ -11,8 +11,9 @@ from typing import Any, Literal
 from ckpt_core import Checkpointer
 from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, StorageError
 from ckpt_core.events import Listener
-from ckpt_core.options import CheckpointerOptions, wait_if_small
+from ckpt_core.options import CheckpointerOptions
 from ckpt_core.paths import StrPath
+from ckpt_core.small_states import wait_if_small
 from ckpt_core.tiers import MemoryTier
 from lightning_ckpt._plugin_base import ReliableCheckpointIO, load_other_layout
 from lightning_ckpt._preemption import watch_boundaries

@@ -22,7 +22,7 @@ LAYERS = (
     {"rehearsal"},
     {"interchange"},
     {"listeners"},
-    {"options", "gpu_check"},
+    {"options", "small_states", "gpu_check"},
     {"report"},
     {"checkpointer", "directory", "separate"},
     {"policies"},

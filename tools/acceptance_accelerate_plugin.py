@@ -25,10 +25,10 @@ def pytest_configure() -> None:
 
     from accelerate_ckpt import CheckpointConfig
     from accelerate_ckpt._attach import install
-    from ckpt_core import options
+    from ckpt_core import small_states
 
     if os.environ.get("ACCEPTANCE_NEVER_WAIT"):
-        options.SMALL_STATE_BYTES = -1
+        small_states.SMALL_STATE_BYTES = -1
     install(CheckpointConfig(strategy=strategy))
     for name in ("save_state", "load_state"):
         setattr(Accelerator, name, _counted(name, getattr(Accelerator, name)))

@@ -75,7 +75,7 @@ def _swap(name: str) -> None:
     module_name, class_name = name.split(":")
     ours = getattr(importlib.import_module(module_name), class_name)
     if os.environ.get("ACCEPTANCE_NEVER_WAIT"):
-        importlib.import_module("ckpt_core.options").SMALL_STATE_BYTES = 0
+        importlib.import_module("ckpt_core.small_states").SMALL_STATE_BYTES = 0
     for method in METHODS:
         setattr(ours, method, _counted(method, getattr(ours, method)))
     for module in list(sys.modules.values()):

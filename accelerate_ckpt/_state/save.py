@@ -34,9 +34,9 @@ from ckpt_core.awaited_paths import wait_for_saves
 from ckpt_core.commit_time import commit_time
 from ckpt_core.directory import AddedFiles, Part
 from ckpt_core.errors import CheckpointError, RankFailedError, SerializationError
-from ckpt_core.options import wait_if_small
 from ckpt_core.paths import StrPath, is_remote
 from ckpt_core.ranks import names_of
+from ckpt_core.small_states import wait_if_small
 from ckpt_core.state.ddp import unsaved_hook_states
 from ckpt_core.state.kinds import Kind, saved_buffers
 

@@ -16,7 +16,7 @@ from accelerate.tracking import GeneralTracker
 
 from accelerate_ckpt import CheckpointConfig, _report, attach
 from accelerate_ckpt.config import OptionError
-from ckpt_core import console, options
+from ckpt_core import console, small_states
 from ckpt_core.events import Event
 from ckpt_core.report import interruptions_of, read_events
 from tests.accelerate_ckpt.training import Run
@@ -27,7 +27,7 @@ NAMES = ("bytes", "commit_seconds", "stall_seconds", "stall_seconds_total", "sha
 
 @pytest.fixture(autouse=True)
 def _in_the_background(fresh_accelerate: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "SMALL_STATE_BYTES", 0)
+    monkeypatch.setattr(small_states, "SMALL_STATE_BYTES", 0)
 
 
 def train(folder: Path, *, log: bool = True, resume: bool = False, **settings: Any) -> Any:

@@ -28,7 +28,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 from accelerate_ckpt._state.session import close_sessions, session_of  # noqa: E402
 from accelerate_ckpt.config import OptionError  # noqa: E402
 from accelerate_ckpt.integrations.transformers import ResumableCallback, missing_internals  # noqa: E402
-from ckpt_core import options  # noqa: E402
+from ckpt_core import small_states  # noqa: E402
 from tests.support.damage import flip_bit  # noqa: E402
 
 STEPS_PER_EPOCH = 8
@@ -103,7 +103,7 @@ def trainer_for(
 @pytest.fixture(autouse=True)
 def _fresh(fresh_accelerate: None, monkeypatch: pytest.MonkeyPatch) -> Any:
     # Small states are waited for; these are to be in the background, as large ones are.
-    monkeypatch.setattr(options, "SMALL_STATE_BYTES", 0)
+    monkeypatch.setattr(small_states, "SMALL_STATE_BYTES", 0)
     yield
     close_sessions()
 

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 from accelerate_ckpt._state.session import close_sessions  # noqa: E402
 from accelerate_ckpt.integrations.transformers import ResumableCallback  # noqa: E402
-from ckpt_core import options  # noqa: E402
+from ckpt_core import small_states  # noqa: E402
 
 
 class StopError(Exception):
@@ -30,7 +30,7 @@ class StopAfter(TrainerCallback):
 
 @pytest.fixture(autouse=True)
 def _fresh(fresh_accelerate: None, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(options, "SMALL_STATE_BYTES", 0)
+    monkeypatch.setattr(small_states, "SMALL_STATE_BYTES", 0)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     yield
     close_sessions()

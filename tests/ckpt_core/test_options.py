@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part, options
+from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part, small_states
 from ckpt_core.events import Event
-from ckpt_core.options import CheckpointerOptions, wait_if_small
+from ckpt_core.options import CheckpointerOptions
+from ckpt_core.small_states import wait_if_small
 
 
 @pytest.mark.parametrize("layout", [Checkpointer, DirectoryCheckpointer])
@@ -62,12 +63,12 @@ def test_only_a_small_state_is_waited_for_and_no_more_sizes_are_looked_at_than_n
         def drain(self, *, timeout: float) -> None:
             waited.append(timeout)
 
-    saves, limit = Saves(), options.SMALL_STATE_BYTES
+    saves, limit = Saves(), small_states.SMALL_STATE_BYTES
     sizes = iter([limit, 1, 1])
     wait_if_small(saves, sizes)  # type: ignore[arg-type]
     assert waited == [] and list(sizes) == [1]
     wait_if_small(saves, [limit - 1, 1])  # type: ignore[arg-type]
-    assert waited == [options.LONGEST_WAIT_FOR_SMALL_SECONDS]
+    assert waited == [small_states.LONGEST_WAIT_FOR_SMALL_SECONDS]
 
 
 def test_the_page_is_written_when_the_interpreter_ends_if_nobody_has(

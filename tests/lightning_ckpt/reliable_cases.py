@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from ckpt_core.options import SMALL_STATE_BYTES
+from ckpt_core.small_states import SMALL_STATE_BYTES
 from ckpt_core.storage import FileWriter, LocalStorage
 from lightning_ckpt.io import AsyncCheckpointIO
 

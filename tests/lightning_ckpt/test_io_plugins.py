@@ -15,7 +15,7 @@ import torch
 
 import ckpt_core.checkpointer as checkpointer_module
 import lightning_ckpt.io as io_module
-from ckpt_core import CheckpointNotFoundError, StorageError, awaited_paths, options, verify
+from ckpt_core import CheckpointNotFoundError, StorageError, awaited_paths, small_states, verify
 from ckpt_core.storage import FileWriter, LocalStorage
 from lightning_ckpt import AsyncCheckpointIO, SyncCheckpointIO
 
@@ -71,7 +71,7 @@ def trainer_of(pl: Any, plugin: Any, folder: Path, **options: Any) -> Any:
 @pytest.fixture
 def everything_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small states are waited for; here all are written in the background."""
-    monkeypatch.setattr(options, "SMALL_STATE_BYTES", -1)
+    monkeypatch.setattr(small_states, "SMALL_STATE_BYTES", -1)
 
 
 class Gate:

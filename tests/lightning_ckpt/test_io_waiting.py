@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import ckpt_core.checkpointer as checkpointer_module
-from ckpt_core import options
+from ckpt_core import small_states
 from ckpt_core.errors import CheckpointNotFoundError, StorageError
 from ckpt_core.storage import FileWriter, LocalStorage
 from lightning_ckpt import AsyncCheckpointIO, SyncCheckpointIO
@@ -44,7 +44,7 @@ def trainer_state(*, ready: int, completed: int, numbers: int) -> dict[str, Any]
     return {"loops": {"fit_loop": {"epoch_progress": {"current": epochs}}}, "weight": torch.zeros(numbers)}
 
 
-LARGE = options.SMALL_STATE_BYTES  # as a count of float32: four times the limit
+LARGE = small_states.SMALL_STATE_BYTES  # as a count of float32: four times the limit
 
 
 def test_a_large_state_is_written_behind_a_running_epoch(
@@ -95,11 +95,11 @@ def test_a_small_state_is_waited_for_but_not_for_ever(
     gate: threading.Event, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plugin = AsyncCheckpointIO(max_pending=2)
-    monkeypatch.setattr(options, "LONGEST_WAIT_FOR_SMALL_SECONDS", 0.05)
+    monkeypatch.setattr(small_states, "LONGEST_WAIT_FOR_SMALL_SECONDS", 0.05)
     plugin.save_checkpoint(trainer_state(ready=2, completed=1, numbers=1), tmp_path / "slow.ckpt")
     assert plugin.checkpointer.pending == (str(tmp_path / "slow.ckpt"),)
     gate.set()
-    monkeypatch.setattr(options, "LONGEST_WAIT_FOR_SMALL_SECONDS", SECONDS)
+    monkeypatch.setattr(small_states, "LONGEST_WAIT_FOR_SMALL_SECONDS", SECONDS)
     plugin.save_checkpoint(trainer_state(ready=2, completed=1, numbers=1), tmp_path / "a.ckpt")
     assert plugin.checkpointer.pending == ()
     assert (tmp_path / "a.ckpt").exists()

@@ -15,7 +15,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import MLFlowLogger, WandbLogger
 
 from ckpt_core import checkpointer as checkpointer_module
-from ckpt_core import options
+from ckpt_core import small_states
 from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint
 from tests.lightning_ckpt.test_observers import SlowStorage
 
@@ -24,7 +24,7 @@ STEPS = (2, 4, 6)
 
 @pytest.fixture(autouse=True)
 def _in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(options, "SMALL_STATE_BYTES", 0)
+    monkeypatch.setattr(small_states, "SMALL_STATE_BYTES", 0)
     monkeypatch.setattr(checkpointer_module, "storage_for", lambda *_: SlowStorage())
 
 
