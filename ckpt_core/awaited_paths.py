@@ -82,29 +82,28 @@ _real: dict[str, str] = {}  # directories and where they are, until links may ha
 _thread = threading.local()
 
 
-def expect(path: str, ended: Latch) -> Callable[[], None]:
-    """Let whoever touches a local path from now on wait until ``ended`` is set; returned is what to call then."""
+def expect(path: str, ended: Latch) -> None:
+    """Let whoever touches a local path from now on wait until ``ended`` is set, when :func:`forget` is to be called."""
     _install()
     _real.clear()
-    return _add(_Expected(path, ended), _expected)
+    _expected.append(_Expected(path, ended))
 
 
-def note(path: str, ended: Latch, can_end: Callable[[], bool]) -> Callable[[], None]:
-    """Let :func:`wait_for_saves` wait for a local path or URL until ``ended`` is set; returned is what to call then.
+def note(path: str, ended: Latch, can_end: Callable[[], bool]) -> None:
+    """Let :func:`wait_for_saves` wait for a local path or URL until ``ended`` is set; then call :func:`forget`.
 
     It does not wait where ``can_end`` says no: in a signal handler that has interrupted the save.
     """
-    return _add(_Expected(path, ended, can_end), _saves)
+    _saves.append(_Expected(path, ended, can_end))
 
 
-def _add(item: _Expected, items: list[_Expected]) -> Callable[[], None]:
-    items.append(item)
-
-    def forget() -> None:
-        with contextlib.suppress(ValueError):  # in a forked process
-            items.remove(item)
-
-    return forget
+def forget(ended: Latch) -> None:
+    """Let nobody wait any more for what was to set ``ended``."""
+    for items in (_expected, _saves):
+        for item in tuple(items):
+            if item.ended is ended:
+                with contextlib.suppress(ValueError):  # done by two threads
+                    items.remove(item)
 
 
 def wait_for_saves(path: str) -> None:

@@ -66,6 +66,24 @@ def wait_through(event: Latch) -> None:
         raise interruption
 
 
+def do_through(act: Callable[..., None], *arguments: object) -> None:
+    """Call ``act``, again where a signal handler ends it (Ctrl-C), and only then raise what that has raised.
+
+    For what must be done whatever happens; doing it twice is doing it once.
+    """
+    interruption: BaseException | None = None
+    while True:
+        try:
+            act(*arguments)
+            break
+        except Exception:
+            raise
+        except BaseException as error:  # noqa: BLE001 - raised below
+            interruption = error
+    if interruption is not None:
+        raise interruption
+
+
 def run_parallel(
     work: Callable[[Job], None],
     jobs: Iterable[Job],

@@ -75,7 +75,8 @@ class BackgroundCopy:
         self._progress = threading.Condition()
         self._late_events: Events = {}
         self._is_late_queued = Latch()
-        self._claim = threading.Lock()  # for the thread, or for whoever gives up on it, whichever comes first
+        # For the thread, or for whoever gives up on it, whichever comes first; the latter twice where Ctrl-C ends it.
+        self._claim = threading.RLock()
         self._ended = Latch()
         # What a save holds for its own sake must not stay when it returns, if it is much.
         self._waits_for_early = sum(source.numel() for _, _, source in early if not source.is_cpu) > EARLY_BYTES

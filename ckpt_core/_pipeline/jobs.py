@@ -13,7 +13,7 @@ from typing import Literal
 from ckpt_core import at_exit, awaited_paths
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core.errors import CheckpointError
-from ckpt_core.threads import Latch, call_in_forked_child, wait_through
+from ckpt_core.threads import Latch, call_in_forked_child, do_through, wait_through
 
 logger = logging.getLogger(__name__)
 
@@ -50,27 +50,24 @@ class Job:
         self.error: CheckpointError | None = None
         self.done = Latch()
         self.settled = Latch()
-        self._forget: Callable[[], None] = _nothing
-        self._end_note: Callable[[], None] = _nothing
+        self._is_expected = False
 
     def note(self, can_end: Callable[[], bool]) -> None:
         """Let other checkpointers of this process wait for the job before they load what it is about, if it can end."""
-        self._end_note = awaited_paths.note(self.path, self.settled, can_end)
+        awaited_paths.note(self.path, self.settled, can_end)
 
     def wait_when_touched(self) -> None:
         """Let others in this process who touch the path wait until the job is settled."""
-        if self._forget is _nothing and not self.settled.is_set():
-            self._forget = awaited_paths.expect(self.path, self.settled)
+        if not self._is_expected and not self.settled.is_set():
+            self._is_expected = True
+            awaited_paths.expect(self.path, self.settled)
             if self.settled.is_set():
                 self.settle()
 
     def settle(self) -> None:
         """Declare that the checkpoint is there, or will not be."""
         self.settled.set()
-        forget, self._forget = self._forget, _nothing
-        forget()
-        end_note, self._end_note = self._end_note, _nothing
-        end_note()
+        awaited_paths.forget(self.settled)
 
     def end(self) -> None:
         """Declare that it is over, and let go of what it holds."""
@@ -228,31 +225,35 @@ class JobQueue:
         if not threading.main_thread().is_alive():
             return False
         # Not a daemon: the interpreter waits for the checkpoint before it exits.
+        thread = threading.Thread(target=self._run, name=self._name)
         try:
-            self._thread = thread = threading.Thread(target=self._run, name=self._name)
             thread.start()
-        except BaseException as error:
-            self._thread = None  # should it begin after Ctrl-C, it sees that it is not the one
-            if isinstance(error, RuntimeError):
-                return False
-            raise
+        except RuntimeError:
+            return False
+        self._thread = thread  # one that has started and is not the one, after Ctrl-C, ends
         at_exit.wait_for(thread)
         return True
 
     def run_queued(self) -> None:
         """Do on the calling thread what no thread could be started for."""
-        with self._lock:
-            if self._thread is not None or not self._jobs:
-                return
-            self._thread = threading.current_thread()
+        is_ours = False
         try:
+            with self._lock:
+                if self._thread is not None or not self._jobs:
+                    return
+                is_ours = True
+                self._thread = threading.current_thread()
             interruption = self._run()
             if interruption is not None:
                 raise interruption
         finally:
-            with self._lock:
-                if self._thread is threading.current_thread():  # Ctrl-C
-                    self._thread = None
+            if is_ours:
+                do_through(self._leave)  # Ctrl-C
+
+    def _leave(self) -> None:
+        with self._lock:
+            if self._thread is threading.current_thread():
+                self._thread = None
 
     def _run(self) -> BaseException | None:
         """Do the jobs, and return what a signal handler has raised meanwhile (Ctrl-C), which ends one of them."""
@@ -271,15 +272,20 @@ class JobQueue:
                     self._attempt(job)
                 except BaseException as error:  # whatever a listener or a log handler does: nobody may wait for ever
                     if _is_interruption(error):
-                        interruption = error
+                        interruption = error  # the caller gets it
+                        job.error = job.error or _failed(job, error)
                     else:
                         logger.exception("could not report the failure of the %s of %s", job.what, job.path)
                 finally:
-                    job.settle()
-                    with self._lock:
-                        self._jobs.popleft()
-                        self._running = None
-                    job.end()
+                    do_through(self._end, job)
+
+    def _end(self, job: Job) -> None:
+        job.settle()
+        with self._lock:
+            if job in self._jobs:
+                self._jobs.remove(job)
+            self._running = None
+        job.end()
 
     def _attempt(self, job: Job) -> None:
         try:
@@ -289,12 +295,9 @@ class JobQueue:
         except CheckpointError as error:
             self._record(job, error)
         except BaseException as error:  # a background failure must reach the training thread
-            wrapped = CheckpointError(f"the {job.what} failed: {type(error).__name__}: {error}", path=job.path)
-            wrapped.__cause__ = error
             if _is_interruption(error):
-                job.error = wrapped  # the caller gets what was raised
                 raise
-            self._record(job, wrapped)
+            self._record(job, _failed(job, error))
 
     def _record(self, job: Job, error: CheckpointError) -> None:
         raises = job.raises and self._on_error == "raise"
@@ -304,6 +307,12 @@ class JobQueue:
             if raises and self._failed is None:
                 self._failed = job.number, error
         self._report(job, error, logging.ERROR if raises else logging.WARNING)
+
+
+def _failed(job: Job, error: BaseException) -> CheckpointError:
+    wrapped = CheckpointError(f"the {job.what} failed: {type(error).__name__}: {error}", path=job.path)
+    wrapped.__cause__ = error
+    return wrapped
 
 
 def _is_interruption(error: BaseException) -> bool:

@@ -33,7 +33,7 @@ from ckpt_core.events import (
     notify,
 )
 from ckpt_core.preflight import RefusedKeys
-from ckpt_core.threads import Latch, call_in_forked_child
+from ckpt_core.threads import Latch, call_in_forked_child, do_through
 
 logger = logging.getLogger(__name__)
 
@@ -212,11 +212,9 @@ class Pipeline:
             if snapshot.not_copied is None:
                 self._report_taken(save.path, size, started, waited, snapshot.seconds_without_memory)
             snapshot.seal()
-        except (
-            BaseException
-        ) as error:  # Ctrl-C too: other ranks must not wait for this one, nor the next save for memory
-            snapshot.give_up(error)
-            self._leave(place)  # it may not be in the queue
+        except BaseException as error:
+            # Ctrl-C too: other ranks must not wait for this one, nor the next save for memory.
+            do_through(self._give_up, snapshot, place, error)
             if snapshot.not_copied is not None:  # live tensors are being written, which the caller may change
                 self.queue.run_queued()
                 self.queue.wait_through(save.path)
@@ -226,7 +224,7 @@ class Pipeline:
             raise
         finally:
             if not runs:
-                self.queue.run_queued()
+                do_through(self.queue.run_queued)
         if snapshot.not_copied is not None:
             try:
                 self._warn_of_memory(snapshot.not_copied)
@@ -235,6 +233,10 @@ class Pipeline:
                 self.queue.wait_through(save.path)
             self._report_taken(save.path, size, started, waited)
         return size
+
+    def _give_up(self, snapshot: Snapshot, place: Latch, error: BaseException) -> None:
+        snapshot.give_up(error)
+        self._leave(place)  # it may not be in the queue
 
     def _take(self, place: Latch) -> None:
         while True:

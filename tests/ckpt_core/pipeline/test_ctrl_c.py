@@ -13,36 +13,54 @@ import pytest
 import torch
 
 from ckpt_core import Checkpointer, awaited_paths, verify
+from ckpt_core._pipeline.jobs import Job, JobQueue
 from tests.support.interrupting import at_every_moment
 
 FILES = {
     "sync": ("storage/local.py", "_pipeline/writer.py", "_pipeline/save.py", "_pipeline/file_save.py"),
     "async": ("_pipeline/save.py", "_pipeline/jobs.py", "_pipeline/buffer_pool.py", "_pipeline/staging.py"),
+    "twice": ("_pipeline/save.py", "_pipeline/jobs.py", "_pipeline/staging.py", "ckpt_core/threads.py"),
 }
+# Signals are not handled between the last line of a block and the end of its lock, nor at the head of a block, where
+# lines are seen, too. ``do_through`` and its first lines: nothing can be done about a signal there right after another.
+UNREAL = ("with ", "try:")
+UNREAL_TWICE = (*UNREAL, "except", "do_through(", "interruption: BaseException", "while True:")
+
+
+class Interrupting:
+    """Ctrl-C while it is pickled."""
+
+    def __reduce__(self) -> Any:
+        raise KeyboardInterrupt
+
+
+def interrupted_line(files: tuple[str, ...]) -> str:
+    frame = sys._getframe()
+    while not frame.f_code.co_filename.endswith(files):
+        assert frame.f_back is not None
+        frame = frame.f_back
+    line = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+    return f"{line} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
 @pytest.mark.parametrize("strategy", FILES)
 def test_ctrl_c_at_any_line_of_a_save(strategy: Any, tmp_path: Path) -> None:
     where = ""
+    state = {"w": torch.ones(3), **({"x": Interrupting()} if strategy == "twice" else {})}
 
     def interrupt() -> None:
         nonlocal where
-        frame = sys._getframe()
-        while not frame.f_code.co_filename.endswith(FILES[strategy]):
-            assert frame.f_back is not None
-            frame = frame.f_back
-        where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        # A signal is not handled between the last line of a block and the end of its lock, nor at a bare ``try``, where lines are seen, too.
-        if not linecache.getline(frame.f_code.co_filename, frame.f_lineno).lstrip().startswith(("with ", "try:")):
+        where = interrupted_line(FILES[strategy])
+        if not where.startswith(UNREAL_TWICE if strategy == "twice" else UNREAL):
             raise KeyboardInterrupt
 
     interrupted = 0
     for number, run in enumerate(at_every_moment(FILES[strategy], interrupt, opcodes=False)):
         directory = tmp_path / str(number)
         directory.mkdir()
-        checkpointer = Checkpointer(strategy=strategy)
+        checkpointer = Checkpointer(strategy="sync" if strategy == "sync" else "async")
         try:
-            run(lambda: checkpointer.save({"w": torch.ones(3)}, directory / "a"))  # noqa: B023
+            run(lambda: checkpointer.save(state, directory / "a"))  # noqa: B023
         except KeyboardInterrupt:
             interrupted += 1
 
@@ -58,3 +76,34 @@ def test_ctrl_c_at_any_line_of_a_save(strategy: Any, tmp_path: Path) -> None:
         assert set(os.listdir(directory)) <= {"a", "b"}, where
         assert not awaited_paths._saves, where
     assert interrupted > 50
+
+
+def test_ctrl_c_at_any_line_lets_no_job_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")  # as with ulimit -u
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    line = ""
+
+    def interrupt() -> None:
+        nonlocal line
+        line = interrupted_line(("_pipeline/jobs.py",))
+        if not line.startswith(UNREAL_TWICE):
+            raise KeyboardInterrupt
+
+    interrupted = 0
+    for run in at_every_moment(("_pipeline/jobs.py",), interrupt, opcodes=False):
+        queue, done = JobQueue("ckpt-writer", on_error="warn", report=lambda *_: None), list[str]()
+        first = Job("first", lambda: done.append("first"), "save")  # noqa: B023
+        second = Job("second", lambda: done.append("second"), "save")  # noqa: B023
+        queue.submit(first)
+        try:
+            run(queue.run_queued)
+        except KeyboardInterrupt:
+            interrupted += 1
+        queue.submit(second)
+        queue.run_queued()
+        assert done == ["first", "second"] or (done == ["second"] and first.error is not None), line
+        assert queue.jobs() == [], line
+        assert first.done.is_set(), line
+    assert interrupted > 10
