@@ -89,14 +89,17 @@ def _lines(part: str, entries: list[tuple[str, str, str]], most: int | None) -> 
 
 
 def _leaves(path: str, options: Options) -> dict[str, Any]:
-    from ckpt_core.interchange import load_whole
+    from ckpt_core.checkpointer import full_path
+    from ckpt_core.interchange.converting import beside_parts, load_whole
     from ckpt_core.tree import leaves
 
     found = find(path, options.storage_options)
     if not found.is_checkpoint and find_foreign(path, options.storage_options) is None:
         raise no_checkpoint(found, options.storage_options)
     trust = False if options.trust_pickle else None
-    return dict(leaves(load_whole(path, weights_only=trust, storage_options=options.storage_options)))
+    state = load_whole(path, weights_only=trust, storage_options=options.storage_options)
+    beside = beside_parts(full_path(path), options.storage_options)
+    return dict(leaves({**beside, **state} if beside else state))
 
 
 def _difference(first: Any, second: Any) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -12,7 +13,7 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from ckpt_core.cli.finding import find
+from ckpt_core.cli.finding import find, refuse_missing_bucket
 from ckpt_core.cli.output import complain, print_json, print_table
 from ckpt_core.cli.parser import Commands, Exit, Options, nbytes
 from ckpt_core.errors import CheckpointError
@@ -139,6 +140,7 @@ def _place(path: str, storage_options: dict[str, Any] | None, size: int) -> dict
 
     directory = full_path(path)
     storage = storage_for(directory, storage_options)
+    refuse_missing_bucket(directory, storage_options)
     found: dict[str, Any] = {}
     file = f"{directory.rstrip('/')}/ckpt-doctor-{uuid.uuid4().hex[:12]}"
     if not is_remote(directory):
@@ -166,8 +168,11 @@ def _place(path: str, storage_options: dict[str, Any] | None, size: int) -> dict
         found["smallest_stall"] = stalls[1]
         for name, seconds in (("first_staged", stalls[2]), ("staged", min(stalls[3:]))):
             found[name] = size / max(seconds - stalls[1], _SHORTEST)
-    finally:
-        storage.remove(file)
+    except BaseException:
+        with contextlib.suppress(CheckpointError):  # the error that came first is the one to see
+            storage.remove(file)
+        raise
+    storage.remove(file)
     return found
 
 

@@ -287,9 +287,13 @@ def find_all(
 
 def _info_of(path: str, storage_options: dict[str, Any] | None) -> CheckpointInfo:
     from ckpt_core.catalog import Catalog
+    from ckpt_core.storage import is_remote
 
     directory, name = os.path.split(path)
-    for info in Catalog(directory or ".", suffix=name, storage_options=storage_options).checkpoints():
+    catalog = Catalog(directory or ".", suffix=name, storage_options=storage_options)
+    if not is_remote(path):  # what lies beside it is of no matter
+        catalog = Catalog(directory or ".", suffix=name, storage=_readable(directory or ".", {}))
+    for info in catalog.checkpoints():
         if info.name == name:
             return dataclasses.replace(info, path=path)
     raise missing(path)

@@ -161,11 +161,11 @@ def convert_to_file(
         _state_on_disk(source, target, weights_only, storage_options) as state,
         Checkpointer(strategy="sync", storage_options=storage_options) as files,
     ):
-        beside = _beside_parts(full_path(source), storage_options)
+        beside = beside_parts(full_path(source), storage_options)
         return files.save({**beside, **state} if beside else state, target)
 
 
-def _beside_parts(path: str, storage_options: dict[str, Any] | None) -> dict[str, Any]:
+def beside_parts(path: str, storage_options: dict[str, Any] | None) -> dict[str, Any]:
     """Return what a directory that is no Trainer's notes beside its parts: the metadata, and ``step``."""
     storage = storage_for(path, storage_options)
     if not is_directory_checkpoint(storage, path):

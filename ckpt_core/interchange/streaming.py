@@ -160,7 +160,9 @@ def new_directory(target: StrPath) -> Iterator[str]:
         raise
     except OSError as error:
         raise StorageError(
-            f"the export could not be written: {error}", path=path, remedy="make room, or export to another disk"
+            f"the export could not be written: {error}",
+            path=path,
+            remedy="make room, change the permissions, or export to another place",
         ) from error
 
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import io
 import json
@@ -8,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -550,7 +552,9 @@ def test_parts_become_keys_of_a_file_and_keys_become_parts(directories: Path, tm
     file, back = tmp_path / "one.pt", tmp_path / "back"
     assert main(["convert", str(directories / "step=1"), str(file), "--to", "file"]) == 0
     found = torch.load(file, weights_only=True)
-    assert found.keys() == {"model"} and torch.equal(found["model"]["weight"], torch.ones(2, 3))
+    assert found["step"] == 1 and torch.equal(found["model"]["weight"], torch.ones(2, 3))
+    assert found.keys() == {"step", "model"}
+    assert main(["diff", str(directories / "step=1"), str(file)]) == 0
     assert main(["convert", str(file), str(back), "--to", "directory"]) == 0
     assert main(["diff", str(file), str(back)]) == 0
 
@@ -628,6 +632,33 @@ def test_ls_has_the_words_of_verify_for_what_cannot_be_read(
     assert {Path(line[-1]).name: next(word for word in line if word.isupper()).rstrip(",") for line in listed} == words
 
 
+@contextlib.contextmanager
+def closed_to_this_user(directory: Path) -> Iterator[None]:
+    directory.chmod(0o000)
+    user = os.geteuid()
+    try:
+        if user == 0:
+            os.seteuid(65534)
+        yield
+    finally:
+        os.seteuid(user)
+        directory.chmod(0o755)
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+def test_a_checkpoint_is_shown_whatever_lies_beside_it(
+    directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(directories / "step=1", anyones_path / "step=1")
+    (anyones_path / "closed").mkdir()
+    with closed_to_this_user(anyones_path / "closed"):
+        for verb in ("inspect", "verify", "du"):
+            assert main([verb, str(anyones_path / "step=1")]) == 0
+        capsys.readouterr()
+        assert main(["doctor", str(anyones_path / "closed"), "--size", "1"]) == 1
+    assert "cannot write the checkpoint: Permission denied" in capsys.readouterr().err
+
+
 @pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
 def test_ls_names_a_directory_that_it_may_not_read_and_lists_the_rest(
     directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
@@ -637,18 +668,11 @@ def test_ls_names_a_directory_that_it_may_not_read_and_lists_the_rest(
         (runs / name).mkdir(parents=True)
     shutil.copytree(directories / "step=1", runs / "open" / "step=1")
     shutil.copytree(directories / "step=2", runs / "closed" / "step=2")
-    (runs / "closed").chmod(0o000)
-    user = os.geteuid()
-    try:
-        if user == 0:
-            os.seteuid(65534)
+    with closed_to_this_user(runs / "closed"):
         assert main(["ls", "-r", str(runs)]) == 1
         captured = capsys.readouterr()
         assert main(["ls", str(runs)]) == 1
         hint = capsys.readouterr().err
-    finally:
-        os.seteuid(user)
-        (runs / "closed").chmod(0o755)
     assert [line.split()[-1] for line in captured.out.splitlines()] == [str(runs / "open" / "step=1")]
     for said in (captured.err, hint):
         assert said.count("ckpt: StorageError: cannot list the checkpoint: Permission denied") == 1

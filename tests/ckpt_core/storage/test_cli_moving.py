@@ -304,3 +304,17 @@ def test_a_bucket_that_does_not_exist_is_no_first_start(
     assert "nothing to resume" in capsys.readouterr().err
     assert main(["latest", f"{bucket}typo/run", *options]) == 1
     assert f"there is no such file, directory or bucket: {bucket}typo" in capsys.readouterr().err
+
+
+def test_doctor_of_a_store_leaves_nothing_and_names_a_missing_bucket(
+    server_of: Callable[[str], Server], capsys: Capture
+) -> None:
+    server = server_of("moto")
+    bucket = server.new_bucket()
+    options = ["--storage-options", json.dumps(server.options)]
+    found = as_json(capsys, *options, "doctor", f"{bucket}/runs", "--size", "1")
+    assert found["written"] > 0 and found["read"] > 0
+    assert main([*options, "ls", bucket]) == 0
+    assert capsys.readouterr().err == f"no checkpoints in {bucket}\n"
+    assert main([*options, "doctor", f"{bucket}-missing/runs", "--size", "1"]) == 1
+    assert f"there is no such file, directory or bucket: {bucket}-missing\n" in capsys.readouterr().err
