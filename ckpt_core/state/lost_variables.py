@@ -343,7 +343,9 @@ class Variables:
             return True
         names = [] if source is None else source.names_of(now.path, now.code)
         if kind in (_VALUE, _CODE) and source is not None:
-            if kind == _VALUE and not _is_used(source, names[-1], now.value):
+            # where there is nothing yet, it was a whole number that training had come to
+            value = 0 if now.value is None and noted[0].lstrip("-").isdigit() else now.value
+            if kind == _VALUE and not _is_used(source, names[-1], value):
                 return False
             is_variable = now.frame is not None and not now.is_elsewhere and "." not in now.path
             if not (is_variable or in_place or self._saved.get("ends") or source.keeps(names[-1], now.value)):

@@ -44,7 +44,10 @@ class Run:
         self.owners = owners
         self.data: tuple[object, ...] = ()
         self.is_second = saved is not None
-        self.variables = Variables(lambda: Watched([self.model], [self], self.owners, self.data), self.lost.extend)
+        self.waits = False
+        self.variables = Variables(
+            lambda: Watched([self.model], [self], self.owners, self.data, self.waits), self.lost.extend
+        )
         if saved is not None:
             self.variables.resume(saved)
 
@@ -339,6 +342,15 @@ def what_each_step_chooses(run: Run) -> None:
     run.uses(chosen.scale_of_step(2.0))
 
 
+def what_counts_for_those_who_wait(run: Run) -> None:
+    run.waits = True
+    best_step = None
+    if run.begins():
+        best_step = 3
+        run.saves()
+    run.uses(best_step)
+
+
 def what_each_step_makes(run: Run) -> None:
     noted = {"pace": 1.0}
     for _ in range(run.begins()):
@@ -414,6 +426,7 @@ def _begin_anew() -> None:
         (in_an_object_that_is_set_elsewhere, "`held.pace` of in_an_object_that_is_set_elsewhere() in"),
         (what_is_made_when_it_is_needed, None),
         (what_each_step_chooses, None),
+        (what_counts_for_those_who_wait, None),
         (what_each_step_makes, None),
         (what_each_step_sets, None),
         (what_is_a_memo, None),
