@@ -199,11 +199,6 @@ class InnerTracker(LoaderTracker):
         self.sampler.leave_out = batches - drop
         return drop
 
-    @property
-    def alive(self) -> bool:
-        """Whether there are workers that outlive a pass."""
-        return self.persistent and getattr(self.loader, "_iterator", None) is not None
-
     def begin_at(self, consumed: int | Sequence[int], carried: SamplerMoment | None = None) -> None:
         """Let the next pass be over what is left of an epoch after the consumed samples."""
         self.begin_at_the_beginning()

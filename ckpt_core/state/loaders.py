@@ -100,6 +100,10 @@ def has_no_dataset_state(state: Any) -> bool:
     return False
 
 
+def _drawn(current: SamplerPass | None) -> int:
+    return 0 if current is None else current.drawn
+
+
 class LoaderTracker:
     """Follows one loader: a ``DataLoader`` (also a stateful one) or any iterable.
 
@@ -181,16 +185,17 @@ class LoaderTracker:
         self.carried.look()
         self._begun_carried = {"generators": self.carried.generators(), "values": self.carried.values()[0]}
         if self.method == "skip" and self.workers:
-            alive = self.persistent and getattr(self.loader, "_iterator", None) is not None
-            if alive:
-                self._worker_batches = self._batches_after(self._pass())
-                self._throwaway_base = 0
-            else:
-                self._worker_batches = [0] * self.workers
-                self._throwaway_base = 0
+            self._worker_batches = self._made_by_workers(_drawn(self._pass())) if self.alive else [0] * self.workers
+            self._throwaway_base = 0
+            if not self.alive:
                 self._record_workers(self._next_workers)
                 self._next_workers = []
         self.passes += 1
+
+    @property
+    def alive(self) -> bool:
+        """Whether there are workers that outlive a pass."""
+        return self.persistent and getattr(self.loader, "_iterator", None) is not None
 
     def pass_made(self) -> None:
         """Tell that the loader's iterator, and with it its workers, are there."""
@@ -204,7 +209,7 @@ class LoaderTracker:
         """Tell that the loader was exhausted and began again while batch ``fetch`` of the epoch was fetched."""
         self.started = fetch
         if self.method == "skip" and self.workers:
-            after = self._batches_after(before.sampler_pass)
+            after = self._made_by_workers(_drawn(before.sampler_pass))
             self._worker_batches = after if self.persistent else [0] * self.workers
             self._throwaway_base = 0
             if not self.persistent:
@@ -220,16 +225,13 @@ class LoaderTracker:
         self._set("collate_fn", self._collate)
         self._set("worker_init_fn", WorkerInit(init_fn, self._collate))
 
-    def _share(self, batches: int, worker: int) -> int:
-        """How many of the first ``batches`` batches of a pass the worker makes; they are dealt round robin."""
-        return (batches - worker + self.workers - 1) // self.workers
-
     def _pass(self) -> SamplerPass | None:
         return self.sampler.current if self.sampler is not None else None
 
-    def _batches_after(self, current: SamplerPass | None) -> list[int]:
-        drawn = current.drawn if current is not None else 0
-        return [self._worker_batches[i] + self._share(drawn, i) - self._throwaway_base for i in range(self.workers)]
+    def _made_by_workers(self, batches: int) -> list[int]:
+        """How many batches each worker has made after so many of this pass, which are dealt round robin."""
+        shares = ((batches - worker + self.workers - 1) // self.workers for worker in range(self.workers))
+        return [made + share - self._throwaway_base for made, share in zip(self._worker_batches, shares, strict=True)]
 
     def mark(self) -> LoaderMark:
         """Remember where the loader is before a fetch."""
@@ -264,25 +266,21 @@ class LoaderTracker:
         if self.method == "load":
             # the state of a pass of which nothing was taken may still be that of the end of the pass before
             state["state"] = dict(mark.state or {}) if position else self._state_before_pass
-        if self.method == "skip" and self.workers and self._collate is not None:
-            made = [
-                self._worker_batches[i] + self._share(position, i) - self._throwaway_base for i in range(self.workers)
-            ]
-            self._problem = None
-            state["workers"] = [self._worker_state(i, batches) for i, batches in enumerate(made)]
-            state["problem"] = self._problem
-        return state
+        return {**state, **self._states_of_workers(position)} if self.workers else state
 
     def capture_between_passes(self) -> dict[str, Any]:
         """Capture the state from which the loader begins its next pass."""
         state = {**self._common(), "position": 0, "method": self.method, "between": True, "passes": self.passes}
         state["state"] = self._state_between_passes()
-        if self.method == "skip" and self.persistent and self._collate is not None:
-            made = self._batches_after(self._pass())
-            self._problem = None
-            state["workers"] = [self._worker_state(i, batches) for i, batches in enumerate(made)]
-            state["problem"] = self._problem
-        return state
+        return {**state, **self._states_of_workers(_drawn(self._pass()))} if self.persistent else state
+
+    def _states_of_workers(self, batches: int) -> dict[str, Any]:
+        """Return their generators after so many batches of this pass, where they are known."""
+        if self.method != "skip" or self._collate is None:
+            return {}
+        self._problem = None
+        states = [self._worker_state(worker, made) for worker, made in enumerate(self._made_by_workers(batches))]
+        return {"workers": states, "problem": self._problem}
 
     def _worker_state(self, worker: int, batches: int) -> Any:
         if batches > 0 and self._collate is not None:
