@@ -15,7 +15,6 @@ nor been resumed by ``resume="auto"``.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import itertools
 import logging
@@ -33,10 +32,10 @@ import ckpt_core
 from accelerate_ckpt._state.session import Session, live_sessions, unfinished_sessions
 from ckpt_core.at_exit import call_before_threads
 from ckpt_core.errors import RankFailedError
+from ckpt_core.signal_thread import ENDING, SignalThread, die_of
 
 log = logging.getLogger(__name__)
 
-_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 _SAME_SIGNAL_SECONDS = 3.0  # a launcher hands on the signal that its whole group got
 _SILENCE_SECONDS = 3.0  # after which a rank that answers nothing counts as gone, and one that is awaited comes too late
 _ENGINE = os.path.dirname(os.path.abspath(ckpt_core.__file__))
@@ -55,8 +54,7 @@ class _Ending:
 
 
 _ending = _Ending()
-_descriptors: list[int] = []  # of the pipe that a thread reads
-_mask = threading.local()
+_threads: list[SignalThread] = []  # at most one, which reads signals
 
 
 # ---- signals ---------------------------------------------------------------------------------------------------------
@@ -66,7 +64,7 @@ def protect() -> None:
     """Let signals that end this process wait for its saves, where their disposition is the default."""
     if os.name != "posix" or threading.current_thread() is not threading.main_thread():
         return
-    for number in _SIGNALS:
+    for number in ENDING:
         if signal.getsignal(number) is signal.SIG_DFL and not _is_caught(number):
             _read_signals()
             signal.signal(number, _handle)
@@ -79,15 +77,11 @@ def unprotect(names: Iterable[str] | None = None) -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         return
-    for number in _SIGNALS:
+    for number in ENDING:
         if signal.getsignal(number) is _handle and (names is None or signal.Signals(number).name in names):
             signal.signal(number, signal.SIG_DFL)
-    if names is None and _descriptors:
-        before = signal.set_wakeup_fd(-1)
-        if before not in _descriptors:
-            signal.set_wakeup_fd(before)
-        os.close(_descriptors[1])  # which ends the thread that reads the other one
-        _descriptors.clear()
+    if names is None and _threads:
+        _threads.pop().close()
 
 
 def _is_caught(number: int) -> bool:
@@ -101,25 +95,17 @@ def _is_caught(number: int) -> bool:
 
 
 def _read_signals() -> None:
-    if not _descriptors:
-        _descriptors.extend(os.pipe())
-        os.set_blocking(_descriptors[1], False)
-        threading.Thread(target=_watch, args=(_descriptors[0],), name="ckpt-signals", daemon=True).start()
-    before = signal.set_wakeup_fd(_descriptors[1], warn_on_full_buffer=False)
-    if before not in (-1, _descriptors[1]):  # an event loop's: then the handler has to do, when Python comes to it
-        signal.set_wakeup_fd(before)
+    if _threads:
+        _threads[0].listen()
+    else:
+        _threads.append(SignalThread(_heard, _in_child))
 
 
-def _watch(descriptor: int) -> None:
-    while numbers := os.read(descriptor, 64):
-        for number in numbers:
-            if (
-                number in _SIGNALS and signal.getsignal(number) is _handle
-            ):  # not one that the script has put in its place
-                _arrived(number)
-            elif number == signal.SIGINT and _ending.since is not None:
-                _die(signal.SIGTERM)
-    os.close(descriptor)
+def _heard(number: int) -> None:
+    if number in ENDING and signal.getsignal(number) is _handle:  # not one that the script has put in its place
+        _arrived(number)
+    elif number == signal.SIGINT and _ending.since is not None:
+        die_of(signal.SIGTERM)
 
 
 def _handle(number: int, _: FrameType | None) -> None:
@@ -135,7 +121,7 @@ def _arrived(number: int) -> None:
         except RuntimeError:  # the interpreter is shutting down: no new threads
             _finish_and_die(number)
     elif _ending.since is not None and time.monotonic() - _ending.since > _SAME_SIGNAL_SECONDS:
-        _die(number)
+        die_of(number)
 
 
 def _finish_and_die(number: int) -> None:
@@ -147,7 +133,7 @@ def _finish_and_die(number: int) -> None:
                 session.auto_resume.told_to_end()
         _finish()
     finally:
-        _die(number)
+        die_of(number)
 
 
 def _has_another_crashed(session: Session) -> bool:
@@ -162,49 +148,14 @@ def _has_another_crashed(session: Session) -> bool:
     return False
 
 
-def _die(number: int) -> NoReturn:
-    with contextlib.suppress(AttributeError, OSError):
-        # Python changes dispositions on its main thread only, which may be in a collective for ever.
-        library = ctypes.CDLL(None)
-        library.signal.argtypes, library.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
-        library.signal(int(number), None)
-        os.kill(os.getpid(), number)
-        time.sleep(1)
-    _exit(128 + number)
-
-
-def _before_fork() -> None:
-    """Keep signals from the child until it is on its own: in the parent's pipe they would end the parent."""
-    if _descriptors:
-        _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-
-
-def _in_parent() -> None:
-    before = vars(_mask).pop("before", None)
-    if before is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 def _in_child() -> None:
     """Let a forked child end as it would have without us."""
     _ending.forget()
-    if _descriptors:
-        with contextlib.suppress(ValueError):
-            before = signal.set_wakeup_fd(-1)
-            if before not in _descriptors:
-                signal.set_wakeup_fd(before)
-        for descriptor in _descriptors:
-            with contextlib.suppress(OSError):
-                os.close(descriptor)
-        _descriptors.clear()
-    for number in _SIGNALS:
+    _threads.clear()
+    for number in ENDING:
         if signal.getsignal(number) is _handle:
             with contextlib.suppress(ValueError):
                 signal.signal(number, signal.SIG_DFL)
-    _in_parent()
-
-
-os.register_at_fork(before=_before_fork, after_in_parent=_in_parent, after_in_child=_in_child)
 
 
 # ---- os._exit --------------------------------------------------------------------------------------------------------

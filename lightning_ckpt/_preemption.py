@@ -12,16 +12,18 @@ Loggers that upload checkpoints: they learn of one when it is durable (:mod:`lig
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
-import os
 import signal
+import threading
 from typing import Any
 
 import torch.distributed as dist
 
 from ckpt_core import Checkpointer
 from ckpt_core.preemption import Notices, Preemption, SignalNotes, exit_status
-from ckpt_core.ranks import Call, Meeting, connect_store
+from ckpt_core.ranks import Call, Endings, Meeting, connect_store
+from ckpt_core.signal_thread import SignalThread, die_of
 from lightning_ckpt._observers import Observers
 from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._private.boundaries import TrainerBoundaries
@@ -73,6 +75,7 @@ class _Between(Live):
         if is_connected:
             rank, world_size = trainer.global_rank, trainer.world_size
             store = connect_store(rank, world_size, trainer.strategy.broadcast)
+            self._start.endings = Endings(store, rank, world_size)
         self._meeting = Meeting(store, rank, world_size, is_rank_gone=self._is_rank_gone)
         self._open.callback(self._meeting.close)
         self._told: set[str] = set()  # what this rank was told, and has not acted on
@@ -134,22 +137,42 @@ class _Between(Live):
 
 
 class _Start:
-    """Until Lightning has its handlers, SIGTERM does what it does without us; but that start counts as no crash."""
+    """Until Lightning has its handlers, SIGTERM does what it does without us; but that start counts as no crash.
+
+    It does count where another rank is gone that was not told to end.
+    """
 
     def __init__(self, trainer: Any) -> None:
+        self.endings: Endings | None = None
         self._trainer = trainer
+        self._begun = itertools.count()
         self._is_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
         self._notes = SignalNotes([_TERMINATE], self._told)
+        self._threads: list[SignalThread] = []  # one, unless the program has its own handler
+        if self._is_default and threading.current_thread() is threading.main_thread():
+            self._threads.append(SignalThread(self._heard, self._in_child))
+
+    def _heard(self, number: int) -> None:
+        if self._threads and number == signal.SIGTERM:
+            self._told(_TERMINATE)
 
     def _told(self, name: str) -> None:
-        for auto_resume in _auto_resumes(self._trainer):
-            auto_resume.end(self._trainer)
+        if next(self._begun):  # by the thread or in the handler, whichever comes first
+            return
+        if self.endings is None or not self.endings.told():
+            for auto_resume in _auto_resumes(self._trainer):
+                auto_resume.end(self._trainer)
         if self._is_default:
-            self.close()
-            os.kill(os.getpid(), getattr(signal, name))
+            die_of(getattr(signal, name))
+
+    def _in_child(self) -> None:
+        self._notes.close()
+        self._threads.clear()
 
     def close(self) -> None:
         self._notes.close()
+        while self._threads:
+            self._threads.pop().close()
 
 
 def _auto_resumes(trainer: Any) -> list[Any]:

@@ -54,6 +54,7 @@ LAYERS = (
         "errors",
         "option_checks",
         "paths",
+        "signal_thread",
     },
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}

@@ -156,7 +156,7 @@ class Lease(Claim):
             try:
                 if time.monotonic() - self._written_at > ALIVE_SECONDS:
                     self._is_first = False  # others may have taken this process for dead
-                self._store.put(self._path, json.dumps(_this_process()).encode())
+                self._store.put(self._path, json.dumps(this_process()).encode())
                 self._written_at = time.monotonic()
                 self._look()
             except Exception as error:  # noqa: BLE001 - as above
@@ -178,11 +178,11 @@ class Lease(Claim):
         others = {}
         for path, modified in found.items():
             other = self._others.get(path) or _Other(_owner_of(self._store, path), modified)
-            if other.owner == _this_process():
+            if other.owner == this_process():
                 continue  # an earlier one, which is being deleted
-            lives = _lives(other.owner)
-            other.is_confirmed |= modified > other.modified or lives is True
-            if now - modified > ALIVE_SECONDS or lives is False:
+            is_living = lives(other.owner)
+            other.is_confirmed |= modified > other.modified or is_living is True
+            if now - modified > ALIVE_SECONDS or is_living is False:
                 with contextlib.suppress(CheckpointError):
                     self._store.delete(path)
             else:
@@ -202,7 +202,7 @@ def has_others(store: LeaseStore, directory: str) -> bool:
 def remove_dead_leases(store: LeaseStore, leases: Iterable[FileInfo]) -> None:
     """Delete those of some leases whose processes were on this machine and are dead."""
     for info in leases:
-        if _lives(_owner_of(store, info.path)) is False:
+        if lives(_owner_of(store, info.path)) is False:
             store.delete(info.path)
 
 
@@ -213,7 +213,8 @@ def _owner_of(store: LeaseStore, path: str) -> dict[str, Any]:
     return {}
 
 
-def _this_process() -> dict[str, Any]:
+def this_process() -> dict[str, Any]:
+    """Return what tells this process from all others, as plain data."""
     return {"host": socket.gethostname(), "machine": _machine(), "pid": os.getpid(), "started": _start_of(os.getpid())}
 
 
@@ -232,7 +233,7 @@ def _start_of(pid: int) -> str:
     return ""
 
 
-def _lives(owner: dict[str, Any]) -> bool | None:
+def lives(owner: dict[str, Any]) -> bool | None:
     """Return whether a process lives; None if it is of another machine."""
     if not owner.get("machine") or owner["machine"] != _machine():
         return None

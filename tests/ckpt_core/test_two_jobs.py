@@ -335,7 +335,7 @@ def eventually(condition: Callable[[], object]) -> None:
 
 
 def forged(owner: dict[str, Any]) -> bytes:
-    return json.dumps({**lease._this_process(), **owner}).encode()
+    return json.dumps({**lease.this_process(), **owner}).encode()
 
 
 @pytest.mark.parametrize("backend", ["fsspec", "obstore"])

@@ -147,14 +147,24 @@ def test_an_end_that_was_asked_for_is_no_crash(tmp_path: Path) -> None:
 
 
 TOLD_ON_TWO_RANKS = """
-    import os, signal, sys, time
+    import os, signal, sys, threading, time
     import lightning.pytorch as pl
+    import torch
     from lightning.pytorch.demos.boring_classes import BoringModel
     from lightning_ckpt import AsyncCheckpointIO, ResumableCheckpoint
 
-    is_alone, preempt = sys.argv[1] == "alone", sys.argv[2] == "preempt"
+    is_alone, preempt, at_start = sys.argv[1] == "alone", sys.argv[2] == "preempt", sys.argv[3] == "at start"
 
     class Model(BoringModel):
+        def on_fit_start(self):
+            if not at_start or callback.resumed is None:
+                return
+            if is_alone and self.global_rank == 1:
+                os._exit(0)
+            # where Python runs no handlers, and Lightning has none yet
+            threading.Timer(0.0 if self.global_rank else 1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+            torch.distributed.TCPStore("127.0.0.1", 0, is_master=True).wait(["never"])
+
         def on_train_batch_end(self, outputs, batch, batch_idx):
             if callback.resumed is None or batch_idx != 5:  # in an accumulation window: nobody waits for the other rank
                 return
@@ -180,12 +190,22 @@ TOLD_ON_TWO_RANKS = """
 def test_the_crash_of_another_rank_counts_though_the_launcher_tells_this_one_to_end(
     fork_script: ScriptRunner, tmp_path: Path, who: str, preempt: str, attempts: list[int]
 ) -> None:
-    fork_script(TOLD_ON_TWO_RANKS, who, preempt, modules=LIGHTNING, ranks=2)
-    ended = fork_script(TOLD_ON_TWO_RANKS, who, preempt, modules=LIGHTNING, ranks=2, check=False)
+    fork_script(TOLD_ON_TWO_RANKS, who, preempt, "", modules=LIGHTNING, ranks=2)
+    ended = fork_script(TOLD_ON_TWO_RANKS, who, preempt, "", modules=LIGHTNING, ranks=2, check=False)
     assert ("ends this rank alone" in ended.stderr) == (who == "alone"), ended.stderr
     record = tmp_path / "run" / ".ckpt-resumes.json"
     assert (list(json.loads(record.read_text())["attempts"].values()) if record.exists() else []) == attempts
     assert [path.name for path in (tmp_path / "run").glob("*.ckpt")] == ["one.ckpt"]
+
+
+@pytest.mark.parametrize(("who", "attempts"), [("alone", [1]), ("together", [])])
+def test_a_rank_that_waits_before_it_trains_ends_at_once_when_it_is_told_to(
+    fork_script: ScriptRunner, tmp_path: Path, who: str, attempts: list[int]
+) -> None:
+    fork_script(TOLD_ON_TWO_RANKS, who, "", "at start", modules=LIGHTNING, ranks=2)
+    fork_script(TOLD_ON_TWO_RANKS, who, "", "at start", modules=LIGHTNING, ranks=2, check=False)  # within its time
+    record = tmp_path / "run" / ".ckpt-resumes.json"
+    assert (list(json.loads(record.read_text())["attempts"].values()) if record.exists() else []) == attempts
 
 
 def test_the_newest_of_several_callbacks_is_taken(tmp_path: Path) -> None:
