@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ckpt_core.console import beside_bars
@@ -32,18 +32,18 @@ def summary_of(trainer: Any) -> RunSummary | None:
     return plugin.summary if isinstance(plugin, ReliableCheckpointIO) else None
 
 
-def resumed_in_words(trainer: Any, path: Any, progress: Mapping[str, Any], outcome: str) -> str:
-    """Return the line about a resume, when the Trainer's counters are as they were.
+def resumed_in_words(trainer: Any, path: Any, progress: Mapping[str, Any]) -> Callable[[str], str]:
+    """Return what makes the line about a resume, when the Trainer's counters are as they were.
 
-    ``progress`` are those of the training loop, and ``outcome`` says whether that is exact, or what else comes of it.
+    ``progress`` are those of the training loop. It is told whether the resume is exact, or what else comes of it.
     """
     batch = progress["batch"]["current"]["processed"]
     point = ResumePoint(path, trainer.global_step, trainer.current_epoch, batch)
     summary = summary_of(trainer)
     if summary is None or summary.loaded is None:
-        return point.in_words(outcome)
+        return point.in_words
     loaded = summary.loaded
-    return point.in_words(outcome, loaded.bytes, loaded.seconds, is_verified=loaded.verified)
+    return functools.partial(point.in_words, nbytes=loaded.bytes, seconds=loaded.seconds, is_verified=loaded.verified)
 
 
 class RunReport(Live):

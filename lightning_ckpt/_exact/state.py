@@ -182,7 +182,7 @@ class ExactState(Live):
             self._announce(self._internals.progress(), "nothing is left to train")
 
     def _announce(self, progress: Mapping[str, Any], outcome: str) -> None:
-        announce(self._trainer, resumed_in_words(self._trainer, self._resume.path, progress, outcome))
+        announce(self._trainer, resumed_in_words(self._trainer, self._resume.path, progress)(outcome))
 
     def _epoch_starts(self, begin: Callable[[], None]) -> None:
         if self._continues and self._loaded is not None:
@@ -602,7 +602,7 @@ class ExactState(Live):
             causes.remove(DRAWS_WHILE_READ)
         if causes:
             self._warn("; ".join(causes))
-        self._announce(shared["progress"], _INEXACT if causes else "exact")
+        in_words = resumed_in_words(self._trainer, self._resume.path, shared["progress"])
         if self._recording is not None:
             comparable = None if resharded else mine.get("recorder")
             self._recording.resume(comparable, known_inexact=bool(causes))
@@ -633,7 +633,8 @@ class ExactState(Live):
                 iter(self._internals.fetcher)
             before = self._users.digests()
             self._begin_epoch(begin_epoch)
-            self._say_differences(shared, before)
+            are_told = self._say_differences(shared, before)
+            announce(self._trainer, in_words(_INEXACT if causes or are_told else "exact"))
         else:
             ready = shared["progress"]["batch"]["current"]["ready"]
             fetched = ready if resharded else mine["data"]["batches"]
@@ -642,14 +643,17 @@ class ExactState(Live):
             def enter() -> None:
                 self._enter(mine["data"], rng, resharded)
                 self._is_in_epoch = not mine["data"]["between"]
+                is_other = self._data.is_as_read is False  # which is told while it is read
                 if awaits_reading and self._recording is not None and self._data.is_as_read is None:
+                    is_other = True
                     self._warn(DRAWS_WHILE_READ)
                     self._recording.told()
-                self._say_differences(shared)
+                are_told = self._say_differences(shared)
+                announce(self._trainer, in_words(_INEXACT if causes or is_other or are_told else "exact"))
 
             self._continue_epoch(shared, fetched, enter)
 
-    def _say_differences(self, shared: Mapping[str, Any], before: Any = None) -> None:
+    def _say_differences(self, shared: Mapping[str, Any], before: Any = None) -> bool:
         ends = shared.get("variables", {}).get("ends", True)
         problem = self._users.differences(shared.get("changed", {}), before, steps_make_anew=not ends)
         causes = [problem, self._variables.lost(but=problem or "")]
@@ -658,6 +662,7 @@ class ExactState(Live):
             if self._recording is not None:
                 self._recording.told()
         self._users.training_starts()
+        return any(causes)
 
     def _restore_gradients(self, module: torch.nn.Module, gradients: Mapping[str, torch.Tensor]) -> None:
         restore_gradients(module.named_parameters(), gradients)

@@ -59,10 +59,18 @@ def saver(folder: Path, every: int = 2, **options: Any) -> ResumableCheckpoint:
     return ResumableCheckpoint(folder, every_n_train_steps=every, save_top_k=-1, save_last=True, **options)
 
 
+def model_that_keeps_its_count() -> Any:
+    model = model_of()
+    kind = type(model)
+    kind.on_save_checkpoint = lambda self, checkpoint: checkpoint.update(batches=self.batches)
+    kind.on_load_checkpoint = lambda self, checkpoint: setattr(self, "batches", checkpoint["batches"])
+    return model
+
+
 @pytest.mark.parametrize("plugin", PLUGINS, ids=lambda plugin: plugin.__name__)
 def test_it_says_where_it_resumes_and_what_its_saves_cost(plugin: Any, tmp_path: Path, lines: list[str]) -> None:
     callbacks = [saver(tmp_path), saver(tmp_path / "more", every=4)]
-    trainer_of(tmp_path, callbacks, plugins=[plugin()], max_steps=8).fit(model_of())
+    trainer_of(tmp_path, callbacks, plugins=[plugin()], max_steps=8).fit(model_that_keeps_its_count())
     (line,) = lines
     assert re.fullmatch(
         r"[67] checkpoints saved \((\d{3}\.\d kB each|\d\.\d MB in all)\); training stood still for \d+\.\d\d s, \d+\.\d\d s at most, "
@@ -73,7 +81,7 @@ def test_it_says_where_it_resumes_and_what_its_saves_cost(plugin: Any, tmp_path:
     )
 
     lines.clear()
-    trainer_of(tmp_path, [saver(tmp_path)], plugins=[plugin()]).fit(model_of(), ckpt_path="last")
+    trainer_of(tmp_path, [saver(tmp_path)], plugins=[plugin()]).fit(model_that_keeps_its_count(), ckpt_path="last")
     resumed, ended = lines
     read = "" if plugin is ShardedCheckpointIO else r"; \d{3}\.\d kB read and verified in \d+\.\d s"
     assert re.fullmatch(rf"resuming from \S+: epoch 1, batch 2, step 8{read}; exact", resumed)
@@ -97,6 +105,33 @@ def test_a_resume_from_a_stock_checkpoint_has_its_line(tmp_path: Path, lines: li
     with pytest.warns(UserWarning, match="saved without ResumableCheckpoint, so it holds no exact state"):
         trainer.fit(model_of(), ckpt_path=str(tmp_path / "last.ckpt"))
     assert re.fullmatch(r"resuming from \S+: epoch 0, batch 4, step 4; .*; not exact, see the warning", lines[0])
+
+
+class Warms(Callback):
+    """Its factor is in no state, and the training needs it."""
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.factor *= 0.9
+        trainer.optimizers[0].param_groups[0]["lr"] = 0.1 * self.factor
+
+
+@pytest.mark.parametrize("step", [4, BATCHES])
+def test_the_line_agrees_with_the_warning_about_what_a_resume_has_lost(
+    tmp_path: Path, lines: list[str], step: int
+) -> None:
+    first = trainer_of(tmp_path, [saver(tmp_path, every=step), Warms()], plugins=[AsyncCheckpointIO()], max_steps=step)
+    first.fit(model_of())
+    lines.clear()
+    second = trainer_of(tmp_path, [saver(tmp_path), Warms()], plugins=[AsyncCheckpointIO()], max_steps=step + 2)
+    with pytest.warns(UserWarning, match="callback `Warms`"):
+        second.fit(model_of(), ckpt_path="last")
+    resumed, _ = lines
+    assert re.fullmatch(
+        rf"resuming from \S+: epoch \d, batch \d+, step {step}; .*; not exact, see the warning", resumed
+    )
 
 
 def test_a_directory_that_is_not_empty_is_warned_of_unless_the_run_resumes(tmp_path: Path) -> None:
