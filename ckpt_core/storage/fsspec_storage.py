@@ -85,6 +85,12 @@ class _FsspecReader(FileReader):
         info = storage.info(path)
         if info["type"] == "directory":
             raise StorageError("the path is a directory, not a checkpoint file", path=path)
+        if info["size"] is None:
+            raise StorageError(
+                "the server does not say how large the file is",
+                path=path,
+                remedy="download it, or have the server send Content-Length",
+            )
         self.size = int(info["size"])
         self._whole: memoryview | None = None
 

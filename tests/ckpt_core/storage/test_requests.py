@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 import torch
 
-from ckpt_core import CheckpointCorruptedError, Checkpointer
+from ckpt_core import CheckpointCorruptedError, Checkpointer, StorageError
 from ckpt_core._pipeline.loading import verify
 from ckpt_core.storage import storage_for
 from tests.support.fault_proxy import FaultProxy, start_proxy
@@ -86,3 +88,33 @@ def test_damage_in_what_is_read_together(at: str, server_of: Callable[[str], Ser
             action()
         assert ("structure" in str(caught.value)) == (at != "a tensor")
         assert caught.value.path == path
+
+
+class InChunks(BaseHTTPRequestHandler):
+    """A server that does not know how long its answer is going to be."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(b"3\r\nabc\r\n0\r\n\r\n")
+
+    do_HEAD = do_GET  # noqa: N815 - the base class looks for it
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Say nothing."""
+
+
+def test_a_server_that_does_not_say_how_large_a_file_is() -> None:
+    pytest.importorskip("aiohttp")
+    with ThreadingHTTPServer(("127.0.0.1", 0), InChunks) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        with pytest.raises(StorageError, match="does not say how large the file is"):
+            Checkpointer().load(f"http://127.0.0.1:{server.server_address[1]}/a.ckpt")
+        server.shutdown()
+        thread.join(10)
