@@ -81,9 +81,16 @@ class Recording(Live):
             data=data,
             generators=generators,
             weights=self._weights.digest(),
+            gradients=self._weights.digest_gradients(trainer.optimizers) if self._is_window_open(batch_idx) else None,
             loss=loss if isinstance(loss, (torch.Tensor, float)) else None,
             **rates_of(trainer.optimizers),
         )
+
+    def _is_window_open(self, batch_idx: int) -> bool:
+        trainer = self._trainer
+        is_last = bool(trainer.is_last_batch)
+        is_automatic = trainer.lightning_module.automatic_optimization
+        return is_automatic and not is_last and (batch_idx + 1) % trainer.accumulate_grad_batches != 0
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:

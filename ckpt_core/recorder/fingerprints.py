@@ -190,14 +190,26 @@ class WeightSample:
 
     def digest(self) -> int | None:
         """Return the digest of the sample as it is now, None if none of it is in host memory, whole and dense."""
-        digest, found = xxhash.xxh3_64(), False
-        for reference in self._tensors:
-            tensor = reference()
-            if tensor is not None and tensor.is_cpu and tensor.is_contiguous():
-                size = min(tensor.untyped_storage().nbytes(), tensor.nbytes, _WEIGHT_BYTES)
-                digest.update((ctypes.c_char * size).from_address(tensor.data_ptr()))
-                found = True
-        return digest.intdigest() if found else None
+        return _digest_of(reference() for reference in self._tensors)
+
+    def digest_gradients(self, optimizers: Iterable[torch.optim.Optimizer]) -> int | None:
+        """Return the digest of the gradients that belong to the sample and to optimizers, None if there are none.
+
+        Others may be of old: nobody clears or uses them.
+        """
+        used = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        sampled = (reference() for reference in self._tensors)
+        return _digest_of(tensor.grad for tensor in sampled if tensor is not None and id(tensor) in used)
+
+
+def _digest_of(tensors: Iterable[torch.Tensor | None]) -> int | None:
+    digest, found = xxhash.xxh3_64(), False
+    for tensor in tensors:
+        if tensor is not None and tensor.is_cpu and tensor.layout is torch.strided and tensor.is_contiguous():
+            size = min(tensor.untyped_storage().nbytes(), tensor.nbytes, _WEIGHT_BYTES)
+            digest.update((ctypes.c_char * size).from_address(tensor.data_ptr()))
+            found = True
+    return digest.intdigest() if found else None
 
 
 def _spread(items: Sequence[Any], number: int) -> Sequence[Any]:

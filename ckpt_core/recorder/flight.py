@@ -52,6 +52,7 @@ _USUAL_CAUSES = {
         "Usually requires_grad of parameters, the state of an optimizer or of a callback that changes weights is not "
         "what it was."
     ),
+    "gradients": "Usually the gradients of an open accumulation window were changed or cleared after the resume.",
 }
 _WORDS = {
     "position": "the place in the data",
@@ -60,6 +61,7 @@ _WORDS = {
     "rates": "learning rates",
     "loss": "the loss",
     "weights": "the weights after the step",
+    "gradients": "the gradients of the accumulation window",
 }
 
 
@@ -161,6 +163,7 @@ class FlightRecorder:
         rates: int | None = None,
         rate: float = 0.0,
         weights: int | None = None,
+        gradients: int | None = None,
         loss: torch.Tensor | float | None = None,
     ) -> None:
         """Record one step. The loss of an accelerator is copied when it is there, without waiting for it.
@@ -168,7 +171,7 @@ class FlightRecorder:
         ``number`` counts the steps of the training, those before a resume too; ``epoch`` and ``batch`` are as users
         count. ``data`` is the digest of the batch, if it is known, ``generators`` that from before it was fetched,
         ``rates`` that of the learning rates, of which ``rate`` is the first, ``weights`` that of a sample of the
-        weights after the step.
+        weights after the step, ``gradients`` that of a sample of what an open accumulation window has added up.
         """
         now = time.perf_counter()
         value, late = _value_of(loss)
@@ -183,6 +186,7 @@ class FlightRecorder:
             rates=rates,
             rate=rate,
             weights=weights,
+            gradients=gradients,
             loss=value,
             is_noisy=late is not None and not torch.are_deterministic_algorithms_enabled(),
             seconds=now - self._clock,
@@ -321,11 +325,11 @@ def _differences(record: Record, other: Record, *, place: bool) -> tuple[str, ..
     if place and (record.epoch, record.batch, record.step) != (other.epoch, other.batch, other.step):
         return ("position",)
     found: list[str] = []
-    for name in ("generators", "data", "rates", "loss", "weights"):
+    for name in ("generators", "data", "rates", "loss", "weights", "gradients"):
         mine, theirs = getattr(record, name), getattr(other, name)
         if mine is None or theirs is None:
             continue
-        if name in ("loss", "weights") and (record.is_noisy or other.is_noisy):
+        if name in ("loss", "weights", "gradients") and (record.is_noisy or other.is_noisy):
             if name == "loss" and not math.isclose(mine, theirs, rel_tol=_NOISE, abs_tol=_NOISE):
                 found.append(name)
         elif name == "loss":

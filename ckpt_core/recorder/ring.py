@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 CAPACITY = 2**13
 
 _MAGIC = 0x31544C46  # FLT1
-_LAYOUT = struct.Struct("<IIQQQIIQQQQdddd")
+_LAYOUT = struct.Struct("<IIQQQIIQQQQddddQ")
 _CHECK = struct.Struct("<Q")
 _SIZE = 128
-_HAS = {"data": 1, "generators": 2, "rates": 4, "weights": 8, "loss": 16}
+_HAS = {"data": 1, "generators": 2, "rates": 4, "weights": 8, "loss": 16, "gradients": 32}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,6 +44,7 @@ class Record:
     generators: int | None = None  # digest of the random generators before the batch was fetched
     rates: int | None = None  # digest of the learning rates
     weights: int | None = None  # digest of a sample of the weights after the step
+    gradients: int | None = None  # digest of a sample of the gradients, where the optimizer has not used them yet
     loss: float | None = None
     is_noisy: bool = False  # whether the loss comes from a device whose kernels were not asked to be deterministic
     rate: float = 0.0  # the first of the learning rates, for people
@@ -68,6 +69,7 @@ class Record:
             self.rate,
             self.seconds,
             self.time,
+            self.gradients or 0,
         )
         body = body.ljust(_SIZE - _CHECK.size, b"\0")
         return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
@@ -78,12 +80,12 @@ class Record:
         body = data[: _SIZE - _CHECK.size]
         if len(data) != _SIZE or _CHECK.pack(xxhash.xxh3_64_intdigest(body)) != data[len(body) :]:
             return None
-        magic, flags, branch, number, step, epoch, batch, *digests, loss, rate, seconds, time = _LAYOUT.unpack_from(
-            body
+        magic, flags, branch, number, step, epoch, batch, *digests, loss, rate, seconds, time, gradients = (
+            _LAYOUT.unpack_from(body)
         )
         if magic != _MAGIC:
             return None
-        found = dict(zip(("data", "generators", "rates", "weights"), digests, strict=True))
+        found = dict(zip(("data", "generators", "rates", "weights", "gradients"), (*digests, gradients), strict=True))
         present = {name: found[name] if flags & _HAS[name] else None for name in found}
         return cls(
             branch=branch,

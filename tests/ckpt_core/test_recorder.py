@@ -6,6 +6,7 @@ import dataclasses
 import os
 import random
 import signal
+import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 
 from ckpt_core.recorder import FlightRecorder, Record, Verdict, WeightSample, digest_batch, digest_generators
 from ckpt_core.recorder.fingerprints import WHOLE_BYTES
@@ -216,8 +218,17 @@ def test_a_record_comes_back_as_it_was() -> None:
         branch=2**62, number=2**40, epoch=1, batch=2, step=3, data=2**64 - 1, weights=None, loss=-0.5, is_noisy=True
     )
     assert Record.unpack(record.pack()) == record
-    whole = dataclasses.replace(record, generators=0, rates=1, weights=2, rate=0.1, seconds=0.2, time=1e9)
+    whole = dataclasses.replace(record, generators=0, rates=1, weights=2, gradients=3, rate=0.1, seconds=0.2, time=1e9)
     assert Record.unpack(whole.pack()) == whole
+
+
+def test_a_record_of_before_gradients_were_compared_has_none() -> None:
+    layout = struct.Struct("<IIQQQIIQQQQdddd")
+    body = layout.pack(0x31544C46, 1 | 8, 5, 6, 7, 1, 2, 11, 0, 0, 12, 0.0, 0.1, 0.2, 1e9).ljust(120, b"\0")
+    record = Record.unpack(body + struct.pack("<Q", xxhash.xxh3_64_intdigest(body)))
+    assert record == Record(
+        branch=5, number=6, step=7, epoch=1, batch=2, data=11, weights=12, rate=0.1, seconds=0.2, time=1e9
+    )
 
 
 def test_records_survive_sigkill(fork_script: ScriptRunner, tmp_path: Path) -> None:

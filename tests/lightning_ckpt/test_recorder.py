@@ -80,6 +80,16 @@ def test_the_recorder_alone_sees_what_a_resume_does_not_have(
     assert [text for text in found["warned"] if "had 5 batches" not in text] == []
 
 
+def test_gradients_that_are_not_there_are_seen_before_the_optimizer_steps(
+    fork_script: ScriptRunner, tmp_path: Path
+) -> None:
+    (found,) = judged(fork_script, tmp_path, "forgets the gradients", EARLY)
+    assert found["verdict"] == "said", found
+    assert found["differs"] == ["gradients"]
+    (exact,) = judged(fork_script, tmp_path / "exact", "trainer: accumulates, two workers", EARLY)
+    assert (exact["verdict"], exact["warned"]) == ("exact", []), exact
+
+
 def test_the_length_of_the_epoch_alone_tells_of_a_batch_that_a_resume_left_out(
     fork_script: ScriptRunner, tmp_path: Path
 ) -> None:
