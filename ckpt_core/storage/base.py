@@ -31,7 +31,7 @@ MANIFEST_NAME = "manifest.json"  # what makes a directory a checkpoint
 # Of a store that answers after some 10 ms and then sends some 100 MB/s.
 REMOTE_REQUEST_BYTES = 512 * 1024
 REMOTE_THREADS = 8
-LARGEST_WHOLE = 2**31  # bytes; what is larger is read in parts
+_LARGEST_WHOLE = 2**30  # bytes; what is larger is read in parts
 _CHUNK = 16 * 2**20  # bytes
 
 
@@ -136,7 +136,7 @@ class FileReader(abc.ABC):
             self.read_into(begin, memoryview(data))
         return bytes(data)
 
-    def read_whole(self, most: int = LARGEST_WHOLE) -> bytes:
+    def read_whole(self, most: int = _LARGEST_WHOLE) -> bytes:
         """Return the bytes of a small file.
 
         Raises:

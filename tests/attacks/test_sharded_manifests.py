@@ -280,6 +280,9 @@ def test_a_sparse_file_that_claims_to_be_large_fills_no_memory(
     assert "with 2 checkpoints" in capsys.readouterr().err
     assert main(["inspect", str(path)]) == 1
     assert f"of {2**42} bytes is not valid" in capsys.readouterr().err
+    os.truncate(path / MANIFEST_NAME, 2**30 + 1)
+    with pytest.raises(CheckpointError, match=f"is not valid: at most {2**30} are read"):
+        open_directory(path)
 
 
 def make_huge(path: Path) -> None:

@@ -11,11 +11,12 @@ from ckpt_core._layouts.directory.manifest import ExtraFile, Manifest
 from ckpt_core._layouts.directory.safetensors_file import DIGEST_BYTES
 from ckpt_core.digest import digest, digest_of_parts
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError
-from ckpt_core.storage.base import LARGEST_WHOLE, CountingReader, FileReader, Storage
+from ckpt_core.storage.base import CountingReader, FileReader, Storage
 from ckpt_core.threads import run_parallel
 
 _REMEDY = "resume from another checkpoint; this one cannot be repaired"
 _MOST_OPEN = 64  # files: the system's limit is for all that a process has open
+_LARGEST_WHOLE = 2**31  # bytes
 _READ = 4 * 2**20  # bytes read at a time for a digest
 _SAVE_IN_HEADER = re.compile(rb'"save":"([^"]*)"')
 
@@ -85,14 +86,14 @@ class Files:
 
     def read_whole(self, file: ExtraFile) -> bytes:
         """Return the bytes of a file, verified, if they are not too many for the memory."""
-        if file.size > LARGEST_WHOLE:
+        if file.size > _LARGEST_WHOLE:
             raise CheckpointError(
                 f"a file of {file.size} bytes is not read into memory",
                 path=self.path_of(file.name),
                 remedy="verify the checkpoint, and read the file from where it is",
             )
         with self._open_named(file.name) as reader:
-            data = reader.read_whole()
+            data = reader.read_whole(_LARGEST_WHOLE)
         self._compare_whole(file, digest(data))
         return data
 
