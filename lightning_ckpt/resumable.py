@@ -932,7 +932,7 @@ def _introduce(trainer: Any) -> None:
 
 def _rehearse_first(trainer: Any, ckpt_path: Any) -> None:
     """Rehearse the script before the first fit that begins a run and asks for it."""
-    callbacks = [callback for callback in trainer.callbacks if isinstance(callback, ResumableCheckpoint)]
+    callbacks = _callbacks_of(trainer)
     asked = [callback.rehearse for callback in callbacks if callback.rehearse]
     if not asked or ResumableCheckpoint.has_rehearsed:
         return
