@@ -9,15 +9,27 @@ from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
+from torch.nn.utils import prune
 
 from ckpt_core.state.changed_values import fingerprint
 
 
 def weights_to_go_back_to(callbacks: Iterable[Any]) -> str:
     """Return a digest of the weights that pruning sets again, those that the process began with; ``""`` if none."""
-    copies = [getattr(callback, "_original_layers", None) or {} for callback in callbacks]
+    copies = [getattr(each, "_original_layers", None) or {} for each in callbacks if _goes_back(each)]
     modules = [layer["data"] for copy in copies for layer in copy.values()]
     return fingerprint([list(module.state_dict().values()) for module in modules]) if modules else ""
+
+
+def _goes_back(callback: Any) -> bool:
+    """Return whether what is copied back stays: Lightning 2.5.0 sets what the next forward computes again."""
+    copy = getattr(callback, "_copy_param", None)
+    if copy is None:
+        return False
+    pruned, first = torch.nn.Module(), torch.nn.Module()
+    pruned.weight, first.weight = torch.nn.Parameter(torch.zeros(1)), torch.nn.Parameter(torch.ones(1))
+    copy(prune.identity(pruned, "weight"), first, "weight")
+    return bool(pruned.weight_orig == 1)
 
 
 def masks_left_out(module: torch.nn.Module, saved: Collection[str]) -> list[str]:

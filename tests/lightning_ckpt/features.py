@@ -11,6 +11,8 @@ from lightning.pytorch import callbacks
 SAVES_LAST_AT_EPOCH_END = "_last_global_step_saved" not in inspect.getsource(
     callbacks.ModelCheckpoint.on_train_epoch_end
 )
+#: Whether pruning with the lottery ticket hypothesis goes back to the first weights: 2.5.0 copies them to no avail.
+LOTTERY_GOES_BACK = "_orig" in inspect.getsource(callbacks.ModelPruning._copy_param)
 HAS_SAVE_ON_EXCEPTION = "save_on_exception" in inspect.signature(callbacks.ModelCheckpoint).parameters
 
 
