@@ -49,7 +49,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from ckpt_core.state.changed_values import fingerprint
-from ckpt_core.state.object_walk import is_generator, is_plain, set_by_libraries, slots_of
+from ckpt_core.state.object_walk import OF_EVERY_MODULE, is_generator, is_plain, set_by_libraries, slots_of
 from ckpt_core.state.rng import capture_generator
 from ckpt_core.state.source_code import CELL, Source, is_live, mark
 from ckpt_core.state.users_code import is_library, is_users_file
@@ -96,7 +96,6 @@ _CHANGEABLE = (
     *_SHARED,
 )
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _STORE_GLOBAL, _STORE_ATTR = dis.opmap["STORE_GLOBAL"], dis.opmap["STORE_ATTR"]
 _NO_STATE = re.compile(r"cache|memo(?!r)", re.IGNORECASE)
 _VARIABLES, _VALUES, _OF_WEIGHTS, _NAMED, _DEPTH, _MODULES, _SOURCE = 256, 64, 8, 5, 5, 64, 1 << 20
@@ -552,7 +551,7 @@ def _of_model(model: torch.nn.Module) -> Iterator[tuple[type, list[tuple[str, An
 
 def _attributes(owner: object) -> tuple[type, list[tuple[str, Any]]]:
     kind: Any = type(owner)
-    librarys = set_by_libraries(kind) | (_OF_EVERY_MODULE if isinstance(owner, torch.nn.Module) else frozenset())
+    librarys = set_by_libraries(kind) | (OF_EVERY_MODULE if isinstance(owner, torch.nn.Module) else frozenset())
     return kind, [(name, value) for name, value in _own_attributes(owner) if name not in librarys]
 
 

@@ -32,7 +32,8 @@ _ENTERED = ("torch.utils.data", "torch.nn")
 _SCALARS = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 _NO_GENERATORS = frozenset({*_SCALARS, *_CONTAINERS, torch.Tensor, types.FunctionType, types.MethodType})
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
+#: The attributes that each module has, whatever its class.
+OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 
 
 class Found(NamedTuple):
@@ -172,7 +173,7 @@ def reach(
         attributes, left_out = getattr(value, "__dict__", {}), ignore if value is owner else frozenset()
         if isinstance(value, torch.nn.Module):
             yield from walk_module(value, path, depth)
-            left_out = left_out | _OF_EVERY_MODULE
+            left_out = left_out | OF_EVERY_MODULE
             if type(value).__module__.startswith("torch."):
                 return
         for name, child in list(attributes.items()):
@@ -304,11 +305,12 @@ def _code_of(function: Any) -> dict[str, Callable[[], Any]]:
 
 @functools.lru_cache(maxsize=1024)
 def _names_in(code: types.CodeType) -> list[str]:
-    return sorted({name for each in _nested(code) for name in each.co_names})
+    return sorted({name for each in codes_in(code) for name in each.co_names})
 
 
-def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Yield a code, and those of what is defined in it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _nested(constant)
+            yield from codes_in(constant)

@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from ckpt_core.state.changed_values import fingerprint
+from ckpt_core.state.object_walk import codes_in
 
 #: What the name of a variable of a closure begins with, in the path to what it holds.
 CELL = "()"
@@ -28,28 +29,11 @@ _TELLS = re.compile(
     r"print|info|debug|warn\w*|error|critical|exception|set_postfix\w*|set_description\w*|\w*save\w*|dumps?|str|repr"
     r"|format|write\w*|add_scalars?|isinstance|type|id|assert\w*|join"
 )
-_CHANGES = frozenset(
-    [
-        "append",
-        "appendleft",
-        "extend",
-        "extendleft",
-        "add",
-        "update",
-        "insert",
-        "pop",
-        "popleft",
-        "popitem",
-        "remove",
-        "discard",
-        "setdefault",
-        "sort",
-        "reverse",
-        "rotate",
-        "subtract",
-        "push",
-    ]
-)
+_METHODS = """
+    append appendleft extend extendleft add update insert pop popleft popitem remove discard setdefault sort reverse
+    rotate subtract push
+"""
+_CHANGES = frozenset(_METHODS.split())
 _MAKES = frozenset({"dict", "list", "set", "deque", "defaultdict", "Counter", "OrderedDict"})
 _AT_START = frozenset({"__init__", "__post_init__", "__new__", "setup"})
 _TELLING = frozenset({"state_dict", "__getstate__", "get_state", "__repr__", "__str__", "get_extra_state"})
@@ -171,25 +155,15 @@ class _Scope:
 class _Reader(ast.NodeVisitor):
     def __init__(self, waits: bool) -> None:
         self._waits = waits
-        self.keeps: set[str] = set()
-        self.stored: set[str] = set()
-        self.set_by_steps: set[str] = set()
-        self.set_to: set[str] = set()
-        self.set_again: set[str] = set()
-        self.decides: set[str] = set()
-        self.ends: set[str] = set()
-        self.returned: set[str] = set()
-        self.read_after: set[str] = set()
-        self.read_names: set[str] = set()
+        self.keeps, self.stored, self.set_by_steps, self.set_to, self.set_again = (set[str]() for _ in range(5))
+        self.decides, self.ends, self.returned, self.read_after, self.read_names = (set[str]() for _ in range(5))
+        self.called, self.filled_once, self.cleared, self._made = (set[str]() for _ in range(4))
         self.flows: dict[str, set[str]] = collections.defaultdict(set)
         self.resets: dict[str, set[tuple[str, str | None]]] = collections.defaultdict(set)
-        self.called: set[str] = set()
-        self.filled_once: set[str] = set()
-        self.cleared: set[str] = set()
-        self._made: set[str] = set()
         self._functions: list[tuple[str, set[str]]] = []
-        self._scopes = [_Scope(0, resets=False)]
         self._running: set[tuple[str, int]] = set()
+        # where the visit is: changed by _within alone
+        self._scopes = [_Scope(0, resets=False)]
         self._is_running = self._in_class = False
         self._depth = self._loops = 0
         self._into: set[str] | None = self.decides
@@ -262,43 +236,42 @@ class _Reader(ast.NodeVisitor):
         if literal is not None and inner.resets:
             self.set_to.add(name)
             if is_sure:
-                function = (
-                    self._functions[-1][0].partition(":")[0] if self._functions and not self._is_running else None
-                )
+                is_outside = self._is_running or not self._functions
+                function = None if is_outside else self._functions[-1][0].partition(":")[0]
                 self.resets[name].add((literal, function))
 
     @contextlib.contextmanager
-    def _reading(self, into: set[str] | None) -> Iterator[None]:
-        # what is inside of what only tells tells, too
-        kept, self._into = self._into, into if self._into is not None else None
+    def _within(self, **place: Any) -> Iterator[None]:
+        kept = {name: getattr(self, name) for name in place}
+        vars(self).update(place)
         try:
             yield
         finally:
-            self._into = kept
+            vars(self).update(kept)
+
+    def _reading(self, into: set[str] | None) -> contextlib.AbstractContextManager[None]:
+        # what is inside of what only tells tells, too
+        return self._within(_into=into if self._into is not None else None)
 
     def _flow(self, names: set[str], targets: set[str]) -> None:
         for name in names:
             self.flows[name] |= targets - {name}
 
     def _all(self, nodes: list[Any], *, conditional: bool = False) -> None:
-        self._depth += conditional
-        for node in nodes:
-            self.visit(node)
-        self._depth -= conditional
+        with self._within(_depth=self._depth + conditional):
+            for node in nodes:
+                self.visit(node)
 
     # ---- expressions -------------------------------------------------------------------------------------------------
 
-    def visit_Name(self, node: ast.Name) -> None:
+    def visit_Name(self, node: ast.Name | ast.Attribute) -> None:
         if isinstance(node.ctx, ast.Load):
             self._reads(self._name(node))
         else:
             self._stores(self._name(node), None)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
-        if isinstance(node.ctx, ast.Load):
-            self._reads(self._name(node))
-        else:
-            self._stores(self._name(node), None)
+        self.visit_Name(node)
         is_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
         with self._reading(None if is_self else self._into):  # its owner
             self.visit(node.value)
@@ -442,38 +415,33 @@ class _Reader(ast.NodeVisitor):
             self.visit(node.target)
             self._all(node.body + node.orelse)
 
-    def visit_AsyncFor(self, node: Any) -> None:
-        self.visit_For(node)
+    visit_AsyncFor = visit_For  # noqa: N815
 
-    @contextlib.contextmanager
-    def _loop(self) -> Iterator[None]:
-        self._loops += 1
-        kept = self._scopes
-        self._scopes = [*kept, _Scope(self._depth, resets=True)] if self._is_running else kept
-        yield
-        self._scopes = kept
-        self._loops -= 1
+    def _loop(self) -> contextlib.AbstractContextManager[None]:
+        inner = [_Scope(self._depth, resets=True)] if self._is_running else []
+        return self._within(_loops=self._loops + 1, _scopes=[*self._scopes, *inner])
 
     def visit_ClassDef(self, node: ast.ClassDef) -> None:
-        kept, self._in_class = self._in_class, True
-        self._all(node.body)
-        self._in_class = kept
+        with self._within(_in_class=True):
+            self._all(node.body)
 
     def visit_FunctionDef(self, node: Any) -> None:
         line = min([node.lineno, *(one.lineno for one in node.decorator_list)])
-        kept = self._is_running, self._loops, self._into, self._scopes, self._depth, self._in_class
-        self._is_running, self._loops, self._depth = (node.name, line) in self._running, 0, 0
-        self._in_class = False
-        self._into = self.read_after if self._waits and self._is_running else self.decides
-        self._into = None if node.name in _TELLING else self._into
-        self._scopes = [_Scope(0, resets=node.name not in _AT_START and not self._is_running)]
+        is_running = (node.name, line) in self._running
+        into = self.read_after if self._waits and is_running else self.decides
         self._functions.append((f"{node.name}:{line}", _local_to(node)))
-        self._all(node.body)
+        with self._within(
+            _is_running=is_running,
+            _in_class=False,
+            _depth=0,
+            _loops=0,
+            _into=None if node.name in _TELLING else into,
+            _scopes=[_Scope(0, resets=node.name not in _AT_START and not is_running)],
+        ):
+            self._all(node.body)
         self._functions.pop()
-        self._is_running, self._loops, self._into, self._scopes, self._depth, self._in_class = kept
 
-    def visit_AsyncFunctionDef(self, node: Any) -> None:
-        self.visit_FunctionDef(node)
+    visit_AsyncFunctionDef = visit_FunctionDef  # noqa: N815
 
 
 def _local_to(function: Any) -> set[str]:
@@ -542,7 +510,7 @@ def is_live(name: str, frame: types.FrameType) -> bool:
 def _is_live(name: str, code: types.CodeType, last: int) -> bool:
     if name in code.co_cellvars or name in code.co_freevars:
         return True  # other functions may read it
-    if code.co_name == "<module>" and any(name in inner.co_names for inner in _inner(code)):
+    if code.co_name == "<module>" and any(name in inner.co_names for inner in codes_in(code) if inner is not code):
         return True
     steps = _steps(code)
     # it may point behind the instruction, into its cache
@@ -588,10 +556,3 @@ def _steps(code: types.CodeType) -> dict[int, _Step]:
             effects = list(zip(names, does, strict=False))
         found[step.offset] = _Step(effects, then, step.opname == "FOR_ITER")
     return found
-
-
-def _inner(code: types.CodeType) -> Iterator[types.CodeType]:
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield constant
-            yield from _inner(constant)

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torchmetrics import Metric, MetricCollection, MetricTracker, SumMetric
 
+from ckpt_core.state.object_walk import OF_EVERY_MODULE
 from lightning_ckpt._private.loops import Internals
 
 _OF_EVERY_METRIC = frozenset(vars(SumMetric()))
-_OF_EVERY_MODULE = frozenset(vars(torch.nn.Module()))
 _MEMBERS = 256
 _PLAIN = (bool, int, float, torch.Tensor)
 _META = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
@@ -143,7 +143,7 @@ def torchmetrics_of(module: torch.nn.Module) -> list[tuple[str, Metric]]:
         if isinstance(child, Metric):
             found.setdefault(id(child), (name, child))
         for attribute, value in vars(child).items():
-            if attribute not in _OF_EVERY_MODULE and isinstance(value, (list, tuple, dict)) and len(value) <= _MEMBERS:
+            if attribute not in OF_EVERY_MODULE and isinstance(value, (list, tuple, dict)) and len(value) <= _MEMBERS:
                 items = value.items() if isinstance(value, dict) else enumerate(value)
                 for key, item in items:
                     if isinstance(item, (Metric, MetricCollection)):
