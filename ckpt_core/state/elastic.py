@@ -28,6 +28,7 @@ from torch.utils.data import (
 from ckpt_core.errors import StateMismatchError
 from ckpt_core.state.rng import RngState
 from ckpt_core.state.samplers import SamplerMoment, SamplerPass
+from ckpt_core.state.stateful import Forwarding
 
 
 def derive_rng(state: RngState, rank: int) -> RngState:
@@ -200,24 +201,17 @@ def _in_order(order: Mapping[str, Any], length: int) -> Iterable[int]:
     return sampler
 
 
-class RemainingSamples(IterableDataset[Any]):
+class RemainingSamples(Forwarding, IterableDataset[Any]):
     """The samples that are left of an epoch of an iterable data set.
 
     What was consumed (by each data loading worker; one number without any) is read again and dropped, once: the pass
     after it is a whole one.
     """
 
+    _own = frozenset({"inner", "consumed"})
+
     def __init__(self, inner: Any, consumed: Sequence[int]) -> None:
-        self.inner = inner
-        self.consumed = list(consumed)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("inner", "consumed"):
-            raise AttributeError(name)
-        return getattr(self.inner, name)
-
-    def __len__(self) -> int:
-        return len(self.inner)
+        self.inner, self.consumed = inner, list(consumed)
 
     def __iter__(self) -> Iterator[Any]:
         worker = get_worker_info()
