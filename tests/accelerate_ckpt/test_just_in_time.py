@@ -19,7 +19,7 @@ __all__ = ["server_of", "servers"]  # fixtures
 TRAINING = """
     import os, signal
 
-    accelerator = attach(Accelerator(project_dir=folder), resume="auto", just_in_time=10.0, **options)
+    accelerator = attach(Accelerator(project_dir=folder), resume="auto", **{"just_in_time": 10.0, **options})
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
     data = torch.utils.data.DataLoader(torch.arange(160.0).reshape(40, 4) / 100, batch_size=2, shuffle=True)
@@ -131,6 +131,14 @@ def test_a_survivor_saves_the_last_step(ranks: Ranks, tmp_path: Path) -> None:
     resumed = run("run", -1)
     assert [result.told["resumed"] for result in resumed] == [7, 7]
     assert [result.told["weights"] for result in resumed] == [result.told["weights"] for result in whole]
+
+
+def test_a_survivor_that_waits_for_another_one_comes_out_of_its_collective(ranks: Ranks, tmp_path: Path) -> None:
+    # in a ring of four, rank 2 waits for its neighbours, who have heard that rank 0 is dead
+    names = {"folder": str(tmp_path), "saves": -1, "gathers": False, "options": {"just_in_time": 1000.0}}
+    killed = ranks.run(TRAINING, 4, kill=4, **names)
+    assert [result.error for result in killed[1:]] == ["RuntimeError"] * 3  # of gloo
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_4"]
 
 
 @pytest.mark.parametrize("gathers", [True, False])

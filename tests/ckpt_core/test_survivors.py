@@ -169,6 +169,7 @@ WAITING = """
     abort_process_groups()  # without a group there is nothing to do
     dist.init_process_group("gloo", rank=int(os.environ["LOCAL_RANK"]), world_size=2)
     dist.barrier()
+    held = dist.group.WORLD  # as DDP does
     if dist.get_rank() == 0:
         try:
             dist.recv(torch.zeros(1), src=1)

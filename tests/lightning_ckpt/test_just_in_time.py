@@ -70,6 +70,15 @@ MORE: dict[str, tuple[int, dict[str, Any]]] = {
         6,
         {"signals": [[0, "SIGKILL", BACKWARD, 6], [2, "SIGKILL", BACKWARD, 6]], "killed": [0, 2], "ranks": 3},
     ),
+    "rank 0 of 4, while rank 2 waits for its neighbours": (
+        6,
+        {
+            "settings": {**SETTINGS, "just_in_time": 1000.0},
+            "signals": [[0, "SIGKILL", BACKWARD, 6]],
+            "killed": [0],
+            "ranks": 4,
+        },
+    ),
     "in an accumulation window": (
         2,
         {"signals": [[1, "SIGKILL", BACKWARD, 8]], "killed": [1], "trainer": {"accumulate_grad_batches": 4}},
