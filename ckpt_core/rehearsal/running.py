@@ -12,8 +12,9 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ckpt_core.errors import CheckpointError
@@ -25,6 +26,19 @@ from ckpt_core.rehearsal.samples import judge
 _RANK = re.compile(r"rank-(\d+)\.json$")
 _TAIL_LINES = 25
 _GRACE_SECONDS = 10
+# A process that waits for the end of the one that rehearses, however that ends, and does what `_end` does in it.
+_GUARD = """
+import os, signal, sys, time
+told = sys.stdin.read().split()
+if told and told[-1] != "over":
+    try:
+        os.kill(int(told[0]), signal.SIGTERM)
+        for _ in range(int(sys.argv[1]) * 10):
+            os.kill(int(told[0]), 0)
+            time.sleep(0.1)
+    finally:
+        os.killpg(int(told[0]), signal.SIGKILL)
+"""
 #: Points after which all that was handed out has been trained on; an open window of accumulation is begun again.
 _SHARED = ("middle", "epoch-end", "step", "save_state")
 
@@ -150,7 +164,7 @@ class _Runs:
 
     def _run(self, words: list[str], output: str, plan: Plan) -> int:
         environment = {**os.environ, **(self._env or {}), **plan.variables()}
-        with open(output, "wb") as file:
+        with open(output, "wb") as file, _guard() as guard:
             try:
                 process = subprocess.Popen(
                     words,
@@ -164,6 +178,7 @@ class _Runs:
             except OSError as error:
                 raise CannotRehearseError(f"{words[0]} cannot be started: {error}") from error
             try:
+                guard(process.pid)
                 return process.wait(self._timeout)
             except subprocess.TimeoutExpired:
                 raise CannotRehearseError(
@@ -190,6 +205,24 @@ def _with_ranks(words: list[str], ranks: int) -> list[str]:
                 return [*words[:given], f"{names[0]}={ranks}", *words[given + (1 if equals else 2) :]]
         return [*words[: place + 1], f"{names[0]}={ranks}", *words[place + 1 :]]
     return words
+
+
+@contextlib.contextmanager
+def _guard() -> Iterator[Callable[[int], None]]:
+    """Have the process whose id is given end with this one, also where this one is killed with SIGKILL."""
+    words = [sys.executable, "-I", "-S", "-c", _GUARD, str(_GRACE_SECONDS)]
+    kept = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
+    with subprocess.Popen(words, stdin=subprocess.PIPE, **kept) as process:  # type: ignore[call-overload]
+
+        def tell(text: str) -> None:
+            with contextlib.suppress(BrokenPipeError):  # somebody has ended it
+                process.stdin.write(f"{text}\n".encode())
+                process.stdin.flush()
+
+        try:
+            yield lambda pid: tell(str(pid))
+        finally:
+            tell("over")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
