@@ -18,25 +18,13 @@ from typing import Any
 import torch
 
 from ckpt_core._layouts.directory.contents import Contents
-from ckpt_core._layouts.directory.file_names import digests_name, piece_name, shard_name
 from ckpt_core._layouts.directory.manifest import Manifest, PartRecord, encode_manifest, encode_part
-from ckpt_core._layouts.directory.safetensors_file import (
-    DigestsImage,
-    SafetensorsImage,
-    file_layout,
-    file_order,
-)
 from ckpt_core._layouts.directory.skeleton import Json, encode_plain
-from ckpt_core._layouts.directory.writing import (
-    NOT_TENSORS,
-    describe_chunks,
-    describe_digests,
-    describe_shard,
-    name_of_chunk,
-)
+from ckpt_core._layouts.directory.writing import PartContent, RankFiles
 from ckpt_core._layouts.safetensors import TensorInfo, dtype_name
 from ckpt_core._pipeline.directory_commit import NOTHING, discard, errors_name, leave, previous_at, publish
 from ckpt_core._pipeline.writer import write_image
+from ckpt_core._plan import Piece
 from ckpt_core.buffers import ScratchBuffers
 from ckpt_core.commit_time import Stamp, commit_time, step_in
 from ckpt_core.errors import SerializationError
@@ -45,7 +33,6 @@ from ckpt_core.interchange.flat_names import EntryPath, entry_name, nested
 from ckpt_core.interchange.streaming import LazyTensors
 from ckpt_core.storage import Storage, storage_for
 
-Image = SafetensorsImage | DigestsImage
 TensorId = tuple[EntryPath, int]  # of an entry, or of the tensors inside of a value
 _REFERENCE = re.compile(r"\$[0-9]+")
 
@@ -59,10 +46,6 @@ class Chunk:
     info: TensorInfo  # type and shape of the whole tensor
     box: Box  # what of it
     load: Callable[[], torch.Tensor]  # returns the elements, in the box's shape
-
-    def name_in_file(self, taken: set[str]) -> str:
-        key = entry_name((*self.path, self.number) if self.number else self.path) or "tensor"
-        return name_of_chunk(key, self.box, is_whole=self.box.shape == self.info.shape, taken=taken)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +64,8 @@ class RankShards:
     save_id: str  # in which save
     tensors: dict[str, dict[TensorId, TensorInfo]]  # the tensors that it holds pieces of, by part
     values: dict[str, dict[EntryPath, Value]]  # the entries that are not tensors, by part
-    files: list[list[Any]]  # for the manifest; chunks refer to tensors
-    digests: list[Any] | None  # the file of digests
+    files: list[Any]  # for the manifest; chunks refer to tensors
+    digests: Any  # the file of digests
     sizes: dict[str, int]  # bytes of each file
 
 
@@ -116,49 +99,30 @@ class UnconnectedSave:
         With ``one_by_one``, at most one tensor is loaded at any time. If not, several threads load them, and each is
         expected to be there already.
         """
-
-        def write_file(name: str, image: Image) -> int:
-            self._created.append(name)
-            target = f"{self._directory}/{name}"
-            return write_image(image, self._storage, target, scratch=scratch, one_by_one=one_by_one)
-
+        tables: dict[str, dict[TensorId, TensorInfo]] = {}
+        contents, loads, sizes = [], list[Callable[[], torch.Tensor]](), dict[str, int]()
+        for part, of_part in chunks.items():
+            of_tensor: dict[TensorId, list[Chunk]] = {}
+            for chunk in of_part:
+                of_tensor.setdefault((chunk.path, chunk.number), []).append(chunk)
+            tables[part] = {tensor: found[0].info for tensor, found in of_tensor.items()}
+            loads += [chunk.load for found in of_tensor.values() for chunk in found]
+            names = _names_of(of_tensor)
+            pieces = {
+                names[tensor]: [Piece(chunk.box, _shape_of(chunk) if one_by_one else chunk.load()) for chunk in found]
+                for tensor, found in of_tensor.items()
+            }
+            named = {names[tensor]: info for tensor, info in tables[part].items()}
+            contents.append(PartContent(part, "sharded", None, named, pieces, spread=True))
+        laid_out = RankFiles(contents, rank=rank, world_size=world_size, save_id=self.token, suffix=self._suffix)
+        files = laid_out.live_files((lambda some: LazyTensors([loads[n] for n in some])) if one_by_one else None)
         with contextlib.closing(ScratchBuffers()) as scratch, errors_name(self.path, written_to=self._directory):
-            files, images, sizes = [], [], {}
-            tensors: dict[str, dict[TensorId, TensorInfo]] = {}
-            for part, of_part in chunks.items():
-                table = tensors[part] = {(chunk.path, chunk.number): chunk.info for chunk in of_part}
-                if not of_part:
-                    continue
-                infos = [TensorInfo(chunk.info.dtype, chunk.box.shape) for chunk in of_part]
-                order = file_order(infos)
-                ordered = [of_part[index] for index in order]
-                taken = set(NOT_TENSORS)
-                named = tuple(
-                    [(chunk.name_in_file(taken), infos[index]) for index, chunk in zip(order, ordered, strict=True)]
-                )
-                layout = file_layout(named, (("rank", str(rank)),))
-                loads = [chunk.load for chunk in ordered]
-                sources = LazyTensors(loads) if one_by_one else [load() for load in loads]
-                image = SafetensorsImage(layout, layout.header(self.token), sources)
-                name = (
-                    shard_name(part, self._suffix)
-                    if world_size == 1
-                    else piece_name(part, rank, world_size, self._suffix)
-                )
-                sizes[name] = write_file(name, image)
-                images.append(image)
-                number_of = {tensor: number for number, tensor in enumerate(table)}
-                numbers = [number_of[chunk.path, chunk.number] for chunk in ordered]
-                held = describe_chunks(numbers, [chunk.box for chunk in ordered])
-                files.append(describe_shard(name, part, layout, held))
-            digests = None
-            if images:
-                name = digests_name(rank, world_size, self._suffix)
-                written = DigestsImage(images)
-                sizes[name] = write_file(name, written)
-                digests = describe_digests(name, written)
-            copied = {part: dict(of_part) for part, of_part in values.items()}
-            return RankShards(rank, self.token, tensors, copied, files, digests, sizes)
+            for name, image in files:
+                self._created.append(name)
+                target = f"{self._directory}/{name}"
+                sizes[name] = write_image(image, self._storage, target, scratch=scratch, one_by_one=one_by_one)
+        copied = {part: dict(of_part) for part, of_part in values.items()}
+        return RankShards(rank, self.token, tables, copied, *laid_out.described(), sizes)
 
     def commit(
         self,
@@ -213,6 +177,23 @@ def save_alone(
         raise
     save.leave()
     return size
+
+
+def _shape_of(chunk: Chunk) -> torch.Tensor:
+    return torch.empty(chunk.box.shape, dtype=chunk.info.dtype, device="meta")
+
+
+def _names_of(tensors: Iterable[TensorId]) -> dict[TensorId, str]:
+    """Return different names for the tensors of a part."""
+    names: dict[TensorId, str] = {}
+    taken = set[str]()
+    for path, number in tensors:
+        name = entry_name((*path, number) if number else path) or "tensor"
+        while name in taken:
+            name += "~"
+        taken.add(name)
+        names[path, number] = name
+    return names
 
 
 def _join_ranks(

@@ -45,7 +45,7 @@ from ckpt_core.errors import CheckpointError, SerializationError
 from ckpt_core.geometry import Box
 from ckpt_core.storage.base import MANIFEST_NAME
 
-NOT_TENSORS = frozenset({"__metadata__"})  # names in a header of safetensors
+_NOT_TENSORS = frozenset({"__metadata__"})  # names in a header of safetensors
 _SMALL = 16 * 2**10  # bytes: handing them to another thread takes longer than copying them
 _REMEDY = "save the same state on all ranks: the same keys, shapes and types, in the same order"
 
@@ -232,11 +232,17 @@ class RankFiles:
             for base, file in zip(self._bases, self._files, strict=True)
         )
 
-    def live_files(self) -> list[tuple[str, Image]]:
-        """Return names and images of the files, which read the live tensors when they are written, in order."""
+    def live_files(
+        self, lazy: Callable[[Sequence[int]], Sequence[torch.Tensor]] | None = None
+    ) -> list[tuple[str, Image]]:
+        """Return names and images of the files, which read the live tensors when they are written, in order.
+
+        ``lazy`` returns those of :attr:`tensors` that have some numbers, where of these type and shape alone are there.
+        """
+        numbers = [[chunk.source for chunk in file.chunks] for file in self._files]
         return self._with_digests(
-            SafetensorsImage(file.layout, file.header, [self._sources[chunk.source] for chunk in file.chunks])
-            for file in self._files
+            SafetensorsImage(file.layout, file.header, [self._sources[n] for n in of] if lazy is None else lazy(of))
+            for file, of in zip(self._files, numbers, strict=True)
         )
 
     def _with_digests(self, images: Iterable[SafetensorsImage]) -> list[tuple[str, Image]]:
@@ -275,7 +281,7 @@ class RankFiles:
         record = {
             "rank": self._rank,
             "files": [self._describe(file) for file in self._files],
-            "digests": describe_digests(self._digests_name, DigestsImage(self._images)) if self._files else None,
+            "digests": self._describe_digests(),
             "parts": {part.name: _encode(part) for part in self._parts if part.kind == "per-rank"},
             "extra": [[file.name, file.size, file.digest] for file in extra_files],
         }
@@ -302,12 +308,24 @@ class RankFiles:
         parts = [part for part in self._parts if part.name in self._common]
         return {part.name: _table_digest(part, self._common[part.name]) for part in parts}
 
-    def _describe(self, file: _File) -> Json:
-        chunks = None
-        if not file.holds_all:
-            chunks = describe_chunks([chunk.tensor for chunk in file.chunks], [chunk.box for chunk in file.chunks])
-        described = describe_shard(file.name, file.part, file.layout, chunks)
-        return described if file.save_id is None else [*described, file.save_id]
+    def described(self) -> tuple[list[Json], Json]:
+        """Return what a report says of the files, with all that is in them, and of the one with their digests."""
+        return [self._describe(file, says_all=True) for file in self._files], self._describe_digests()
+
+    def _describe(self, file: _File, *, says_all: bool = False) -> Json:
+        chunks: Json = None  # all tensors of the part
+        if says_all or not file.holds_all:
+            offsets = [begin for chunk in file.chunks for begin in chunk.box.offset]
+            extents = [extent for chunk in file.chunks for extent in chunk.box.shape]
+            chunks = [[chunk.tensor for chunk in file.chunks], offsets, extents]
+        layout, earlier = file.layout, [] if file.save_id is None else [file.save_id]
+        return [file.name, file.part, layout.header_size, layout.size, len(layout.blocks) - 1, chunks, *earlier]
+
+    def _describe_digests(self) -> Json:
+        if not self._files:
+            return None
+        data = DigestsImage(self._images).tail()
+        return [self._digests_name, len(data), digest(data)]
 
     def _written(self, parts: Iterable[str]) -> dict[str, int]:
         written = dict.fromkeys(parts, 0)
@@ -328,7 +346,7 @@ def _chunks(part: PartContent, sources: list[torch.Tensor], *, first: int = 0, p
     if unknown:
         raise ValueError(f"part {part.name!r} has pieces of tensors that it has not: {sorted(unknown)[:5]}")
     chunks: list[_Chunk] = []
-    names = set(NOT_TENSORS)
+    names = set(_NOT_TENSORS)
     for index, (key, tensor) in enumerate(part.tensors.items(), start=first):
         for piece in part.pieces.get(key, ()):
             shape = piece.box.shape
@@ -336,43 +354,15 @@ def _chunks(part: PartContent, sources: list[torch.Tensor], *, first: int = 0, p
                 raise ValueError(f"a piece of {key!r} is not of its tensor's type, or not of its box's shape")
             is_whole = shape == tensor.shape
             name = prefix + key
-            if is_whole and name not in names:  # nearly always, and there may be many
-                names.add(name)
-            else:
-                name = name_of_chunk(name, piece.box, is_whole=is_whole, taken=names)
+            if not is_whole:
+                name = f"{name}@{','.join(map(str, piece.box.offset))}"
+            while name in names:
+                name += "~"
+            names.add(name)
             info = TensorInfo(tensor.dtype, shape)
             chunks.append(_Chunk(index, key, name, info, piece.box, is_whole, len(sources)))
             sources.append(piece.tensor)
     return chunks
-
-
-def name_of_chunk(key: str, box: Box, *, is_whole: bool, taken: set[str]) -> str:
-    """Return the name that a box of a tensor has in its file, and add it to those that are ``taken`` there.
-
-    At first, :data:`NOT_TENSORS` are.
-    """
-    name = key if is_whole else f"{key}@{','.join(map(str, box.offset))}"
-    while name in taken:
-        name += "~"
-    taken.add(name)
-    return name
-
-
-def describe_shard(name: str, part: str | None, layout: FileLayout, chunks: Json) -> list[Json]:
-    """Return what a report says of a file; ``chunks`` as of :func:`describe_chunks`, None for all tensors of a part."""
-    return [name, part, layout.header_size, layout.size, len(layout.blocks) - 1, chunks]
-
-
-def describe_chunks(tensors: Iterable[int], boxes: Sequence[Box]) -> list[Json]:
-    """Return which boxes of which tensors are in a file, in its order."""
-    offsets = [begin for box in boxes for begin in box.offset]
-    return [list(tensors), offsets, [extent for box in boxes for extent in box.shape]]
-
-
-def describe_digests(name: str, image: DigestsImage) -> list[Json]:
-    """Return what a report says of the file of digests."""
-    data = image.tail()
-    return [name, len(data), digest(data)]
 
 
 def _encode(part: PartContent) -> dict[str, Json]:
