@@ -7,8 +7,9 @@ from collections.abc import Iterable
 
 from ckpt_core.cli.finding import find_all, size_at
 from ckpt_core.cli.listing import print_hints
-from ckpt_core.cli.output import count, print_json, print_table
+from ckpt_core.cli.output import complain, count, print_json, print_table
 from ckpt_core.cli.parser import Commands, Exit, Options
+from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
 
 
@@ -18,7 +19,8 @@ def add_commands(commands: Commands) -> None:
         "du",
         _du,
         help="show what checkpoints take on the disk; what several share by links counts once",
-        epilog="Columns: size of its files, what deleting it alone would free, path.",
+        epilog="Columns: size of its files, what deleting it alone would free, path.\n"
+        "Exit codes: 0 well, 1 a path, or a directory below it, is not there or cannot be read.",
     )
     du.add_argument("paths", nargs="*", default=["."], metavar="PATH", help="a directory or checkpoints (.)")
     du.add_argument("-r", "-R", "--recursive", action="store_true", help="look in directories below it, too")
@@ -69,7 +71,8 @@ def freed_by(found: Iterable[tuple[str, int]]) -> int:
 def _du(options: Options) -> int:
     from ckpt_core.storage import is_remote, local_path
 
-    places = find_all(options.paths, options.storage_options, recursive=options.recursive)
+    failures: dict[str, CheckpointError] = {}
+    places = find_all(options.paths, options.storage_options, recursive=options.recursive, failures=failures)
     found = [(info.path, info.size) for place in places for info in place.checkpoints]
     for place in places:
         is_part = any(place.path.startswith(f"{path}/") for path, _ in found)
@@ -88,11 +91,13 @@ def _du(options: Options) -> int:
                 "checkpoints": [{"path": path, "bytes": size, "freed": freed} for path, size, freed in sizes],
             }
         )
-        return Exit.OK
-    print_table([(size_in_words(size), size_in_words(freed), path) for path, size, freed in sizes], right=(0, 1))
-    apparent = sum(size for _, size, _ in sizes)
-    shared = f", {size_in_words(apparent - total)} shared by links" if apparent > total else ""
-    print(f"{size_in_words(total)} in {count(len(sizes), 'checkpoint')}{shared}")
-    if not sizes:
-        print_hints(places, options)
-    return Exit.OK
+    else:
+        print_table([(size_in_words(size), size_in_words(freed), path) for path, size, freed in sizes], right=(0, 1))
+        apparent = sum(size for _, size, _ in sizes)
+        shared = f", {size_in_words(apparent - total)} shared by links" if apparent > total else ""
+        print(f"{size_in_words(total)} in {count(len(sizes), 'checkpoint')}{shared}")
+        if not sizes:
+            print_hints(places, options)
+    for error in failures.values():
+        complain(error)
+    return Exit.FAILED if failures else Exit.OK

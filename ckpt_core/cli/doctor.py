@@ -82,7 +82,7 @@ def _doctor(options: Options) -> int:
     if options.like is not None:
         like = find(options.like, options.storage_options)
         if not like.is_checkpoint:
-            raise CheckpointError("this is a directory, and no checkpoint", path=options.like)
+            raise CheckpointError("this is a directory, not a checkpoint", path=options.like)
         wanted = like.checkpoints[0].size
     try:
         found |= _place(options.path, options.storage_options, options.size * 10**6)

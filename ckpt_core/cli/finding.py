@@ -97,13 +97,13 @@ class Found:
 def no_checkpoint(found: Found, storage_options: dict[str, Any] | None) -> CheckpointFormatError:
     """Return the error for a directory that was taken for a checkpoint."""
     if not found.checkpoints:
-        text = f"this is a directory, and no checkpoint: {found.hint(storage_options)}"
+        text = f"this is a directory, not a checkpoint: {found.hint(storage_options)}"
         return CheckpointFormatError(text, path=found.path)
     first = next((info for info in found.checkpoints if info.is_readable), None)
-    newest = f", the newest is {first.path}" if first is not None else ""
+    newest = f"; the newest is {first.path}" if first is not None else ""
     number = f"{len(found.checkpoints)} checkpoint{'s' * (len(found.checkpoints) != 1)}"
     return CheckpointFormatError(
-        f"this is a directory with {number}, and no checkpoint{newest}",
+        f"this is a directory of {number}, not a checkpoint{newest}",
         path=found.path,
         remedy=f"ckpt ls {found.path}",
     )
@@ -113,7 +113,7 @@ def refuse_checkpoint(found: Found, verb: str) -> None:
     """Refuse a checkpoint, or any other file, where a directory of them is wanted."""
     if found.is_checkpoint:
         raise CheckpointError(
-            "this is a checkpoint, and not a directory of them",
+            "this is a checkpoint, not a directory of them",
             path=found.path,
             remedy=f"ckpt {verb} {os.path.dirname(found.path.rstrip('/')) or '.'}",
         )

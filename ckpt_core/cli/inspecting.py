@@ -50,7 +50,7 @@ def _depth(text: str) -> int:
 
 
 def _inspect(options: Options) -> int:
-    found = find(options.path, options.storage_options)
+    found = find(options.path, options.storage_options, failures={})  # of no matter to a checkpoint beside them
     foreign = find_foreign(options.path, options.storage_options)
     if foreign is None and not found.is_checkpoint:
         raise no_checkpoint(found, options.storage_options)

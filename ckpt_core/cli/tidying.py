@@ -273,7 +273,7 @@ def _for_each(options: Options, pins: bool, act: Callable[[str, Storage], None])
         found = find(path, options.storage_options)
         if not found.is_checkpoint:
             raise CheckpointError(
-                "this is a directory, and no checkpoint", path=path, remedy=f"name the checkpoints: ckpt ls {path}"
+                "this is a directory, not a checkpoint", path=path, remedy=f"name the checkpoints: ckpt ls {path}"
             )
         infos += found.checkpoints
     for info in infos:

@@ -52,14 +52,16 @@ def _verify(options: Options) -> int:
     sizes: dict[str, int] = {}
     verdicts: dict[str, _Verdict | None] = {}  # in the order of the paths; None: yet to be read
     for path in options.paths:
+        failures: dict[str, CheckpointError] = {}
         try:
-            found = find(path, options.storage_options)
+            found = find(path, options.storage_options, failures=failures)
             is_foreign = not found.checkpoints and find_foreign(path, options.storage_options) is not None
         except CheckpointError as error:
-            verdicts[path] = _Verdict(path, state_of_error(error), error.message, error.key, error.path)
+            verdicts[path] = _failed(path, error)
             continue
+        verdicts |= {unread: _failed(unread, error) for unread, error in failures.items()}
         here = {path: found.size} if is_foreign else {info.path: info.size for info in found.checkpoints}
-        if not here:
+        if not here and not failures:
             verdicts[path] = _Verdict(path, "MISSING", f"nothing to verify: {found.hint(options.storage_options)}")
         sizes |= here
         verdicts |= dict.fromkeys(here)
@@ -92,8 +94,12 @@ def _verdict(path: str, size: int, storage_options: dict[str, Any] | None) -> _V
             return _Verdict(path, "no digests", f"{foreign.what}; compared: {foreign.checked}", size=size)
         verified = loading.verify(path, storage_options=storage_options)
     except CheckpointError as error:
-        return _Verdict(path, state_of_error(error), error.message, error.key, error.path, size)
+        return _failed(path, error, size)
     return _Verdict(path, "whole" if verified else "no digests", size=size)
+
+
+def _failed(path: str, error: CheckpointError, size: int = 0) -> _Verdict:
+    return _Verdict(path, state_of_error(error), error.message, error.key, error.path, size)
 
 
 def _line(verdict: _Verdict) -> str:

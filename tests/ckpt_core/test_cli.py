@@ -108,13 +108,13 @@ def test_inspect_of_a_directory_of_checkpoints_names_the_newest(
 ) -> None:
     assert main(["inspect", str(directories)]) == 1
     error = capsys.readouterr().err
-    assert f"with 2 checkpoints, and no checkpoint, the newest is {directories / 'step=2'}" in error
+    assert f"of 2 checkpoints, not a checkpoint; the newest is {directories / 'step=2'}" in error
     runs = directories / "project" / "runs"
     runs.mkdir(parents=True)
     (directories / "step=2").rename(runs / "step=2")
     assert main(["inspect", str(directories / "project")]) == 1
     error = capsys.readouterr().err
-    assert "this is a directory, and no checkpoint: no checkpoints in" in error and "below it, such as in" in error
+    assert "this is a directory, not a checkpoint: no checkpoints in" in error and "below it, such as in" in error
 
 
 def test_verify_tells_whole_from_damaged(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -678,6 +678,34 @@ def test_ls_names_a_directory_that_it_may_not_read_and_lists_the_rest(
         assert said.count("ckpt: StorageError: cannot list the checkpoint: Permission denied") == 1
         assert f"  file: {runs / 'closed'}\n" in said
     assert f"1 below it, such as in {runs / 'open'}" in hint
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+def test_what_lies_beside_a_directory_that_may_not_be_read_is_verified_and_counted(
+    directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = anyones_path / "runs"
+    for name in ("step=1", "step=2"):
+        shutil.copytree(directories / name, runs / name)
+    with closed_to_this_user(runs / "step=2"):
+        assert main(["verify", "--json", str(runs)]) == 1
+        verdicts = json.loads(capsys.readouterr().out)
+        assert main(["du", "--json", str(runs)]) == 1
+        counted = capsys.readouterr()
+        assert main(["inspect", str(runs)]) == 1
+        said = capsys.readouterr().err
+    (runs / "step=1").rename(anyones_path / "step=1")
+    with closed_to_this_user(runs / "step=2"):
+        assert main(["verify", str(runs)]) == 1
+    alone = capsys.readouterr().out
+    assert {verdict["path"]: verdict["state"] for verdict in verdicts} == {
+        str(runs / "step=1"): "whole",
+        str(runs / "step=2"): "error",
+    }
+    assert [found["path"] for found in json.loads(counted.out)["checkpoints"]] == [str(runs / "step=1")]
+    assert f"  file: {runs / 'step=2'}\n" in counted.err
+    assert f"a directory of 1 checkpoint, not a checkpoint; the newest is {runs / 'step=1'}" in said
+    assert alone == f"ERROR  {runs / 'step=2'}: cannot list the checkpoint: Permission denied\n"
 
 
 def test_nothing_is_written_over_what_is_no_checkpoint(
