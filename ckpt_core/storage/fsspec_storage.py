@@ -32,7 +32,14 @@ from ckpt_core.storage.obstore_choice import PROBE_PREFIX, KnownClients, Obstore
 from ckpt_core.storage.obstore_client import OBSTORE_OPTIONS
 from ckpt_core.storage.retry import Retries
 from ckpt_core.storage.s3_settings import s3_defaults
-from ckpt_core.storage.uploads import ObstoreWriter, S3Writer, StreamWriter, WholeObjectWriter, abandoned_uploads
+from ckpt_core.storage.uploads import (
+    ObstoreWriter,
+    S3Writer,
+    StreamWriter,
+    WholeObjectWriter,
+    abandoned_uploads,
+    uploads_begun,
+)
 from ckpt_core.threads import run_parallel
 
 logger = logging.getLogger(__name__)
@@ -190,7 +197,7 @@ class FsspecStorage(Storage):
             return WholeObjectWriter(self._filesystem, path, self._retries, describe)
         client = self.obstore.writing_client_of(path, self)
         if client is not None:
-            return ObstoreWriter(client, path, expected_size, self._retries, describe)
+            return ObstoreWriter(client, path, expected_size, self._retries, describe, self._abort_begun)
         with translated(describe):
             if self._is_in(_S3):
                 return S3Writer(self._filesystem, path, expected_size, self._retries, self._describing)
@@ -306,7 +313,8 @@ class FsspecStorage(Storage):
     def remove_orphans(self, directory: str) -> Sequence[str]:
         """Abort the uploads into ``directory`` to which nobody has added for :attr:`abandoned_after_seconds` (S3).
 
-        GCS and Azure delete unfinished uploads by themselves after a week; elsewhere there are none. Leases and old
+        Azure deletes unfinished uploads by itself after a week; GCS does where its own client has begun them, and keeps
+        those of obstore, which nothing here can list. Elsewhere there are none. Leases and old
         probes of dead processes go, too.
         """
         probes: Sequence[str] = []
@@ -348,6 +356,25 @@ class FsspecStorage(Storage):
             return self._ask("clean up", directory, request)
         except CheckpointNotFoundError:
             return []  # there is no bucket
+
+    def _abort_begun(self, path: str, seconds: float) -> None:
+        """Abort the uploads of one object that have begun in the last ``seconds`` (S3).
+
+        Raises:
+            StorageError: The store refused, or another job may have begun them.
+        """
+        if not self._is_in(_S3):
+            return
+
+        def request() -> None:
+            begun = list(uploads_begun(self._filesystem, path, seconds))
+            if begun and has_others(self, path.rpartition("/")[0]):
+                raise StorageError("another job saves into the same directory, and may have begun it", path=path)
+            for upload in begun:
+                with contextlib.suppress(FileNotFoundError):  # ended meanwhile
+                    self._filesystem.call_s3("abort_multipart_upload", **upload)
+
+        self._ask("abort", path, request)
 
     # ---- the requests that leases are made of ------------------------------------------------------------------------
 

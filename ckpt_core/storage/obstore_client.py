@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,8 +18,6 @@ import fsspec.asyn
 
 from ckpt_core.storage.base import divide_into
 from ckpt_core.storage.retry import IncompleteAnswerError
-
-logger = logging.getLogger(__name__)
 
 OBSTORE_OPTIONS = (
     "client_options",
@@ -122,16 +119,17 @@ class ObstoreClient:
         divide_into(data, targets)
         self.has_read = True
 
-    def put(self, path: str, data: memoryview | bytes, *, once: bool = False) -> None:
+    def put(self, path: str, data: memoryview | bytes, *, mark: str = "", once: bool = False) -> None:
         """Make an object by one request; with ``once``, give up soon.
 
-        An :class:`IncompleteAnswerError` is worth another attempt; obstore repeats by itself what the store refuses for
-        the moment.
+        ``mark`` is kept with the object, for :meth:`size_made_by`. An :class:`IncompleteAnswerError` is worth another
+        attempt; obstore repeats by itself what the store refuses for the moment.
         """
         refuse_fork()
         store = self._reading if once else self._writing
+        attributes = {_MARK: mark} if mark else None
         with _incomplete_answers():
-            self._obstore.put(store, self._key(path), data, use_multipart=False)
+            self._obstore.put(store, self._key(path), data, attributes=attributes, use_multipart=False)
 
     def begin(self, path: str, first: memoryview, mark: str) -> Any:
         """Begin an object of several parts; return obstore's writer, which reads from ``first`` until it releases it.
@@ -151,11 +149,13 @@ class ObstoreClient:
         return file
 
     def size_made_by(self, mark: str, path: str) -> int | None:
-        """Return the size in bytes of an object; None if it is not the one that was begun with ``mark``, or unknown."""
+        """Return the size in bytes of an object; None if it is not the one that was begun with ``mark``.
+
+        Errors are obstore's own: nothing is known then.
+        """
         try:
             found = self._obstore.get(self._reading, self._key(path), options={"head": True})
-        except Exception as error:  # noqa: BLE001 - of any type that a client raises: nothing is known
-            logger.debug("could not look at %s: %s", path, type(error).__name__)
+        except FileNotFoundError:
             return None
         return int(found.meta["size"]) if found.attributes.get(_MARK) == mark else None
 

@@ -10,7 +10,7 @@ import datetime
 import email.utils
 import io
 import logging
-import math
+import time
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,11 +28,32 @@ logger = logging.getLogger(__name__)
 PART_BYTES = 16 * 2**20
 _MARK = "ckpt-upload"  # user metadata: tells whether an object is the one that an upload has made
 _MOST_PARTS = 10_000  # that S3 takes
+_CLOCK_SECONDS = 2.0  # stores tell whole seconds
+IN_DOUBT = (
+    "The store may have committed the checkpoint before it fell silent: when it answers again, `ckpt verify` tells "
+    "what is there"
+)
 
 
 def _part_bytes(expected_size: int) -> int:
     """Return how large parts must be for as many as S3 takes; a tenth more than expected are allowed for."""
     return PART_BYTES * max(1, -(-expected_size * 11 // (10 * PART_BYTES * _MOST_PARTS)))
+
+
+def _in_doubt(failure: CheckpointError) -> CheckpointError:
+    """Let the error of a commit say that nobody knows whether the store has carried it out."""
+    failure.remedy = f"{failure.remedy}. {IN_DOUBT}"
+    return failure
+
+
+def _of_commit(describe: Describe) -> Describe:
+    """Return ``describe`` for a commit whose answer may be all that is missing, and that cannot be looked for."""
+
+    def described(error: Exception) -> CheckpointError:
+        failure = describe(error)
+        return _in_doubt(failure) if is_transient(error) else failure
+
+    return described
 
 
 class _PartWriter(FileWriter):
@@ -75,12 +96,21 @@ class ObstoreWriter(_PartWriter):
     """Uploads parts from a few buffers of its own."""
 
     def __init__(
-        self, client: ObstoreClient, path: str, expected_size: int, retries: Retries, describe: Describe
+        self,
+        client: ObstoreClient,
+        path: str,
+        expected_size: int,
+        retries: Retries,
+        describe: Describe,
+        abort_begun: Callable[[str, float], None],
     ) -> None:
         super().__init__(path, expected_size, retries)
         self._client = client
         self._describe = describe
+        self._abort_begun = abort_begun
         self._file: Any = None
+        self._is_closed = False  # obstore's writer, which cannot abort any more, even if closing it has failed
+        self._began_at = 0.0
         self._sent: list[tuple[bytearray, memoryview]] = []
 
     def _new_part(self) -> bytearray:
@@ -99,6 +129,7 @@ class ObstoreWriter(_PartWriter):
         self._sent.append((self._part, view))
         self._part, self._filled = bytearray(), 0
         if self._file is None:
+            self._began_at = time.monotonic()
             self._file = self._retries.call(lambda: self._client.begin(self._path, view, self._mark), self._describe)
             return
         with translated(self._describe):
@@ -106,19 +137,26 @@ class ObstoreWriter(_PartWriter):
 
     def commit(self, size: int) -> None:
         assert size == self._position
-        if self._file is None:
-            last = memoryview(self._part)[: self._filled]
-            self._retries.call(lambda: self._client.put(self._path, last), self._describe)
-            return
-        self._send()
-        failure: Exception | None = None
+        failure: CheckpointError | None = None
         try:
-            self._file.close()
-        except Exception as error:  # noqa: BLE001 - raised below, unless only the answer was lost
-            failure = error
-        found = self._client.size_made_by(self._mark, self._path)
+            if self._file is None:
+                last = memoryview(self._part)[: self._filled]
+                self._retries.call(lambda: self._client.put(self._path, last, mark=self._mark), self._describe)
+                return
+            self._send()
+            self._is_closed = True
+            with translated(self._describe):
+                self._file.close()
+        except CheckpointError as error:
+            failure = error  # unless only the answer was lost
+        found: int | None = None
+        try:
+            found = self._client.size_made_by(self._mark, self._path)
+        except Exception as error:  # noqa: BLE001 - of any type that a client raises: nothing is known
+            logger.debug("could not look at %s: %s", self._path, type(error).__name__)
+            failure = failure and _in_doubt(failure)
         if failure is not None and found is None:
-            raise self._describe(failure)
+            raise failure
         self._file = None
         if found not in (None, size):
             raise StorageError(
@@ -132,11 +170,23 @@ class ObstoreWriter(_PartWriter):
         if file is not None:
             error = RuntimeError("the upload was abandoned")
             try:
-                file.__exit__(type(error), error, None)
+                if self._is_closed:
+                    self._abort_begun(self._path, time.monotonic() - self._began_at)
+                else:
+                    file.__exit__(type(error), error, None)
             except Exception as failure:  # noqa: BLE001 - the first one counts; what remains is an orphan
-                logger.info("an abandoned upload could not be ended: %s", self._describe(failure).message)
+                _tell_of_orphan(self._path, self._describe(failure))
         self._sent.clear()
         self._part = bytearray()
+
+
+def _tell_of_orphan(path: str, failure: CheckpointError) -> None:
+    logger.warning(
+        "the parts of an abandoned upload of %s could not be deleted: %s. They are in no checkpoint, and a later run "
+        "or `ckpt clean` deletes them when they are an hour old",
+        failure.path or path,
+        failure.message,
+    )
 
 
 class S3Writer(_PartWriter):
@@ -183,28 +233,37 @@ class S3Writer(_PartWriter):
         assert size == self._position
         if self._upload:
             self._send()
-            self._complete()
+            # Not its ETag, which Ceph leaves empty where the object was there before.
+            parts = {"MultipartUpload": {"Parts": self._parts}}
+            self._finish("complete_multipart_upload", needs="Key", **self._upload, **parts)
             self._upload = {}
         else:
-            self._call("commit", "put_object", needs="ETag", Body=self._part[: self._filled])
+            body = self._part[: self._filled]
+            self._finish("put_object", needs="ETag", Metadata={_MARK: self._mark}, Body=body)
 
-    def _complete(self) -> None:
-        arguments: dict[str, Any] = {**self._upload, "MultipartUpload": {"Parts": self._parts}}
+    def _finish(self, method: str, *, needs: str, **arguments: Any) -> None:
         try:
-            answer = self._call("commit", "complete_multipart_upload", **arguments)
-            if not answer.get("ETag") and not self._is_there():
-                # That was not the store's answer: once more, now with no doubt about it.
-                self._call("commit", "complete_multipart_upload", needs="ETag", **arguments)
+            self._call("commit", method, needs=needs, **arguments)
         except CheckpointError as error:
-            # An earlier attempt may have done it, and its answer was lost.
-            if is_transient(error) or not self._is_there():
+            # An attempt may have done it, and its answer was lost.
+            is_there = self._is_there(patiently=not is_transient(error))
+            if is_there is None:
+                _in_doubt(error)
+            if not is_there:
                 raise
 
-    def _is_there(self) -> bool:
+    def _is_there(self, *, patiently: bool) -> bool | None:
+        """Return whether the object is the one that this upload makes; None if the store does not say."""
         try:
-            answer = self._call("commit", "head_object")
-        except CheckpointError:
+            if patiently:
+                answer = self._call("read", "head_object")
+            else:
+                answer = self._filesystem.call_s3("head_object", **self._object)
+        except FileNotFoundError:
             return False
+        except Exception as error:  # noqa: BLE001 - of any type that a client raises: nothing is known
+            logger.debug("could not look at %s: %s", self._path, type(error).__name__)
+            return None
         return bool(answer.get("Metadata", {}).get(_MARK) == self._mark)
 
     def abort(self) -> None:
@@ -216,9 +275,7 @@ class S3Writer(_PartWriter):
         except CheckpointNotFoundError:
             return  # gone already
         except CheckpointError as error:
-            # The failure that led here is the one to tell; what remains is invisible, and an orphan that is removed
-            # later.
-            logger.warning("parts of an abandoned upload could not be deleted: %s", error.message)
+            _tell_of_orphan(self._path, error)  # the failure that led here is the one to raise
 
 
 class StreamWriter(FileWriter):
@@ -240,7 +297,7 @@ class StreamWriter(FileWriter):
 
     def commit(self, size: int) -> None:
         assert size == self._position
-        with translated(self._describe):
+        with translated(_of_commit(self._describe)):
             self._file.close()
 
     def abort(self) -> None:
@@ -281,7 +338,7 @@ class WholeObjectWriter(FileWriter):
             self._filesystem.makedirs(self._filesystem._parent(self._path), exist_ok=True)
             self._filesystem.pipe_file(self._path, self._buffer.getvalue())
 
-        self._retries.call(request, self._describe)
+        self._retries.call(request, _of_commit(self._describe))
         self._buffer = io.BytesIO()
 
     def abort(self) -> None:
@@ -298,33 +355,48 @@ def abandoned_uploads(
     """
     bucket, key, _ = filesystem.split_path(directory)
     prefix = f"{key.rstrip('/')}/" if key else ""
+    for upload, begun, now in _uploads(filesystem, bucket, prefix):
+        if upload["Key"].removeprefix(prefix).count("/") <= 1:
+            times = [*([begun] if empty else []), *_times_of_parts(filesystem, upload, now)]
+            if times and (now - max(times)).total_seconds() >= silent_seconds:
+                yield upload
+
+
+def uploads_begun(filesystem: Any, path: str, seconds: float) -> Iterator[dict[str, str]]:
+    """Yield the uploads of one object that have begun in the last ``seconds``, by the store's clock, as above."""
+    bucket, key, _ = filesystem.split_path(path)
+    for upload, begun, now in _uploads(filesystem, bucket, key):
+        if upload["Key"] == key and (now - begun).total_seconds() <= seconds + _CLOCK_SECONDS:
+            yield upload
+
+
+def _uploads(
+    filesystem: Any, bucket: str, prefix: str
+) -> Iterator[tuple[dict[str, str], datetime.datetime, datetime.datetime]]:
+    """Yield the uploads of objects whose names begin with ``prefix``: what names one, when it began, and the time."""
     more: dict[str, str] = {}
     while True:
         page = filesystem.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **more)
+        now = email.utils.parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
         for upload in page.get("Uploads", []):
-            name = upload["Key"].removeprefix(prefix)
-            if upload["Key"].startswith(prefix) and name.count("/") <= 1:
-                arguments = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
-                begun = upload["Initiated"] if empty else None
-                if _seconds_silent(filesystem, arguments, begun, page) >= silent_seconds:
-                    yield arguments
+            if upload["Key"].startswith(prefix):
+                names = {"Bucket": bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+                yield names, upload["Initiated"], now
         if not page.get("IsTruncated"):
             return
         more = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
 
 
-def _seconds_silent(
-    filesystem: Any, upload: dict[str, str], begun: datetime.datetime | None, page: dict[str, Any]
-) -> float:
-    now = email.utils.parsedate_to_datetime(page["ResponseMetadata"]["HTTPHeaders"]["date"])
-    times = [begun] if begun is not None else []
+def _times_of_parts(filesystem: Any, upload: dict[str, str], now: datetime.datetime) -> list[datetime.datetime]:
+    """Return when the parts of an upload have arrived; ``now`` if it has ended meanwhile."""
+    times: list[datetime.datetime] = []
     more: dict[str, int] = {}
     try:
         while True:
             parts = filesystem.call_s3("list_parts", **upload, **more)
             times += [part["LastModified"] for part in parts.get("Parts", [])]
             if not parts.get("IsTruncated"):
-                return float((now - max(times)).total_seconds()) if times else -math.inf
+                return times
             more = {"PartNumberMarker": parts["NextPartNumberMarker"]}
     except FileNotFoundError:
-        return 0.0  # completed or aborted meanwhile
+        return [now]

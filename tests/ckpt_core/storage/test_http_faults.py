@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import traceback
 from collections.abc import Callable, Iterator
@@ -151,6 +152,73 @@ def test_a_store_that_goes_away_during_a_save(scene: Scene, kind: str, request: 
         scene.proxy.plan(None)
         scene.save(NEW, scene.faulty)
         assert_same_state(scene.load(scene.direct), NEW)
+
+
+def is_commit(request: str, state: dict[str, Any]) -> bool:
+    """Whether a request makes the object: the completion of an upload, or the only request of a small one."""
+    method, _, rest = request.partition(" ")
+    return (method == "POST" and "uploadId" in rest) or (state is OLD and method == "PUT")
+
+
+@contextlib.contextmanager
+def failing(proxy: FaultProxy, fault_of: Callable[[str], str | None]) -> Iterator[None]:
+    """Let each request meet the fault that ``fault_of`` says."""
+    proxy.fault_of_next = fault_of  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del proxy.fault_of_next  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("place", ["moto", "moto fsspec", "ceph", "ceph fsspec"])
+@pytest.mark.parametrize("goes_away", [False, True])
+def test_a_save_whose_last_answer_is_lost_looks_or_says_so(place: str, goes_away: bool, server_of: ServerOf) -> None:
+    kind, _, backend = place.partition(" ")
+    server = server_of(kind)
+    with start_proxy(server.endpoint) as proxy:
+        scene = Scene(server, proxy, proxied_options(server, proxy, backend))
+        scene.save(NEW, scene.faulty)
+        for state, other in ((NEW, OLD), (OLD, NEW)):
+            scene.save(other, scene.direct)
+            commits: list[str] = []
+
+            def fault(request: str, *, state: Any = state, commits: list[str] = commits) -> str | None:
+                if commits and goes_away:
+                    return "503"
+                if is_commit(request, state):
+                    commits.append(request)
+                    return "lost reply"
+                return None
+
+            with failing(proxy, fault):
+                if goes_away:
+                    with pytest.raises(StorageError) as caught:
+                        scene.save(state, scene.faulty)
+                    assert "`ckpt verify` tells" in str(caught.value)
+                    assert "storage_options" in str(caught.value)
+                else:
+                    scene.save(state, scene.faulty)
+            assert commits
+            assert_same_state(scene.load(scene.direct), state)
+
+
+@pytest.mark.parametrize("backend", ["", "fsspec"])
+def test_a_commit_that_is_refused_is_not_in_doubt(backend: str, server_of: ServerOf) -> None:
+    server = server_of("ceph")
+    with start_proxy(server.endpoint) as proxy:
+        scene = Scene(server, proxy, proxied_options(server, proxy, backend))
+        scene.save(NEW, scene.faulty)
+        for state, other in ((NEW, OLD), (OLD, NEW)):
+            scene.save(other, scene.direct)
+
+            def fault(request: str, *, state: Any = state) -> str | None:
+                return "503" if is_commit(request, state) else None
+
+            with failing(proxy, fault), pytest.raises(StorageError) as caught:
+                scene.save(state, scene.faulty)
+            assert "ckpt verify" not in str(caught.value), "it was asked, and has the old one"
+            assert_same_state(scene.load(scene.direct), other)
+            assert unfinished_uploads(scene.root, scene.direct) == []
 
 
 @pytest.mark.parametrize("kind", ["503", "reset"])
