@@ -279,6 +279,8 @@ def _backward(original: Any, accelerator: Any, *args: Any, **kwargs: Any) -> Non
     session = session_of(accelerator)
     if session is not None:
         _training_begins(session)
+        if session.just_in_time is not None:
+            session.just_in_time.backward_begins()
     try:
         original(accelerator, *args, **kwargs)
     except Exception as error:

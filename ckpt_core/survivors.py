@@ -64,6 +64,7 @@ _SLOTS = 4
 _SLOT_BYTES = 1 << 22  # the file is sparse
 _HEAD_BYTES = 4096
 _WRITTEN = _SLOTS  # the slot of what has been written for a save
+_EXCHANGE = _WRITTEN + 1  # the first of as many slots of what was noted before an exchange of gradients
 _RECORD = struct.Struct("<8sQQQ")  # session, number, bytes, check
 _MOST_BYTES = _SLOT_BYTES - _RECORD.size
 _CHECK = struct.Struct("<Q")
@@ -321,6 +322,19 @@ class Survivors:
         except OSError as error:
             self._give_up(str(error))
 
+    def note_exchange(self, *parts: Any) -> None:
+        """Note, before gradients are exchanged, the parts of the next note that steps change on each rank by itself.
+
+        The others complete the step only if this rank comes that far. If it dies before the note, they take these
+        parts for it, as far as their own notes show that nothing changes them in between.
+
+        Args:
+            *parts: Of each, what may come to be besides what is in those before it.
+        """
+        number = self.last + 1
+        with contextlib.suppress(OSError):
+            self._put(number, note_of(list(parts)), _EXCHANGE + number % _SLOTS)
+
     def _put(self, number: int, data: bytes, slot: int) -> None:
         if self._descriptor is not None:
             head = _RECORD.pack(self._mark, number, len(data), xxhash.xxh3_64_intdigest(data))
@@ -509,20 +523,33 @@ class Survivors:
             time.sleep(_PAUSE_SECONDS)
 
     def _gathered(self, number: int, writers: list[int]) -> Rescue:
-        mine = self._noted(self._rank, number)
-        before = self._noted(self._rank, number - 1)
         ranks, unknown = [], {}
         for other in range(len(self._paths)):
             found = self._noted(other, number)
             if found is None:
-                lost: list[str] = []
-                theirs = self._noted(other, number - 1)
-                found = mine if theirs is None else _follow(theirs, before, mine, "", lost)
-                lost += [EVERYTHING] if theirs is None else []
+                found, lost = self._taken_over(other, number)
                 if lost:
                     unknown[other] = lost
             ranks.append(found)
         return Rescue(number, ranks, unknown, writers, [])
+
+    def _taken_over(self, other: int, number: int) -> tuple[Any, list[str]]:
+        """Return what a rank would have noted that died before it, and the names of what is not certain."""
+        mine, before, theirs = (
+            self._noted(self._rank, number),
+            *(self._noted(r, number - 1) for r in (self._rank, other)),
+        )
+        if theirs is None:
+            return mine, [EVERYTHING]
+        slot = _EXCHANGE + number % _SLOTS
+        parts = [(None, None), *zip(*(self._noted(r, number, slot) or [] for r in (other, self._rank)), strict=False)]
+        found = []
+        for their_part, my_part in parts:
+            if their_part is not None:
+                theirs, before = _with(theirs, their_part), _with(before, my_part)
+            lost: list[str] = []
+            found.append((_follow(theirs, before, mine, "", lost), lost))
+        return min(found, key=lambda state_and_lost: len(state_and_lost[1]))
 
     # ---- the files ---------------------------------------------------------------------------------------------------
 
@@ -584,6 +611,15 @@ def _local_place(url: str) -> str:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise PermissionError(errno.EPERM, "others have the directory, or may write to it", home)
     return os.path.join(home, hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16])
+
+
+def _with(state: Any, part: Any) -> Any:
+    """Return a state with what a part of it has come to since."""
+    if isinstance(state, dict) and isinstance(part, dict):
+        return {**state, **{key: _with(state.get(key), value) for key, value in part.items()}}
+    if isinstance(state, list) and isinstance(part, dict):  # by the number of the item
+        return [_with(item, part[index]) if index in part else item for index, item in enumerate(state)]
+    return part
 
 
 def _follow(theirs: Any, before: Any, now: Any, name: str, lost: list[str]) -> Any:

@@ -418,6 +418,8 @@ class ResumableCheckpoint(ModelCheckpointBase):
     def on_before_backward(self, trainer: Any, pl_module: Any, loss: torch.Tensor) -> None:
         if self._state is not None:
             self._state.backward_begins()
+        if self._just_in_time is not None:
+            self._just_in_time.backward_begins()
 
     def on_after_backward(self, trainer: Any, pl_module: Any) -> None:
         if self._state is not None:

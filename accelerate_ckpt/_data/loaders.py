@@ -282,6 +282,11 @@ class LoaderPositions:
             "loaders": loaders,
         }
 
+    def capture_ahead(self) -> dict[int, Any]:
+        """Capture, by number of the loader, the generators of before what it has fetched ahead."""
+        inside = {number: position for number, position in enumerate(self._all()) if position and position.is_inside}
+        return {number: {"ahead": position.capture_ahead()} for number, position in inside.items()}
+
     def _capture(self, position: LoaderPosition, *, as_over: bool) -> dict[str, Any]:
         history = {
             "kind": position.kind,

@@ -307,15 +307,20 @@ class LoaderPosition:
             **(self._capture_inside() if inside else {"pass": None, "ahead": None, "begun": None}),
         }
 
+    def capture_ahead(self) -> dict[str, Any]:
+        """Capture the generators of the moment before the next batch was fetched."""
+        moment = self._moment_ahead()
+        return {"rng": _encode(moment.rng), "dataset_generators": dict(moment.dataset_generators)}
+
+    def _moment_ahead(self) -> _Moment:
+        moment = self._history.before(self._steps * self._internals.fetches)
+        # nothing is fetched ahead: by this rank (a dispatcher), or because the iteration was left at its end
+        return moment or _Moment(None, LoaderMark(0, self._tracker.sampler.current, None), {})
+
     def _capture_inside(self) -> dict[str, Any]:
-        fetched = self._steps * self._internals.fetches
-        moment = self._history.before(fetched)
-        if moment is None:
-            # nothing is fetched ahead: by this rank (a dispatcher), or because the iteration was left at its end
-            moment = _Moment(None, LoaderMark(0, self._tracker.sampler.current, None), {})
         return {
-            "pass": self._tracker.capture(moment.mark, fetched),
-            "ahead": {"rng": _encode(moment.rng), "dataset_generators": dict(moment.dataset_generators)},
+            "pass": self._tracker.capture(self._moment_ahead().mark, self._steps * self._internals.fetches),
+            "ahead": self.capture_ahead(),
             "begun": {"rng": _encode(self._first_rng), "dataset_generators": self._begun_generators},
         }
 

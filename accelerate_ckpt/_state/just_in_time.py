@@ -21,7 +21,8 @@ from ckpt_core.at_exit import call_after_threads
 from ckpt_core.errors import RankFailedError
 from ckpt_core.paths import is_remote
 from ckpt_core.separate import LocalTensor, SeparateSaves, local_tensor
-from ckpt_core.state.kinds import Kind, Part, indexed
+from ckpt_core.state.kinds import Kind, Part, indexed, saved_buffers
+from ckpt_core.state.rng import RngState
 from ckpt_core.survivors import (
     NO_PLACE,
     BufferCopies,
@@ -167,6 +168,16 @@ class JustInTime:
         if self._buffers.take() or versions != self._versions:
             self._since = self._survivors.last
         self._versions, self._step = versions, session.step
+
+    def backward_begins(self) -> None:
+        """The gradients will be exchanged: note what the step has drawn, and its statistics."""
+        session = self._session
+        if not session.accelerator.sync_gradients or session.local_sgd.active or session.uneven:
+            return
+        own: dict[str, Any] = {"data": {"rng": RngState.capture().encode()}}
+        if not is_sharded(session.accelerator):
+            own["buffers"] = [saved_buffers(model) for model in session.accelerator._models]
+        self._survivors.note_exchange({"own": own}, {"own": {"data": {"loaders": session.data.capture_ahead()}}})
 
     def meets(self) -> bool:
         """Return whether survivors could meet; called on all ranks together."""

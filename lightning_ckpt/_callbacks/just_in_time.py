@@ -72,6 +72,11 @@ class JustInTime:
             self._versions = self._parameter_versions()
             self._buffers.take()
 
+    def backward_begins(self) -> None:
+        """The gradients will be exchanged: note what the step has drawn and logged."""
+        if self._trainer.strategy.model.require_backward_grad_sync:
+            self._survivors.note_exchange(*self._state.capture_step())
+
     def _parameter_versions(self) -> int:
         return sum(parameter._version for parameter in self._trainer.lightning_module.parameters())
 

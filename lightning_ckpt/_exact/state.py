@@ -391,6 +391,18 @@ class ExactState(Live):
         own["per_rank"]["epoch_begun"] = self._begun[1]
         return own
 
+    def capture_step(self) -> list[dict[str, Any]]:
+        """Return the parts of :meth:`capture_alone` that steps change on each rank in its own way, before a backward.
+
+        The second is what comes besides if somebody asks for logged values after it.
+        """
+        moment = self._moment(RngState.capture())
+        metrics = moment.metrics.encode(self._internals)
+        values = metrics.pop("connector")
+        metrics["connector"] = {name: values[name] for name in ("callback", "logged", "progress_bar")}
+        asked = {"per_rank": {"metrics": {"connector": self._internals.logged_when_asked()}}}
+        return [{"per_rank": {"rng": moment.rng.encode(), "generators": moment.generators, "metrics": metrics}}, asked]
+
     def _capture_rank(self, *, looks: bool = True) -> dict[str, Any]:
         phase, progress, redo = self._phase()
         self._counters.settle(progress, phase, redo=redo)

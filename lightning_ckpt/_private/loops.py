@@ -78,6 +78,12 @@ class Internals:
             "current_hook": self.connector._current_fx,
         }
 
+    def logged_when_asked(self) -> dict[str, Any]:
+        """Return the values that :meth:`logged` would return if somebody asked for logged values now, as loggers do."""
+        found, told = self.logged(), self.results.metrics(on_step=True)
+        of = {"callback": "callback", "logged": "log", "progress_bar": "pbar"}
+        return {name: {**found[name], **told[key]} for name, key in of.items()}
+
     def set_logged(self, found: Mapping[str, Any]) -> None:
         """Set what :meth:`logged` has returned."""
         self.connector._callback_metrics = found["callback"]

@@ -17,14 +17,20 @@ from tests.support.servers import Server
 __all__ = ["server_of", "servers"]  # fixtures
 
 TRAINING = """
-    import os, signal
+    import logging, os, signal
 
+    inexact = []
+    tell(inexact=inexact)
+    hears = logging.Handler()
+    hears.emit = lambda record: "to be exact" in record.getMessage() and inexact.append(record.getMessage())
+    logging.getLogger("accelerate_ckpt").addHandler(hears)
     accelerator = attach(Accelerator(project_dir=folder), resume="auto", **{"just_in_time": 10.0, **options})
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
     data = torch.utils.data.DataLoader(torch.arange(160.0).reshape(40, 4) / 100, batch_size=2, shuffle=True)
     optimizer = torch.optim.AdamW(model.parameters(), 0.1)
     model, optimizer, data = accelerator.prepare(model, optimizer, data)
+    torch.manual_seed(50 + rank)
     accelerator.load_state()
     point = accelerator.resumed
     step = point.step if point else 0
@@ -34,6 +40,8 @@ TRAINING = """
             if step == kill and rank == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
             accelerator.backward(loss)
+            if step == exchanged - 1 and rank == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
             optimizer.step()
             optimizer.zero_grad()
             step += 1
@@ -113,29 +121,32 @@ HSDP = """
     tell(losses=losses, lr=scheduler.get_last_lr())
     accelerator.end_training()
 """
+NEVER: dict[str, Any] = {"exchanged": -1, "saves": -1, "gathers": False, "options": {}}
 REFUSED = """
     attach(accelerator, "sharded", just_in_time=True)
     train(3)
 """
 
 
-def test_a_survivor_saves_the_last_step(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("exchanged", [False, True])
+def test_a_survivor_saves_the_last_step(ranks: Ranks, tmp_path: Path, exchanged: bool) -> None:
     def run(name: str, kill: int, **more: Any) -> list[RankResult]:
         (tmp_path / name).mkdir(exist_ok=True)
-        names = {"folder": str(tmp_path / name), "kill": kill, "saves": -1, "gathers": False, "options": {}, **more}
+        names = {"folder": str(tmp_path / name), "kill": kill, **NEVER, **more}
         return ranks.run(TRAINING, 2, **names)
 
     whole = run("whole", -1)
-    killed = run("run", 7)
+    killed = run("run", -1, exchanged=7) if exchanged else run("run", 7)
     assert killed[1].error == "RuntimeError"  # of gloo
     resumed = run("run", -1)
     assert [result.told["resumed"] for result in resumed] == [7, 7]
+    assert [result.told["inexact"] for result in resumed] == [[], []]
     assert [result.told["weights"] for result in resumed] == [result.told["weights"] for result in whole]
 
 
 def test_a_survivor_that_waits_for_another_one_comes_out_of_its_collective(ranks: Ranks, tmp_path: Path) -> None:
     # in a ring of four, rank 2 waits for its neighbours, who have heard that rank 0 is dead
-    names = {"folder": str(tmp_path), "saves": -1, "gathers": False, "options": {"just_in_time": 1000.0}}
+    names = {**NEVER, "folder": str(tmp_path), "options": {"just_in_time": 1000.0}}
     killed = ranks.run(TRAINING, 4, kill=4, **names)
     assert [result.error for result in killed[1:]] == ["RuntimeError"] * 3  # of gloo
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_4"]
@@ -143,19 +154,22 @@ def test_a_survivor_that_waits_for_another_one_comes_out_of_its_collective(ranks
 
 @pytest.mark.parametrize("gathers", [True, False])
 def test_a_survivor_saves_in_a_script_that_catches_what_is_raised(ranks: Ranks, tmp_path: Path, gathers: bool) -> None:
-    names = {"folder": str(tmp_path), "kill": -1, "saves": 7, "gathers": gathers, "options": {}}
+    names = {**NEVER, "folder": str(tmp_path), "kill": -1, "saves": 7, "gathers": gathers}
     result = ranks.run(TRAINING, 2, real_exit=True, **names)[1]
     assert result.error == ("RuntimeError" if gathers else "RankFailedError")  # of gloo, or of its own save
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_7"]
-    (resumed,) = {str(each.told) for each in ranks.run(TRAINING, 2, **{**names, "saves": -1})}
+    resumed = ranks.run(TRAINING, 2, **{**names, "saves": -1})
     names["folder"] = str(tmp_path / "whole")
-    whole = ranks.run(TRAINING, 2, **{**names, "saves": -1})[0]
-    assert resumed == str({**whole.told, "resumed": 7})
+    whole = ranks.run(TRAINING, 2, **{**names, "saves": -1})
+    assert [result.told["resumed"] for result in resumed] == [7, 7]
+    assert [result.told["weights"] for result in resumed] == [result.told["weights"] for result in whole]
+    ((text,), none) = (result.told["inexact"] for result in resumed)
+    assert "what the script had yet to do there" in text and none == []
 
 
 @pytest.mark.parametrize("strategy", ["async", "sync"])
 def test_no_save_waits_for_a_rank_that_died_in_it(ranks: Ranks, tmp_path: Path, strategy: str) -> None:
-    names = {"folder": str(tmp_path), "kill": -1, "saves": 7, "gathers": False, "options": {"strategy": strategy}}
+    names = {**NEVER, "folder": str(tmp_path), "kill": -1, "saves": 7, "options": {"strategy": strategy}}
     body = DIES_WRITING + textwrap.dedent(TRAINING).replace("if rank == 0:", "if False:")
     result = ranks.run(body, 2, real_exit=True, **names)[0]
     assert result.ended, "it waited for the other one's part"
@@ -164,7 +178,7 @@ def test_no_save_waits_for_a_rank_that_died_in_it(ranks: Ranks, tmp_path: Path, 
 
 
 def test_no_save_waits_for_a_rank_that_died_before_it(ranks: Ranks, tmp_path: Path) -> None:
-    names = {"folder": str(tmp_path), "kill": -1, "saves": 7, "gathers": False, "options": {"strategy": "sharded"}}
+    names = {**NEVER, "folder": str(tmp_path), "kill": -1, "saves": 7, "options": {"strategy": "sharded"}}
     result = ranks.run(TRAINING.replace("if rank == 0:", "if rank == 1:"), 2, real_exit=True, **names)[0]
     assert result.ended and result.error == "RankFailedError"
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["checkpoint_7"]
@@ -176,7 +190,7 @@ def test_a_survivor_saves_to_a_store(ranks: Ranks, tmp_path: Path, server_of: Ca
     url = f"{server.new_bucket()}/run"
 
     def run(kill: int, **options: Any) -> list[RankResult]:
-        names = {"folder": str(tmp_path), "kill": kill, "saves": -1, "gathers": False, "options": options}
+        names = {**NEVER, "folder": str(tmp_path), "kill": kill, "options": options}
         return ranks.run(TRAINING, 2, **names)
 
     store = {"checkpoint_dir": url, "storage_options": dict(server.options)}
@@ -200,9 +214,7 @@ def test_on_a_store_ranks_that_see_no_common_files_say_so(
         2,
         folder=str(tmp_path),
         kill=-1,
-        saves=-1,
-        gathers=False,
-        options=options,
+        **{**NEVER, "options": options},
     )
     assert [result.error for result in results] == [None, None]
     ((text,), none) = (result.told["texts"] for result in results)

@@ -51,6 +51,11 @@ def test_rank_0_is_killed_in_backward(job: Job, tmp_path: Path) -> None:
     assert [result["warnings"] for result in resumed] == [[], []]
 
 
+def test_rank_1_is_killed_between_the_exchange_of_gradients_and_its_note(job: Job, tmp_path: Path) -> None:
+    resumed = check_resumes(job, tmp_path, 7, signals=[[1, "SIGKILL", "on_before_optimizer_step", 7]], killed=[1])
+    assert [result["warnings"] for result in resumed] == [[], []]
+
+
 def test_a_survivor_is_told_to_end_while_no_collective_waits(job: Job, tmp_path: Path) -> None:
     signals = [[1, "SIGKILL", START, 5], [0, "SIGTERM and wait", START, 5]]  # as launchers do when a rank has died
     check_resumes(job, tmp_path, 2, signals=signals, killed=[1], trainer={"accumulate_grad_batches": 2}, answers=1e6)
