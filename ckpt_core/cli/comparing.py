@@ -27,13 +27,14 @@ def add_commands(commands: Commands) -> None:
         _diff,
         help="compare two checkpoints, key by key",
         epilog="First weights (- only in A, + only in B, ~ differ), then optimizers, steps, and the rest. A file may\n"
-        "be compared with a directory. Both are loaded into memory, and every byte is verified.\n"
-        "Exit codes: 0 the same bits, 1 they differ, 2 they cannot be compared.",
+        "be compared with a directory. Both are loaded into memory, and every byte is verified.",
+        example="runs/step=100.ckpt runs/step=200.ckpt",
+        codes="0 the same bits, 1 they differ, 2 they cannot be compared, or usage.",
     )
     diff.add_argument("first", metavar="A", help="a checkpoint; path or URL")
     diff.add_argument("second", metavar="B", help="another one")
     diff.add_argument("--all", action="store_true", help=f"show more than {_SHOWN} differences of each part")
-    diff.add_argument("--trust-pickle", action="store_true", help="load objects that are not plain data")
+    diff.add_argument("--allow-pickle", action="store_true", help="load objects that are not plain data")
 
 
 def _diff(options: Options) -> int:
@@ -96,7 +97,7 @@ def _leaves(path: str, options: Options) -> dict[str, Any]:
     found = find(path, options.storage_options)
     if not found.is_checkpoint and find_foreign(path, options.storage_options) is None:
         raise no_checkpoint(found, options.storage_options)
-    trust = False if options.trust_pickle else None
+    trust = False if options.allow_pickle else None
     state = load_whole(path, weights_only=trust, storage_options=options.storage_options)
     beside = beside_parts(full_path(path), options.storage_options)
     return dict(leaves({**beside, **state} if beside else state))

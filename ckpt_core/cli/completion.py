@@ -36,6 +36,7 @@ def add_commands(commands: Commands) -> None:
         help="print what makes a shell complete commands, options and paths",
         epilog='bash: add  eval "$(ckpt completion bash)"  to ~/.bashrc\n'
         'zsh:  add  eval "$(ckpt completion zsh)"   to ~/.zshrc, behind compinit',
+        example="bash",
     )
     completion.add_argument("shell", choices=("bash", "zsh"))
 

@@ -31,6 +31,7 @@ def add_commands(commands: Commands) -> None:
         "of Lightning's FSDP and ModelParallel strategies, with meta.pt), of stock Accelerate's save_state, a Hugging\n"
         "Face model. --to file makes one .ckpt of what many ranks have saved; load_from_checkpoint takes it.\n"
         "--to accelerate makes a directory for stock load_state, of a checkpoint of accelerate_ckpt or Lightning.",
+        example="runs/step=100 model.ckpt --to file",
     )
     convert.add_argument("source", metavar="SOURCE", help="a checkpoint; path or URL")
     convert.add_argument(
@@ -43,13 +44,18 @@ def add_commands(commands: Commands) -> None:
         "--max-shard-size", type=nbytes, default="5GB", metavar="SIZE", help="safetensors: of one file"
     )
     convert.add_argument(
-        "--trust-pickle", action="store_true", help="load objects that are not plain data: the file can run any code"
+        "--allow-pickle", action="store_true", help="load objects that are not plain data: the file can run any code"
     )
     _add_force(convert)
 
-    export = commands.add("export", _export, help="write a checkpoint in the format of another program")
-    export.add_argument("path", help="a checkpoint; path or URL")
-    export.add_argument("target", help="a local directory that is not there yet")
+    export = commands.add(
+        "export",
+        _export,
+        help="write a checkpoint in the format of another program",
+        example="runs/last.ckpt model --format safetensors",
+    )
+    export.add_argument("path", metavar="SOURCE", help="a checkpoint; path or URL")
+    export.add_argument("target", metavar="TARGET", help="a new local directory")
     _add_format(export)
     export.add_argument("--part", help="safetensors: the part or key that is the model (found by the usual names)")
     export.add_argument(
@@ -59,9 +65,14 @@ def add_commands(commands: Commands) -> None:
         "--max-shard-size", type=nbytes, default="5GB", metavar="SIZE", help="safetensors: of one file (5GB)"
     )
 
-    bring = commands.add("import", _import, help="make a checkpoint of one of another program")
-    bring.add_argument("path", help="a directory that dcp.save wrote, or the directory of a model")
-    bring.add_argument("target", help="the checkpoint")
+    bring = commands.add(
+        "import",
+        _import,
+        help="make a checkpoint of one of another program",
+        example="model runs/start --format safetensors",
+    )
+    bring.add_argument("path", metavar="SOURCE", help="a directory that dcp.save wrote, or the directory of a model")
+    bring.add_argument("target", metavar="TARGET", help="the checkpoint; path or URL")
     _add_format(bring)
     bring.add_argument("--part", default="model", help="safetensors: the part that the model becomes (model)")
     bring.add_argument("--only", nargs="+", metavar="KEY", help="dcp: first keys of what is wanted of the state")
@@ -111,7 +122,7 @@ def _converted(options: Options) -> int | None:
     is_foreign = not is_ours and not found.is_checkpoint
     is_model = is_foreign and _holds_a_model(storage, path)
     is_model = is_model and not interchange.is_stock_accelerate(path, options.storage_options)
-    weights_only = False if options.trust_pickle else None
+    weights_only = False if options.allow_pickle else None
     given = {"storage_options": options.storage_options}
     size: int | None = None
     if options.to == "dcp":
@@ -185,7 +196,7 @@ def _common_prefix(path: str, part: str | None, storage: Storage) -> str:
 
 
 def _export(options: Options) -> int:
-    options.source, options.to, options.trust_pickle = options.path, options.format, False
+    options.source, options.to, options.allow_pickle = options.path, options.format, False
     return _convert(options, "export")
 
 

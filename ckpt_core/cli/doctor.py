@@ -44,8 +44,9 @@ def add_commands(commands: Commands) -> None:
         _doctor,
         help="show versions, devices, how fast a place saves and loads, and what saves of a model will cost",
         epilog="A checkpoint of --size is saved, loaded and deleted again. --bytes and --like say what a save of that\n"
-        "size would cost one process that trains here: from host memory; a device adds its copy to the host.\n"
-        "Exit codes: 0 the place works, 1 it does not.",
+        "size would cost one process that trains here: from host memory; a device adds its copy to the host.",
+        example="s3://bucket/run-7 --bytes 10GB",
+        codes="0 the place works, 1 it does not, 2 usage.",
     )
     doctor.add_argument("path", nargs="?", default=".", metavar="PATH", help="a directory or URL for checkpoints (.)")
     doctor.add_argument(

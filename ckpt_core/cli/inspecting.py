@@ -36,8 +36,9 @@ def add_commands(commands: Commands) -> None:
         _inspect,
         help="show what a checkpoint holds; its tensors are not read",
         epilog="The tree shows tensors and bytes below each name; --all shows every tensor and value.",
+        example="runs/last.ckpt --depth 3",
     )
-    inspect.add_argument("path", help="a checkpoint: a file or a directory, path or URL")
+    inspect.add_argument("path", metavar="PATH", help="a checkpoint: a file or a directory, path or URL")
     inspect.add_argument("--depth", type=_depth, default=_DEPTH, metavar="N", help=f"levels of the tree ({_DEPTH})")
     inspect.add_argument("--all", action="store_const", const=None, dest="depth", help="every level")
     inspect.add_argument("--verify", action="store_true", help="compare every byte with its digest first")

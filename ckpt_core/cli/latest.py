@@ -16,11 +16,12 @@ def add_commands(commands: Commands) -> None:
         "latest",
         _latest,
         help="print the path of the newest checkpoint of a directory that verifies",
-        epilog="Exit codes: 0 there is one, 3 there is nothing to resume (no checkpoints, or no such directory),\n"
-        "1 there are checkpoints and none verifies, the directory cannot be read, it is a checkpoint, or there is no\n"
-        "such bucket.",
+        example="runs/7",
+        codes="0 there is one, 1 there are checkpoints and none verifies, the directory cannot be read, it is a\n"
+        "checkpoint, or there is no such bucket, 2 usage, 3 there is nothing to resume (no checkpoints, or no such\n"
+        "directory).",
     )
-    latest.add_argument("directory")
+    latest.add_argument("directory", metavar="DIR", help="a directory of checkpoints; path or URL")
 
 
 def _latest(options: Options) -> int:

@@ -29,8 +29,9 @@ def add_commands(commands: Commands) -> None:
         epilog="Columns: when it was committed, state, step, size, metrics that its run noted, why it stays, path.\n"
         "States: committed (by this package), no digests (another program's), and those of ckpt verify: DAMAGED,\n"
         "FOREIGN, ERROR.\n"
-        "Why: newest; best (says the newest of the run); pinned (by ckpt keep).\n"
-        "Exit codes: 0 well, 1 a path, or a directory below it, is not there or cannot be read.",
+        "Why: newest; best (says the newest of the run); pinned (by ckpt keep).",
+        example="-R runs",
+        codes="0 well, 1 a path, or a directory below it, is not there or cannot be read, 2 usage.",
     )
     ls.add_argument("paths", nargs="*", default=["."], metavar="PATH", help="a directory, a bucket, a checkpoint (.)")
     ls.add_argument("-r", "-R", "--recursive", action="store_true", help="look in directories below it, too")

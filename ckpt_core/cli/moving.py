@@ -42,6 +42,7 @@ def add_commands(commands: Commands) -> None:
             "the same is passed over, so that the same command continues after an interruption. SOURCE may be a\n"
             "directory of checkpoints, all of which are taken. TARGET is a directory if it ends with / or is one,\n"
             "or if there are several checkpoints.",
+            example="runs/step=100.ckpt s3://bucket/run-7/",
         )
         verb.add_argument("sources", nargs="+", metavar="SOURCE", help="a checkpoint, or a directory of them")
         verb.add_argument("target", metavar="TARGET", help="path or URL")
@@ -58,9 +59,9 @@ def add_commands(commands: Commands) -> None:
         "passed over, so that the same command continues after an interruption, and may run beside a training.\n"
         "Under the same name (last.ckpt), the later commit replaces the earlier; a newer one at the target stays.\n"
         "--delete deletes at the target what SOURCE no longer has, when all that it has is there. What is pinned,\n"
-        "damaged, another program's, or newer than all of SOURCE stays.\n"
-        "Exit codes: 0 TARGET has all that SOURCE has, 1 it has not, 2 usage, or --delete without --yes and nobody to\n"
-        "ask. An empty SOURCE is an error.",
+        "damaged, another program's, or newer than all of SOURCE stays. An empty SOURCE is an error.",
+        example="-R runs s3://bucket/runs",
+        codes="0 TARGET has all that SOURCE has, 1 it has not, 2 usage, or --delete without --yes and nobody to\nask.",
     )
     sync.add_argument("source", metavar="SOURCE", help="a directory of checkpoints; path or URL")
     sync.add_argument("target", metavar="TARGET", help="another one, which need not be there; path or URL")

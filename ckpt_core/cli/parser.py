@@ -81,17 +81,26 @@ class Commands:
         """Those of the verbs, in the order of the help."""
         return dict(self._parsers.choices)
 
-    def add(self, name: str, run: Callable[[Options], int], *, help: str, epilog: str = "") -> argparse.ArgumentParser:
+    def add(
+        self,
+        name: str,
+        run: Callable[[Options], int],
+        *,
+        help: str,
+        example: str,
+        epilog: str = "",
+        codes: str = "0 well, 1 it could not be done, 2 usage.",
+    ) -> argparse.ArgumentParser:
         """Add a verb, which ``run`` does with the options, and return its parser.
 
-        ``run`` returns the exit code, and may raise a ``CheckpointError``. ``help`` says in one line what it does;
-        ``epilog`` is an example, or the exit codes, where they are more than 0 and 1.
+        ``run`` returns the exit code, and may raise a ``CheckpointError``. ``help`` says in one line what it does,
+        ``example`` shows words that follow the verb, ``codes`` says what the exit codes mean.
         """
         parser = self._parsers.add_parser(
             name,
             help=help,
             description=help[0].upper() + help[1:] + ".",
-            epilog=epilog,
+            epilog=f"{epilog}\n\n".lstrip() + f"Example: ckpt {name} {example}\nExit codes: {codes}",
             parents=[_common()],
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )

@@ -16,9 +16,9 @@ def add_commands(commands: Commands) -> None:
         "rehearse",
         _rehearse,
         help="train with a script, resume it in fresh processes, and say whether that was exact",
-        epilog="The script stays as it is; its own checkpoints are left alone. Example:\n"
-        "  ckpt rehearse -- python train.py --batch-size 8\n"
-        "Exit codes: 0 every resume was exact, 1 one was not, 2 usage, 3 the script cannot be rehearsed.",
+        epilog="The script stays as it is; its own checkpoints are left alone.",
+        example="-- python train.py --batch-size 8",
+        codes="0 every resume was exact, 1 one was not, 2 usage, 3 the script cannot be rehearsed.",
     )
     parser.add_argument("--at", metavar="STEPS", type=_steps, default=(), help="save after these steps, such as 7,20")
     parser.add_argument(

@@ -30,17 +30,24 @@ def add_commands(commands: Commands) -> None:
         "prune",
         _prune,
         help="delete the checkpoints that no rule keeps, and say why the others stay",
-        epilog=f"Rules: {_RULES}; with several, what any of them keeps stays.\n"
-        "The newest stays in any case, and so does what is pinned (ckpt keep), damaged, or does not say its step and\n"
-        "time. For best, each checkpoint's own metrics count: ckpt ls shows them.",
+        epilog="What any rule keeps stays. The newest stays in any case, and so does what is pinned (ckpt keep),\n"
+        "damaged, or does not say its step and time. For best, each checkpoint's own metrics count, as ckpt ls shows\n"
+        "them.",
+        example="runs/7 --keep latest=3 --keep every_steps=1000 --dry-run",
+        codes="0 well, 1 it could not be done, 2 usage, no --yes and nobody to ask, or a metric that none has.",
     )
-    prune.add_argument("directory")
+    prune.add_argument("directory", metavar="DIR", help="a directory of checkpoints; path or URL")
     prune.add_argument("--keep", action="append", type=_rules, metavar="RULE=N", help=f"such as {_RULES}")
     prune.add_argument("-n", "--dry-run", action="store_true", help="delete nothing, only show what would be")
     prune.add_argument("-y", "--yes", action="store_true", help="do not ask; needed where no terminal is")
 
-    clean = commands.add("clean", _clean, help="delete what killed processes left unfinished in a directory")
-    clean.add_argument("directory", nargs="?")
+    clean = commands.add(
+        "clean",
+        _clean,
+        help="delete what killed processes left unfinished in a directory",
+        example="runs/7 --dry-run",
+    )
+    clean.add_argument("directory", nargs="?", metavar="DIR", help="a directory of checkpoints; path or URL")
     clean.add_argument(
         "--memory",
         nargs="?",
@@ -56,11 +63,14 @@ def add_commands(commands: Commands) -> None:
         help="pin checkpoints: no retention and no prune deletes them",
         epilog="A small file .NAME.keep beside the checkpoint says so; the checkpoint stays as it is.\n"
         "A save under the same name still replaces it: of last.ckpt, pin the checkpoint that it is a copy of.",
+        example='runs/step=100.ckpt --note "the paper"',
     )
     keep.add_argument("paths", nargs="+", metavar="CHECKPOINT", help="path or URL")
     keep.add_argument("--note", default="", metavar="WHY", help="shown by ckpt ls")
 
-    drop = commands.add("drop", _drop, help="unpin checkpoints: retention may delete them again")
+    drop = commands.add(
+        "drop", _drop, help="unpin checkpoints: retention may delete them again", example="runs/step=100.ckpt"
+    )
     drop.add_argument("paths", nargs="+", metavar="CHECKPOINT", help="path or URL")
 
 

@@ -25,7 +25,7 @@ class _Verdict:
     message: str = ""
     key: str | None = None
     file: str | None = None
-    size: int = 0
+    bytes: int = 0
 
 
 def add_commands(commands: Commands) -> None:
@@ -39,8 +39,9 @@ def add_commands(commands: Commands) -> None:
         "DAMAGED     bytes differ or are missing: the file, and the key of the tensor\n"
         "MISSING     nothing is there\n"
         "FOREIGN     no checkpoint, or of a version that is not known here\n"
-        "ERROR       it could not be read\n\n"
-        "Exit codes: 0 whole or no digests, 1 DAMAGED or ERROR, 3 MISSING or nothing to verify, 4 FOREIGN;\n"
+        "ERROR       it could not be read",
+        example="runs/7",
+        codes="0 whole or no digests, 1 DAMAGED or ERROR, 2 usage, 3 MISSING or nothing to verify, 4 FOREIGN;\n"
         "of several checkpoints, the first of 1, 3, 4 that occurs.",
     )
     verify.add_argument("paths", nargs="+", metavar="PATH", help="a checkpoint, or a directory of them")
@@ -91,11 +92,11 @@ def _verdict(path: str, size: int, storage_options: dict[str, Any] | None) -> _V
         foreign = find_foreign(path, storage_options)
         if foreign is not None:
             foreign.check()
-            return _Verdict(path, "no digests", f"{foreign.what}; compared: {foreign.checked}", size=size)
+            return _Verdict(path, "no digests", f"{foreign.what}; compared: {foreign.checked}", bytes=size)
         verified = loading.verify(path, storage_options=storage_options)
     except CheckpointError as error:
         return _failed(path, error, size)
-    return _Verdict(path, "whole" if verified else "no digests", size=size)
+    return _Verdict(path, "whole" if verified else "no digests", bytes=size)
 
 
 def _failed(path: str, error: CheckpointError, size: int = 0) -> _Verdict:

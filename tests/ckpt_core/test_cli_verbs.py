@@ -7,6 +7,8 @@ import itertools
 import json
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
 import sys
@@ -29,6 +31,7 @@ from ckpt_core.storage.counting import counting
 from tests.support.damage import flip_bit
 
 Capture = pytest.CaptureFixture[str]
+DOCS = Path(__file__).parents[2] / "docs"
 
 # Each verb, with words that let it do something. ``rehearse`` trains: tests/lightning_ckpt/test_rehearsal.py.
 VERBS = {
@@ -50,7 +53,7 @@ VERBS = {
     "drop": "run/a.ckpt",
     "du": "run",
     "clean": "run",
-    "doctor": "run --size 1",
+    "doctor": "run --size 1 --bytes 10MB",
     "completion": "bash",
 }
 SETTLED = [verb for verb, words in VERBS.items() if words]
@@ -93,6 +96,32 @@ def test_every_verb_prints_one_json_document(verb: str, capsys: Capture) -> None
     assert main([verb, *VERBS[verb].split(), "--json"]) == (1 if verb == "diff" else 0)
     document = json.loads(capsys.readouterr().out, parse_constant=refuse)
     assert document or verb == "clean"
+    rows = (DOCS / "cli.md").read_text().split("## What `--json` prints")[1].split("\n## ")[0].splitlines()
+    row = next(row for row in rows if row.startswith("| ") and f"`{verb}`" in row.split("|")[1])
+    assert set(re.findall(r"`(\w+)`", row.split("|")[2])) == keys_of(document)
+
+
+def keys_of(document: object) -> set[str]:
+    """Those of a document whose names do not depend on what a checkpoint holds."""
+    if isinstance(document, list):
+        return set().union(*(keys_of(entry) for entry in document))
+    fixed = {"checkpoints", "predicted"}
+    values = document.items() if isinstance(document, dict) else ()
+    return {name for name, _ in values}.union(*(keys_of(value) for name, value in values if name in fixed))
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_of_every_verb_has_an_example_that_can_be_said_and_its_exit_codes(verb: str, capsys: Capture) -> None:
+    with pytest.raises(SystemExit):
+        main([verb, "--help"])
+    said = capsys.readouterr().out
+    example = next(line for line in said.splitlines() if line.startswith(f"Example: ckpt {verb} "))
+    commands = Commands(_Parser(prog="ckpt"))
+    for add in _VERBS:
+        add(commands)
+    commands.parser.parse_args(shlex.split(example)[2:])
+    assert "\nExit codes: 0 " in said
+    assert max(map(len, said.split("storage-options JSON")[1].splitlines())) <= 120
 
 
 @pytest.mark.usefixtures("home")

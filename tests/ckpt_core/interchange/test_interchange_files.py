@@ -265,7 +265,7 @@ def test_parts_and_metadata_come_back_from_dcp(tmp_path: Path) -> None:
 
 def test_what_dcp_cannot_say_is_refused_by_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     torch.save({"model": {"w": torch.ones(1)}, "more": {"x": [pathlib.PurePath, Attack]}}, tmp_path / "a.ckpt")
-    words = ["convert", str(tmp_path / "a.ckpt"), str(tmp_path / "dcp"), "--to", "dcp", "--trust-pickle"]
+    words = ["convert", str(tmp_path / "a.ckpt"), str(tmp_path / "dcp"), "--to", "dcp", "--allow-pickle"]
     assert main(words) == 1
     assert "more.x.0" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["a.ckpt"]
