@@ -291,7 +291,7 @@ class DirectoryCheckpointer(CheckpointerBase):
             StorageError: The storage refused, or had refused an earlier save in the background.
             RankFailedError: Another rank is gone, is stopped, or does not save.
         """
-        target = self._save_path(path)
+        target = self._name_of(path)
         if self._pipeline.is_inside_a_save and self._ranks.world_size > 1:
             raise CheckpointError(
                 "save was called inside another save, which the other ranks may not be doing",
@@ -309,6 +309,7 @@ class DirectoryCheckpointer(CheckpointerBase):
         slices = self._slice_replicated if slice_replicated is None else slice_replicated
 
         def begin() -> IncrementalSave:
+            self._save_path(path)  # which raises where the ranks can hear it
             return self._unchanged.begin(self._claimed(target), target)
 
         with self._pipeline.attempt(target):
@@ -321,6 +322,30 @@ class DirectoryCheckpointer(CheckpointerBase):
                 self._plans,
             )
             return self._pipeline.save(save, started=started, waited=waited)
+
+    def refuse(self, path: StrPath, error: Exception, **about: Any) -> None:
+        """Let the other ranks, which call :meth:`save`, know at once why this one cannot; for the caller to raise.
+
+        Args:
+            path: As for :meth:`save`.
+            error: Why.
+            about: ``number`` and ``absent``, as for :meth:`save`.
+        """
+        if self._ranks.world_size > 1:
+
+            def fail(_: str) -> None:
+                raise error
+
+            self.save([], path, write_files=fail, **about)
+
+    def _name_of(self, path: StrPath) -> str:
+        """Return where a checkpoint is saved; on one of many ranks also if it cannot be, which all learn later."""
+        try:
+            return self._save_path(path)
+        except Exception:
+            if self._ranks.world_size == 1:
+                raise
+            return str(path)
 
     def wait_for_no_dead(self, find: Callable[[], Collection[int]]) -> None:
         """Let saves fail that wait for a rank that ``find`` returns, because it is dead and has not done its part."""
@@ -344,7 +369,7 @@ class DirectoryCheckpointer(CheckpointerBase):
         Raises:
             CheckpointError: There is no ``source``, or an earlier save failed in the background.
         """
-        original, path = self.known_as(source), self._save_path(target)
+        original, path = self.known_as(source), self._name_of(target)
         started = time.perf_counter()
         if self.strategy == "async":
             # It needs no memory, so it need not wait for the save.
@@ -354,6 +379,7 @@ class DirectoryCheckpointer(CheckpointerBase):
 
             def act(refuse_older: Callable[[], None]) -> int:
                 try:
+                    self._save_path(target)
                     storage = self._claimed(path)
                 except Exception as error:  # noqa: BLE001 - the others must not wait for this rank
                     return joint.refuse(given_up(error, path))

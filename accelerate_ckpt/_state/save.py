@@ -181,10 +181,10 @@ def _save_now(session: Session, agreed: AgreedSave) -> None:
         session.recording.lies_in(session.checkpointer.known_as(target), session.rank)
     session.changes.name()
     with contextlib.ExitStack() as undo:
-        weights, files = _weights(session), None
+        weights, files = None, None
         if session.accelerator._save_model_state_pre_hook:
             # The hooks come first, because they decide what is to be saved.
-            weights, files = _after_hooks(session, agreed, weights, undo)
+            weights, files = _after_hooks(session, agreed, undo)
         parts = _save_parts(session, agreed, weights, files)
         undo.pop_all()  # the files are the save's now
     remove_unwanted(session, target)
@@ -195,9 +195,11 @@ def _save_now(session: Session, agreed: AgreedSave) -> None:
         session.checkpointer.wait_when_touched(target)  # which stock would have left there, for the script to use
 
 
-def _save_parts(session: Session, agreed: AgreedSave, weights: list[Any], files: AddedFiles | None) -> list[Part]:
+def _save_parts(
+    session: Session, agreed: AgreedSave, weights: list[Any] | None, files: AddedFiles | None
+) -> list[Part]:
     try:
-        parts = _parts_of(session, weights)
+        parts = _parts_of(session, _weights(session) if weights is None else weights)
         metadata = metadata_of(session, agreed.path)
     except Exception as error:
         _fail_everywhere(session, agreed, error)
@@ -228,10 +230,8 @@ def _absent(session: Session, agreed: AgreedSave) -> Collection[int]:
 
 
 def _fail_everywhere(session: Session, agreed: AgreedSave, error: Exception) -> None:
-    """Tell the other ranks, which would wait for this one's part, by a save that fails."""
-    if session.world_size > 1:
-        fail = functools.partial(_raise, error)
-        session.checkpointer.save([], agreed.path, write_files=fail, number=agreed.number, absent=agreed.absent)
+    """Tell the other ranks, which would wait for this one's part."""
+    session.checkpointer.refuse(agreed.path, error, number=agreed.number, absent=agreed.absent)
 
 
 def _weights(session: Session) -> list[Any]:
@@ -239,15 +239,16 @@ def _weights(session: Session) -> list[Any]:
     return [] if is_sharded(accelerator) else [model.state_dict() for model in accelerator._models]
 
 
-def _after_hooks(
-    session: Session, agreed: AgreedSave, weights: list[Any], undo: contextlib.ExitStack
-) -> tuple[list[Any], AddedFiles]:
+def _after_hooks(session: Session, agreed: AgreedSave, undo: contextlib.ExitStack) -> tuple[list[Any], AddedFiles]:
     """Call the script's hooks; return the weights that they leave on rank 0, and the files that they write."""
     accelerator = session.accelerator
-    before = list(weights)
+    weights: list[Any] = []
+    before: list[Any] = []
     files: AddedFiles | None = None
     failure: Exception | None = None
     try:
+        weights = _weights(session)
+        before = list(weights)
         files = session.checkpointer.begin_files(agreed.path)
         undo.callback(files.close)
         for hook in accelerator._save_model_state_pre_hook.values():

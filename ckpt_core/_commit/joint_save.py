@@ -198,7 +198,7 @@ class JointSave:
         for rank in reported:
             head, _, text = store.get(self._key(f"report/{rank}")).partition("\n")
             path, error = json.loads(head)
-            if path != self._path:
+            if error is None and failure is None and path != self._path:
                 raise RankFailedError(
                     f"rank 0 saves to {self._path}, and rank {rank} to {path}: that is no checkpoint",
                     path=self._path,

@@ -299,7 +299,18 @@ def test_a_load_that_fails_on_one_rank_fails_on_all(ranks: Ranks, tmp_path: Path
     assert "failed on rank 1" in results[0].message and "not for me" in results[0].message
 
 
-@pytest.mark.parametrize(("where", "culprit"), [("hook", 0), ("hook", 1), ("object", 1)])
+@pytest.mark.parametrize(
+    ("where", "culprit"),
+    [
+        ("hook", 0),
+        ("hook", 1),
+        ("object", 1),
+        ("weights", 0),
+        ("weights", 1),
+        ("weights with a hook", 0),
+        ("weights with a hook", 1),
+    ],
+)
 def test_what_one_rank_raises_in_a_save_does_not_leave_the_others_waiting(
     ranks: Ranks, tmp_path: Path, where: str, culprit: int
 ) -> None:
@@ -311,10 +322,14 @@ def test_what_one_rank_raises_in_a_save_does_not_leave_the_others_waiting(
                     raise KeyError("not mine")
                 return super().state_dict()
         accelerator = attach(Accelerator(), "async")
-        accelerator.prepare(nn.Linear(2, 2))
+        model = accelerator.prepare(nn.Linear(2, 2))
+        if "weights" in where:
+            model.module.register_state_dict_pre_hook(lambda *_: Picky().state_dict())
         if where == "object":
             accelerator.register_for_checkpointing(Picky())
-        else:
+        elif where == "weights with a hook":
+            accelerator.register_save_state_pre_hook(lambda *_: None)
+        elif where == "hook":
             accelerator.register_save_state_pre_hook(lambda *_: Picky().state_dict())
         accelerator.save_state(saved)
         accelerator.end_training()

@@ -18,6 +18,7 @@ import contextlib, functools, json, os, signal, sys, threading, time, torch
 from ckpt_core import DirectoryCheckpointer, Kind, OutOfMemoryError, Part, StorageError
 from ckpt_core.events import SaveCommitted, SaveFailed, SaveStarted, SnapshotTaken
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
+from ckpt_core.tiers import Tiers
 from tests.support.ranks import Ranks, seconds_of
 
 SIZE = 3_000_000  # floats: several windows
@@ -291,6 +292,16 @@ def work(rank, group):
         unknown.copy("run/a", "memory://run/c")
         unknown.wait()
     found["copy"] = seconds_of(copied)
+    here = os.getcwd()
+    for astray in range(world):
+        tiers = Tiers(local_dir=f"{here}/{'other' if rank == astray else 'run'}", upload_to=f"{here}/uploads")
+        apart = make(commit_timeout=60.0, tiers=tiers)
+        found[f"place {astray}"] = both(apart, parts(rank, 1), "run/b")
+        def copied_there():
+            apart.copy("run/a", "run/c")
+            apart.wait()
+        found[f"place of copy {astray}"] = seconds_of(copied_there)
+        apart.close(raises=False)
     slow = Fault("create", None, delay=0.5)
     short_of_memory = make(commit_timeout=60.0, storage=FaultyStorage(LocalStorage(), [slow]))
     def refuse(nbytes):
@@ -332,6 +343,7 @@ def test_mistakes_fail_on_all_ranks_and_spoil_nothing(strategy: str, fork_script
         "claim": ("StorageError", ["not to be claimed"]),
         "storage": ("StorageError", ["'unknown'"]),
         "copy": ("StorageError", ["'unknown'"]),
+        **{f"place{of} {rank}": ("StorageError", ["below local_dir"]) for of in ("", " of copy") for rank in (0, 1)},
     }
     for name, (kind, words) in expected.items():
         for row in (zero[name], one[name]):
