@@ -1,0 +1,12 @@
+"""A hook of mkdocs: of roles in docstrings, such as ``:class:`~a.B```, the site shows the name alone."""
+
+from __future__ import annotations
+
+import re
+
+_ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):\s*<code>(?:~(?:\w+\.)*)?([\w.]+)</code>")
+
+
+def on_page_content(html: str, **_: object) -> str:
+    """Return a page with the names."""
+    return _ROLE.sub(r"<code>\1</code>", html)
