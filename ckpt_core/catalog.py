@@ -280,7 +280,6 @@ class Catalog:
         tiers: Tiers | None = None,
         memory: str | None = None,
     ) -> None:
-        given = {"suffix": suffix, "listeners": listeners, "storage_options": storage_options, "memory": memory}
         checks: dict[str, Callable[[Any], Any]] = {
             "storage_options": check_mapping,
             "memory": check_path,
@@ -289,7 +288,7 @@ class Catalog:
         }
         check_options(
             {"suffix": check_text, "listeners": check_functions, **{n: or_none(check) for n, check in checks.items()}},
-            {**given, "storage": storage, "tiers": tiers},
+            locals(),
         )
         self.root = self._saved_in = local_path(root)
         self._memory = None if memory is None else Catalog(memory, suffix=suffix)

@@ -27,6 +27,7 @@ from ckpt_core.option_checks import (
     check_options,
     check_switch,
     instance_of,
+    one_of,
     or_none,
 )
 from ckpt_core.paths import StrPath
@@ -41,11 +42,18 @@ logger = logging.getLogger(__name__)
 _WORTH_RESERVING = 64 * 2**20  # bytes: less is allocated in some milliseconds
 
 OPTION_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "strategy": one_of("sync", "async"),
+    "on_error": one_of("raise", "warn"),
     "max_pending": check_count,
     "storage_options": or_none(check_mapping),
     "listeners": check_functions,
     "overlap": check_switch,
     "max_host_bytes": or_none(check_count),
+}
+_OWN_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "storage": or_none(instance_of(Storage, "ckpt_core.storage.Storage")),
+    "tiers": or_none(instance_of(Tiers, "ckpt_core.tiers.Tiers")),
+    "uploads": check_switch,
 }
 
 Base = TypeVar("Base", bound="CheckpointerBase")
@@ -68,38 +76,15 @@ class CheckpointerBase:
         overlap: bool = False,
         max_host_bytes: int | None = None,
     ) -> None:
-        if strategy not in ("sync", "async"):
-            raise ValueError(f"strategy must be 'sync' or 'async', not {strategy!r}")
-        check_options(
-            {
-                **OPTION_CHECKS,
-                "storage": or_none(instance_of(Storage, "ckpt_core.storage.Storage")),
-                "tiers": or_none(instance_of(Tiers, "ckpt_core.tiers.Tiers")),
-                "uploads": check_switch,
-            },
-            {
-                "max_pending": max_pending,
-                "storage_options": storage_options,
-                "listeners": listeners,
-                "overlap": overlap,
-                "max_host_bytes": max_host_bytes,
-                "storage": storage,
-                "tiers": tiers,
-                "uploads": uploads,
-            },
-        )
-        if on_error not in ("raise", "warn"):
-            raise ValueError(f"on_error must be 'raise' or 'warn', not {on_error!r}")
+        self._made_with = {name: value for name, value in locals().items() if name != "self"}
+        check_options({**OPTION_CHECKS, **_OWN_CHECKS}, self._made_with)
         check_max_host_bytes(max_host_bytes, max_pending)
         self.strategy = strategy
         self._max_pending = max_pending
-        self._on_error = on_error
         self._storage_options = storage_options
         self._listeners = list(listeners)
         self._storage = storage
         self._tiers = tiers
-        self._overlap = overlap
-        self._max_host_bytes = max_host_bytes
         self._tiered: TieredStorage | None = None
         self._uploader: Uploader | None = None  # of this process; other ranks have none
         if tiers is not None:
@@ -120,21 +105,7 @@ class CheckpointerBase:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy, and what a spawned process gets, has the same settings and no saves of its own yet."""
-        uploads = {} if self._tiers is None or self._uploader is not None else {"uploads": False}
-        settings = functools.partial(
-            type(self),
-            **uploads,
-            strategy=self.strategy,
-            max_pending=self._max_pending,
-            on_error=self._on_error,
-            storage_options=self._storage_options,
-            listeners=[listener for listener in self._listeners if listener is not self._uploader],
-            storage=self._storage,
-            tiers=self._tiers,
-            overlap=self._overlap,
-            max_host_bytes=self._max_host_bytes,
-        )
-        return settings, ()
+        return functools.partial(type(self), **self._made_with), ()
 
     def notify(self, event: Event) -> None:
         """Tell the listeners of something that does not happen in here."""

@@ -143,6 +143,14 @@ class DirectoryCheckpoint(DirectoryReader):
         return self.save_id == save_id  # otherwise parts of two saves would be mixed
 
 
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "ranks": or_none(instance_of(RankGroup, "ckpt_core.RankGroup")),
+    "commit_timeout": check_seconds,
+    "slice_replicated": check_switch,
+    "link_unchanged": check_switch,
+}
+
+
 class DirectoryCheckpointer(CheckpointerBase):
     """Saves states as directories of safetensors files, durable and verified, each rank its part.
 
@@ -200,16 +208,8 @@ class DirectoryCheckpointer(CheckpointerBase):
         overlap: bool = False,
         max_host_bytes: int | None = None,
     ) -> None:
-        check_options(
-            {"ranks": or_none(instance_of(RankGroup, "ckpt_core.RankGroup")), "commit_timeout": check_seconds}
-            | dict.fromkeys(("slice_replicated", "link_unchanged"), check_switch),
-            {
-                "ranks": ranks,
-                "commit_timeout": commit_timeout,
-                "slice_replicated": slice_replicated,
-                "link_unchanged": link_unchanged,
-            },
-        )
+        given = {name: value for name, value in locals().items() if name not in ("self", "ranks", "__class__")}
+        check_options(_CHECKS, locals())
         super().__init__(
             strategy=strategy,
             max_pending=max_pending,
@@ -222,11 +222,11 @@ class DirectoryCheckpointer(CheckpointerBase):
             overlap=overlap,
             max_host_bytes=max_host_bytes,
         )
+        self._made_with = given
         self._ranks = ranks if ranks is not None else RankGroup.alone()
         self._series = SaveSeries(self._ranks)
         self._slice_replicated = slice_replicated
         self._commit_timeout = commit_timeout
-        self._link_unchanged = link_unchanged
         self._plans = WritePlanCache()
         self._unchanged = UnchangedFiles(
             rank=self._ranks.rank,
@@ -239,13 +239,7 @@ class DirectoryCheckpointer(CheckpointerBase):
         """A copy has the same settings and no saves of its own; only one of a single process can be copied."""
         if self._ranks.world_size > 1:
             raise TypeError("a DirectoryCheckpointer of several ranks cannot be pickled: make one in each process")
-        make, arguments = super().__reduce__()
-        settings = {
-            "slice_replicated": self._slice_replicated,
-            "commit_timeout": self._commit_timeout,
-            "link_unchanged": self._link_unchanged,
-        }
-        return functools.partial(make, **settings), arguments
+        return super().__reduce__()
 
     def _bytes_of_this_rank(self, tensors: Iterable[torch.Tensor]) -> int:
         parts = self._ranks.world_size if self._slice_replicated else 1

@@ -158,6 +158,18 @@ def check_functions(value: Any) -> Sequence[Callable[..., Any]]:
     return value
 
 
+def one_of(*choices: Any) -> Check:
+    """Take one of some values."""
+
+    def check(value: Any) -> Any:
+        if value not in choices:
+            *first, last = map(repr, choices)
+            raise ValueError(f"must be {', '.join(first)} or {last}, not {value!r}")
+        return value
+
+    return check
+
+
 def instance_of(kind: type, name: str) -> Check:
     """Take instances of a class, which a message calls ``name``."""
 

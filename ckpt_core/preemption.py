@@ -220,7 +220,7 @@ class EndWatch:
     def __init__(
         self, preempt: Any = True, ranks: RankGroup | None = None, is_rank_gone: Callable[[], bool] = lambda: False
     ) -> None:
-        check_options({"preempt": Preemption.of}, {"preempt": preempt})
+        check_options({"preempt": Preemption.of}, locals())
         preemption = Preemption.of(preempt) or Preemption(signals=())
         rank, world_size = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
         store: Store | None = None if ranks is None else ranks.store

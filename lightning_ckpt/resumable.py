@@ -19,7 +19,7 @@ import torch
 
 from ckpt_core import CheckpointInfo
 from ckpt_core.errors import CheckpointError
-from ckpt_core.option_checks import check_count, check_options, check_path, check_switch, or_none
+from ckpt_core.option_checks import check_count, check_options, check_path, check_switch, one_of, or_none
 from ckpt_core.paths import is_remote
 from ckpt_core.pins import pin_path
 from ckpt_core.policies import RetentionHistory, RetentionPolicy, SaveInterval, numbers_in, policy_of_words
@@ -57,6 +57,14 @@ from lightning_ckpt.sharded import ShardedCheckpointIO
 
 logger = logging.getLogger(__name__)
 
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("exact", "log_metrics", "recorder"), check_switch),
+    **dict.fromkeys(("resume_attempts", "memory_every_n_steps"), or_none(check_count)),
+    "memory_dir": check_path,
+    "data_resume": one_of("auto", "replay"),
+    "rehearse": one_of(True, False, "strict"),
+    "preempt": Preemption.of,
+}
 _PLUGINS = (TorchFileIO, ShardedCheckpointIO)
 _PREEMPTED = "preempted-step="
 _JUST_IN_TIME = "just-in-time-step="
@@ -178,15 +186,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         just_in_time: bool | float = False,
         rehearse: bool | Literal["strict"] = False,
     ) -> None:
-        switches = {"exact": exact, "log_metrics": log_metrics, "recorder": recorder}
-        counts = {"resume_attempts": resume_attempts, "memory_every_n_steps": memory_every_n_steps}
-        check_options(dict.fromkeys(switches, check_switch), switches)
-        check_options(dict.fromkeys(counts, or_none(check_count)), counts)
-        check_options({"memory_dir": check_path}, {"memory_dir": memory_dir})
-        if data_resume not in ("auto", "replay"):
-            raise ValueError(f"data_resume must be 'auto' or 'replay', not {data_resume!r}")
-        if rehearse not in (True, False, "strict"):
-            raise ValueError(f"rehearse must be True, False or 'strict', not {rehearse!r}")
+        check_options(_CHECKS, locals())
         if resume not in (None, "auto"):
             raise ValueError(
                 f"resume must be 'auto' or None, not {resume!r}: a path is given to trainer.fit(ckpt_path=)"
@@ -208,7 +208,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._memory: MemorySnapshots | None = None
         self._known_of_failures: dict[str, Any] = {}
         if isinstance(retention, str):
-            check_options({"retention": policy_of_words}, {"retention": retention})
+            check_options({"retention": policy_of_words}, locals())
             retention = policy_of_words(retention)
         if retention is not None and (isinstance(retention, type) or not isinstance(retention, RetentionPolicy)):
             raise TypeError(f"retention must be a policy such as ckpt_core.policies.KeepLatest(2), not {retention!r}")
@@ -248,7 +248,6 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._saved_by_this_trigger: str | None = None
         self._copy_of: str | None = None
         self._resumed: ResumePoint | None = None
-        check_options({"preempt": Preemption.of}, {"preempt": preempt})
         self._preemption = Preemption.of(preempt)
         self._is_ending = False
         self._auto = AutoResume(resume_attempts) if resume == "auto" else None

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ckpt_core.option_checks import check_options, check_seconds, check_share, check_switch, or_none
+from ckpt_core.option_checks import check_options, check_seconds, check_share, check_switch, one_of, or_none
 
 # Llama 3 (2024): 419 unexpected interruptions in 54 days on 16,384 GPUs.
 _HOURS_OF_A_RANK = 50_000
@@ -91,8 +91,7 @@ class SaveInterval:
         Raises:
             ValueError: They make no sense; the message names the option.
         """
-        if interval not in (None, "auto", "continuous"):
-            raise ValueError(f"interval must be 'auto' or 'continuous', not {interval!r}")
+        check_options({"interval": or_none(one_of("auto", "continuous"))}, locals())
         if interval != "auto" and (mtbf is not None or max_overhead is not None):
             name = "mtbf" if mtbf is not None else "max_overhead"
             raise ValueError(f"{name} is for interval='auto', and interval is {interval!r}")

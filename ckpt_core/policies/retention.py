@@ -9,7 +9,7 @@ import numbers
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from ckpt_core.option_checks import check_count, check_options, check_text
+from ckpt_core.option_checks import check_count, check_options, check_text, one_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +98,7 @@ class KeepBest:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        check_options({"metric": check_text, "count": check_count}, vars(self))
-        if self.mode not in ("min", "max"):
-            raise ValueError(f"mode must be 'min' or 'max', not {self.mode!r}")
+        check_options({"metric": check_text, "count": check_count, "mode": one_of("min", "max")}, vars(self))
 
     def kept(self, checkpoints: Sequence[SavedCheckpoint]) -> Collection[SavedCheckpoint]:
         sign = 1 if self.mode == "max" else -1

@@ -41,7 +41,7 @@ def storage_for(path: StrPath, storage_options: dict[str, Any] | None = None) ->
         ValueError: ``storage_options`` is no mapping.
         StorageError: There is no such backend, its package is not installed, or the options do not fit.
     """
-    check_options({"storage_options": or_none(check_mapping)}, {"storage_options": storage_options})
+    check_options({"storage_options": or_none(check_mapping)}, locals())
     if not is_remote(path):
         return counted(LocalStorage(bool((storage_options or {}).get("follow_links"))))
     from ckpt_core.storage.fsspec_storage import FsspecStorage

@@ -111,10 +111,7 @@ class FaultyStorage(Storage):
     """
 
     def __init__(self, inner: Storage, faults: Sequence[Fault] = ()) -> None:
-        check_options(
-            {"inner": instance_of(Storage, "ckpt_core.storage.Storage"), "faults": _check_faults},
-            {"inner": inner, "faults": faults},
-        )
+        check_options({"inner": instance_of(Storage, "ckpt_core.storage.Storage"), "faults": _check_faults}, locals())
         self.operations: list[Operation] = []
         self._inner = inner
         self._faults = tuple(faults)

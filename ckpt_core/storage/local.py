@@ -192,7 +192,7 @@ class LocalStorage(Storage):
     """
 
     def __init__(self, follow_links: bool = False) -> None:
-        check_options({"follow_links": check_switch}, {"follow_links": follow_links})
+        check_options({"follow_links": check_switch}, locals())
         self._follow_links = follow_links
         self._staging = local_directory.StagingDirectories()
 

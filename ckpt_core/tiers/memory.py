@@ -77,7 +77,7 @@ class MemoryTier:
 
     def __init__(self, run: StrPath, *, every: int = 1, root: StrPath = MEMORY_ROOT) -> None:
         checks: dict[str, Callable[[Any], Any]] = {"run": check_path, "every": check_count, "root": check_path}
-        check_options(checks, {"run": run, "every": every, "root": root})
+        check_options(checks, locals())
         if is_remote(root):
             raise ValueError(f"snapshots in memory need a local directory, not {root!r}")
         text = local_path(run)

@@ -475,7 +475,9 @@ def test_a_copy_for_another_process_has_the_same_settings(gate: Gate, tmp_path: 
     copy = pickle.loads(pickle.dumps(checkpointer))
     assert copy.strategy == "async"
     assert copy.pending == ()
-    assert (copy._max_pending, copy._on_error, copy._storage_options) == (3, "warn", {"a": 1})
+    given = {"max_pending": 3, "on_error": "warn", "storage_options": {"a": 1}}
+    assert {name: copy._made_with[name] for name in given} == given
+    assert copy._made_with == checkpointer._made_with
     gate.open()
     checkpointer.close()
 
