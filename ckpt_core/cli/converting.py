@@ -27,9 +27,9 @@ def add_commands(commands: Commands) -> None:
         "convert",
         _convert,
         help="write a checkpoint in another layout: one file, a directory, DCP, safetensors, or stock Accelerate's",
-        epilog="What SOURCE is, is found out: a torch file, a directory of this package, DCP's own format (that, too,\n"
-        "of Lightning's FSDP and ModelParallel strategies, with meta.pt), of stock Accelerate's save_state, a Hugging\n"
-        "Face model. --to file makes one .ckpt of what many ranks have saved; load_from_checkpoint takes it.\n"
+        epilog="The layout of SOURCE is detected: a torch file, a directory of this package, DCP's own (also of\n"
+        "Lightning's FSDP and ModelParallel strategies, with meta.pt), stock Accelerate's save_state, a Hugging Face\n"
+        "model. --to file makes one .ckpt of what many ranks have saved; load_from_checkpoint takes it.\n"
         "--to accelerate makes a directory for stock load_state, of a checkpoint of accelerate_ckpt or Lightning.",
         example="runs/step=100 model.ckpt --to file",
     )

@@ -59,6 +59,6 @@ def _in_words(totals: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     if totals["interruptions"]:
         rows.append(("interruptions", f"{totals['interruptions']:,}, which cost {in_words['interruption_seconds']}"))
-    more = {"uploads": "uploaded", "failed_uploads": "uploads failed", "loads": "read", "passed_over": "passed over"}
+    more = {"uploads": "uploaded", "failed_uploads": "uploads failed", "loads": "loaded", "passed_over": "passed over"}
     rows += [("", f"{totals[name]:,} {what}") for name, what in more.items() if totals[name]]
     return rows
