@@ -185,11 +185,12 @@ def _plan(options: Options, target_options: dict[str, Any] | None) -> tuple[list
         raise CheckpointError(
             "the target is in the source, and would be copied into itself", path=target, remedy="give another target"
         )
-    places = find_all([source], options.storage_options, recursive=options.recursive)
+    failures: dict[str, CheckpointError] = {}
+    places = find_all([source], options.storage_options, recursive=options.recursive, failures=failures)
     refuse_checkpoint(places[0], "sync")
-    if not any(place.checkpoints for place in places):
+    if not failures and not any(place.checkpoints for place in places):
         raise CheckpointError(places[0].hint(options.storage_options), path=source)
-    copies, others = [], []
+    copies, others = [_unread(path, target + path.removeprefix(source), error) for path, error in failures.items()], []
     for place in places:
         directory = target + full_path(place.path).rstrip("/").removeprefix(source)
         try:
@@ -203,6 +204,13 @@ def _plan(options: Options, target_options: dict[str, Any] | None) -> tuple[list
         ]
         others += [_only_at_target(info, place.checkpoints) for info in there.values()]
     return copies, others if options.delete else []
+
+
+def _unread(path: str, target: str, error: CheckpointError) -> _Step:
+    from ckpt_core.catalog import CheckpointInfo
+
+    info = CheckpointInfo(path, 0, 0.0, is_directory=True, is_readable=False)
+    return _Step("FAILED", path, target, info, _in_a_line(error), is_missing=True)
 
 
 def _step(info: CheckpointInfo, there: CheckpointInfo | None, target: str, origin: Storage, storage: Storage) -> _Step:

@@ -708,6 +708,28 @@ def test_what_lies_beside_a_directory_that_may_not_be_read_is_verified_and_count
     assert alone == f"ERROR  {runs / 'step=2'}: cannot list the checkpoint: Permission denied\n"
 
 
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+def test_sync_copies_what_lies_beside_a_directory_that_may_not_be_read_and_deletes_nothing(
+    directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, copy = anyones_path / "runs", anyones_path / "copy"
+    for name in ("step=1", "step=2"):
+        shutil.copytree(directories / name, runs / name)
+    assert main(["sync", str(runs), str(copy)]) == 0
+    shutil.rmtree(copy / "step=1")
+    for path in (copy, copy / "step=2"):
+        path.chmod(0o777)
+    with closed_to_this_user(runs / "step=2"):
+        capsys.readouterr()
+        assert main(["sync", "--json", "--delete", "--yes", str(runs), str(copy)]) == 1
+        done = {step["path"]: (step["action"], step["why"]) for step in json.loads(capsys.readouterr().out)}
+    assert done[str(runs / "step=1")] == ("copy", "")
+    assert done[str(runs / "step=2")][0] == "FAILED"
+    assert done[str(runs / "step=2")][1].startswith("cannot list the checkpoint: Permission denied; ")
+    assert sorted(os.listdir(copy)) == ["step=1", "step=2"]
+    assert main(["verify", str(copy)]) == 0
+
+
 def test_nothing_is_written_over_what_is_no_checkpoint(
     directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
