@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ckpt_async.consistent_cut.effects import COORDINATOR, DiscardCopy, Effect, PersistShard, Send
+from ckpt_async.consistent_cut.member import CutMember
 from ckpt_async.consistent_cut.messages import (
     Abort,
     Begin,
@@ -15,7 +15,6 @@ from ckpt_async.consistent_cut.messages import (
     Hello,
     Marker,
     Message,
-    PersistFailed,
     Position,
     PullHeader,
     PushHeader,
@@ -56,7 +55,7 @@ class _Snapshot:
     held: int = 0
 
 
-class CutShard:
+class CutShard(CutMember):
     """Applies updates, each once and in the order of its stream, and takes part in snapshots.
 
     Args:
@@ -78,13 +77,10 @@ class CutShard:
         snapshot_id: int = 0,
         options: CutOptions | None = None,
     ) -> None:
-        self.name = name
+        super().__init__(name, generation, snapshot_id, options)
         self.state = state
         self.duplicates = 0
         self.version = 0
-        self._generation = generation
-        self._snapshot_id = snapshot_id
-        self._options = options or CutOptions()
         # Pieces and last update of each stream that were taken in order; those that are held back are not applied yet.
         self._taken = dict(positions)
         self._last_taken = dict(positions)
@@ -94,13 +90,7 @@ class CutShard:
         self._early: dict[int, dict[int, Piece]] = {stream: {} for stream in positions}
         self._held: list[Piece] = []
         self._snapshot: _Snapshot | None = None
-        self._acks: dict[int, ShardAck] = {}
         self._order: list[UpdateId] = []
-
-    @property
-    def tag(self) -> MessageTag:
-        """What this shard's messages carry."""
-        return MessageTag(self._generation, self._snapshot_id)
 
     @property
     def open_snapshot(self) -> int | None:
@@ -199,26 +189,6 @@ class CutShard:
         self._copy_state(snapshot)
         self._release()
         return self._complete()
-
-    def persisted(self, snapshot_id: int, report: str = "") -> list[Effect]:
-        """The bytes of :class:`PersistShard` are durable.
-
-        Args:
-            snapshot_id: Its ``snapshot_id``.
-            report: Passed on to the commit.
-        """
-        ack = self._acks.pop(snapshot_id, None)
-        if ack is None:
-            return []
-        return [Send(COORDINATOR, dataclasses.replace(ack, report=report))]
-
-    def persist_failed(self, snapshot_id: int, reason: str) -> list[Effect]:
-        """The bytes of :class:`PersistShard` could not be written."""
-        self._acks.pop(snapshot_id, None)
-        return [Send(COORDINATOR, PersistFailed(MessageTag(self._generation, snapshot_id), self.name, reason))]
-
-    def _check_generation(self, tag: MessageTag) -> None:
-        self.tag.check_generation(tag)
 
     def _admit(self, tag: MessageTag, streams: Iterable[int], incarnation: int, now: float) -> list[Effect]:
         """Refuse a worker's message from an earlier life; take note of the snapshot it shows."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ckpt_async.consistent_cut.effects import COORDINATOR, Effect, PersistWorker, Send
+from ckpt_async.consistent_cut.member import CutMember
 from ckpt_async.consistent_cut.messages import (
     Abort,
     Begin,
@@ -15,7 +15,6 @@ from ckpt_async.consistent_cut.messages import (
     Hello,
     Marker,
     Message,
-    PersistFailed,
     Position,
     PullHeader,
     PushHeader,
@@ -23,10 +22,10 @@ from ckpt_async.consistent_cut.messages import (
     Welcome,
     WorkerAck,
 )
-from ckpt_async.consistent_cut.types import CutOptions, InconsistentCutError, MessageTag, UpdateId, VectorClock
+from ckpt_async.consistent_cut.types import CutOptions, InconsistentCutError, UpdateId, VectorClock
 
 
-class CutWorker:
+class CutWorker(CutMember):
     """Numbers and stamps a worker's updates, and records its state where a snapshot cuts them.
 
     Args:
@@ -53,18 +52,14 @@ class CutWorker:
         incarnation: int = 0,
         options: CutOptions | None = None,
     ) -> None:
-        self.name = name
+        super().__init__(name, generation, snapshot_id, options)
         self.incarnation = incarnation
         self._shards = tuple(shards)
         self._capture = capture
-        self._generation = generation
-        self._snapshot_id = snapshot_id
-        self._options = options or CutOptions()
         self._observed = snapshot_id
         self._issued = dict(positions)
         self._sent = {shard: dict(positions) for shard in self._shards}
         self._inflight: dict[int, deque[tuple[int, dict[str, int]]]] = {stream: deque() for stream in positions}
-        self._cuts: dict[int, WorkerAck] = {}
         self._versions: dict[str, int] = {}
         self._pulled: dict[UpdateId, dict[str, int]] = {}
         # While a lost worker's streams are taken over: what each shard has of them already.
@@ -102,11 +97,6 @@ class CutWorker:
         worker._positions = {}
         worker._ready = False
         return worker
-
-    @property
-    def tag(self) -> MessageTag:
-        """What this worker's messages carry; pull requests too."""
-        return MessageTag(self._generation, self._snapshot_id)
 
     @property
     def cut(self) -> VectorClock:
@@ -208,27 +198,6 @@ class CutWorker:
             self._pulled[update] = dict(self._versions)
         return headers
 
-    def persisted(self, snapshot_id: int, report: str = "") -> list[Effect]:
-        """The bytes of :class:`PersistWorker` are durable.
-
-        Args:
-            snapshot_id: Its ``snapshot_id``.
-            report: Passed on to the commit.
-        """
-        ack = self._cuts.pop(snapshot_id, None)
-        if ack is None:
-            return []
-        return [Send(COORDINATOR, dataclasses.replace(ack, report=report))]
-
-    def persist_failed(self, snapshot_id: int, reason: str) -> list[Effect]:
-        """The bytes of :class:`PersistWorker` could not be written."""
-        self._cuts.pop(snapshot_id, None)
-        tag = MessageTag(self._generation, snapshot_id)
-        return [Send(COORDINATOR, PersistFailed(tag, self.name, reason))]
-
-    def _check_generation(self, tag: MessageTag) -> None:
-        self.tag.check_generation(tag)
-
     def _note_pull(self, shard: str, header: PullHeader) -> None:
         self._check_generation(header.tag)
         self._observed = max(self._observed, header.tag.snapshot_id)
@@ -244,7 +213,7 @@ class CutWorker:
         state = self._capture()
         self._snapshot_id = snapshot_id
         pieces = {shard: VectorClock(sent) for shard, sent in self._sent.items()}
-        self._cuts = {snapshot_id: WorkerAck(self.tag, self.name, self.cut, pieces, self.incarnation)}
+        self._acks = {snapshot_id: WorkerAck(self.tag, self.name, self.cut, pieces, self.incarnation)}
         markers = [
             Send(shard, Marker(self.tag, self.name, self.cut, pieces[shard], self.incarnation))
             for shard in self._shards
