@@ -169,7 +169,7 @@ class WorkerInit:
             self.collate.install(worker)
 
 
-class _Forwarding(Forwarding):
+class _WithWorkersGenerators(Forwarding):
     """Lets a wrapped data set be used, read and changed through its wrapper.
 
     ``worker_init_fn`` may set attributes of the data set of its worker, and means the user's object.
@@ -202,7 +202,7 @@ class _Forwarding(Forwarding):
             unpack_rng(base64.b64decode(packed)).restore()
 
 
-class RngMapDataset(_Forwarding, Dataset[Any]):
+class RngMapDataset(_WithWorkersGenerators, Dataset[Any]):
     """A map-style data set whose state includes the generators of the worker it is in."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -217,7 +217,7 @@ class RngMapDataset(_Forwarding, Dataset[Any]):
         return getattr(self.inner, "__getitems__", None)
 
 
-class RngIterableDataset(_Forwarding, IterableDataset[Any]):
+class RngIterableDataset(_WithWorkersGenerators, IterableDataset[Any]):
     """An iterable data set whose state includes the generators of the worker it is in."""
 
     def __iter__(self) -> Iterator[Any]:
