@@ -83,27 +83,21 @@ class ReliableCheckpointIO(CheckpointIOBase):
                 f"`storage_options`, or give them to `{name}(storage_options=...)`: they hold for every save there"
             )
 
+    def load_other_layout(
+        self, path: StrPath, failure: CheckpointError, *, map_location: Any | None, weights_only: bool | None
+    ) -> dict[str, Any]:
+        """Return a checkpoint of another layout: a file, a directory, or one of Lightning's strategies.
 
-def load_other_layout(
-    plugin: Any, path: StrPath, failure: CheckpointError, *, map_location: Any | None, weights_only: bool | None
-) -> dict[str, Any]:
-    """Return a checkpoint that a plugin's own layout is not: a file, a directory, or one of Lightning's strategies.
+        Where it is of none of these, ``failure`` is raised: why it is not of the plugin's own layout.
+        """
+        from ckpt_core.interchange import load_whole
 
-    Where it is of none of these, ``failure`` is raised: why it is not of the plugin's own layout.
-    """
-    from ckpt_core.interchange import load_whole
-
-    try:
-        found = load_whole(
-            path,
-            map_location=map_location,
-            weights_only=weights_only,
-            storage_options=plugin.storage_options,
-            tiers=plugin.tiers,
-            of_trainer=True,
-        )
-    except (CheckpointNotFoundError, StorageError):
-        raise failure from failure.__cause__
-    if isinstance(found, dict):
-        return found
-    raise failure
+        options, tiers = self.storage_options, self.tiers
+        how: dict[str, Any] = {"map_location": map_location, "weights_only": weights_only, "of_trainer": True}
+        try:
+            found = load_whole(path, storage_options=options, tiers=tiers, **how)
+        except (CheckpointNotFoundError, StorageError):
+            raise failure from failure.__cause__
+        if isinstance(found, dict):
+            return found
+        raise failure

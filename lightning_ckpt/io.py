@@ -15,7 +15,7 @@ from ckpt_core.options import CheckpointerOptions
 from ckpt_core.paths import StrPath
 from ckpt_core.small_states import wait_if_small
 from ckpt_core.tiers import MemoryTier
-from lightning_ckpt._plugin_base import ReliableCheckpointIO, load_other_layout
+from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._preemption import watch_boundaries
 from lightning_ckpt._private.hooks import before_setup
 from lightning_ckpt._rehearsing import rehearse_if_asked
@@ -103,7 +103,7 @@ class TorchFileIO(ReliableCheckpointIO):
             failure: CheckpointError = error
             if isinstance(error, CheckpointNotFoundError):  # in the words of Lightning's own plugin
                 failure = CheckpointNotFoundError(f"Checkpoint file not found: {path}", path=error.path)
-            return load_other_layout(self, path, failure, map_location=map_location, weights_only=weights_only)
+            return self.load_other_layout(path, failure, map_location=map_location, weights_only=weights_only)
         return state
 
     def teardown(self) -> None:

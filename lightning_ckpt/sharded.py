@@ -25,7 +25,7 @@ from ckpt_core.state.trainer_parts import (
     whole,
 )
 from ckpt_core.tiers import MemoryTier
-from lightning_ckpt._plugin_base import ReliableCheckpointIO, load_other_layout
+from lightning_ckpt._plugin_base import ReliableCheckpointIO
 from lightning_ckpt._private.hooks import before_saves_of_fabric, before_setup
 from lightning_ckpt._routing.fabric import route_fabric
 from lightning_ckpt._routing.trainer import route
@@ -218,7 +218,7 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
         try:
             opened = self.reader_of(path).load(path, weights_only=weights_only)
         except (CheckpointFormatError, CheckpointNotFoundError) as error:
-            return load_other_layout(self, path, error, map_location=map_location, weights_only=weights_only)
+            return self.load_other_layout(path, error, map_location=map_location, weights_only=weights_only)
         with opened:
             return whole(opened, self._ranks_of_gradients(opened), map_location=map_location)
 
