@@ -16,7 +16,7 @@ import torch
 from ckpt_core._devices.generators import DeviceGenerators
 from ckpt_core._layouts.torch_file.loading import load_torch_file
 from ckpt_core.checkpointer import Checkpointer, full_path
-from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError
+from ckpt_core.errors import CheckpointCorruptedError, CheckpointFormatError, StateMismatchError
 from ckpt_core.interchange.dcp_files import read_dcp
 from ckpt_core.interchange.dcp_format import METADATA_NAME
 from ckpt_core.interchange.model_files import read_model, write_model_file
@@ -35,6 +35,8 @@ _NUMBERED = re.compile(r"(optimizer|scheduler|sampler|dl_state_dict|pytorch_mode
 _MODEL = re.compile(r"model(_[0-9]+)?\.safetensors")
 _SHARDED = re.compile(r"(pytorch_model_fsdp|optimizer)_([0-9]+)")
 _SCALER = "scaler.pt"
+_OF_RANK = re.compile(r"own|custom_[0-9]+")
+_OF_OURS = re.compile(rf"(model|optimizer|scheduler)(_[0-9]+)?|scaler|{_OF_RANK.pattern}")
 _WHOLE_MODEL = "pytorch_model_fsdp.bin"
 _ACCELERATORS = ("cuda", "xpu", "mlu", "sdaa", "musa", "hpu", "neuron")  # whose generators stock saves
 _WORDS = np.zeros(1, np.uint32)
@@ -147,6 +149,28 @@ def parts_of_stock(state: Mapping[str, Any]) -> tuple[list[Part], dict[str, Any]
         "of_stock": True,
     }
     return parts, {_FORMAT: about}
+
+
+def is_ours_as_file(state: Mapping[str, Any]) -> bool:
+    """Return whether a file was made of a directory of ``accelerate_ckpt``."""
+    return isinstance(state.get(_FORMAT), Mapping) and isinstance(state.get(_OWN), list)
+
+
+def parts_of_ours(state: Mapping[str, Any], path: str) -> tuple[list[Part], dict[str, Any]]:
+    """Return the parts and metadata of the directory that such a file was made of."""
+    ranks = len(state[_OWN])
+    if ranks != 1:
+        raise StateMismatchError(
+            f"the checkpoint was saved by {ranks} processes, each with a state of its own, which one file does not "
+            "give back to them",
+            path=path,
+            key=_OWN,
+            remedy="take the directory that the file was made of; or its weights: ckpt convert --to safetensors",
+        )
+    names = [name for name in state if _OF_OURS.fullmatch(name)]
+    parts = [Part(name, state[name], Kind.REPLICATED) for name in names if not _OF_RANK.fullmatch(name)]
+    parts += [Part(name, state[name][0], Kind.PER_RANK) for name in names if _OF_RANK.fullmatch(name)]
+    return parts, {name: value for name, value in state.items() if name not in names and name != "step"}
 
 
 def _plain(states: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,14 @@ from ckpt_core._pipeline.loading import is_directory_checkpoint
 from ckpt_core.checkpointer import Checkpointer, full_path
 from ckpt_core.directory import DirectoryCheckpoint, DirectoryCheckpointer
 from ckpt_core.errors import CheckpointFormatError, StateMismatchError
-from ckpt_core.interchange.accelerate_files import is_stock_accelerate, parts_of_stock, read_stock, write_stock
+from ckpt_core.interchange.accelerate_files import (
+    is_ours_as_file,
+    is_stock_accelerate,
+    parts_of_ours,
+    parts_of_stock,
+    read_stock,
+    write_stock,
+)
 from ckpt_core.interchange.dcp_extras import Exported
 from ckpt_core.interchange.dcp_files import export_dcp, import_entries, open_exported, read_dcp
 from ckpt_core.interchange.dcp_format import METADATA_NAME, REST_NAME
@@ -226,7 +233,8 @@ def convert_to_directory(
 ) -> int:
     """Write a checkpoint of any layout as a directory of safetensors files, and return its size in bytes.
 
-    Of a Trainer's, that is what ``ShardedCheckpointIO`` saves; otherwise each dictionary of the state becomes a part,
+    Of a Trainer's, that is what ``ShardedCheckpointIO`` saves; of a file that was made of a directory of one process of
+    ``accelerate_ckpt``, that directory; otherwise each dictionary of the state becomes a part,
     and the rest a part ``root``. The state may be larger than memory, as for :func:`convert_to_file`. The
     directory is committed now: among other checkpoints, it is the newest.
 
@@ -346,6 +354,9 @@ def _write_directory(
     if is_stock_accelerate(source, storage_options):
         parts, metadata = parts_of_stock(state)
         step = None
+    elif is_ours_as_file(state):
+        parts, metadata = parts_of_ours(state, os.fspath(source))
+        step = state.get("step")
     elif "state_dict" in state and "global_step" in state:
         parts, metadata = parts_of(state, rank=0), metadata_of(state)
         step = state["global_step"]

@@ -16,6 +16,7 @@ from accelerate.utils import set_seed
 from accelerate_ckpt import attach
 from ckpt_core import Checkpointer
 from ckpt_core.cli import main
+from tests.support.accelerate_ranks import Ranks
 from tests.support.states import assert_same_state
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -82,6 +83,51 @@ def test_stock_and_ours_become_each_other(tmp_path: Path, is_ours: bool) -> None
         assert_same_state(loaded[0].state_dict(), model.state_dict())
         assert_same_state(loaded[1].optimizer.state_dict(), optimizer.optimizer.state_dict())
         assert loaded[2].state_dict() == scheduler.state_dict() and loaded[3].value == 7
+
+
+def test_a_directory_that_was_made_a_file_is_loaded_again(tmp_path: Path) -> None:
+    set_seed(3)
+    accelerator = attach(Accelerator(gradient_accumulation_steps=4), strategy="sync", recorder=False)
+    model, optimizer, scheduler, counter = prepared(accelerator)
+    counter.value = 7
+    for _ in range(3):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.randn(4, 3)).sum())
+            optimizer.step()
+            scheduler.step()
+    first, file, back = (str(tmp_path / name) for name in ("first", "file.ckpt", "back"))
+    accelerator.save_state(first)
+    wanted = draws()
+    gradients = [parameter.grad.clone() for parameter in model.parameters()]
+    assert main(["convert", first, file, "--to", "file"]) == 0
+    assert main(["convert", file, back, "--to", "directory"]) == 0
+    assert main(["diff", first, back]) == 0
+    loading = attach(Accelerator(gradient_accumulation_steps=4), strategy="sync", recorder=False)
+    loaded = prepared(loading)
+    set_seed(99)
+    loading.load_state(back)
+    assert draws() == wanted and loaded[3].value == 7 and loading.step == accelerator.step == 3
+    assert loaded[0].b.weight is loaded[0].a.weight
+    for mine, theirs in zip((model, optimizer, scheduler), loaded, strict=False):
+        assert_same_state(mine.state_dict(), theirs.state_dict())
+    assert all(map(torch.equal, gradients, [parameter.grad for parameter in loaded[0].parameters()]))
+
+
+def test_a_file_of_several_processes_is_refused_when_it_is_made_a_directory(
+    tmp_path: Path, ranks: Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = """
+        accelerator = attach(Accelerator(), "sync")
+        accelerator.prepare(nn.Linear(2, 2))
+        accelerator.save_state(path)
+        accelerator.end_training()
+    """
+    saved = ranks.run(program, 2, path=str(tmp_path / "two"))
+    assert [rank.error for rank in saved] == [None, None]
+    assert main(["convert", str(tmp_path / "two"), str(tmp_path / "two.ckpt"), "--to", "file"]) == 0
+    assert main(["convert", str(tmp_path / "two.ckpt"), str(tmp_path / "back"), "--to", "directory"]) == 1
+    assert "saved by 2 processes, each with a state of its own" in capsys.readouterr().err
+    assert not (tmp_path / "back").exists()
 
 
 def test_a_lightning_checkpoint_becomes_one_that_stock_loads(tmp_path: Path) -> None:
