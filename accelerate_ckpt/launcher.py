@@ -115,15 +115,22 @@ def _run(config: CheckpointConfig, script: str, arguments: Sequence[str], *, is_
         _drain(failed)
 
 
+def _new_main(**names: object) -> ModuleType:
+    module = ModuleType("__main__")
+    # what the interpreter gives its own, which up to Python 3.13 has the annotations of a script without any
+    if "__annotations__" in vars(sys.modules["__main__"]):
+        module.__dict__.update(__annotations__={})
+    module.__dict__.update(names, __builtins__=builtins)
+    return module
+
+
 def _load_file(path: str) -> tuple[ModuleType, CodeType]:
     absolute = os.path.abspath(path)
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.realpath(path))
     loader = importlib.machinery.SourceFileLoader("__main__", absolute)
     code = loader.source_to_code(loader.get_data(absolute), absolute)
-    module = ModuleType("__main__")
-    module.__dict__.update(__file__=absolute, __cached__=None, __loader__=loader, __builtins__=builtins)
-    return module, code
+    return _new_main(__file__=absolute, __cached__=None, __loader__=loader), code
 
 
 def _load_module(name: str) -> tuple[ModuleType, CodeType]:
@@ -135,16 +142,14 @@ def _load_module(name: str) -> tuple[ModuleType, CodeType]:
         code = spec.loader.get_code(spec.name)
     if spec is None or code is None:
         raise SystemExit(f"{sys.executable}: there is no module {name!r} that can be run")
-    module = ModuleType("__main__")
-    module.__dict__.update(
+    main_module = _new_main(
         __file__=spec.origin,
         __cached__=spec.cached,
         __loader__=spec.loader,
-        __builtins__=builtins,
         __spec__=spec,
         __package__=spec.parent,
     )
-    return module, code
+    return main_module, code
 
 
 def _find_spec(name: str) -> importlib.machinery.ModuleSpec | None:

@@ -68,6 +68,7 @@ def facts():
         "loader": type(__loader__).__name__,
         "cached": __cached__,
         "builtins": type(__builtins__).__name__,
+        "names": sorted(globals()),
         "annotation": repr(Kept.__annotations__["number"]),
         "main is this module": main.__dict__ is globals(),
         "class is found": main.Kept is Kept and Kept.__module__ == "__main__",
