@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import weakref
@@ -21,6 +22,16 @@ log = logging.getLogger(__name__)
 
 VERSION = 1
 _RANKS_THAT_NEED_FINAL_BUCKETS = 3
+
+
+@dataclasses.dataclass
+class _BetweenEpochs:
+    """The time between two epochs of a loader: what it began with, and which others were gone through since."""
+
+    of: LoaderPosition
+    rng: RngState
+    saved: bool = False
+    passed: list[LoaderPosition] = dataclasses.field(default_factory=list)
 
 
 class LoaderPositions:
@@ -51,9 +62,12 @@ class LoaderPositions:
         self._waiting: dict[int, Mapping[str, Any]] = {}
         self._restored_rng: RngState | None = None
         self._uses_at_restore = 0
-        self._saved_between_epochs: tuple[LoaderPosition, RngState, bool] | None = None
+        self._between: _BetweenEpochs | None = None
         self._told: set[str] = set()
         self._draws_between_epochs = False
+        self._begun_first: list[LoaderPosition] = []  # before this process has trained, if it began from nothing
+        self._began_with_evaluation: bool | None = None  # what a resumed run's first process knew of it
+        self._unless_evaluated: tuple[str, set[int]] | None = None
         self._causes: list[str] = []
         self._rng_of_save: RngState | None = None
         self.recording: Recording | None = None
@@ -229,21 +243,42 @@ class LoaderPositions:
         """Note that the script begins to iterate over a loader; warn if a resume would not repeat what it draws."""
         if self.before_epoch is not None and position.has_trained:
             self.before_epoch()
-        saved = self._saved_between_epochs
-        if saved is None:
+        if self.uses.count == 0:
+            self._begun_first.append(position)
+        if self._unless_evaluated is not None:
+            (cause, trained), self._unless_evaluated = self._unless_evaluated, None
+            loaders = enumerate(self._accelerator._dataloaders)
+            if any(number in trained and loader is position.loader for number, loader in loaders):
+                self._causes.append(cause)
+                self._say_causes()
+        between = self._between
+        if between is None:
             return
-        of, rng, passed = saved
-        if position is not of:
-            self._saved_between_epochs = of, rng, True
+        if position is not between.of:
+            between.passed.append(position)
             return
-        self._saved_between_epochs = None
-        if passed and not rng.same_as(RngState.capture()):
-            self._draws_between_epochs = True
+        self._between = None
+        if not between.passed or between.rng.same_as(RngState.capture()):
+            return
+        self._draws_between_epochs = True
+        if between.saved and not self._begins_with_evaluation:
             self._say_once(
                 "an evaluation between two epochs has drawn random numbers after the checkpoint at the end of the "
                 "epoch was saved: a resume from it begins with the next epoch and does not draw them, so it is not "
                 "exact (save after the evaluation)"
             )
+
+    def ends(self, position: LoaderPosition) -> None:
+        """Note that the script has gone through a whole loader."""
+        if self._between is None and position.has_trained:
+            self._between = _BetweenEpochs(position, RngState.capture())
+
+    @property
+    def _begins_with_evaluation(self) -> bool:
+        """Whether the script evaluates before it trains, as it may do again when it is resumed."""
+        if self._began_with_evaluation is not None:
+            return self._began_with_evaluation
+        return any(not position.has_trained for position in self._begun_first)
 
     # ---- capture and restore -----------------------------------------------------------------------------------------
 
@@ -272,12 +307,13 @@ class LoaderPositions:
         ended = [
             p for p, saved in zip(positions, loaders, strict=True) if saved and saved["trained"] and saved["finished"]
         ]
-        self._saved_between_epochs = (ended[0], rng, False) if len(ended) == 1 and ended[0] else None
+        self._between = _BetweenEpochs(ended[0], rng, saved=True) if len(ended) == 1 and ended[0] else None
         return {
             "version": VERSION,
             "step": int(self._accelerator.step),
             "rng": rng.encode(),
             "draws_between_epochs": self._draws_between_epochs and bool(ended),
+            "begins_with_evaluation": self._begins_with_evaluation,
             "in_evaluation": any(evaluates),
             "loaders": loaders,
         }
@@ -320,11 +356,17 @@ class LoaderPositions:
                 f"{world_size}: the rest of the epoch is divided over the new ranks, so batches and random numbers "
                 "differ from those of the old number of ranks"
             )
+        self._began_with_evaluation, self._unless_evaluated = bool(state.get("begins_with_evaluation")), None
         if state.get("draws_between_epochs"):
-            causes.append(
+            cause = (
                 "it was saved at the end of an epoch, before an evaluation that draws random numbers: the resume "
                 "begins with the next epoch and does not draw them (save after the evaluation)"
             )
+            if self._began_with_evaluation:  # whether this start does, too, is yet to be seen
+                trained = {number for number, saved in enumerate(state["loaders"]) if saved and saved["trained"]}
+                self._unless_evaluated = cause, trained
+            else:
+                causes.append(cause)
         if state.get("in_evaluation"):
             causes.append(
                 "it was saved inside of an evaluation, of which the rest is not done: the next one is a whole one "

@@ -63,6 +63,9 @@ class Run(Protocol):
     def begins(self, position: LoaderPosition) -> None:
         """Note that the script begins to iterate over a loader."""
 
+    def ends(self, position: LoaderPosition) -> None:
+        """Note that the script has gone through a whole loader."""
+
 
 class LoaderPosition:
     """Follows one loader that Accelerate has prepared, for a run of so many ranks."""
@@ -137,6 +140,7 @@ class LoaderPosition:
             over = True
             if number == self._iteration_number:
                 self.habit.end()
+                self._run.ends(self)
                 self._opening = None
         except GeneratorExit:  # perhaps because of an exception in the loop's body: the position is still known
             self._run.leaves()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,33 +26,65 @@ TRAIN = """
     )
     if resume:
         accelerator.load_state(f"{path}/step_12")
+    if evaluates == "at each start" or evaluates == "at the first start" and not resume:
+        list(evaluation)
+    used = []
     for epoch in range(2 if resume else 0, 3):
+        if evaluates == "first":
+            list(evaluation)
         for number, x in enumerate(train):
+            used.append(x[:, 0].tolist())
             accelerator.backward(model(x).pow(2).mean())
             optimizer.step()
             optimizer.zero_grad()
-            if number == 5 and not resume:
+            if number == 5 and epoch in saves and not resume:
                 accelerator.save_state(f"{path}/step_{6 * (epoch + 1)}")
-        for x in evaluation if evaluates else ():
-            pass
+        if evaluates not in ("never", "first"):
+            list(evaluation)
     accelerator.end_training()
-    tell(said=[text for text in said if "exact" in text])
+    tell(said=[text for text in said if "exact" in text], used=used[-6:])
 """
 
 
-def said(ranks: Ranks, path: Path, **names: bool) -> list[str]:
-    (found,) = ranks.run(TRAIN, 1, path=str(path), **names)
+def told(ranks: Ranks, path: Path, *, resume: bool, evaluates: str, saves: tuple[int, ...] = (0, 1, 2)) -> Any:
+    (found,) = ranks.run(TRAIN, 1, path=str(path), resume=resume, evaluates=evaluates, saves=saves)
     assert found.error is None, found.message
-    return list(found.told["said"])
+    return found.told
+
+
+def said(ranks: Ranks, path: Path, *, resume: bool, evaluates: str) -> list[str]:
+    return list(told(ranks, path, resume=resume, evaluates=evaluates)["said"])
 
 
 def test_it_is_said_by_the_resume_too(ranks: Ranks, tmp_path: Path) -> None:
-    first = said(ranks, tmp_path / "with", resume=False, evaluates=True)
+    first = said(ranks, tmp_path / "with", resume=False, evaluates="last")
     assert ["an evaluation between two epochs" in text for text in first] == [True]
-    again = said(ranks, tmp_path / "with", resume=True, evaluates=True)
+    again = said(ranks, tmp_path / "with", resume=True, evaluates="last")
     assert "before an evaluation that draws random numbers" in again[0]
-    assert said(ranks, tmp_path / "without", resume=False, evaluates=False) == []
-    assert said(ranks, tmp_path / "without", resume=True, evaluates=False) == []
+    assert said(ranks, tmp_path / "without", resume=False, evaluates="never") == []
+    assert said(ranks, tmp_path / "without", resume=True, evaluates="never") == []
+
+
+def test_it_is_known_from_an_epoch_at_whose_end_nothing_was_saved(ranks: Ranks, tmp_path: Path) -> None:
+    assert told(ranks, tmp_path, resume=False, evaluates="last", saves=(1,))["said"] != []
+    (text,) = told(ranks, tmp_path, resume=True, evaluates="last")["said"]
+    assert "before an evaluation that draws random numbers" in text
+
+
+@pytest.mark.parametrize("evaluates", ["first", "at each start"])
+def test_an_evaluation_that_a_resume_makes_too_is_exact_and_not_warned_of(
+    ranks: Ranks, tmp_path: Path, evaluates: str
+) -> None:
+    first, again = (told(ranks, tmp_path, resume=resume, evaluates=evaluates) for resume in (False, True))
+    assert first["said"] == again["said"] == []
+    assert first["used"] == again["used"] and len(again["used"]) == 6
+
+
+def test_an_evaluation_that_only_the_first_start_makes_is_said(ranks: Ranks, tmp_path: Path) -> None:
+    first, again = (told(ranks, tmp_path, resume=resume, evaluates="at the first start") for resume in (False, True))
+    assert first["said"] == []
+    assert "before an evaluation that draws random numbers" in again["said"][0]
+    assert first["used"] != again["used"]
 
 
 INSIDE = """
