@@ -74,19 +74,26 @@ class OutcomeWatch:
         self._under_way = self._agreement.world_size > 1 or saves.is_busy or saves.failure is not None
 
     def before_save(
-        self, path: str, refuse: Callable[[str], str | None], *, step: int | None, waits: bool, may_be_absent: bool
+        self,
+        path: str,
+        refuse: Callable[[str], Exception | None],
+        *,
+        step: int | None,
+        waits: bool,
+        may_be_absent: bool,
     ) -> AgreedSave:
         """Raise, on all ranks, what rank 0 knows to have failed; return the path and the step at which rank 0 saves.
 
         Rank 0's path counts: scripts that put the time or a temporary directory into it have another one on every rank.
-        So does its step, and what it is told when it asks ``refuse`` for a reason not to save there. With ``waits``, it
-        waits for all to come, but with ``may_be_absent`` not for ranks that have certainly continued without this save;
-        if it does not wait, a rank that does not come is found when the save is committed.
+        So does its step, and the ``ValueError`` or ``FileExistsError`` that ``refuse`` has against saving there. With
+        ``waits``, it waits for all to come, but with ``may_be_absent`` not for ranks that have certainly continued
+        without this save; if it does not wait, a rank that does not come is found when the save is committed.
         """
         failure, reason = None, None
         if self._agreement.rank == 0:
             failure = self._outcome.unraised
-            reason = refuse(path)
+            error = refuse(path)
+            reason = None if error is None else [isinstance(error, OSError), str(error)]
         encoded = None if failure is None else encode_error(failure)
         agreement = self._agreement
         value = [path, encoded, reason, step, self._checkpointer.next_number if agreement.world_size > 1 else None]
@@ -99,7 +106,8 @@ class OutcomeWatch:
             self._after_raise()
             raise failure or decode_error(encoded)
         if reason is not None:
-            raise ValueError(reason)
+            is_file, text = reason
+            raise FileExistsError(text) if is_file else ValueError(text)
         if agreed != path:
             log.warning("rank %d saves at %s, where rank 0 does, and not at %s", self._agreement.rank, agreed, path)
         absent = functools.partial(agreement.absent_from, agreement.meeting, agreement.place)

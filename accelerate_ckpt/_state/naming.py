@@ -35,12 +35,17 @@ def automatic_root(accelerator: Any) -> str:
 
 
 def target_of(accelerator: Any, output_dir: StrPath | None) -> str:
-    """Return where a save goes: as given, or the next automatic name; one of both there must be."""
+    """Return where a save goes: as given, or the next automatic name; one of both there must be.
+
+    A link to a directory stays, as with Accelerate: people put it there to have checkpoints on another disk.
+    """
     if accelerator.project_configuration.automatic_checkpoint_naming:
         return os.path.join(automatic_root(accelerator), _NAME.format(accelerator.save_iteration))
     if output_dir is None:
         raise TypeError("save_state needs output_dir, unless ProjectConfiguration(automatic_checkpoint_naming=True)")
-    return path_text(output_dir)
+    text = path_text(output_dir)
+    is_link = not is_remote(text) and os.path.islink(text.rstrip("/")) and os.path.isdir(text)
+    return os.path.realpath(text) if is_link else text
 
 
 def number_of(path: str) -> int | None:

@@ -108,13 +108,15 @@ def _raise(error: Exception, _: str) -> None:
 def _agree(session: Session, target: str) -> AgreedSave:
     accelerator = session.accelerator
 
-    def refuse(path: str) -> str | None:
+    def refuse(path: str) -> Exception | None:
         if not accelerator.project_configuration.automatic_checkpoint_naming:
-            return None
+            if is_remote(path) or not os.path.lexists(path) or os.path.isdir(path):
+                return None
+            return FileExistsError(f"{path} is a file, and a checkpoint is a directory: give another path")
         wait_for_saves(session.checkpointer.known_as(path))  # of another Accelerator, which counts for itself
         if not os.path.exists(path) and not session.checkpointer.is_taken(path):
             return None
-        return (
+        return ValueError(
             f"Checkpoint directory {path} ({accelerator.save_iteration}) already exists. Please manually override "
             "`self.save_iteration` with what iteration to start with."
         )

@@ -237,6 +237,35 @@ def test_after_going_back_the_next_checkpoint_is_the_newest(tmp_path: Path) -> N
     assert fresh.accelerator.save_state().name == "checkpoint_3"
 
 
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_a_file_is_not_replaced_by_a_checkpoint(tmp_path: Path, strategy: str) -> None:
+    accelerator = attach(Accelerator(), strategy)
+    accelerator.prepare(nn.Linear(2, 2))
+    (tmp_path / "notes").write_text("mine")
+    with pytest.raises(FileExistsError, match="notes is a file, and a checkpoint is a directory"):
+        accelerator.save_state(tmp_path / "notes")
+    accelerator.save_state(tmp_path / "step_1")
+    accelerator.end_training()
+    assert (tmp_path / "notes").read_text() == "mine"
+    assert (tmp_path / "step_1/manifest.json").exists()
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_a_link_to_a_directory_stays(tmp_path: Path, strategy: str) -> None:
+    accelerator = attach(Accelerator(), strategy)
+    model = accelerator.prepare(nn.Linear(1000, 1000))
+    (tmp_path / "big_disk").mkdir()
+    (tmp_path / "step_1").symlink_to("big_disk")
+    accelerator.save_state(f"{tmp_path}/step_1/")
+    assert (tmp_path / "step_1/model.safetensors").stat().st_size > 4_000_000
+    weight = model.weight.detach().clone()
+    nn.init.zeros_(model.weight)
+    accelerator.load_state(tmp_path / "step_1")
+    accelerator.end_training()
+    assert torch.equal(model.weight, weight)
+    assert (tmp_path / "step_1").is_symlink() and (tmp_path / "big_disk/manifest.json").exists()
+
+
 def test_a_name_that_is_taken_is_refused(tmp_path: Path) -> None:
     run = Run(automatic(tmp_path))
     run.accelerator.save_state()
