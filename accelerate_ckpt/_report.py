@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
 import sys
@@ -25,8 +26,9 @@ def announce(message: str) -> None:
     with beside_bars(log):
         if log.hasHandlers():
             log.info("%s", message)
-        else:
-            print(message, file=sys.stderr, flush=True)  # noqa: T201  as Lightning shows its own
+        elif sys.stderr is not None:  # print would write to the standard output
+            with contextlib.suppress(OSError, ValueError):  # closed, at this end or the other
+                print(message, file=sys.stderr, flush=True)  # noqa: T201  as Lightning shows its own
 
 
 def announce_on_main(message: str) -> None:

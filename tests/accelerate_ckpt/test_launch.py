@@ -135,6 +135,25 @@ def test_the_end_of_a_script_is_its_own(plain: RunScript, tmp_path: Path, source
     assert expected.returncode != 0 or source.endswith("sys.exit()")
 
 
+@pytest.mark.parametrize("end", ["sys.stderr.close()", "sys.stderr = None", "os.close(2)"])
+def test_a_line_about_a_run_ends_no_script_and_is_not_in_its_output(plain: RunScript, tmp_path: Path, end: str) -> None:
+    script = f"""
+        import os, sys
+        import torch
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=True)
+        accelerator.prepare(torch.nn.Linear(2, 2))
+        accelerator.save_state("saved")
+        print("done", flush=True)
+        {end}
+    """
+    write(tmp_path / "train.py", script)
+    found = plain("-m", OURS, "--strategy", "sync", "train.py")
+    assert (found.returncode, found.stdout) == (0, "done\n"), found.stderr
+    assert (tmp_path / "saved/manifest.json").exists()
+
+
 def test_the_traceback_of_a_module_begins_in_the_module(plain: RunScript, tmp_path: Path) -> None:
     write(tmp_path / "package/__init__.py", "")
     train = write(tmp_path / "package/train.py", "1 / 0")
