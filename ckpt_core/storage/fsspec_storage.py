@@ -410,7 +410,8 @@ def _modified(info: dict[str, Any]) -> float:
         if isinstance(value, (int, float)):
             return float(value)
         if isinstance(value, str):
-            return datetime.datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
+            with contextlib.suppress(ValueError):  # of a server that writes dates in another way
+                return datetime.datetime.fromisoformat(value.replace("Z", "+00:00")).timestamp()
     return 0.0
 
 

@@ -16,8 +16,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
+import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 
 from ckpt_core import (
     Catalog,
@@ -359,3 +361,26 @@ def test_local_urls_are_paths() -> None:
     assert local_path("file:///a/b.ckpt") == "/a/b.ckpt"
     assert local_path(Path("/a/b.ckpt")) == "/a/b.ckpt"
     assert isinstance(storage_for("file:///a/b.ckpt"), LocalStorage)
+
+
+class OddDates(MemoryFileSystem):
+    """A server whose dates Python does not read."""
+
+    protocol = "odddates"
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return str(super()._strip_protocol(path.removeprefix("odddates://")))
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
+        found = super().ls(path, detail=True, **kwargs)
+        return [{**info, "created": "Mon, 23 Nov 2026"} for info in found] if detail else [i["name"] for i in found]
+
+
+def test_a_date_that_cannot_be_read_counts_as_none() -> None:
+    fsspec.register_implementation("odddates", OddDates, clobber=True)
+    Checkpointer(strategy="sync").save({"step": 1}, "odddates://run/a.ckpt")
+    assert [file.modified for file in storage_for("odddates://run").list("odddates://run")] == [0.0]
+    newest = Catalog("odddates://run").newest_verified()
+    assert newest is not None
+    assert newest.path == "odddates://run/a.ckpt"
