@@ -12,6 +12,7 @@ from torch.optim.swa_utils import SWALR
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricTracker, MinMaxMetric, RunningMean, SumMetric
 
+from lightning_ckpt._exact.modes import Modes
 from tests.lightning_ckpt.captured import END, Training, train_and_resume
 from tests.lightning_ckpt.exact_cases import Model, Thaws
 from tests.support.data_sets import Samples
@@ -40,6 +41,23 @@ class EvalLater(Normed):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.trainer.global_step == 9:
             self.net[1].eval()
+
+
+class SetsItsModules(Normed):
+    """Whose settings come of what they were, so that they cannot be set anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.append(torch.nn.Dropout(0.1))
+        self.criterion = torch.nn.SmoothL1Loss(beta=1.0)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        return super().loss(batch) + self.criterion(self.net(batch[1]), batch[1].sum(1, keepdim=True))
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        self.net[1].momentum *= 0.9
+        self.net[3].p *= 1.1
+        self.criterion.beta *= 0.8
 
 
 class Annealed(Model):
@@ -164,6 +182,7 @@ TRAININGS = {
     "annealing by step and chance": Training(Annealed),
     "annealing by metric": Training(AnnealedByMetric),
     "requires_grad": Training(FreezesAndThaws),
+    "settings of modules": Training(SetsItsModules),
     "optimizer, weights and rows": Training(SetsItsOptimizer),
     "metric for each epoch": Training(Tracks),
     "running window": Training(Runs),
@@ -181,7 +200,9 @@ def test_hooks_of_the_epochs_start_have_run(name: str, tmp_path: Path) -> None:
     assert found == expected
 
 
-@pytest.mark.parametrize("name", ["eval mode in the middle", "requires_grad", "fine-tuning", "running window"])
+@pytest.mark.parametrize(
+    "name", ["eval mode in the middle", "requires_grad", "settings of modules", "fine-tuning", "running window"]
+)
 def test_modes_are_as_they_were_after_an_epoch(name: str, tmp_path: Path) -> None:
     expected, found, said = train_and_resume(TRAININGS[name], tmp_path, END)
     assert not said
@@ -214,3 +235,34 @@ def test_what_a_user_freezes_in_another_way_stays_so(tmp_path: Path) -> None:
 
     train_and_resume(Training(Frozen), tmp_path)
     assert frozen == [True, True, True, False]
+
+
+def test_settings_of_modules_come_back_as_far_as_the_run_had_changed_them() -> None:
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(torch.nn.Dropout(0.1), torch.nn.BatchNorm1d(4), torch.nn.CrossEntropyLoss())
+    modes = Modes(net)
+    net[0].p, net[1].momentum, net[2].label_smoothing = 0.5, None, 0.2
+    saved = modes.capture()
+    assert saved["settings"] == {"0.p": 0.5, "1.momentum": None, "2.label_smoothing": 0.2}
+
+    resumed = torch.nn.Sequential(
+        torch.nn.Dropout(0.3), torch.nn.BatchNorm1d(4, eps=1e-2), torch.nn.CrossEntropyLoss(ignore_index=3)
+    )
+    modes = Modes(resumed)
+    modes.restore({kind: flags for kind, flags in saved.items() if kind != "settings"})
+    assert (resumed[0].p, resumed[1].momentum, resumed[2].label_smoothing) == (0.3, 0.1, 0.0)
+    modes.restore(saved)
+    assert (resumed[0].p, resumed[1].momentum, resumed[2].label_smoothing) == (0.5, None, 0.2)
+    assert (resumed[1].eps, resumed[2].ignore_index) == (1e-2, 3)
+
+
+def test_what_a_users_module_keeps_is_no_setting_of_torchs() -> None:
+    class Own(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.p = self.data = 1
+
+    own = Own()
+    modes = Modes(own)
+    own.p = own.data = 2
+    assert modes.capture()["settings"] == {}

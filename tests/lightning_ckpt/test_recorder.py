@@ -108,7 +108,6 @@ def test_the_length_of_the_epoch_alone_tells_of_a_batch_that_a_resume_left_out(
         ("loader: two workers, counted noise", "data"),
         ("loader: random_split", "data"),
         ("model: attribute: int", "loss"),
-        ("model: parts: momentum", "weights"),
     ],
 )
 def test_state_that_nobody_captures_is_seen_by_the_recorder(
