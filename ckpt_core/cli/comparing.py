@@ -34,7 +34,9 @@ def add_commands(commands: Commands) -> None:
     diff.add_argument("first", metavar="A", help="a checkpoint; path or URL")
     diff.add_argument("second", metavar="B", help="another one")
     diff.add_argument("--all", action="store_true", help=f"show more than {_SHOWN} differences of each part")
-    diff.add_argument("--allow-pickle", action="store_true", help="load objects that are not plain data")
+    diff.add_argument(
+        "--allow-pickle", "--trust-pickle", action="store_true", help="load objects that are not plain data"
+    )
 
 
 def _diff(options: Options) -> int:

@@ -44,7 +44,10 @@ def add_commands(commands: Commands) -> None:
         "--max-shard-size", type=nbytes, default="5GB", metavar="SIZE", help="safetensors: of one file"
     )
     convert.add_argument(
-        "--allow-pickle", action="store_true", help="load objects that are not plain data: the file can run any code"
+        "--allow-pickle",
+        "--trust-pickle",
+        action="store_true",
+        help="load objects that are not plain data: the file can run any code",
     )
     _add_force(convert)
 

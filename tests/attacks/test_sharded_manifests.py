@@ -277,7 +277,7 @@ def test_a_sparse_file_that_claims_to_be_large_fills_no_memory(
     # a save beside it looks at how old it is
     assert save_directory(path.parent / "d", [{"model": ("replicated", {"w": torch.ones(2)})}]).is_dir()
     assert main(["inspect", str(path.parent)]) == 1
-    assert "with 2 checkpoints" in capsys.readouterr().err
+    assert "a directory of 2 checkpoints" in capsys.readouterr().err
     assert main(["inspect", str(path)]) == 1
     assert f"of {2**42} bytes is not valid" in capsys.readouterr().err
     os.truncate(path / MANIFEST_NAME, 2**30 + 1)

@@ -263,9 +263,12 @@ def test_parts_and_metadata_come_back_from_dcp(tmp_path: Path) -> None:
             assert_same_state(found.load(part.name), part.state)
 
 
-def test_what_dcp_cannot_say_is_refused_by_its_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("option", ["--allow-pickle", "--trust-pickle"])  # the second is its old name
+def test_what_dcp_cannot_say_is_refused_by_its_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str
+) -> None:
     torch.save({"model": {"w": torch.ones(1)}, "more": {"x": [pathlib.PurePath, Attack]}}, tmp_path / "a.ckpt")
-    words = ["convert", str(tmp_path / "a.ckpt"), str(tmp_path / "dcp"), "--to", "dcp", "--allow-pickle"]
+    words = ["convert", str(tmp_path / "a.ckpt"), str(tmp_path / "dcp"), "--to", "dcp", option]
     assert main(words) == 1
     assert "more.x.0" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["a.ckpt"]
