@@ -27,11 +27,13 @@ import fractions
 import functools
 import gc
 import inspect
+import io
 import itertools
 import json
 import logging
 import operator
 import os
+import queue
 import re
 import sys
 import threading
@@ -61,6 +63,12 @@ _CONTAINERS = (dict, list, tuple, set, collections.deque)
 _MADE_OF: tuple[Any, ...] = ([], (), range(1), {}, {}.values(), {}.items(), "", set())
 _POSITIONS = tuple({type(iter(one)) for one in _MADE_OF})
 _ITERATORS = (enumerate, zip, map, itertools.accumulate, itertools.cycle, itertools.islice, itertools.chain)
+
+
+def _in_file(file: io.BytesIO | io.StringIO) -> Any:
+    return None if file.closed else [file.tell(), fingerprint(file.getvalue()[:_FILE])]
+
+
 # objects of libraries that keep a value, and what they keep
 _KEEPS: dict[type, Callable[[Any], Any]] = {
     array.array: lambda one: [len(one), memoryview(one)[:_BYTES].tobytes()],
@@ -70,12 +78,16 @@ _KEEPS: dict[type, Callable[[Any], Any]] = {
     collections.UserList: operator.attrgetter("data"),
     decimal.Decimal: repr,
     fractions.Fraction: repr,
+    **dict.fromkeys((io.BytesIO, io.StringIO), _in_file),
     np.random.SeedSequence: lambda one: repr(one.state),
     threading.local: lambda one: dict(vars(one)),
     torch.quasirandom.SobolEngine: operator.attrgetter("num_generated"),
+    types.MappingProxyType: dict,
+    **dict.fromkeys((queue.Queue, queue.LifoQueue, queue.PriorityQueue), lambda one: list(one.queue)),
 }
 _SHARED = (SynchronizedBase, ctypes._SimpleCData, ctypes.Array)
 _BYTES = 1 << 12
+_FILE = 1 << 16
 _WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
 # what may change, of classes that are entered otherwise by nobody
 _CHANGEABLE = (

@@ -8,7 +8,9 @@ import concurrent.futures
 import contextvars
 import ctypes
 import decimal
+import functools
 import importlib
+import io
 import itertools
 import multiprocessing
 import operator
@@ -31,6 +33,8 @@ from ckpt_core.state.lost_variables import Variables, Watched
 LEVEL: contextvars.ContextVar[float] = contextvars.ContextVar("level", default=1.0)
 CRITIC = torch.nn.Linear(3, 1)
 NOTES: dict[str, float] = {}
+REPLAYS: queue.Queue[float] = queue.Queue()
+LINES = io.StringIO()
 
 
 class Run:
@@ -244,6 +248,19 @@ def plus_one(value: Any) -> None:
     value.value += 1
 
 
+def filled_queue(*items: int) -> queue.Queue[int]:
+    filled: queue.Queue[int] = queue.Queue()
+    for item in items:
+        filled.put(item)
+    return filled
+
+
+def vars_of_a_new_class() -> types.MappingProxyType[str, Any]:
+    held: dict[str, Any] = {"seen": 1}
+    held["add"] = functools.partial(operator.setitem, held, "seen")
+    return types.MappingProxyType(held)
+
+
 OF_LIBRARIES = {
     "sobol": in_a_library(lambda: torch.quasirandom.SobolEngine(1), lambda one: one.draw(2)),
     "seeds": in_a_library(lambda: np.random.SeedSequence(1), lambda one: one.spawn(1)),
@@ -255,8 +272,30 @@ OF_LIBRARIES = {
     "chain": in_a_library(lambda: collections.ChainMap({"a": 1}, {}), lambda one: one.update(a=2)),
     "user's dictionary": in_a_library(lambda: collections.UserDict(a=1), lambda one: one.update(a=2)),
     "accumulated": in_a_library(lambda: itertools.accumulate([1, 2, 3]), next),
+    "binary file": in_a_library(io.BytesIO, lambda one: one.write(b"1")),
+    "text file": in_a_library(io.StringIO, lambda one: one.write("\ud800")),
+    "closed file": in_a_library(io.StringIO, lambda one: one.close()),
+    "queue": in_a_library(queue.Queue, lambda one: one.put(1)),
+    "last first": in_a_library(queue.LifoQueue, lambda one: one.put(1)),
+    "smallest first": in_a_library(queue.PriorityQueue, lambda one: one.put(1)),
+    "taken": in_a_library(lambda: filled_queue(1, 2), lambda one: one.get()),
+    "read-only view": in_a_library(vars_of_a_new_class, lambda one: one["add"](2)),
     "sparse": in_a_library(lambda: torch.eye(2).to_sparse(), lambda one: one.mul_(2)),
 }
+
+
+def in_a_queue(run: Run) -> None:
+    for _ in range(run.begins()):
+        REPLAYS.put(2.0)
+        run.saves()
+    run.uses(REPLAYS.qsize())
+
+
+def in_a_file_in_memory(run: Run) -> None:
+    for _ in range(run.begins()):
+        LINES.write("2.0")
+        run.saves()
+    run.uses(LINES.getvalue())
 
 
 def in_a_number_of_a_library(run: Run) -> None:
@@ -398,6 +437,8 @@ def _begin_anew() -> None:
     appended.__defaults__[0].clear()  # type: ignore[index]
     counted.calls = 0  # type: ignore[attr-defined]
     globals()["NOTES"].clear()  # as if nobody did
+    REPLAYS.queue.clear()
+    LINES.seek(LINES.truncate(0))
     with torch.no_grad():
         CRITIC.weight.fill_(1.0)
 
@@ -420,6 +461,8 @@ def _begin_anew() -> None:
         *((script, "`kept") for script in OF_LIBRARIES.values()),
         (in_a_number_of_a_library, "`rate` of in_a_number_of_a_library() in"),
         (in_a_hook_beside_a_variable_of_that_name, "`hook0.n` of Linear"),
+        (in_a_queue, "`REPLAYS` of"),
+        (in_a_file_in_memory, "`LINES` of"),
         (in_a_function_that_is_replaced, "`scale` of in_a_function_that_is_replaced() in"),
         (in_a_transform, "`transform` of Transformed"),
         (in_a_layer_without_weights, "`classes of its modules` of Sequential"),
