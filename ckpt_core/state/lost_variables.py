@@ -20,6 +20,7 @@ import collections
 import contextlib
 import contextvars
 import ctypes
+import datetime
 import decimal
 import dis
 import enum
@@ -33,6 +34,7 @@ import json
 import logging
 import operator
 import os
+import pathlib
 import queue
 import re
 import sys
@@ -76,13 +78,13 @@ _KEEPS: dict[type, Callable[[Any], Any]] = {
     collections.ChainMap: lambda one: dict(enumerate(one.maps)),
     collections.UserDict: operator.attrgetter("data"),
     collections.UserList: operator.attrgetter("data"),
-    decimal.Decimal: repr,
-    fractions.Fraction: repr,
     **dict.fromkeys((io.BytesIO, io.StringIO), _in_file),
     np.random.SeedSequence: lambda one: repr(one.state),
     threading.local: lambda one: dict(vars(one)),
     torch.quasirandom.SobolEngine: operator.attrgetter("num_generated"),
     types.MappingProxyType: dict,
+    **dict.fromkeys((datetime.date, datetime.datetime, datetime.timedelta, decimal.Decimal, fractions.Fraction), repr),
+    **dict.fromkeys((range, re.Pattern, slice, type(pathlib.Path())), repr),
     **dict.fromkeys((queue.Queue, queue.LifoQueue, queue.PriorityQueue), lambda one: list(one.queue)),
 }
 _SHARED = (SynchronizedBase, ctypes._SimpleCData, ctypes.Array)

@@ -7,6 +7,7 @@ import collections
 import concurrent.futures
 import contextvars
 import ctypes
+import datetime
 import decimal
 import functools
 import importlib
@@ -15,6 +16,7 @@ import itertools
 import multiprocessing
 import operator
 import queue
+import re
 import sys
 import threading
 import types
@@ -306,6 +308,28 @@ def in_a_number_of_a_library(run: Run) -> None:
     run.uses(rate)
 
 
+def in_what_never_changes_itself(begins_with: Any, is_next: Any) -> Callable[[Run], None]:
+    def in_another_one(run: Run) -> None:
+        window = begins_with
+        for _ in range(run.begins()):
+            window = is_next
+            run.saves()
+        run.uses(window)
+
+    return in_another_one
+
+
+NEVER_CHANGING = {
+    "date": in_what_never_changes_itself(datetime.date(2020, 1, 1), datetime.date(2020, 1, 2)),
+    "time": in_what_never_changes_itself(datetime.datetime(2020, 1, 1), datetime.datetime(2020, 1, 2)),
+    "span": in_what_never_changes_itself(datetime.timedelta(1), datetime.timedelta(2)),
+    "range": in_what_never_changes_itself(range(3), range(3, 6)),
+    "slice": in_what_never_changes_itself(slice(3), slice(3, 6)),
+    "pattern": in_what_never_changes_itself(re.compile("a"), re.compile("b")),
+    "path": in_what_never_changes_itself(Path("a"), Path("b")),
+}
+
+
 def slowing() -> Callable[[torch.Tensor], torch.Tensor]:
     n = 0
 
@@ -459,6 +483,7 @@ def _begin_anew() -> None:
         (in_a_hook, "`hook0.sums` of Linear"),
         (in_a_callback, "`look.best` of Calls"),
         *((script, "`kept") for script in OF_LIBRARIES.values()),
+        *((script, "`window` of") for script in NEVER_CHANGING.values()),
         (in_a_number_of_a_library, "`rate` of in_a_number_of_a_library() in"),
         (in_a_hook_beside_a_variable_of_that_name, "`hook0.n` of Linear"),
         (in_a_queue, "`REPLAYS` of"),
