@@ -1,9 +1,9 @@
 """How ranks are brought out of the collectives in which they wait for a dead one.
 
 torch has no public way to end all process groups of this process at once, which NCCL asks for where there are several:
-only a function whose name begins with an underscore (torch 2.6 to 2.13). Where a release has it no longer, the default
-group is ended and then all are destroyed, both by public names; with NCCL, a wait in another group may then last until
-its time-out.
+only a function and a table of the groups whose names begin with an underscore (torch 2.6 to 2.13). Where a release has
+them no longer, the default group is ended and then all are destroyed, both by public names; a wait in another group may
+then last until its time-out.
 
 Gloo does nothing there: the connections stay open as long as anything refers to the group, as DDP does, and a rank that
 waits for one that is alive and has left the collective waits on. A receive that is not answered in time closes them.
@@ -24,8 +24,8 @@ _TAG = 1 << 30  # that nobody else uses
 
 def abort_process_groups() -> None:
     """End what this process and those connected to it wait for in process groups; none of them can be used again."""
-    world = getattr(distributed_c10d, "_world", None)
-    for group in [dist.group.WORLD] if world is None else list(world.pg_map):
+    known = getattr(getattr(distributed_c10d, "_world", None), "pg_map", [dist.group.WORLD])  # all, by a private name
+    for group in list(known):
         if group is not None and "gloo" in str(dist.get_backend_config(group)):
             _close_connections(group)
     abort = getattr(distributed_c10d, "_abort_process_group", _abort_in_public)

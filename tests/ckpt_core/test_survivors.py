@@ -193,3 +193,4 @@ def test_torch_has_not_moved_what_brings_ranks_out_of_collectives() -> None:
     from torch.distributed import distributed_c10d
 
     assert callable(distributed_c10d._abort_process_group), "only the default group is ended: see _process_groups.py"
+    assert isinstance(distributed_c10d._world.pg_map, dict), "gloo: the default group alone: see _process_groups.py"
