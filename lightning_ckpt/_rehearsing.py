@@ -32,7 +32,7 @@ from ckpt_core.rehearsal import (
     script_variables,
     states_of,
 )
-from ckpt_core.state.users_code import is_users_file
+from ckpt_core.state.code_origin import is_users_file
 from ckpt_core.tree import leaves
 from lightning_ckpt._bases import CheckpointBase, DummyLoggerBase
 from lightning_ckpt._exact.user_attributes import UsersObjects

@@ -39,9 +39,9 @@ from ckpt_core.options import CheckpointerOptions
 from ckpt_core.policies import KeepLatest, SaveInterval, numbers_in
 from ckpt_core.ranks import Agreement, RankGroup
 from ckpt_core.resume import ResumePoint
+from ckpt_core.state.code_origin import is_library
 from ckpt_core.state.gradients import capture_gradients
 from ckpt_core.state.lost_variables import Variables, Watched, in_words
-from ckpt_core.state.users_code import is_library
 from ckpt_core.tiers import MemoryTier
 
 log = logging.getLogger(__name__)

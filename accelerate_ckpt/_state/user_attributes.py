@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from ckpt_core.state.changed_values import PlainState
-from ckpt_core.state.users_code import is_users_class
+from ckpt_core.state.code_origin import is_users_class
 
 _NAMED = 5
 

@@ -25,9 +25,9 @@ from ckpt_core.digest import digest, digest_of_parts
 from ckpt_core.rehearsal.plan import Plan
 from ckpt_core.rehearsal.samples import Drawn
 from ckpt_core.state.changed_values import PlainState, fingerprint
+from ckpt_core.state.code_origin import is_users_file
 from ckpt_core.state.object_walk import is_plain
 from ckpt_core.state.rng import RngState, capture_generator, find_generators
-from ckpt_core.state.users_code import is_users_file
 from ckpt_core.tree import leaves
 
 _SHOWN = 48  # characters

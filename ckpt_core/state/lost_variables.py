@@ -53,10 +53,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from ckpt_core.state.changed_values import fingerprint
+from ckpt_core.state.code_origin import is_library, is_users_file
 from ckpt_core.state.object_walk import OF_EVERY_MODULE, is_generator, is_plain, set_by_libraries, slots_of
 from ckpt_core.state.rng import capture_generator
-from ckpt_core.state.source_code import CELL, Source, is_live, mark
-from ckpt_core.state.users_code import is_library, is_users_file
+from ckpt_core.state.variable_use import CELL, Source, is_live, mark
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ckpt_core.state.users_code import is_library
+from ckpt_core.state.code_origin import is_library
 
 _DEPTH = 8
 _OBJECTS = 5000

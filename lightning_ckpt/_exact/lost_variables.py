@@ -7,8 +7,8 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ckpt_core.state.code_origin import is_library
 from ckpt_core.state.lost_variables import Variables, Watched, in_words
-from ckpt_core.state.users_code import is_library
 
 
 def _is_users(owner: object) -> bool:

@@ -19,10 +19,10 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from torchmetrics import Metric, MetricCollection, MetricTracker
 
 from ckpt_core.state.changed_values import PlainState, small
+from ckpt_core.state.code_origin import is_library
 from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.lost_variables import are_kept, in_words
 from ckpt_core.state.object_walk import set_by_libraries
-from ckpt_core.state.users_code import is_library
 from lightning_ckpt._private.replacing import Live
 
 # their state is captured by others

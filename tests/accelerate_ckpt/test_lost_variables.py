@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 from accelerate_ckpt import attach
 from accelerate_ckpt._attach import uninstall
 from ckpt_core.state.lost_variables import _variables_of
-from ckpt_core.state.source_code import is_live
+from ckpt_core.state.variable_use import is_live
 
 
 class Average:

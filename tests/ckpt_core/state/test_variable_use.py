@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ckpt_core.state.source_code import Source, mark
+from ckpt_core.state.variable_use import Source, mark
 
 SCRIPT = """
 import math

@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 import ckpt_core
-from ckpt_core.state.users_code import is_library, is_users_class, is_users_file
+from ckpt_core.state.code_origin import is_library, is_users_class, is_users_file
 
 
 class Mine(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""What the source of a user's code does with its names: whether a value stays, begins anew, and decides anything.
+"""What a user's code does with its variables: whether a value stays, begins anew, decides anything, is read again.
 
 Names alone are looked at (of variables, of attributes, constant keys of dictionaries), without knowing what they stand
 for: an attribute ``best`` is the same in all classes. Nobody can know for certain what code does; where it cannot be
