@@ -188,13 +188,19 @@ class ShardedCheckpointIO(ReliableCheckpointIO):
         """
         self.refuse(storage_options)
         checkpointer = self.checkpointer
-        parts = parts_of(checkpoint, rank=self._ranks.rank, buffers=self._buffers(), frozen=self._frozen())
-        # Ranks that are at different steps are refused instead of being mixed.
-        about: dict[str, Any] = {"metadata": metadata_of(checkpoint), "step": checkpoint.get("global_step")}
-        if self.memory is not None and self.memory.covers(path):
+        in_memory = self.memory is not None and self.memory.covers(path)
+        try:
+            if not in_memory:
+                self.before_change(path, removes=False)
+            parts = parts_of(checkpoint, rank=self._ranks.rank, buffers=self._buffers(), frozen=self._frozen())
+            # Ranks that are at different steps are refused instead of being mixed.
+            about: dict[str, Any] = {"metadata": metadata_of(checkpoint), "step": checkpoint.get("global_step")}
+        except Exception as error:  # of this rank alone, maybe
+            self.reader_of(path).refuse(path, error)
+            raise
+        if in_memory:
             self.memory.save(lambda saver: saver.save(parts, path, **about))
             return
-        self.before_change(path, removes=False)
         checkpointer.save(parts, path, **about)
         if not training_goes_on(checkpoint, path):
             checkpointer.wait(path)

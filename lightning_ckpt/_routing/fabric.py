@@ -93,26 +93,34 @@ def _save(
     target = fabric.strategy.broadcast(str(path))
 
     def save() -> None:
-        parts, rest = [], {}
-        for name, value in state.items():
-            found = _state_of(fabric.strategy, state, value)
-            if filter and name in filter:
-                found = {key: item for key, item in found.items() if filter[name](key, item)}
-            if not isinstance(value, (nn.Module, Optimizer)):
-                rest[name] = found
-                continue
-            if not re.fullmatch(r"\w+", name) or name == _REST:
-                raise CheckpointError(f"the name {name!r} cannot be that of a file", remedy="give it another name")
-            own = _buffers(value, found)
-            rest[name] = own
-            frozen = frozen_parameters(value) if isinstance(value, nn.Module) else ()
-            weights = {key: item for key, item in found.items() if key not in own}
-            parts.append(Part(name, weights, Kind.SHARDED, frozen))
-        parts.append(Part(_REST, rest if fabric.global_rank == 0 else {}, Kind.PER_RANK))
+        try:
+            parts = _parts_of(fabric, state, filter or {})
+        except Exception as error:  # of this rank alone, maybe
+            plugin.checkpointer.refuse(target, error)
+            raise
         plugin.checkpointer.save(parts, target)
         plugin.checkpointer.wait_when_touched(target)
 
     raise_on_all_ranks(save, world_size=fabric.world_size)
+
+
+def _parts_of(fabric: Any, state: Mapping[str, Any], filter: Mapping[str, Callable[[str, Any], bool]]) -> list[Part]:
+    parts, rest = [], {}
+    for name, value in state.items():
+        found = _state_of(fabric.strategy, state, value)
+        if name in filter:
+            found = {key: item for key, item in found.items() if filter[name](key, item)}
+        if not isinstance(value, (nn.Module, Optimizer)):
+            rest[name] = found
+            continue
+        if not re.fullmatch(r"\w+", name) or name == _REST:
+            raise CheckpointError(f"the name {name!r} cannot be that of a file", remedy="give it another name")
+        own = _buffers(value, found)
+        rest[name] = own
+        frozen = frozen_parameters(value) if isinstance(value, nn.Module) else ()
+        weights = {key: item for key, item in found.items() if key not in own}
+        parts.append(Part(name, weights, Kind.SHARDED, frozen))
+    return [*parts, Part(_REST, rest if fabric.global_rank == 0 else {}, Kind.PER_RANK)]
 
 
 def _buffers(value: Any, found: Mapping[str, Any]) -> dict[str, Any]:

@@ -66,6 +66,7 @@ class Spec:
             then.
         fault: ``{"rank": 1 or None for all, "save": "step=6", "act": "fail" | "kill"}``: what happens in the middle of
             a save. ``"late": 9``: rank 0 only hears of it in the 9th batch.
+        spoils: Rank that alone has no weights in its checkpoint after step 6, which no plugin can save.
     """
 
     ranks: int
@@ -87,6 +88,7 @@ class Spec:
     after: list[str] = dataclasses.field(default_factory=list)
     save_at: list[Any] | None = None
     fault: dict[str, Any] | None = None
+    spoils: int | None = None
 
 
 class Samples(Dataset):
@@ -154,6 +156,10 @@ class Model(pl.LightningModule):
         self.log("val_loss", self.net(batch[1]).pow(2).mean(), sync_dist=True)
 
     test_step = validation_step
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.trainer.global_rank == self.spec.spoils and self.trainer.global_step == 6:
+            checkpoint["state_dict"] = None
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=0.01)

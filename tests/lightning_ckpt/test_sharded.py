@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -199,6 +200,28 @@ def test_failure_on_one_rank_is_one_on_all(runs: Runs, tmp_path: Path, kind: str
         assert found[0]["step"] < 12
         assert {result["raised"]["class"] for result in found} <= {"StorageError", "RankFailedError"}
         assert "No space left" in found[1]["raised"]["message"]
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_cannot_save_does_not_leave_the_other_waiting(
+    runs: Runs, tmp_path: Path, mode: str, rank: int
+) -> None:
+    log = tmp_path / "events.jsonl"
+    found = runs.run(
+        tmp_path / "run",
+        "failed",
+        fails=True,
+        trainer={"max_steps": 12},
+        callback={"every_n_train_steps": 3, "save_top_k": -1, "filename": "{step}"},
+        plugin={"mode": mode, "commit_timeout": 10.0, "event_log": str(log)},
+        spoils=rank,
+    )
+    for result in found:
+        assert "'NoneType' object has no attribute 'items'" in result["raised"]["message"], result["raised"]
+    assert [(result["step"], result["files"]) for result in found] == [(6, ["step=3.ckpt"])] * 2
+    failures = [event for event in map(json.loads, log.read_text().splitlines()) if event["event"] == "SaveFailed"]
+    assert failures and all("'NoneType'" in event["error"] for event in failures), failures
 
 
 @pytest.mark.parametrize("kind", ["ddp", "mp"])

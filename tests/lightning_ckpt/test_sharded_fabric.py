@@ -86,3 +86,42 @@ def test_state_of_fabric_is_saved_and_loaded(fork_script: ScriptRunner, tmp_path
 
     for world in (2, 3):
         assert_same_tensors(parts_at(tmp_path / f"again{world}"), parts_at(tmp_path / "saved"))
+
+
+SPOILED = """
+import sys, torch
+from lightning.fabric import Fabric
+from ckpt_core import CheckpointError
+from lightning_ckpt import ShardedCheckpointIO
+
+class Picky:
+    def state_dict(self):
+        if fabric.global_rank == spoils:
+            raise KeyError("not mine")
+        return {}
+
+directory = sys.argv[1]
+for mode, spoils in (("sync", 0), ("sync", 1), ("async", 0), ("async", 1)):
+    io = ShardedCheckpointIO(mode=mode, commit_timeout=10.0)
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=[io])
+    fabric.launch()
+    model = fabric.setup(torch.nn.Linear(2, 2))
+    try:
+        fabric.save(f"{directory}/{mode}{spoils}", {"model": model, "own": Picky()})
+    except (CheckpointError, KeyError) as error:
+        assert "not mine" in str(error), error
+    else:
+        raise AssertionError("saved")
+    try:
+        io.checkpointer.wait()
+    except CheckpointError as error:
+        assert "not mine" in str(error), error
+    print("DONE", fabric.global_rank)
+"""
+
+
+def test_what_one_rank_of_fabric_cannot_save_does_not_leave_the_other_waiting(
+    fork_script: ScriptRunner, tmp_path: Path
+) -> None:
+    done = fork_script(SPOILED, tmp_path, modules=LIGHTNING, timeout=280, ranks=2)
+    assert done.stdout.count("DONE") == 8
