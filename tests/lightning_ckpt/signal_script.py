@@ -60,7 +60,7 @@ class Signals(pl.Callback):
     """Sends this process a signal at the n-th call of a hook, or raises there."""
 
     def __init__(self, what: str, hook: str, count: int) -> None:
-        self.left = count
+        self.left, self.sent = count, False
 
         def call(trainer: Any, *_: Any) -> None:
             if trainer.sanity_checking != (hook == "on_sanity_check_start"):
@@ -71,12 +71,32 @@ class Signals(pl.Callback):
             if self.left == 0 and what == "notice":
                 (Path(trainer.default_root_dir) / "notice").touch()
             elif self.left == 0:
+                self.sent = True
                 os.kill(os.getpid(), getattr(signal, what.removesuffix(" and wait")))
                 time.sleep(0.5 if what.endswith(" and wait") else 0.0)  # until threads know of it
             if what == "notice" and self.left < 0:
                 time.sleep(0.05)  # until the thread that looks for it has found it
 
         setattr(self, hook, call)
+
+
+class Patience(pl.Callback):
+    """Keeps a rank that sent itself a signal in its next batch until the ranks know where they act on it.
+
+    These batches take less time than a thread waits for its turn on a busy machine.
+    """
+
+    def __init__(self, signals: list[Signals]) -> None:
+        self.signals, self.begun = signals, 0
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.begun += any(signals.sent for signals in self.signals)
+        meeting = getattr(vars(trainer).get("_lightning_ckpt_boundaries"), "_meeting", None)
+        limit = time.monotonic() + 30.0
+        while self.begun == 2 and meeting is not None and meeting._thread is not None and time.monotonic() < limit:
+            if meeting._due is not None or not meeting._thread.is_alive():
+                break
+            time.sleep(0.001)
 
 
 def callback_of(name: str, directory: Path, settings: dict[str, Any]) -> list[Any]:
@@ -98,7 +118,8 @@ def main(spec: dict[str, Any], rank: int) -> None:
     if spec.get("own_generators"):
         for seed in (random.seed, np.random.seed, torch.manual_seed):
             seed(rank)
-    callbacks: list[Any] = [Signals(*rest) for target, *rest in spec.get("signals", []) if target == rank]
+    signals = [Signals(*rest) for target, *rest in spec.get("signals", []) if target == rank]
+    callbacks: list[Any] = [*signals, Patience(signals)]
     callbacks += [pl.callbacks.LearningRateFinder(**spec["finder"])] if "finder" in spec else []
     callbacks += callback_of(spec.get("callback", "ours"), directory, spec.get("settings", {}))
     plugins: list[Any] = []
