@@ -19,11 +19,10 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch.serialization import skip_data
 
 from ckpt_core._layouts.safetensors import DTYPES, TensorInfo
 from ckpt_core._layouts.torch_file.loading import peek_torch_file, verify_torch_file
-from ckpt_core._layouts.torch_file.storage_collector import MapLocation, StorageCollector
+from ckpt_core._layouts.torch_file.storage_collector import MapLocation, StorageCollector, without_data
 from ckpt_core.errors import (
     CheckpointCorruptedError,
     CheckpointFormatError,
@@ -263,7 +262,7 @@ def _tensor(section: FileReader, memory: TensorMemory) -> Any:
     with zipfile.ZipFile(io.BufferedReader(ReaderIO(section))) as archive:
         records = [record for record in archive.infolist() if _DATA.fullmatch(record.filename)]
     collector = StorageCollector("cpu", [record.file_size for record in records])
-    with skip_data():
+    with without_data():
         found = _object(section, collector)
     if not isinstance(found, torch.Tensor):
         return found

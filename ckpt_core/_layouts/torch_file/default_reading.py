@@ -14,9 +14,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint, skip_data
+from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from ckpt_core._layouts.torch_file.segments import SegmentIO, Segments
+from ckpt_core._layouts.torch_file.storage_collector import without_data
 from ckpt_core.tree import join_key
 
 _LONGEST_INTEGER = 255 * 8 - 1  # bits: what torch's reader takes
@@ -30,7 +31,7 @@ def refused_by_default(segments: Segments, size: int, pickled: bytes) -> dict[st
     ``segments`` are all of the file but its tensors.
     """
     try:
-        with skip_data():
+        with without_data():
             torch.load(io.BufferedReader(SegmentIO(segments, size)), map_location="meta", weights_only=True)
     except pickle.UnpicklingError:
         pass

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.serialization import skip_data
 
 from ckpt_core._layouts.torch_file.filling import RESUME_FROM_ANOTHER
 from ckpt_core._layouts.torch_file.manifest import ARCHIVE
@@ -29,7 +28,7 @@ from ckpt_core._layouts.torch_file.opening import (
     read_pickle,
 )
 from ckpt_core._layouts.torch_file.segments import SegmentIO
-from ckpt_core._layouts.torch_file.storage_collector import MapLocation, StorageCollector
+from ckpt_core._layouts.torch_file.storage_collector import MapLocation, StorageCollector, without_data
 from ckpt_core.buffers import bytes_of
 from ckpt_core.errors import (
     CheckpointCorruptedError,
@@ -78,7 +77,7 @@ def load_torch_file(
         return _torch_load(ReaderIO(reader), reader.path, map_location, weights_only), True
 
     filler = StorageCollector(map_location, [by_name[name].size for name in manifest.storages])
-    with skip_data():
+    with without_data():
         result = _build(opened, reader, filler, weights_only)
     if len(filler.storages) != len(manifest.storages):
         raise CheckpointCorruptedError(
@@ -108,9 +107,9 @@ def peek_torch_file(reader: FileReader) -> Any:
     """
     opened = open_torch_file(reader)
     if opened is None:
-        with skip_data() if is_archive(reader) else contextlib.nullcontext():
+        with without_data() if is_archive(reader) else contextlib.nullcontext():
             return _torch_load(ReaderIO(reader), reader.path, "cpu", None)
-    with skip_data():
+    with without_data():
         return _build(opened, reader, "cpu", None)
 
 
@@ -156,7 +155,7 @@ def _named_by_key(opened: OpenedFile, reader: FileReader) -> Iterator[None]:
 
 def _key_of(record: str | None, opened: OpenedFile, reader: FileReader) -> str | None:
     collector = StorageCollector("meta", ())
-    with skip_data():
+    with without_data():
         state = _torch_load(SegmentIO(opened.segments, reader.size), reader.path, collector, None)
     places = dict(zip(opened.manifest.storages, collector.storages, strict=False))
     wanted = places[str(record)]._cdata

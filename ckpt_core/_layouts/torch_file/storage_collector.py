@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.serialization import default_restore_location, skip_data
 
 MapLocation = Any
+
+_UNCHECKED = threading.RLock()  # the setting is one for all threads
+
+
+@contextlib.contextmanager
+def without_data() -> Iterator[None]:
+    """Let ``torch.load`` build tensors without reading their bytes.
+
+    Nor does it check the indices of sparse tensors then, which are not there: neither at the end of this load, where a
+    program has switched ``torch.sparse.check_sparse_tensor_invariants`` on, nor, when this one fails, at the end of the
+    next load of the process, to which torch leaves what it has listed.
+    """
+    with _UNCHECKED, torch.sparse.check_sparse_tensor_invariants(False), skip_data():
+        try:
+            yield
+        except BaseException:
+            vars(torch._utils).get("_sparse_tensors_to_validate", []).clear()
+            raise
 
 
 class StorageCollector:

@@ -15,10 +15,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from ckpt_core import Checkpointer, SerializationError, verify
+from ckpt_core import Checkpointer, CheckpointFormatError, SerializationError, verify
 from ckpt_core._layouts.image import WINDOW
 from ckpt_core._layouts.torch_file import archive as archive_module
 from ckpt_core._layouts.torch_file import pickling
+from ckpt_core._pipeline.loading import peek
+from ckpt_core.storage import storage_for
 from tests.support.states import DTYPES, assert_same_state, raw_bytes, states, tensor_of
 
 
@@ -269,6 +271,23 @@ def test_sparse_and_quantised_tensors(tmp_path: Path) -> None:
                 for x in (loaded[name], tensor)
             )
             assert torch.equal(restored, expected), name
+
+
+def test_a_program_that_has_its_sparse_tensors_checked(tmp_path: Path) -> None:
+    """Loads that read no bytes check none, and leave none of theirs to the next load of the process."""
+    dense = torch.eye(64)
+    quantised = torch.quantize_per_tensor(dense, 0.5, 1, torch.quint8)  # on the meta device no load can build it
+    state = {"sparse": dense.to_sparse(), "quantised": quantised}
+    with torch.sparse.check_sparse_tensor_invariants():
+        path = save(state, tmp_path / "a.ckpt")
+        loaded = load(path)
+        peeked = peek(str(path), storage=storage_for(path))
+        assert torch.equal(loaded["sparse"].to_dense(), dense)
+        assert peeked["sparse"].shape == dense.shape
+        torch.save(torch.sparse_coo_tensor([[9]], [1.0], (2,), check_invariants=False), tmp_path / "wrong.ckpt")
+        with pytest.raises(CheckpointFormatError, match="size is inconsistent with indices"):
+            load(tmp_path / "wrong.ckpt")
+        assert torch.sparse.check_sparse_tensor_invariants.is_enabled()
 
 
 def test_typed_and_untyped_storages_and_meta_tensors(tmp_path: Path) -> None:
