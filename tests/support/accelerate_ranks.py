@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import faulthandler
 import json
 import os
 import signal
@@ -143,6 +144,7 @@ def _run_case(spec: dict[str, Any], directory: str) -> list[dict[str, Any]]:
         child = os.fork()
         if child == 0:
             os.dup2(2, 1)  # the answers are not its business
+            faulthandler.enable()  # says where it stands when it is told to abort
             _run_rank(spec, rank, port, output)
             if spec["real_exit"]:
                 sys.exit(0)
@@ -153,18 +155,26 @@ def _run_case(spec: dict[str, Any], directory: str) -> list[dict[str, Any]]:
             sys.stderr.flush()
             os._exit(0)
         children.append(child)
-    deadline = time.monotonic() + spec["timeout"]
+    left = _left_after(spec["timeout"], set(children))
+    for child in left:
+        os.kill(child, signal.SIGABRT)
+    for child in _left_after(10.0, left):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    results = [json.loads(Path(output).read_text()) for output in outputs]
+    return [{**result, "ended": child not in left} for result, child in zip(results, children, strict=True)]
+
+
+def _left_after(seconds: float, children: set[int]) -> set[int]:
+    """Return which of this process's children have not ended by then."""
+    deadline = time.monotonic() + seconds
     left = set(children)
     while left and time.monotonic() < deadline:
         for child in list(left):
             if os.waitpid(child, os.WNOHANG)[0]:
                 left.discard(child)
         time.sleep(0.01)
-    for child in left:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    results = [json.loads(Path(output).read_text()) for output in outputs]
-    return [{**result, "ended": child not in left} for result, child in zip(results, children, strict=True)]
+    return left
 
 
 def main() -> None:
