@@ -18,7 +18,7 @@ from ckpt_core.errors import (
 )
 
 if TYPE_CHECKING:
-    from ckpt_core.catalog import CheckpointInfo
+    from ckpt_core.catalog import Catalog, CheckpointInfo
     from ckpt_core.interchange import Foreign
     from ckpt_core.storage import FileInfo, Storage
 
@@ -38,8 +38,16 @@ def state_of_error(error: CheckpointError) -> str:
     return _STATES.get(type(error), "ERROR")
 
 
-def state_of(info: CheckpointInfo, storage_options: dict[str, Any] | None) -> str:
-    """Return a checkpoint's state, as far as its manifest says, in the words of ``ckpt verify``."""
+def state_of(
+    info: CheckpointInfo,
+    storage_options: dict[str, Any] | None,
+    *,
+    failures: dict[str, CheckpointError] | None = None,
+) -> str:
+    """Return a checkpoint's state, as far as its manifest says, in the words of ``ckpt verify``.
+
+    ``failures``, if given, receives by path why one could not be read, which says nothing of what it is.
+    """
     from ckpt_core._pipeline.loading import stamp_of
     from ckpt_core.storage import storage_for
 
@@ -49,7 +57,10 @@ def state_of(info: CheckpointInfo, storage_options: dict[str, Any] | None) -> st
         try:
             stamp_of(info.path, storage=storage_for(info.path, storage_options), is_directory=info.is_directory)
         except CheckpointError as error:
-            return state_of_error(error)
+            state = state_of_error(error)
+            if failures is not None and state == "ERROR":
+                failures[info.path] = error
+            return state
     return "no digests" if info.committed is None else "committed"
 
 
@@ -186,7 +197,6 @@ def find(
     ``failures`` is that of :func:`find_all`.
     """
     from ckpt_core._pipeline.loading import is_directory_checkpoint
-    from ckpt_core.catalog import Catalog
     from ckpt_core.storage import is_remote, local_path, storage_for
 
     place = local_path(path)
@@ -199,10 +209,7 @@ def find(
         except CheckpointNotFoundError:
             if not os.path.isdir(place):
                 raise  # otherwise its manifest is a pipe or a socket
-    catalog = Catalog(place, suffix="", storage_options=storage_options)
-    if failures is not None and not is_remote(place):
-        catalog = Catalog(place, suffix="", storage=_readable(place, failures))
-    found = catalog.checkpoints()
+    found = catalog_of(place, storage_options, failures).checkpoints()
     kept = [info for info in found if info.is_directory or info.path.endswith(_ENDING)]
     if not found:
         if is_remote(place) and "/" in place.partition("://")[2]:
@@ -217,9 +224,25 @@ def find(
     return Found(path, kept, others=len(found) - len(kept), size=0 if kept else sum(info.size for info in found))
 
 
-def _readable(root: str, failures: dict[str, CheckpointError]) -> Storage:
+def catalog_of(
+    path: str, storage_options: dict[str, Any] | None, failures: dict[str, CheckpointError] | None
+) -> Catalog:
+    """Return the catalog of a directory; ``failures`` is that of :func:`find_all`."""
+    from ckpt_core.catalog import Catalog
+    from ckpt_core.storage import is_remote, local_path
+
+    if failures is None or is_remote(path):
+        return Catalog(path, suffix="", storage_options=storage_options)
+    root = local_path(path)
+    return Catalog(root, suffix="", storage=_readable(root, failures, storage_options))
+
+
+def _readable(
+    root: str, failures: dict[str, CheckpointError], storage_options: dict[str, Any] | None = None
+) -> Storage:
     """Return a file system in which directories below one are empty where they cannot be read."""
     from ckpt_core.storage import LocalStorage
+    from ckpt_core.storage.counting import counted
 
     class Readable(LocalStorage):
         def list(self, directory: str) -> Sequence[FileInfo]:
@@ -231,7 +254,7 @@ def _readable(root: str, failures: dict[str, CheckpointError]) -> Storage:
                 failures[directory] = error
                 return []
 
-    return Readable()
+    return counted(Readable(bool((storage_options or {}).get("follow_links"))))
 
 
 def find_foreign(path: str, storage_options: dict[str, Any] | None) -> Foreign | None:

@@ -31,7 +31,7 @@ def add_commands(commands: Commands) -> None:
         "FOREIGN, ERROR.\n"
         "Why: newest; best (says the newest of the run); pinned (by ckpt keep).",
         example="-R runs",
-        codes="0 well, 1 a path, or a directory below it, is not there or cannot be read, 2 usage.",
+        codes="0 well, 1 a path, or what is below it, is not there or cannot be read, 2 usage.",
     )
     ls.add_argument("paths", nargs="*", default=["."], metavar="PATH", help="a directory, a bucket, a checkpoint (.)")
     ls.add_argument("-r", "-R", "--recursive", action="store_true", help="look in directories below it, too")
@@ -43,7 +43,7 @@ def _ls(options: Options) -> int:
     infos = [info for place in places for info in place.checkpoints]
     told = listen(infos, options.storage_options)
     kept = {path: why for place in places for path, why in reasons(place.checkpoints, told).items()}
-    states = {info.path: state_of(info, options.storage_options) for info in infos}
+    states = {info.path: state_of(info, options.storage_options, failures=failures) for info in infos}
     if options.json:
         print_json([_as_json(info, states[info.path], told[info.path], kept[info.path]) for info in infos])
     else:

@@ -8,8 +8,8 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from ckpt_core.cli.finding import find, find_all, refuse_checkpoint, refuse_itself
-from ckpt_core.cli.output import print_json, printable
+from ckpt_core.cli.finding import find, find_all, refuse_checkpoint, refuse_itself, state_of
+from ckpt_core.cli.output import complain, print_json, printable
 from ckpt_core.cli.parser import Commands, Exit, Options, json_object
 from ckpt_core.console import beside_bars
 from ckpt_core.errors import (
@@ -85,28 +85,34 @@ def _mv(options: Options) -> int:
 
 def _transfer_all(options: Options, *, removes: bool) -> int:
     from ckpt_core.cli.progress import progress
-    from ckpt_core.cli.tidying import delete
     from ckpt_core.storage import local_path
 
     target_options = _target_options(options)
     given = local_path(options.target)
     infos: list[CheckpointInfo] = []
+    failures: dict[str, CheckpointError] = {}  # to read some of a directory; the others are taken
     is_many = len(options.sources) > 1
     for source in options.sources:
-        found = find(source, options.storage_options)
-        if not found.checkpoints:
+        closed = len(failures)
+        found = find(source, options.storage_options, failures=failures)
+        if not found.checkpoints and len(failures) == closed:
             raise CheckpointError(found.hint(options.storage_options), path=source)
         is_many = is_many or not found.is_checkpoint
-        infos += reversed(found.checkpoints)  # the newest last, so that an interruption leaves an older one behind
+        if not found.is_checkpoint:
+            for info in found.checkpoints:
+                state_of(info, options.storage_options, failures=failures)
+        # The newest last, so that an interruption leaves an older one behind.
+        infos += [info for info in reversed(found.checkpoints) if info.path not in failures]
     into = is_many or given.endswith("/") or _is_plain_directory(given, target_options)
+    for info in infos if removes else []:
+        _refuse_what_stays(info.path, info.is_directory)
     done = []
     with progress(options, "mv" if removes else "cp", _MOVED * sum(info.size for info in infos)):
         for info in infos:
             target = f"{given.rstrip('/')}/{info.name}" if into else given
             is_new = _transfer(info, target, options.storage_options, target_options, options.force)
             if removes:
-                _take_pin_along(info, target, options.storage_options, target_options)
-                delete(info, options.storage_options)
+                _remove(info, target, options.storage_options, target_options)
             done.append({"source": info.path, "target": target, "bytes": info.size, "was_there": not is_new})
             if not options.json:
                 word = "moved" if removes else "copied"
@@ -117,7 +123,9 @@ def _transfer_all(options: Options, *, removes: bool) -> int:
                     )
     if options.json:
         print_json(done)
-    return Exit.OK
+    for failure in failures.values():
+        complain(failure)
+    return Exit.FAILED if failures else Exit.OK
 
 
 def _target_options(options: Options) -> dict[str, Any] | None:
@@ -306,6 +314,36 @@ def _take_pin_along(
     if note is not None:
         pin(target.rstrip("/"), storage_for(target, target_options), note)
         unpin(info.path, origin)
+
+
+def _refuse_what_stays(path: str, is_directory: bool) -> None:
+    """Refuse what this user may not delete, before it is copied; of a store, only the deletion tells."""
+    from ckpt_core.storage import is_remote, local_path
+
+    if is_remote(path):
+        return
+    place = local_path(path).rstrip("/")
+    folders = [os.path.dirname(place) or "."]
+    if is_directory and not os.path.islink(place):
+        folders.append(place)
+    for folder in folders:
+        if not os.access(folder, os.W_OK | os.X_OK, effective_ids=os.access in os.supports_effective_ids):
+            raise StorageError(
+                f"it cannot be moved, because nothing may be deleted in {folder}", path=path, remedy="ckpt cp copies it"
+            )
+
+
+def _remove(
+    info: CheckpointInfo, target: str, source_options: dict[str, Any] | None, target_options: dict[str, Any] | None
+) -> None:
+    from ckpt_core.cli.tidying import delete
+
+    try:
+        _take_pin_along(info, target, source_options, target_options)
+        delete(info, source_options)
+    except CheckpointError as error:
+        error.message += f"; it is complete at {target}"
+        raise
 
 
 def _is_plain_directory(path: str, storage_options: dict[str, Any] | None) -> bool:

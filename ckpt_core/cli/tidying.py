@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.disk_usage import freed_by
-from ckpt_core.cli.finding import find, refuse_checkpoint
+from ckpt_core.cli.finding import find, refuse_checkpoint, state_of
 from ckpt_core.cli.metrics_and_pins import Told, listen, pinned
-from ckpt_core.cli.output import count, print_json, printable, styled
+from ckpt_core.cli.output import complain, count, print_json, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
@@ -103,8 +103,17 @@ def _prune(options: Options) -> int:
             file=sys.stderr,
         )
         return Exit.USAGE
-    found = find(options.directory, options.storage_options)
+    failures: dict[str, CheckpointError] = {}
+    found = find(options.directory, options.storage_options, failures=failures)
     refuse_checkpoint(found, "prune")
+    for info in found.checkpoints:
+        state_of(info, options.storage_options, failures=failures)
+    if failures:  # a rule may count from it, and would keep others if it were known
+        for error in failures.values():
+            complain(error)
+        said = f"ckpt prune: nothing was deleted, because not all of {options.directory} could be read"
+        print(printable(said), file=sys.stderr)
+        return Exit.FAILED
     if not found.checkpoints:
         print(found.hint(options.storage_options), file=sys.stderr)
     rules = [rule for rules in options.keep for rule in rules]
@@ -228,7 +237,8 @@ def _clean(options: Options) -> int:
         return _clean_memory(options)
     if options.directory is None:
         raise CheckpointError("which directory?", remedy="name it, or ask for the memory: ckpt clean --memory")
-    found = find(options.directory, options.storage_options)  # a directory that is not there is an error
+    # A directory that is not there is an error; what a closed one in it holds is of no matter, its name says enough.
+    found = find(options.directory, options.storage_options, failures={})
     if found.is_checkpoint and not found.checkpoints[0].is_directory:
         refuse_checkpoint(found, "clean")
     catalog = Catalog(options.directory, storage_options=options.storage_options)

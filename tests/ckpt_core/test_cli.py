@@ -633,8 +633,9 @@ def test_ls_has_the_words_of_verify_for_what_cannot_be_read(
 
 
 @contextlib.contextmanager
-def closed_to_this_user(directory: Path) -> Iterator[None]:
-    directory.chmod(0o000)
+def closed_to_this_user(*paths: Path, mode: int = 0o000) -> Iterator[None]:
+    for path in paths:
+        path.chmod(mode)
     user = os.geteuid()
     try:
         if user == 0:
@@ -642,7 +643,8 @@ def closed_to_this_user(directory: Path) -> Iterator[None]:
         yield
     finally:
         os.seteuid(user)
-        directory.chmod(0o755)
+        for path in paths:
+            path.chmod(0o755)
 
 
 @pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
@@ -728,6 +730,107 @@ def test_sync_copies_what_lies_beside_a_directory_that_may_not_be_read_and_delet
     assert done[str(runs / "step=2")][1].startswith("cannot list the checkpoint: Permission denied; ")
     assert sorted(os.listdir(copy)) == ["step=1", "step=2"]
     assert main(["verify", str(copy)]) == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+def test_prune_deletes_nothing_where_it_cannot_read_everything(
+    directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = anyones_path / "runs"
+    for name in ("step=1", "step=2"):
+        shutil.copytree(directories / name, runs / name)
+    Checkpointer(strategy="sync").save({"step": 3, "weight": torch.ones(1)}, runs / "step=3.ckpt")
+    runs.chmod(0o777)
+    (runs / "step=1").chmod(0o777)
+    assert main(["prune", str(runs), "--keep", "latest=1", "--dry-run"]) == 0  # and imports what that user may not
+    for closed in (runs / "step=2", runs / "step=3.ckpt"):
+        with closed_to_this_user(closed):
+            capsys.readouterr()
+            assert main(["prune", str(runs), "--keep", "latest=1", "--yes"]) == 1
+            captured = capsys.readouterr()
+            assert main(["clean", str(runs)]) == 0, "which only what is unfinished is of matter to"
+        assert captured.out == ""
+        assert f"  file: {closed}\n" in captured.err
+        assert f"prune: nothing was deleted, because not all of {runs} could be read\n" in captured.err
+    assert sorted(os.listdir(runs)) == ["step=1", "step=2", "step=3.ckpt"]
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+def test_latest_says_which_directory_it_could_not_read_and_starts_nothing_anew(
+    directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = anyones_path / "runs"
+    for name in ("step=1", "step=2"):
+        shutil.copytree(directories / name, runs / name)
+    with closed_to_this_user(runs / "step=2"):
+        assert main(["latest", str(runs)]) == 0
+        older = capsys.readouterr()
+    (runs / "step=1").rename(anyones_path / "step=1")
+    with closed_to_this_user(runs / "step=2"):
+        assert main(["latest", str(runs)]) == 1, "a script takes 3 for a first start"
+        none = capsys.readouterr()
+    assert older.out == f"{runs / 'step=1'}\n"
+    reason = "cannot list the checkpoint: Permission denied"
+    assert older.err == f"passed over the directory {runs / 'step=2'}: {reason}; took {runs / 'step=1'} instead\n"
+    assert none.out == "" and f"1 do not verify, such as step=2: {reason}" in none.err
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+def test_ls_says_why_a_file_cannot_be_read(
+    directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = anyones_path / "runs"
+    shutil.copytree(directories / "step=1", runs / "step=1")
+    Checkpointer(strategy="sync").save({"step": 3, "weight": torch.ones(1)}, runs / "c.ckpt")
+    with closed_to_this_user(runs / "c.ckpt"):
+        assert main(["ls", "--json", str(runs)]) == 1
+    captured = capsys.readouterr()
+    states = {entry["path"]: entry["state"] for entry in json.loads(captured.out)}
+    assert states == {str(runs / "c.ckpt"): "error", str(runs / "step=1"): "committed"}
+    assert (
+        "cannot read the checkpoint: Permission denied" in captured.err and f"  file: {runs / 'c.ckpt'}" in captured.err
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+def test_cp_and_mv_take_what_lies_beside_what_they_may_not_read(
+    directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, there = anyones_path / "runs", anyones_path / "there"
+    for name in ("step=1", "step=2"):
+        shutil.copytree(directories / name, runs / name)
+    Checkpointer(strategy="sync").save({"step": 0, "weight": torch.ones(1)}, runs / "c.ckpt")
+    for path in (runs, runs / "step=1"):
+        path.chmod(0o777)
+    for verb in ("cp", "mv"):
+        # The oldest goes first: neither it nor the closed directory ends what is to follow.
+        with closed_to_this_user(runs / "step=2", runs / "c.ckpt"):
+            capsys.readouterr()
+            assert main([verb, "--json", str(runs), str(there / verb)]) == 1
+            captured = capsys.readouterr()
+        assert [entry["target"] for entry in json.loads(captured.out)] == [str(there / verb / "step=1")]
+        for closed in ("step=2", "c.ckpt"):
+            assert captured.err.count(f"  file: {runs / closed}\n") == 1
+        assert main(["verify", str(there / verb)]) == 0
+    assert sorted(os.listdir(runs)) == ["c.ckpt", "step=2"], "only what has arrived was deleted"
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+def test_mv_copies_nothing_that_it_may_not_delete(
+    directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs, there = anyones_path / "runs", anyones_path / "there"
+    shutil.copytree(directories / "step=1", runs / "step=1")
+    there.mkdir(mode=0o777)
+    there.chmod(0o777)
+    for kept, mode in ((runs, 0o555), (runs / "step=1", 0o755)):
+        with closed_to_this_user(kept, mode=mode):
+            assert main(["mv", str(runs / "step=1"), f"{there}/"]) == 1
+        said = capsys.readouterr().err
+        assert f"it cannot be moved, because nothing may be deleted in {kept}\n" in said and "ckpt cp copies it" in said
+        assert os.listdir(there) == []
+        runs.chmod(0o777)
+    assert main(["verify", str(runs / "step=1")]) == 0
 
 
 def test_nothing_is_written_over_what_is_no_checkpoint(
