@@ -157,7 +157,8 @@ class DirectoryCheckpointer(CheckpointerBase):
     :meth:`save` and :meth:`copy` are called on all ranks together. No collective is involved: in the background the
     ranks report to rank 0, which commits. A failure on one rank is the failure of the save on all of them: the same
     class is raised by the next :meth:`save`, :meth:`wait` or :meth:`close`, and what was at the path before is
-    untouched.
+    untouched. What one rank has raised at once (something cannot be saved) the next :meth:`save` of the others raises
+    when it has begun: it is under way, as it is on that rank.
 
     Args:
         ranks: Who saves together; by default, this process alone.
@@ -315,7 +316,9 @@ class DirectoryCheckpointer(CheckpointerBase):
                 self._series.open(target, timeout=self._commit_timeout, number=number, absent=absent),
                 self._plans,
             )
-            return self._pipeline.save(save, started=started, waited=waited)
+            size = self._pipeline.save(save, started=started, waited=waited)
+        self._pipeline.queue.raise_late(self._max_pending)
+        return size
 
     def refuse(self, path: StrPath, error: Exception, **about: Any) -> None:
         """Let the other ranks, which call :meth:`save`, know at once why this one cannot; for the caller to raise.
@@ -386,6 +389,7 @@ class DirectoryCheckpointer(CheckpointerBase):
                 return copy_directory(storage, find, path, joint, is_alone=is_alone)
 
             self._pipeline.copy(original, path, act, started=started)
+        self._pipeline.queue.raise_late(self._max_pending + 1)
 
     def _origin_of(self, path: str, storage: Storage) -> tuple[Storage, str]:
         """Return the storage to copy a checkpoint from, which may be ``storage`` itself, and its path there."""

@@ -46,7 +46,12 @@ class CheckpointError(Exception):
         path: The file or URL it happened to, if there is one.
         key: The part of the state it happened to (``"state_dict.layer.weight"``), if there is one.
         remedy: What the user can do: the option to change, the command to run.
+
+    Attributes:
+        raised_at_once: Whether one of several ranks has raised it in its call of save, where others hear of it later.
     """
+
+    raised_at_once = False
 
     def __init__(
         self, message: str, *, path: str | None = None, key: str | None = None, remedy: str | None = None

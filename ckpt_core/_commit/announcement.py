@@ -69,6 +69,7 @@ def encode_error(error: Exception) -> dict[str, Any]:
         "key": error.key,
         "remedy": error.remedy,
         "errno": getattr(error, "errno", None),
+        "raised_at_once": error.raised_at_once,
     }
 
 
@@ -79,8 +80,9 @@ def decode_error(encoded: dict[str, Any]) -> CheckpointError:
     )
     fields = {name: encoded[name] for name in ("path", "key", "remedy")}
     if known is StorageError:
-        return StorageError(encoded["message"], errno=encoded["errno"], **fields)
+        fields["errno"] = encoded["errno"]
     error: CheckpointError = known(encoded["message"], **fields)
+    error.raised_at_once = encoded["raised_at_once"]
     return error
 
 

@@ -193,6 +193,7 @@ class JointSave:
     ) -> list[str | None]:
         """Return the reports of all ranks, in their order, if there is nothing wrong with any."""
         failure: CheckpointError | None = _named(report, 0) if isinstance(report, CheckpointError) else None
+        at_once = failure is not None and failure.raised_at_once
         texts: list[str | None] = [None] * self.group.world_size
         texts[0] = "" if isinstance(report, CheckpointError) else report
         for rank in reported:
@@ -204,6 +205,7 @@ class JointSave:
                     path=self._path,
                     remedy="give save() the same path on all ranks, without the rank or the time of day in it",
                 )
+            at_once = at_once or (error is not None and error["raised_at_once"])
             if error is not None and failure is None:
                 failure = _named(decode_error(error), rank)
             texts[rank] = text
@@ -211,6 +213,7 @@ class JointSave:
         if failure is None and missing:
             failure = self._missing(store, missing)
         if failure is not None:
+            failure.raised_at_once = at_once  # by whichever rank
             raise failure
         return texts
 

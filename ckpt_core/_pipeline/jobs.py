@@ -93,6 +93,7 @@ class JobQueue:
         self._on_error = on_error
         self._report = report
         self._failed: tuple[int, CheckpointError] | None = None
+        self._raised_elsewhere: tuple[int, CheckpointError] | None = None
         self._begun = 0
         self._forget_jobs()
         call_in_forked_child(self._forget_jobs)
@@ -184,7 +185,7 @@ class JobQueue:
         """Return when fewer than ``limit`` saves are under way; raise if one that had to be over by now has failed.
 
         Where several processes save the same ones, all of them raise here, although a later save may have ended in some
-        and not in others.
+        and not in others. What one of them has raised at once it raises no more: :meth:`raise_late` is for that.
         """
         while len(saves := [job for job in self.jobs() if job.is_pending]) >= limit:
             if not self.can_end(saves[0]):
@@ -193,21 +194,36 @@ class JobQueue:
         with self._lock:
             if self._failed is None or self._failed[0] > self._begun + 1 - limit:
                 return
-        self.raise_failure()
+            (_, failure), self._failed = self._failed, None
+        raise failure
+
+    def raise_late(self, limit: int) -> None:
+        """Raise what :meth:`wait_for_turn` would have if no other process had raised it already.
+
+        Called when the next save has begun, because those processes take part in that one, and would wait for this.
+        """
+        with self._lock:
+            if self._raised_elsewhere is None or self._raised_elsewhere[0] > self._begun - limit:
+                return
+            (_, failure), self._raised_elsewhere = self._raised_elsewhere, None
+        raise failure
 
     # ---- failures ----------------------------------------------------------------------------------------------------
 
     @property
     def failure(self) -> CheckpointError | None:
         """The oldest failure that was not taken yet; it stays for :meth:`wait_for_turn` to raise."""
-        with self._lock:
-            return None if self._failed is None else self._failed[1]
+        failed = self._failed or self._raised_elsewhere
+        return None if failed is None else failed[1]
 
     def take_failure(self) -> CheckpointError | None:
         """Return the oldest failure that was not taken yet, once; None if there is none or they are only logged."""
         with self._lock:
-            failed, self._failed = self._failed, None
-        return None if failed is None else failed[1]
+            failure = self.failure
+            if self._failed is None:
+                self._raised_elsewhere = None
+            self._failed = None
+        return failure
 
     def raise_failure(self) -> None:
         """Raise the oldest failure that was not taken yet, once."""
@@ -304,8 +320,10 @@ class JobQueue:
         with self._lock:
             job.error = error
             self.failures += 1
-            if raises and self._failed is None:
-                self._failed = job.number, error
+            if raises and error.raised_at_once:
+                self._raised_elsewhere = self._raised_elsewhere or (job.number, error)
+            elif raises:
+                self._failed = self._failed or (job.number, error)
         self._report(job, error, logging.ERROR if raises else logging.WARNING)
 
 

@@ -168,6 +168,7 @@ class Snapshot:
     def give_up(self, error: BaseException) -> None:
         """Declare that there is nothing to save, and why; returns when nothing is copied any more."""
         self.failure = given_up(error, self._path)
+        self.failure.raised_at_once = True
         try:
             if self._copy is not None:
                 self._copy.abandon()

@@ -393,6 +393,52 @@ def test_ranks_are_told_of_a_failure_at_the_same_save(max_pending: int, fork_scr
     assert names == [str(number) for number in range(1, 3 + max_pending) if number != 3]
 
 
+AGAIN = (
+    PREAMBLE
+    + """
+failing, max_pending, waits = map(int, sys.argv[1:])
+
+def work(rank, group):
+    '''Saves on, whatever the first save raises; each rank says which call has raised what.'''
+    checkpointer = DirectoryCheckpointer(ranks=group, max_pending=max_pending, commit_timeout=5)
+    found = []
+    for number in range(1, 6):
+        spoiled = [Part("custom", {"x": (lambda: 0) if rank == failing and number == 1 else 1}, Kind.PER_RANK)]
+        found.append(seconds_of(lambda: checkpointer.save(parts(rank, number) + spoiled, f"run/{number}"))["raised"])
+        if waits:
+            found.append(seconds_of(checkpointer.wait)["raised"])
+    checkpointer.close()
+    return found
+
+rows = Ranks(2, work).results()
+for number in listing("run"):
+    check(f"run/{number}", int(number), 2)
+print(json.dumps([rows, listing("run")]))
+"""
+)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("max_pending", [1, 2])
+def test_ranks_save_again_after_one_has_raised_at_once(
+    max_pending: int, failing: int, fork_script: ScriptRunner
+) -> None:
+    rows, names = json.loads(fork_script(AGAIN, failing, max_pending, 0).stdout)
+    assert rows[failing] == ["SerializationError", None, None, None, None]
+    assert rows[1 - failing] == [None] * max_pending + ["SerializationError"] + [None] * (4 - max_pending)
+    assert names == ["2", "3", "4", "5"], "also the save that has raised what was wrong with the first one"
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_ranks_that_have_waited_save_again_after_one_has_raised_at_once(
+    failing: int, fork_script: ScriptRunner
+) -> None:
+    rows, names = json.loads(fork_script(AGAIN, failing, 1, 1).stdout)
+    assert rows[failing] == ["SerializationError", *[None] * 9]
+    assert rows[1 - failing] == [None, "SerializationError", *[None] * 8]
+    assert names == ["2", "3", "4", "5"]
+
+
 def test_tensors_are_whole_again_in_another_world(fork_script: ScriptRunner, tmp_path: Path) -> None:
     fork_script(SAVES, 2, "async", "slices")
     with DirectoryCheckpointer().load(tmp_path / "run" / "copy") as checkpoint:
