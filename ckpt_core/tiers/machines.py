@@ -34,6 +34,7 @@ from ckpt_core.threads import run_parallel
 _ANSWER_SECONDS = 30
 _COPY_SECONDS = 600  # as long as ranks wait for each other's part of a save
 _CONNECT_SECONDS = 10.0
+_PAUSE_SECONDS = 0.1  # after a connection that could not be accepted
 _THREADS = 64
 _PIECE_BYTES = 16 * 2**20
 _LONGEST_REQUEST = 64 * 2**20  # a manifest is part of one
@@ -79,10 +80,12 @@ class MemoryServer:
                 errno=error.errno,
             ) from error
         self.machine = Machine(host, self._socket.getsockname()[1])  # where the others find it
+        self._is_closed = threading.Event()
         threading.Thread(target=self._accept, name="ckpt-memory", daemon=True).start()
 
     def close(self) -> None:
         """Serve nobody any more."""
+        self._is_closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # which wakes the thread that accepts
         self._socket.close()
@@ -91,9 +94,14 @@ class MemoryServer:
         while True:
             try:
                 accepted, _ = self._socket.accept()
-            except OSError:
-                return
-            threading.Thread(target=self._serve, args=(accepted,), name="ckpt-memory", daemon=True).start()
+            except OSError:  # no descriptor is left, or the caller is gone: that passes
+                if self._is_closed.wait(_PAUSE_SECONDS):
+                    return
+                continue
+            try:
+                threading.Thread(target=self._serve, args=(accepted,), name="ckpt-memory", daemon=True).start()
+            except RuntimeError:  # no thread is left
+                accepted.close()
 
     def _serve(self, accepted: socket.socket) -> None:
         try:

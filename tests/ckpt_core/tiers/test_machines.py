@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import resource
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +42,20 @@ def test_what_is_not_here_is_read_from_another_machine(tmp_path: Path, port: int
     assert storage.exists(f"{file}-other") is False
     with pytest.raises(CheckpointNotFoundError):
         storage.open(f"{file}-other")
+
+
+def test_a_machine_that_had_no_descriptor_left_for_a_while_serves_again(tmp_path: Path, port: int) -> None:
+    file = tmp_path / "there" / "snapshots" / "file"
+    file.write_bytes(b"x")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket() as first:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        try:
+            first.connect((HOST, port))
+            assert first.recv(1)  # accepted with the descriptor that was kept for it; there is none for the next one
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert storage_of(tmp_path, port)._clients[1].ask("size", str(file)) == 1
 
 
 def test_strangers_and_other_files_are_refused(tmp_path: Path, port: int) -> None:
