@@ -50,7 +50,8 @@ class MemoryStorage(LocalStorage):
             _refuse_if_full(self._directory, expected_size - pages)
         except StorageError:
             if spare is not None:
-                os.unlink(spare)
+                with contextlib.suppress(OSError):
+                    os.unlink(spare)
             raise
         return _MemoryFileWriter(path, expected_size, spare)
 
@@ -96,11 +97,12 @@ class _MemoryFileWriter(LocalFileWriter):
 
     def _open(self) -> None:
         spare, self._spare = self._spare, None
-        if spare is None:
-            super()._open()
-            return
-        self._descriptor = os.open(spare, os.O_WRONLY | os.O_CLOEXEC)
-        os.rename(spare, self._part)
+        if spare is not None:
+            with contextlib.suppress(FileNotFoundError):  # another rank's snapshot is over, and it drops the spares
+                os.rename(spare, self._part)
+                self._descriptor = os.open(self._part, os.O_WRONLY | os.O_CLOEXEC)
+                return
+        super()._open()
 
 
 def _files_of(path: str) -> Iterator[str]:

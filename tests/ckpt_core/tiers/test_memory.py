@@ -18,8 +18,10 @@ from ckpt_core import Checkpointer, DirectoryCheckpointer, Kind, Part, StorageEr
 from ckpt_core.cli import main
 from ckpt_core.resume import newest_to_resume
 from ckpt_core.storage import in_memory
+from ckpt_core.storage.in_memory import MemoryStorage
 from ckpt_core.tiers import MemoryTier, runs_in_memory
 from tests.conftest import ScriptRunner
+from tests.support.interrupting import at_every_moment
 
 NUMBERS = 2**19  # float32: 2 MiB, whose pages are used again
 
@@ -125,6 +127,23 @@ def test_two_are_kept_whose_pages_are_used_again(tmp_path: Path) -> None:
     for step in (2, 3):
         found = Checkpointer().load(f"{tier.directory}/step={step}.ckpt")
         assert torch.equal(found["weight"], state_of(step)["weight"])
+
+
+def test_a_spare_that_another_rank_deletes_fails_no_snapshot(tmp_path: Path) -> None:
+    storage, other = MemoryStorage(str(tmp_path)), MemoryStorage(str(tmp_path))
+    data = os.urandom(2**20)
+
+    def write() -> None:
+        writer = storage.create(f"{tmp_path}/new", len(data))
+        writer.write_at(0, memoryview(data))
+        writer.commit(len(data))
+
+    for run in at_every_moment(("storage/in_memory.py",), other.drop_spares, opcodes=False):
+        (tmp_path / "old").write_bytes(bytes(len(data)))
+        storage.set_aside(f"{tmp_path}/old")
+        run(write)
+        assert (tmp_path / "new").read_bytes() == data
+        (tmp_path / "new").unlink()
 
 
 def test_what_two_snapshots_share_is_not_written_over(tmp_path: Path) -> None:
