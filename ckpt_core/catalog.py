@@ -69,7 +69,7 @@ class CheckpointInfo:
             which its run had seen before; None if it does not say, because an older version or another program wrote
             it.
         step: Of which step of the training it is, as it says of itself; None if it does not say.
-        is_readable: Whether it could be asked; if not, it is damaged.
+        is_readable: Whether it could be asked; if not, it is damaged, or this user may not read it.
         is_pinned: Whether somebody has said that no retention may delete it (``ckpt keep``).
     """
 

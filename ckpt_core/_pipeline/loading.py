@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from typing import Any
 
@@ -144,8 +145,10 @@ def _verify(storage: Storage, path: str) -> bool:
     try:
         with storage.open(path) as reader:
             return verify_torch_file(reader)
-    except (CheckpointNotFoundError, StorageError):
+    except (CheckpointNotFoundError, StorageError) as error:
         if not is_directory_checkpoint(storage, path):
+            if isinstance(error, StorageError) and error.errno == errno.EISDIR:
+                storage.list(path)  # raises if it may not be read
             raise
     with DirectoryReader(path, storage) as checkpoint:
         checkpoint.verify()

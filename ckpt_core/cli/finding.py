@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.parser import STORE_OPTIONS
@@ -18,9 +18,9 @@ from ckpt_core.errors import (
 )
 
 if TYPE_CHECKING:
-    from ckpt_core.catalog import Catalog, CheckpointInfo
+    from ckpt_core.catalog import CheckpointInfo
     from ckpt_core.interchange import Foreign
-    from ckpt_core.storage import FileInfo, Storage
+    from ckpt_core.storage import Storage
 
 _ENDING = ".ckpt"  # of files that are taken for checkpoints where a directory is named
 _LEVELS_OF_A_HINT = 2
@@ -197,6 +197,7 @@ def find(
     ``failures`` is that of :func:`find_all`.
     """
     from ckpt_core._pipeline.loading import is_directory_checkpoint
+    from ckpt_core.catalog import Catalog
     from ckpt_core.storage import is_remote, local_path, storage_for
 
     place = local_path(path)
@@ -209,7 +210,7 @@ def find(
         except CheckpointNotFoundError:
             if not os.path.isdir(place):
                 raise  # otherwise its manifest is a pipe or a socket
-    found = catalog_of(place, storage_options, failures).checkpoints()
+    found = _read_of(Catalog(place, suffix="", storage_options=storage_options).checkpoints(), storage, failures)
     kept = [info for info in found if info.is_directory or info.path.endswith(_ENDING)]
     if not found:
         if is_remote(place) and "/" in place.partition("://")[2]:
@@ -224,37 +225,21 @@ def find(
     return Found(path, kept, others=len(found) - len(kept), size=0 if kept else sum(info.size for info in found))
 
 
-def catalog_of(
-    path: str, storage_options: dict[str, Any] | None, failures: dict[str, CheckpointError] | None
-) -> Catalog:
-    """Return the catalog of a directory; ``failures`` is that of :func:`find_all`."""
-    from ckpt_core.catalog import Catalog
-    from ckpt_core.storage import is_remote, local_path
-
-    if failures is None or is_remote(path):
-        return Catalog(path, suffix="", storage_options=storage_options)
-    root = local_path(path)
-    return Catalog(root, suffix="", storage=_readable(root, failures, storage_options))
-
-
-def _readable(
-    root: str, failures: dict[str, CheckpointError], storage_options: dict[str, Any] | None = None
-) -> Storage:
-    """Return a file system in which directories below one are empty where they cannot be read."""
-    from ckpt_core.storage import LocalStorage
-    from ckpt_core.storage.counting import counted
-
-    class Readable(LocalStorage):
-        def list(self, directory: str) -> Sequence[FileInfo]:
-            try:
-                return super().list(directory)
-            except CheckpointError as error:
-                if directory == root:
-                    raise
-                failures[directory] = error
-                return []
-
-    return counted(Readable(bool((storage_options or {}).get("follow_links"))))
+def _read_of(
+    infos: Iterable[CheckpointInfo], storage: Storage, failures: dict[str, CheckpointError] | None
+) -> list[CheckpointInfo]:
+    """Return those that are no directories which may not be read; ``failures`` is that of :func:`find_all`."""
+    found = []
+    for info in infos:
+        try:
+            if info.is_directory and not info.is_readable:
+                storage.list(info.path)
+            found.append(info)
+        except CheckpointError as error:
+            if failures is None:
+                raise
+            failures[info.path] = error
+    return found
 
 
 def find_foreign(path: str, storage_options: dict[str, Any] | None) -> Foreign | None:
@@ -310,12 +295,9 @@ def find_all(
 
 def _info_of(path: str, storage_options: dict[str, Any] | None) -> CheckpointInfo:
     from ckpt_core.catalog import Catalog
-    from ckpt_core.storage import is_remote
 
     directory, name = os.path.split(path)
     catalog = Catalog(directory or ".", suffix=name, storage_options=storage_options)
-    if not is_remote(path):  # what lies beside it is of no matter
-        catalog = Catalog(directory or ".", suffix=name, storage=_readable(directory or ".", {}))
     for info in catalog.checkpoints():
         if info.name == name:
             return dataclasses.replace(info, path=path)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from ckpt_core.cli.finding import catalog_of, find, refuse_checkpoint, refuse_missing_bucket
-from ckpt_core.cli.output import print_json, printable
+from ckpt_core.cli.finding import find, refuse_checkpoint, refuse_missing_bucket
+from ckpt_core.cli.output import print_json
 from ckpt_core.cli.parser import Commands, Exit, Options
-from ckpt_core.errors import CheckpointError, CheckpointNotFoundError, none_verifies
+from ckpt_core.errors import CheckpointNotFoundError
 
 
 def add_commands(commands: Commands) -> None:
@@ -25,22 +25,16 @@ def add_commands(commands: Commands) -> None:
 
 
 def _latest(options: Options) -> int:
+    from ckpt_core.catalog import Catalog
     from ckpt_core.cli.progress import progress
     from ckpt_core.resume import only_checkpoints
 
-    failures: dict[str, CheckpointError] = {}
     with progress(options, "verify", None):
-        catalog = catalog_of(options.directory, options.storage_options, failures)
+        catalog = Catalog(options.directory, suffix="", storage_options=options.storage_options)
         info = catalog.newest_verified(order=only_checkpoints)
     if info is None:
-        if failures:  # a checkpoint may be in them: a script must not start from the beginning
-            raise none_verifies(options.directory, failures)
         print(f"ckpt: there is nothing to resume in {options.directory}{_why(options)}", file=sys.stderr)
         return Exit.MISSING
-    for path, error in failures.items():
-        print(
-            printable(f"passed over the directory {path}: {error.message}; took {info.path} instead"), file=sys.stderr
-        )
     if options.json:
         print_json({"path": info.path, "step": info.step, "committed": info.committed, "bytes": info.size})
     else:

@@ -405,16 +405,18 @@ class Storage(abc.ABC):
         self.remove(path)
 
     def list_directories(self, directory: str) -> Sequence[FileInfo]:
-        """Return the committed checkpoints directly in ``directory`` that are directories.
+        """Return the committed checkpoints directly in ``directory`` that are directories, and what may be one.
 
-        Their size is that of all files directly in them, their time that of the commit.
+        Their size is that of all files directly in them, their time that of the commit. On a local disk, one that this
+        user may not read has no size.
         """
-        found: list[FileInfo] = []
-        for path in self.subdirectories(directory):
-            files = self.list(path)
-            commits = [file.modified for file in files if os.path.basename(file.path) == MANIFEST_NAME]
-            found.extend(FileInfo(path, sum(file.size for file in files), modified) for modified in commits)
-        return found
+        return [found for path in self.subdirectories(directory) for found in self._committed(path)]
+
+    def _committed(self, path: str) -> Sequence[FileInfo]:
+        """Return what the directory ``path`` is as a checkpoint, nothing if it is none."""
+        files = self.list(path)
+        commits = [file.modified for file in files if os.path.basename(file.path) == MANIFEST_NAME]
+        return [FileInfo(path, sum(file.size for file in files), modified) for modified in commits]
 
 
 def transfer(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import io
 import json
@@ -9,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from ckpt_core._layouts.torch_file.manifest import FORMAT_VERSION
 from ckpt_core.cli import listing, main
 from ckpt_core.cli.parser import parse
 from ckpt_core.events import size_in_words
+from tests.support.closing import closed_to_this_user
 from tests.support.damage import flip_bit
 
 
@@ -632,21 +631,6 @@ def test_ls_has_the_words_of_verify_for_what_cannot_be_read(
     assert {Path(line[-1]).name: next(word for word in line if word.isupper()).rstrip(",") for line in listed} == words
 
 
-@contextlib.contextmanager
-def closed_to_this_user(*paths: Path, mode: int = 0o000) -> Iterator[None]:
-    for path in paths:
-        path.chmod(mode)
-    user = os.geteuid()
-    try:
-        if user == 0:
-            os.seteuid(65534)
-        yield
-    finally:
-        os.seteuid(user)
-        for path in paths:
-            path.chmod(0o755)
-
-
 @pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
 def test_a_checkpoint_is_shown_whatever_lies_beside_it(
     directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
@@ -757,7 +741,7 @@ def test_prune_deletes_nothing_where_it_cannot_read_everything(
 
 @pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
 def test_latest_says_which_directory_it_could_not_read_and_starts_nothing_anew(
-    directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str]
+    directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     runs = anyones_path / "runs"
     for name in ("step=1", "step=2"):
@@ -770,8 +754,9 @@ def test_latest_says_which_directory_it_could_not_read_and_starts_nothing_anew(
         assert main(["latest", str(runs)]) == 1, "a script takes 3 for a first start"
         none = capsys.readouterr()
     assert older.out == f"{runs / 'step=1'}\n"
-    reason = "cannot list the checkpoint: Permission denied"
-    assert older.err == f"passed over the directory {runs / 'step=2'}: {reason}; took {runs / 'step=1'} instead\n"
+    reason = "cannot read the checkpoint: Permission denied"
+    passed_over = f"passed over the checkpoint {runs / 'step=2'}: {reason}"
+    assert caplog.messages == [f"{passed_over}; took {runs / 'step=1'} instead", passed_over]
     assert none.out == "" and f"1 do not verify, such as step=2: {reason}" in none.err
 
 

@@ -14,6 +14,7 @@ from ckpt_core.catalog import RECORD_OF_RESUMES, Catalog
 from ckpt_core.cli import main
 from ckpt_core.resume import ResumePoint, newest_to_resume
 from ckpt_core.tiers import Tiers
+from tests.support.closing import closed_to_this_user
 from tests.support.damage import flip_bit
 
 
@@ -71,6 +72,27 @@ def test_a_damaged_older_one_is_worse_than_one_on_which_the_run_crashes(tmp_path
     flip_bit(tmp_path / "2.ckpt", 100)
     with pytest.raises(CheckpointCorruptedError):
         taken(tmp_path)
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+@pytest.mark.parametrize("mode", [0o000, 0o444])
+def test_a_directory_that_may_not_be_read_is_passed_over_and_starts_nothing_anew(
+    mode: int, anyones_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    closed = anyones_path / "step=2"
+    with DirectoryCheckpointer(strategy="sync") as checkpointer:
+        checkpointer.save([Part("model", {"weight": torch.ones(2)}, Kind.REPLICATED)], closed)
+    with closed_to_this_user(closed, mode=mode):
+        with pytest.raises(CheckpointCorruptedError, match=r"1 do not verify, such as step=2: .*: Permission denied"):
+            newest_to_resume(anyones_path)
+        save(anyones_path, 1)
+        caplog.clear()
+        assert taken(anyones_path) == "1.ckpt"
+        catalog = Catalog(anyones_path, suffix="")
+        assert {info.name: info.is_readable for info in catalog.checkpoints()} == {"1.ckpt": True, "step=2": False}
+    (said,) = caplog.messages
+    assert said.startswith(f"passed over the checkpoint {closed}: cannot ")
+    assert said.endswith(f": Permission denied; took {anyones_path / '1.ckpt'} instead")
 
 
 def test_none_is_stepped_over_without_a_limit(tmp_path: Path) -> None:
