@@ -139,9 +139,10 @@ class MemoryTier:
                 remedy="name one that is mounted (memory_dir), or train without memory_every_n_steps",
             )
         try:
-            for directory in (self._home, self._place, self.directory):
-                with contextlib.suppress(FileExistsError):
-                    os.mkdir(directory, 0o700)
+            try:
+                self._make_directories()
+            except FileNotFoundError:  # the only other run has ended, and taken the home along
+                self._make_directories()
             self._refuse_others()
             return action()
         except OSError as error:
@@ -154,13 +155,18 @@ class MemoryTier:
                 errno=error.errno,
             ) from error
 
+    def _make_directories(self) -> None:
+        for directory in (self._home, self._place, self.directory):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(directory, 0o700)
+
     def _take(self) -> str:
         self.storage.drop_spares()
         self.storage.remove_orphans(self.directory)
         token, path = uuid.uuid4().hex, f"{self._place}/{_RECORD}"
         self._record = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(OSError):
-            fcntl.flock(self._record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._record, fcntl.LOCK_SH)  # waits for nobody but who looks at this very moment
         data = json.dumps({"version": 1, "run": self._run, "token": token}).encode()
         os.pwrite(self._record, data, 0)
         os.ftruncate(self._record, len(data))
@@ -353,11 +359,17 @@ def runs_in_memory(root: StrPath = MEMORY_ROOT) -> Sequence[RunInMemory]:
     with contextlib.suppress(OSError):
         for entry in sorted(os.listdir(home)):
             directory = f"{home}/{entry}"
-            size = sum(
-                os.lstat(f"{at}/{name}").st_blocks * 512 for at, _, names in os.walk(directory) for name in names
-            )
-            found.append(RunInMemory(directory, str(_read(directory).get("run", "")), size, _is_locked(directory)))
+            size = sum(_bytes_of(f"{at}/{name}") for at, _, names in os.walk(directory) for name in names)
+            run = RunInMemory(directory, str(_read(directory).get("run", "")), size, _is_locked(directory))
+            if os.path.lexists(directory):  # it may have ended
+                found.append(run)
     return found
+
+
+def _bytes_of(file: str) -> int:
+    with contextlib.suppress(OSError):
+        return os.lstat(file).st_blocks * 512
+    return 0
 
 
 def _read(directory: str) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -260,6 +261,52 @@ def test_memory_that_a_container_has_not_is_not_taken(tmp_path: Path, monkeypatc
     (tmp_path / "max").write_text("max\n")
     assert in_memory.available_memory()[1] > 10 * 2**20
     tier.end()
+
+
+IN_TIER = ("tiers/memory.py",)
+
+
+def test_a_run_that_begins_while_runs_are_listed_is_alive(tmp_path: Path) -> None:
+    tier = tier_of(tmp_path)
+    began: list[threading.Thread] = []
+
+    def begin() -> None:
+        began.append(threading.Thread(target=tier.begin))
+        began[0].start()
+        began[0].join(0.1)  # it may wait for the listing that it interrupts
+
+    for run in at_every_moment(IN_TIER, begin, opcodes=False):
+        tier.begin()
+        tier.leave()
+        run(lambda: runs_in_memory(tmp_path / "memory"))
+        for thread in began:
+            thread.join()
+            assert [found.is_alive for found in runs_in_memory(tmp_path / "memory")] == [True]
+        began.clear()
+        tier.end()
+
+
+def test_a_run_begins_while_the_only_other_one_ends(tmp_path: Path) -> None:
+    other = MemoryTier(tmp_path / "other", root=tmp_path / "memory")
+    for run in at_every_moment(IN_TIER, other.end, opcodes=False):
+        other.begin()
+        tier = tier_of(tmp_path)
+        run(tier.begin)
+        assert names(tier) == []
+        tier.end()
+        other.end()
+
+
+def test_a_run_that_ends_while_runs_are_listed_hides_no_other(tmp_path: Path) -> None:
+    first, last = (MemoryTier(tmp_path / name, root=tmp_path / "memory") for name in ("first", "last"))
+    last.begin()
+    for run in at_every_moment(IN_TIER, first.end, opcodes=False):
+        first.begin()
+        listed: list[str] = []
+        run(lambda: listed.extend(found.run for found in runs_in_memory(tmp_path / "memory")))  # noqa: B023
+        assert str(tmp_path / "last") in listed
+        first.end()
+    last.end()
 
 
 def test_snapshots_of_runs_that_are_over_are_cleaned_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
