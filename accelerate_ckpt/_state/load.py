@@ -37,6 +37,7 @@ from ckpt_core.errors import (
     CheckpointFormatError,
     CheckpointNotFoundError,
     StateMismatchError,
+    StorageError,
 )
 from ckpt_core.paths import StrPath, is_remote
 from ckpt_core.resume import ResumePoint
@@ -235,9 +236,19 @@ def newest_usable(
 
     With ``auto``, those on which the run crashes come last, and the attempt is counted.
     """
+
+    def check_info(info: CheckpointInfo) -> None:
+        try:
+            check(info.path)
+        except CheckpointError:
+            raise
+        except OSError as error:  # of one that is not ours: it may not be read, or was deleted meanwhile
+            text = f"cannot read the checkpoint: {error.strerror or error}"
+            raise StorageError(text, path=info.path, errno=error.errno) from error
+
     problems: dict[str, CheckpointError] = {}
     order = list if auto is None else auto.in_order
-    info = first_usable(root, found, lambda info: check(info.path), passed_over=problems, order=order)
+    info = first_usable(root, found, check_info, passed_over=problems, order=order)
     session.note_passed_over(problems)
     if auto is not None and info is not None:
         auto.begin(info)

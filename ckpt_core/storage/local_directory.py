@@ -27,6 +27,7 @@ SUFFIX = ".ckpt-part"
 CANNOT_LINK = (errno.EPERM, errno.EXDEV, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS)
 CANNOT_LOCK = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS)
 _CANNOT_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP)
+_NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _REPLACED = "-replaced"
 _CHANGED_MEANWHILE = (errno.ENOENT, errno.ENOTEMPTY, errno.EEXIST)
 _MOST_ATTEMPTS = 10
@@ -297,7 +298,18 @@ def remove_if_abandoned(path: str) -> bool:
 
 
 def delete_directory(path: str) -> None:
-    """Delete the directory ``path`` so that it disappears in one step, as far as the filesystem allows."""
+    """Delete the directory ``path`` so that it disappears in one step, as far as the filesystem allows.
+
+    Where this user may not delete all of it, nothing is deleted.
+    """
+    effective = os.access in os.supports_effective_ids
+    inside = (os.path.join(folder, name) for folder, folders, _ in os.walk(path) for name in folders)
+    for folder in [path, *inside]:
+        if os.path.islink(folder) or os.access(folder, os.R_OK | os.W_OK | os.X_OK, effective_ids=effective):
+            continue
+        if os.path.lexists(folder):  # otherwise another process is deleting it
+            # What lies in it would be left, under the hidden name.
+            raise PermissionError(errno.EACCES, f"nothing may be deleted in {folder}", folder)
     hidden = _hidden(path, uuid.uuid4().hex[:12])
     try:
         os.rename(path, hidden)
@@ -305,9 +317,13 @@ def delete_directory(path: str) -> None:
         sync_directory(os.path.dirname(hidden))
     except FileNotFoundError:
         return
-    except OSError:
-        # A mount point, or a directory above that may not be written to; or the disk fails.
-        hidden = hidden if os.path.lexists(hidden) else path
+    except OSError as error:
+        if os.path.lexists(hidden):  # the disk fails
+            pass
+        elif error.errno in _NOT_ALLOWED:
+            raise  # nor could the name be deleted, when its files are
+        else:
+            hidden = path  # a mount point
     _delete_tree(hidden)
 
 

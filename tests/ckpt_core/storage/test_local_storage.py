@@ -23,6 +23,7 @@ from ckpt_core.storage import Fault, FaultyStorage, LocalStorage, local_reader
 from ckpt_core.storage import local as local_module
 from ckpt_core.threads import run_parallel
 from tests.ckpt_core.storage.test_storage import StorageContract
+from tests.support.closing import closed_to_this_user
 from tests.support.states import tensor_of
 
 
@@ -51,6 +52,29 @@ def test_a_link_at_the_final_name_is_replaced_and_not_followed(tmp_path: Path) -
         assert link.read_bytes() == b"new"
     assert (tmp_path / "target").read_bytes() == b"precious"
     assert list((tmp_path / "folder").iterdir()) == []
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+@pytest.mark.parametrize(
+    ("closed", "mode"), [(".", 0o555), ("step=1", 0o000), ("step=1", 0o555), ("step=1/files", 0o000)]
+)
+def test_a_directory_of_which_not_all_may_be_deleted_stays_whole(closed: str, mode: int, anyones_path: Path) -> None:
+    directory = anyones_path / "runs" / "step=1"
+    part = Part("model", {"weight": torch.ones(2)}, Kind.REPLICATED)
+    with DirectoryCheckpointer(strategy="sync") as checkpointer:
+        checkpointer.save([part], directory)
+    (directory / "files").mkdir()
+    (directory / "files" / "notes.txt").write_text("mine")
+    for path in (directory.parent, directory, directory / "files"):
+        path.chmod(0o777)
+    with (
+        closed_to_this_user(directory.parent / closed, mode=mode),
+        pytest.raises(StorageError, match="cannot remove the checkpoint: "),
+    ):
+        LocalStorage().remove(str(directory))
+    assert os.listdir(directory.parent) == ["step=1"]
+    assert (directory / "files" / "notes.txt").read_text() == "mine"
+    assert verify(directory)
 
 
 def test_removing_a_link_leaves_what_it_points_to(tmp_path: Path) -> None:
