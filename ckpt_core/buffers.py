@@ -29,6 +29,7 @@ class StagingBuffer:
 
     def __init__(self, nbytes: int, *, pinned: bool = False) -> None:
         self.nbytes = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
+        self.is_lent = False  # by a pool that notes it
         try:
             self._map = mmap.mmap(-1, self.nbytes)
         except (OSError, MemoryError, OverflowError) as error:
@@ -62,7 +63,7 @@ class StagingBuffer:
             self._unpin()
         self.memory.release()
         self.tensor = torch.empty(0, dtype=torch.uint8)
-        del self._map
+        self.__dict__.pop("_map", None)  # done twice after Ctrl-C
 
 
 class ScratchBuffers:

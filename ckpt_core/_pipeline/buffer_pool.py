@@ -65,6 +65,7 @@ class BufferPool:
                 if buffer is not None:
                     self._idle.remove(buffer)
                     self._outside.append(buffer)
+                    buffer.is_lent = True
                     return buffer
                 if len(idle) + self._lent > self._limit:
                     # Replace one that is too small, so that memory never exceeds the limit.
@@ -77,6 +78,7 @@ class BufferPool:
                     self._free_idle()  # those that are too small
                 buffer = StagingBuffer(nbytes, pinned=True)
             self._outside.append(buffer)
+            buffer.is_lent = True
             return buffer
         except BaseException:  # Ctrl-C too
             with self._changed:
@@ -92,13 +94,14 @@ class BufferPool:
             self._changed.wait_for(lambda: self._lent < self._limit)
 
     def release(self, buffer: StagingBuffer) -> None:
-        """Take a lent buffer back."""
+        """Take a lent buffer back; doing it again after Ctrl-C is doing it once."""
         with self._changed:
-            self._lent -= 1
+            if buffer.is_lent:
+                buffer.is_lent, self._lent = False, self._lent - 1  # no signal is handled between the two
             if buffer in self._outside:
                 self._outside.remove(buffer)
                 self._idle.append(buffer)
-            else:
+            elif buffer not in self._idle:
                 buffer.close()
             self._changed.notify_all()
 

@@ -27,7 +27,8 @@ class Job:
     ``raises`` not is only logged and counted. ``number`` says how many jobs that make a checkpoint pending were asked
     for before it, itself included. ``done`` is set when it is over, ``settled`` when the checkpoint is there, or will
     not be; listeners may not have been called yet. ``needs_caller`` says whether it waits for the thread that asks,
-    which is in a signal handler that has interrupted a save.
+    which is in a signal handler that has interrupted a save. ``let_go`` is called when it has run, even if Ctrl-C has
+    ended it before ``action`` began; calling it twice is calling it once.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class Job:
         is_pending: bool = True,
         raises: bool = True,
         needs_caller: Callable[[], bool] = lambda: False,
+        let_go: Callable[[], None] = lambda: None,
     ) -> None:
         self.path = path
         self.action = action
@@ -46,6 +48,7 @@ class Job:
         self.is_pending = is_pending
         self.raises = raises
         self.needs_caller = needs_caller
+        self.let_go = let_go
         self.number = 0
         self.error: CheckpointError | None = None
         self.done = Latch()
@@ -72,7 +75,7 @@ class Job:
     def end(self) -> None:
         """Declare that it is over, and let go of what it holds."""
         self.settle()
-        self.action = _nothing
+        self.action = self.let_go = _nothing
         self.done.set()
 
 
@@ -297,6 +300,7 @@ class JobQueue:
 
     def _end(self, job: Job) -> None:
         job.settle()
+        job.let_go()
         with self._lock:
             if job in self._jobs:
                 self._jobs.remove(job)

@@ -194,7 +194,8 @@ class Pipeline:
     def _save_later(self, save: Save, started: float, waited: float) -> int:
         snapshot = Snapshot(save.path, self.buffers, overlaps=self._overlaps)
         place = Latch()
-        action = functools.partial(self._write_in_background, save, snapshot, place)
+        let_go = functools.partial(self._let_go, save, snapshot, place)
+        action = functools.partial(self._write_in_background, save, snapshot, let_go)
         thread = threading.get_ident()
 
         def needs_caller() -> bool:
@@ -204,7 +205,7 @@ class Pipeline:
         try:
             self._take(place)
             runs = snapshot.may_pass = self._submit(
-                save.path, action, lambda: snapshot.sealed_at, needs_caller=needs_caller
+                save.path, action, lambda: snapshot.sealed_at, needs_caller=needs_caller, let_go=let_go
             )
             save.take(snapshot)
             save.complete(snapshot)
@@ -252,7 +253,7 @@ class Pipeline:
             self._places.remove(place)
         place.set()
 
-    def _write_in_background(self, save: Save, snapshot: Snapshot, place: Latch) -> int:
+    def _write_in_background(self, save: Save, snapshot: Snapshot, let_go: Callable[[], None]) -> int:
         try:
             snapshot.wait_begun()
             return save.write(snapshot)
@@ -263,9 +264,12 @@ class Pipeline:
                 self._overlaps = False
             raise
         finally:
-            snapshot.release()
-            self._leave(place)
-            save.close()
+            do_through(let_go)  # listeners may take long
+
+    def _let_go(self, save: Save, snapshot: Snapshot, place: Latch) -> None:
+        snapshot.release()
+        self._leave(place)
+        save.close()
 
     def _submit(
         self,
@@ -275,6 +279,7 @@ class Pipeline:
         *,
         is_copy: bool = False,
         needs_caller: Callable[[], bool] = lambda: False,
+        let_go: Callable[[], None] = lambda: None,
     ) -> bool:
         def action() -> None:
             self._failed.add(path)
@@ -285,7 +290,7 @@ class Pipeline:
             committed = SaveCommitted(path=path, bytes=size, background_seconds=seconds, is_copy=is_copy)
             notify(self._listeners, committed)
 
-        job = Job(path, action, "background save", needs_caller=needs_caller)
+        job = Job(path, action, "background save", needs_caller=needs_caller, let_go=let_go)
         if is_copy:
             self._last_copy = job
         else:

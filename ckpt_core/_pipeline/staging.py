@@ -247,7 +247,7 @@ class Snapshot:
             )
 
     def release(self) -> None:
-        """Give the buffer back when nothing is copied into it any more."""
+        """Give the buffer back when nothing is copied into it any more; doing it twice is doing it once."""
         if self._passing is not None:
             self._passing.abandon()  # where nothing is written any more, training must not wait for it
         if not self.is_live:
@@ -256,9 +256,9 @@ class Snapshot:
             self._copy.settle()
         if self._passing is not None:
             self._passing.settle()
-        buffer, self._lent, self.buffer = self._lent, None, None
-        if buffer is not None and self._buffers is not None:
-            self._buffers.release(buffer)
+        if self._lent is not None and self._buffers is not None:
+            self._buffers.release(self._lent)
+        self._lent = self.buffer = None
         self._guard = TornSnapshotGuard(())  # lets go of the tensors
         self._copy = None
 

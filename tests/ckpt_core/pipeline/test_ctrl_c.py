@@ -19,12 +19,20 @@ from tests.support.interrupting import at_every_moment
 FILES = {
     "sync": ("storage/local.py", "_pipeline/writer.py", "_pipeline/save.py", "_pipeline/file_save.py"),
     "async": ("_pipeline/save.py", "_pipeline/jobs.py", "_pipeline/buffer_pool.py", "_pipeline/staging.py"),
+    "no thread": (
+        "_pipeline/save.py",
+        "_pipeline/jobs.py",
+        "_pipeline/buffer_pool.py",
+        "_pipeline/staging.py",
+        "_pipeline/writer.py",
+        "_pipeline/file_save.py",
+    ),
     "twice": ("_pipeline/save.py", "_pipeline/jobs.py", "_pipeline/staging.py", "ckpt_core/threads.py"),
 }
 # Signals are not handled between the last line of a block and the end of its lock, nor at the head of a block, where
 # lines are seen, too. ``do_through`` and its first lines: nothing can be done about a signal there right after another.
 UNREAL = ("with ", "try:")
-UNREAL_TWICE = (*UNREAL, "except", "do_through(", "interruption: BaseException", "while True:")
+UNREAL_LATE = (*UNREAL, "except", "do_through(", "if not runs:", "interruption: BaseException", "while True:")
 
 
 class Interrupting:
@@ -43,22 +51,36 @@ def interrupted_line(files: tuple[str, ...]) -> str:
     return f"{line} ({frame.f_code.co_filename}:{frame.f_lineno})"
 
 
+def start_no_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("ckpt-"):
+            raise RuntimeError("can't start new thread")  # as with ulimit -u
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+
 @pytest.mark.parametrize("strategy", FILES)
-def test_ctrl_c_at_any_line_of_a_save(strategy: Any, tmp_path: Path) -> None:
+def test_ctrl_c_at_any_line_of_a_save(strategy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if strategy == "no thread":
+        start_no_threads(monkeypatch)
     where = ""
     state = {"w": torch.ones(3), **({"x": Interrupting()} if strategy == "twice" else {})}
 
     def interrupt() -> None:
         nonlocal where
         where = interrupted_line(FILES[strategy])
-        if not where.startswith(UNREAL_TWICE if strategy == "twice" else UNREAL):
+        if not where.startswith(UNREAL_LATE if strategy in ("twice", "no thread") else UNREAL):
             raise KeyboardInterrupt
 
     interrupted = 0
     for number, run in enumerate(at_every_moment(FILES[strategy], interrupt, opcodes=False)):
         directory = tmp_path / str(number)
         directory.mkdir()
-        checkpointer = Checkpointer(strategy="sync" if strategy == "sync" else "async")
+        # "warn": without a thread, Ctrl-C may be the failure that the next save would raise.
+        checkpointer = Checkpointer(strategy="sync" if strategy == "sync" else "async", on_error="warn")
         try:
             run(lambda: checkpointer.save(state, directory / "a"))  # noqa: B023
         except KeyboardInterrupt:
@@ -79,16 +101,13 @@ def test_ctrl_c_at_any_line_of_a_save(strategy: Any, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_at_any_line_lets_no_job_run_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")  # as with ulimit -u
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
+    start_no_threads(monkeypatch)
     line = ""
 
     def interrupt() -> None:
         nonlocal line
         line = interrupted_line(("_pipeline/jobs.py",))
-        if not line.startswith(UNREAL_TWICE):
+        if not line.startswith(UNREAL_LATE):
             raise KeyboardInterrupt
 
     interrupted = 0
