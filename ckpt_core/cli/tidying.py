@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import os
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,7 @@ def add_commands(commands: Commands) -> None:
         _clean,
         help="delete what killed processes left unfinished in a directory",
         example="runs/7 --dry-run",
+        codes="0 well, 1 it could not be done, or this user may not read or delete something unfinished, 2 usage.",
     )
     clean.add_argument("directory", nargs="?", metavar="DIR", help="a directory of checkpoints; path or URL")
     clean.add_argument(
@@ -242,15 +244,32 @@ def _clean(options: Options) -> int:
     if found.is_checkpoint and not found.checkpoints[0].is_directory:
         refuse_checkpoint(found, "clean")
     catalog = Catalog(options.directory, storage_options=options.storage_options)
-    removed = catalog.prune(dry_run=options.dry_run)
-    if not removed:
+    kept = _kept_from_this_user(options.directory)
+    removed = [path for path in catalog.prune(dry_run=options.dry_run) if path not in kept]
+    if not removed and not kept:
         print(f"nothing was left unfinished in {printable(options.directory)}", file=sys.stderr)
     if options.json:
         print_json(removed)
-        return Exit.OK
-    for path in removed:
-        print(f"{'would delete' if options.dry_run else 'deleted'} {printable(path)}")
-    return Exit.OK
+    else:
+        for path in removed:
+            print(f"{'would delete' if options.dry_run else 'deleted'} {printable(path)}")
+    for path in kept:
+        print(printable(f"ckpt clean: {path} stays: this user may not read or delete it"), file=sys.stderr)
+    return Exit.FAILED if kept else Exit.OK
+
+
+def _kept_from_this_user(directory: str) -> list[str]:
+    """Return what is unfinished in a local directory, and what this user may not ask for its lock, or not delete."""
+    from ckpt_core.storage import is_remote, local_path
+    from ckpt_core.storage.local import unfinished
+
+    if is_remote(directory):
+        return []
+    effective = os.access in os.supports_effective_ids
+    paths = unfinished(local_path(directory))
+    if not os.access(local_path(directory), os.W_OK | os.X_OK, effective_ids=effective):
+        return paths
+    return [path for path in paths if not os.access(path, os.R_OK, effective_ids=effective) and os.path.lexists(path)]
 
 
 def _clean_memory(options: Options) -> int:

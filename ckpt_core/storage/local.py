@@ -293,12 +293,12 @@ class LocalStorage(Storage):
             return []
 
     def remove_orphans(self, directory: str) -> Sequence[str]:
-        parts = _unfinished(directory)
+        parts = unfinished(directory)
         local_directory.restore(directory)
         return [path for path in parts if local_directory.remove_if_abandoned(path)]
 
     def orphans(self, directory: str) -> Sequence[str]:
-        return [path for path in _unfinished(directory) if local_directory.is_abandoned(path)]
+        return [path for path in unfinished(directory) if local_directory.is_abandoned(path)]
 
     def put_file(self, source: str, target: str) -> None:
         directory = os.path.dirname(os.path.abspath(target))
@@ -389,7 +389,8 @@ def _claim(descriptor: int) -> bool:
     return os.fstat(descriptor).st_nlink > 0
 
 
-def _unfinished(directory: str) -> list[str]:
+def unfinished(directory: str) -> list[str]:
+    """Return the paths of the unfinished files and directories in a directory, also of those that are being written."""
     try:
         with os.scandir(directory or ".") as entries:
             return [entry.path for entry in entries if entry.name.startswith(".") and entry.name.endswith(SUFFIX)]

@@ -34,6 +34,7 @@ from ckpt_core.errors import (
 )
 from tests.accelerate_ckpt.training import Counter, Run, Tied, assert_same, model_of
 from tests.conftest import ACCELERATE
+from tests.support.closing import closed_to_this_user
 from tests.support.damage import flip_bit
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
@@ -298,6 +299,23 @@ def test_the_newest_that_verifies_is_loaded(tmp_path: Path, caplog: pytest.LogCa
     assert_same(fresh.state(), expected)
     assert "passed over the checkpoint" in caplog.text and "checkpoint_1" in caplog.text
     assert fresh.accelerator.save_iteration == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+def test_one_that_may_not_be_read_is_passed_over(anyones_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(automatic(anyones_path))
+    run.accelerator.save_state()
+    expected = run.state()
+    run.train(2)
+    run.accelerator.save_state()
+    run.accelerator.load_state()  # and imports what another user may not
+    closed = anyones_path / "checkpoints" / "checkpoint_1"
+    caplog.clear()
+    with closed_to_this_user(closed):
+        run.accelerator.load_state()
+    assert_same(run.state(), expected)
+    (said,) = [message for message in caplog.messages if message.startswith("passed over")]
+    assert said.startswith(f"passed over the checkpoint {closed}: cannot read the checkpoint: Permission denied; took ")
 
 
 def test_an_old_checkpoint_stays_if_its_successor_fails(small_filesystem: Path) -> None:

@@ -740,6 +740,30 @@ def test_prune_deletes_nothing_where_it_cannot_read_everything(
 
 
 @pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
+def test_clean_names_what_it_may_not_delete(anyones_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = anyones_path / "runs"
+    closed, left = runs / ".step=1.0123.ckpt-part", runs / ".step=2.0123.ckpt-part"
+    for path in (closed, left):
+        path.mkdir(parents=True)
+    for path in (runs, closed, left):
+        path.chmod(0o777)
+    assert main(["clean", "--dry-run", str(runs)]) == 0  # and imports what that user may not
+    for arguments in (["--dry-run"], []):
+        with closed_to_this_user(closed):
+            capsys.readouterr()
+            assert main(["clean", "--json", *arguments, str(runs)]) == 1
+            captured = capsys.readouterr()
+        assert json.loads(captured.out) == [str(left)]
+        assert captured.err == f"ckpt clean: {closed} stays: this user may not read or delete it\n"
+    assert os.listdir(runs) == [closed.name]
+    with closed_to_this_user(runs, mode=0o555):
+        capsys.readouterr()
+        assert main(["clean", "--dry-run", str(runs)]) == 1
+        captured = capsys.readouterr()
+    assert captured.out == "" and str(closed) in captured.err
+
+
+@pytest.mark.skipif(not hasattr(os, "seteuid"), reason="needs users")
 def test_latest_says_which_directory_it_could_not_read_and_starts_nothing_anew(
     directories: Path, anyones_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
