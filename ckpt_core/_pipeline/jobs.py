@@ -86,7 +86,7 @@ def _nothing() -> None:
 class JobQueue:
     """Runs jobs one after the other, in order, on a thread that lives as long as there is work.
 
-    ``on_error="raise"`` keeps the first failure for :meth:`raise_failure`. ``report`` is called on the thread with each
+    ``on_error="raise"`` keeps failures for :meth:`raise_failure`. ``report`` is called on the thread with each
     job that has failed, when its error is kept and counted, and with the level at which to log it.
     """
 
@@ -95,7 +95,7 @@ class JobQueue:
         self._name = name
         self._on_error = on_error
         self._report = report
-        self._failed: tuple[int, CheckpointError] | None = None
+        self._failed: list[tuple[int, CheckpointError]] = []  # by numbers of their jobs
         self._raised_elsewhere: tuple[int, CheckpointError] | None = None
         self._begun = 0
         self._forget_jobs()
@@ -195,10 +195,11 @@ class JobQueue:
                 return  # in a signal handler, see wait
             saves[0].done.wait()
         with self._lock:
-            if self._failed is None or self._failed[0] > self._begun + 1 - limit:
-                return
-            (_, failure), self._failed = self._failed, None
-        raise failure
+            last = self._begun + 1 - limit
+            due = [failure for number, failure in self._failed if number <= last]
+            self._failed = [(number, failure) for number, failure in self._failed if number > last]
+        if due:
+            raise due[0]
 
     def raise_late(self, limit: int) -> None:
         """Raise what :meth:`wait_for_turn` would have if no other process had raised it already.
@@ -216,16 +217,16 @@ class JobQueue:
     @property
     def failure(self) -> CheckpointError | None:
         """The oldest failure that was not taken yet; it stays for :meth:`wait_for_turn` to raise."""
-        failed = self._failed or self._raised_elsewhere
+        failed = self._failed[0] if self._failed else self._raised_elsewhere
         return None if failed is None else failed[1]
 
     def take_failure(self) -> CheckpointError | None:
         """Return the oldest failure that was not taken yet, once; None if there is none or they are only logged."""
         with self._lock:
             failure = self.failure
-            if self._failed is None:
+            if not self._failed:
                 self._raised_elsewhere = None
-            self._failed = None
+            self._failed = []
         return failure
 
     def raise_failure(self) -> None:
@@ -327,7 +328,7 @@ class JobQueue:
             if raises and error.raised_at_once:
                 self._raised_elsewhere = self._raised_elsewhere or (job.number, error)
             elif raises:
-                self._failed = self._failed or (job.number, error)
+                self._failed.append((job.number, error))
         self._report(job, error, logging.ERROR if raises else logging.WARNING)
 
 

@@ -117,6 +117,21 @@ def test_a_wait_that_takes_too_long_says_so() -> None:
     assert queue.wait("held", timeout=SECONDS)
 
 
+def test_a_failure_is_raised_in_its_turn_whenever_another_one_was() -> None:
+    """So that processes which save together raise at the same saves, whichever has heard of what."""
+    queue = Recorded()
+    queue.submit(job_of("a", failing(StorageError("first"))))
+    queue.submit(job_of("b", failing(StorageError("second"))))
+    assert queue.wait()
+    with pytest.raises(StorageError, match="first"):
+        queue.wait_for_turn(2)
+    queue.wait_for_turn(2)
+    queue.submit(job_of("c", lambda: None))
+    assert queue.wait()
+    with pytest.raises(StorageError, match="second"):
+        queue.wait_for_turn(2)
+
+
 def test_the_first_failure_is_kept_and_every_one_is_counted_and_reported() -> None:
     queue = Recorded()
     held = Held(queue)
