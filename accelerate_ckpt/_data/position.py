@@ -445,7 +445,9 @@ class LoaderPosition:
                 return _SkippedLoader(self.loader, batches, self._begin_after_an_empty_one())
             return self.loader if batches <= 0 else _SkippedLoader(self.loader, batches, self._begin_later)
         steps = int(waiting["steps"])
-        if batches != steps and self._fits(waiting):
+        # of a stream without a length nobody knows the epochs: the Trainer counts from the beginning of the training
+        counts_all = batches > steps and int(waiting["iteration"]) > 0 and not self._has_length()
+        if batches != steps and not counts_all and self._fits(waiting):
             log.warning(
                 "skip_first_batches was asked to skip %d batches, but the checkpoint was saved after %d: resuming "
                 "after %d",
@@ -454,6 +456,12 @@ class LoaderPosition:
                 steps,
             )
         return self.loader
+
+    def _has_length(self) -> bool:
+        try:
+            return len(self.loader) >= 0
+        except TypeError:
+            return False
 
     def _begin_later(self, batches: int) -> bool:
         self._leave_out = batches

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,31 @@ def test_a_resumed_run_ends_and_logs_as_one_that_was_never_interrupted(
     assert resumed.state.global_step == 2 * STEPS_PER_EPOCH
     assert_same(weights(resumed), weights(whole))
     assert logged(resumed) == logged(whole) and len(logged(whole)) == 4
+
+
+class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for index in range(len(Noisy())):
+            yield {"inputs": torch.full((4,), index / 62), "labels": torch.tensor(float(index % 3))}
+
+
+def test_a_stream_resumes_in_a_later_epoch_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def trainer(folder: str) -> Trainer:
+        one = trainer_for(tmp_path / folder, max_steps=30, save_steps=20, gradient_accumulation_steps=1)
+        one.train_dataset = Stream()
+        return one
+
+    whole = trainer("whole")
+    whole.train()
+    first = trainer("parts")
+    first.add_callback(StopAfter(21))
+    with pytest.raises(StopError):
+        first.train()
+    resumed = trainer("parts")
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == 30
+    assert_same(weights(resumed), weights(whole))
+    assert [one.message for one in caplog.records if "skip" in one.message] == []
 
 
 @pytest.mark.parametrize("step", [4, STEPS_PER_EPOCH], ids=["middle", "between epochs"])
