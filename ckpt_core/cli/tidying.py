@@ -276,16 +276,14 @@ def _clean_memory(options: Options) -> int:
     from ckpt_core.tiers import runs_in_memory
 
     runs = runs_in_memory(options.memory)
-    over = [run for run in runs if not run.is_alive]
-    for run in over if not options.dry_run else []:
-        run.delete()
+    over = [run for run in runs if not run.is_alive and (options.dry_run or run.delete())]
     if not over:
         print(f"no run that is over has left snapshots in {printable(options.memory)}", file=sys.stderr)
     if options.json:
         print_json([run.directory for run in over])
         return Exit.OK
     for run in runs:
-        print(f"{'kept, in use:' if run.is_alive else 'would delete' if options.dry_run else 'deleted'} {run}")
+        print(f"{'kept, in use:' if run not in over else 'would delete' if options.dry_run else 'deleted'} {run}")
     return Exit.OK
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import fcntl
 import glob
 import hashlib
@@ -42,6 +43,7 @@ Result = TypeVar("Result")
 MEMORY_ROOT = "/dev/shm"
 _RECORD = "run.json"
 _LONGEST_NAME = 60
+_ATTEMPTS = 10  # to make directories that others delete when they end, or clean up
 
 
 class MemoryTier:
@@ -139,12 +141,11 @@ class MemoryTier:
                 remedy="name one that is mounted (memory_dir), or train without memory_every_n_steps",
             )
         try:
-            try:
-                self._make_directories()
-            except FileNotFoundError:  # the only other run has ended, and taken the home along
-                self._make_directories()
-            self._refuse_others()
-            return action()
+            for _ in range(_ATTEMPTS - 1):
+                # The only other run may end and take the home along, or a clean-up what no run has locked yet.
+                with contextlib.suppress(FileNotFoundError):
+                    return self._act_in_directory(action)
+            return self._act_in_directory(action)
         except OSError as error:
             if isinstance(error, StorageError):
                 raise
@@ -155,18 +156,17 @@ class MemoryTier:
                 errno=error.errno,
             ) from error
 
-    def _make_directories(self) -> None:
+    def _act_in_directory(self, action: Callable[[], Result]) -> Result:
         for directory in (self._home, self._place, self.directory):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(directory, 0o700)
+        self._refuse_others()
+        return action()
 
     def _take(self) -> str:
         self.storage.drop_spares()
         self.storage.remove_orphans(self.directory)
-        token, path = uuid.uuid4().hex, f"{self._place}/{_RECORD}"
-        self._record = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        with contextlib.suppress(OSError):
-            fcntl.flock(self._record, fcntl.LOCK_SH)  # waits for nobody but who looks at this very moment
+        token, self._record = uuid.uuid4().hex, _lock_record(self._place)
         data = json.dumps({"version": 1, "run": self._run, "token": token}).encode()
         os.pwrite(self._record, data, 0)
         os.ftruncate(self._record, len(data))
@@ -203,6 +203,7 @@ class MemoryTier:
         addresses = PrefixStore(f"memory-{ranks.session}", store)
         place = agreement.from_rank_zero("memory", self._place)
         served: list[int] = []
+        locked: list[int] = []  # until the rank that serves has locked it
 
         def be_seen() -> None:
             if self._place != place:
@@ -210,7 +211,8 @@ class MemoryTier:
                     f"rank {ranks.rank} would keep snapshots in {self._place}, and rank 0 in {place}",
                     remedy="let memory_dir and the directory of the checkpoints have the same path on all machines",
                 )
-            self._in_own_directory(lambda: Path(f"{mark}{ranks.rank}").touch())
+            locked.append(self._in_own_directory(lambda: _lock_record(self._place)))
+            Path(f"{mark}{ranks.rank}").touch()
 
         def serve() -> None:
             served.append(min(int(name.rpartition("-")[2]) for name in glob.glob(f"{glob.escape(mark)}*")))
@@ -222,8 +224,12 @@ class MemoryTier:
                 address = json.dumps(self._server.machine)
             addresses.set(str(ranks.rank), address)
 
-        agreement.all_succeeded("memory", be_seen)
-        agreement.all_succeeded("memory", serve)
+        try:
+            agreement.all_succeeded("memory", be_seen)
+            agreement.all_succeeded("memory", serve)
+        finally:
+            for record in locked:
+                os.close(record)
         texts = [] if ranks.rank else [addresses.get(str(rank)).decode() for rank in range(ranks.world_size)]
         found = [[rank, *json.loads(text)] for rank, text in enumerate(texts) if text]
         found = agreement.from_rank_zero("memory", found)
@@ -325,8 +331,9 @@ class MemoryTier:
     def end(self) -> None:
         """Delete the snapshots: the run has ended as it should. Does nothing where :meth:`begin` was not called."""
         if self._record is not None:
+            record = os.dup(self._record)  # it stays locked
             self.leave()
-            _delete(self._place)
+            _delete(self._place, record)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -348,9 +355,12 @@ class RunInMemory:
     def __str__(self) -> str:
         return f"{self.directory} ({size_in_words(self.bytes)}, of {self.run or 'an unknown run'})"
 
-    def delete(self) -> None:
-        """Delete them."""
-        _delete(self.directory)
+    def delete(self) -> bool:
+        """Delete them, unless the run has begun again; return whether they are gone."""
+        with contextlib.suppress(OSError):
+            record = os.open(f"{self.directory}/{_RECORD}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            _delete(self.directory, record)
+        return not os.path.lexists(self.directory)
 
 
 def runs_in_memory(root: StrPath = MEMORY_ROOT) -> Sequence[RunInMemory]:
@@ -388,7 +398,33 @@ def _is_locked(directory: str) -> bool:
     return False
 
 
-def _delete(directory: str) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
+def _lock_record(place: str) -> int:
+    """Lock the record of a run that is alive, and return its descriptor; FileNotFoundError if it is being deleted."""
+    path = f"{place}/{_RECORD}"
+    record = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(record, fcntl.LOCK_SH)  # waits for nobody but who looks or deletes at this very moment
+        if not os.path.samestat(os.stat(path), os.fstat(record)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    except BaseException:
+        os.close(record)
+        raise
+    return record
+
+
+def _delete(directory: str, record: int) -> None:
+    """Delete the snapshots of a run, unless it is alive; ``record`` is closed."""
+    gone = f"{directory}-{uuid.uuid4().hex[:12]}"  # at once, because a run that begins makes the directory anew
+    try:
+        fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.stat(f"{directory}/{_RECORD}"), os.fstat(record)):
+            return
+        os.rename(directory, gone)
+    except OSError:
+        return
+    finally:
+        os.close(record)
+    shutil.rmtree(gone, ignore_errors=True)
     with contextlib.suppress(OSError):
         os.rmdir(os.path.dirname(directory))  # when no other run has any

@@ -386,3 +386,60 @@ def test_a_run_that_is_killed_often_leaves_whole_snapshots(
     fork_script: ScriptRunner, tmp_path: Path, strategy: str
 ) -> None:
     killed_at_random(fork_script, tmp_path, strategy, 40)
+
+
+def test_a_run_that_begins_while_runs_are_cleaned_up_keeps_its_snapshots(tmp_path: Path) -> None:
+    """At whatever line of the one the other does all of its work."""
+    run, root = tmp_path / "run", tmp_path / "memory"
+
+    def clean_up() -> None:
+        for each in runs_in_memory(root):
+            assert each.is_alive or each.delete() or any(other.is_alive for other in runs_in_memory(root))
+
+    def begin() -> None:
+        tier = MemoryTier(run, root=root)
+        begun.append((tier, tier.begin()))
+        Path(tier.directory, "snapshot").touch()
+
+    def begin_beside() -> None:
+        thread = threading.Thread(target=begin)  # which may have to wait for the lock
+        thread.start()
+        thread.join(0.02)
+        threads.append(thread)
+
+    begun: list[tuple[MemoryTier, str]] = []
+    threads: list[threading.Thread] = []
+    for act, handler in [(begin, clean_up), (clean_up, begin_beside)]:
+        moments = 0
+        for run_until in at_every_moment(IN_TIER, handler, opcodes=False):
+            begun.clear()
+            threads.clear()
+            begin()
+            begun.pop()[0].leave()
+            run_until(act)
+            for thread in threads:
+                thread.join()
+            for tier, token in begun:
+                assert tier.is_seen(token)
+                assert os.listdir(tier.directory) == ["snapshot"]
+                assert [each.is_alive for each in runs_in_memory(root)] == [True]
+                tier.end()
+            assert not any(each.is_alive for each in runs_in_memory(root))
+            moments += 1
+        assert moments > 20
+
+
+def test_a_run_that_has_begun_since_they_were_listed_keeps_its_snapshots(tmp_path: Path) -> None:
+    tier = MemoryTier(tmp_path / "run", root=tmp_path / "memory")
+    tier.begin()
+    tier.leave()
+    (listed,) = runs_in_memory(tmp_path / "memory")
+    again = MemoryTier(tmp_path / "run", root=tmp_path / "memory")
+    token = again.begin()
+    Path(again.directory, "snapshot").touch()
+    assert not listed.is_alive
+    assert not listed.delete()
+    assert os.listdir(again.directory) == ["snapshot"]
+    assert again.is_seen(token)
+    again.end()
+    assert runs_in_memory(tmp_path / "memory") == []
