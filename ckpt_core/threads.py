@@ -7,11 +7,12 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeVar
+from typing import Any, TypeVar
 
 IO_THREADS = min(4, max(2, os.cpu_count() or 1))
 
 Job = TypeVar("Job")
+Owner = TypeVar("Owner")
 
 
 class Latch:
@@ -147,19 +148,18 @@ def run_parallel(
         raise errors[0]
 
 
-_in_child: set[weakref.WeakMethod[Callable[[], None]]] = set()
+# by object and not as a WeakMethod, whose callback fails while the interpreter ends
+_in_child: weakref.WeakKeyDictionary[object, Callable[[Any], None]] = weakref.WeakKeyDictionary()
 
 
-def call_in_forked_child(method: Callable[[], None]) -> None:
-    """Call a method in each forked process, which has none of the parent's threads, as long as its object lives."""
-    _in_child.add(weakref.WeakMethod(method, _in_child.discard))
+def call_in_forked_child(instance: Owner, method: Callable[[Owner], None]) -> None:
+    """Call a method in each forked process, which has none of the parent's threads, as long as the object lives."""
+    _in_child[instance] = method
 
 
 def _call_methods() -> None:
-    for known in tuple(_in_child):
-        method = known()
-        if method is not None:
-            method()
+    for instance, function in list(_in_child.items()):
+        function(instance)
 
 
 os.register_at_fork(after_in_child=_call_methods)

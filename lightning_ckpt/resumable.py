@@ -68,6 +68,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 _PLUGINS = (TorchFileIO, ShardedCheckpointIO)
 _PREEMPTED = "preempted-step="
 _JUST_IN_TIME = "just-in-time-step="
+_DRAIN_SECONDS = 5.0  # for a save of all ranks that only waits for the disk, when one of them has died
 _NOT_EMPTY = "exists and is not empty"  # in Lightning's warning
 
 
@@ -763,8 +764,9 @@ class ResumableCheckpoint(ModelCheckpointBase):
         return just_in_time is not None and just_in_time.is_rank_gone
 
     def _save_just_in_time(self, trainer: Any, just_in_time: JustInTime, error: BaseException) -> None:
-        if isinstance(trainer.strategy.checkpoint_io, TorchFileIO):
-            trainer.strategy.checkpoint_io.checkpointer.drain()  # what is committed later would count as newer
+        plugin = trainer.strategy.checkpoint_io
+        if isinstance(plugin, _PLUGINS):  # what is committed later would count as newer
+            plugin.checkpointer.drain(timeout=None if isinstance(plugin, TorchFileIO) else _DRAIN_SECONDS)
         directory = os.fspath(self.dirpath or "")
         try:
             path = just_in_time.rescue(

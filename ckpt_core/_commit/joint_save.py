@@ -35,6 +35,10 @@ class SaveSeries:
         self.find_dead: Callable[[], Collection[int]] = tuple  # ranks that will report nothing more
         self.name = group.next_series()
 
+    def dead(self) -> set[int]:
+        """Return the other ranks that are known to be dead."""
+        return {*self.group.find_dead(), *self.find_dead()}
+
     def open(
         self,
         path: str,
@@ -178,11 +182,11 @@ class JointSave:
             keys = [self._key(f"report/{rank}") for rank in awaited]
             if not keys or store.wait(keys, max(0.0, min(wait, left))):
                 return awaited, absent
-            dead = self._series.find_dead()
-            if left <= wait or any(self._lacks(store, rank) for rank in awaited if rank in dead):
-                return [rank for rank in awaited if not self._lacks(store, rank)], absent
             if self._absent is not None:  # whoever has begun takes part, whatever is said of it
                 absent |= {rank for rank in self._absent() if not store.has(self._key(f"begun/{rank}"))}
+            dead = self._series.dead() - absent
+            if left <= wait or any(self._lacks(store, rank) for rank in awaited if rank in dead):
+                return [rank for rank in awaited if rank not in absent and not self._lacks(store, rank)], absent
             wait = min(2 * wait, _LAST_LOOK)
 
     def _lacks(self, store: TimedStore, rank: int) -> bool:
@@ -218,15 +222,20 @@ class JointSave:
         return texts
 
     def _missing(self, store: TimedStore, ranks: Sequence[int]) -> RankFailedError:
-        found = self._series.find_dead()
-        dead = [rank for rank in ranks if rank in found]
-        if dead:
+        found = self._series.dead()
+        begun = [rank for rank in ranks if store.has(self._key(f"begun/{rank}"))]
+        if dead := [rank for rank in begun if rank in found]:
             return RankFailedError(
                 f"{names_of(dead)} died before the save of {self._path} was whole",
                 path=self._path,
                 remedy="look at the log of that rank",
             )
-        begun = [rank for rank in ranks if store.has(self._key(f"begun/{rank}"))]
+        if ended := [rank for rank in ranks if rank in found]:
+            return RankFailedError(
+                f"{names_of(ended)} did not begin the save of {self._path}, and will not: no such process is left",
+                path=self._path,
+                remedy="look at the log of that rank; if it ended as it should, call save on all ranks, together",
+            )
         if begun:
             return self._too_late(begun)
         return self._not_called(ranks)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import uuid
 from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ckpt_core._commit.tcp_store import connect_store, derived_key
+from ckpt_core._commit.tcp_store import TimedStore, connect_store, derived_key
+from ckpt_core.storage.lease import lives, this_process
+
+_ANSWER_SECONDS = 5.0
 
 
 class RankGroup:
@@ -36,6 +40,7 @@ class RankGroup:
         self.store = store
         self.session = session
         self._series = itertools.count()
+        self._processes = ""  # key of the processes of this machine, one a line
 
     @classmethod
     def alone(cls) -> RankGroup:
@@ -57,7 +62,19 @@ class RankGroup:
         if world_size == 1:
             return cls.alone()
         store = connect_store(rank, world_size, broadcast, timeout_seconds=timeout_seconds)
-        return cls(rank, world_size, store, broadcast(uuid.uuid4().hex[:12]))
+        group = cls(rank, world_size, store, broadcast(uuid.uuid4().hex[:12]))
+        process = this_process()
+        if process["machine"]:
+            group._processes = f"processes/{process['machine']}"
+            TimedStore(store, answer_within=timeout_seconds).append(group._processes, json.dumps([rank, process]))
+        return group
+
+    def find_dead(self) -> list[int]:
+        """Return the other ranks that have connected from this machine and whose processes are over."""
+        if self.store is None or not self._processes:
+            return []
+        lines = TimedStore(self.store, answer_within=_ANSWER_SECONDS).lines(self._processes)
+        return [rank for rank, process in map(json.loads, lines) if lives(process) is False]
 
     def key(self, purpose: str) -> bytes:
         """Return a key for a purpose that all ranks know, and nobody else; there are several ranks."""

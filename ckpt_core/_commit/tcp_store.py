@@ -151,6 +151,16 @@ class TimedStore:
         """Return the value of ``key``, which exists."""
         return unseal(self._store, key, self._ask(lambda: self._store.get(key)))
 
+    def append(self, key: str, line: str) -> None:
+        """Add a line to those of ``key``."""
+        sealed = f"{seal(self._store, key, line)}\n"
+        self._ask(lambda: self._store.append(key, sealed))  # type: ignore[attr-defined]
+
+    def lines(self, key: str) -> list[str]:
+        """Return the lines of ``key``, which has some."""
+        sealed: bytes = self._ask(lambda: self._store.get(key))
+        return [unseal(self._store, key, line) for line in sealed.splitlines()]
+
     def has(self, key: str) -> bool:
         """Return whether there is a value under ``key``."""
         return self.have([key])

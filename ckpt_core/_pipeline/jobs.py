@@ -99,7 +99,7 @@ class JobQueue:
         self._raised_elsewhere: tuple[int, CheckpointError] | None = None
         self._begun = 0
         self._forget_jobs()
-        call_in_forked_child(self._forget_jobs)
+        call_in_forked_child(self, type(self)._forget_jobs)
 
     def _forget_jobs(self) -> None:
         """Begin without jobs; in a forked process, which has the parent's and not the thread that does them."""

@@ -94,7 +94,7 @@ class Pipeline:
         self._strategy = strategy
         self._listeners = listeners
         self._forget_saves()
-        call_in_forked_child(self._forget_saves)
+        call_in_forked_child(self, type(self)._forget_saves)
         self._has_warned_of_memory = False
         self._overlaps = overlap and strategy == "async"
         if self._overlaps:

@@ -13,6 +13,7 @@ from ckpt_core.state.kinds import join_ranks
 from ckpt_core.survivors import NO_PLACE, BufferCopies, Rescue, Survivors, ignoring_signals, why_not_replicas
 from lightning_ckpt._exact.state import ExactState
 from lightning_ckpt._private.loops import whole_checkpoint
+from lightning_ckpt.sharded import ShardedCheckpointIO
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +34,9 @@ class JustInTime:
         self._buffers = BufferCopies([trainer.lightning_module])
         self._versions = 0
         state.at_moment = self._note
+        plugin = trainer.strategy.checkpoint_io
+        if isinstance(plugin, ShardedCheckpointIO):
+            plugin.checkpointer.wait_for_no_dead(self._survivors.find_dead)
 
     @staticmethod
     def problem_of(trainer: Any) -> str | None:

@@ -6,7 +6,7 @@ Reads one specification per line from its standard input, forks a process per ra
     {"directory": "...", "ranks": 2, "port": 29500, "limit_seconds": 60, "io": "AsyncCheckpointIO", "callback": "ours",
      "trainer": {...}, "options": {...}, "settings": {...}, "resume": "path" | null, "slurm": true,
      "machines": true, "answers": 1e6, "then": ["test", "predict", "fit"], "finder": {...},
-     "signals": [[rank, "SIGUSR1", "on_train_batch_start", count], ...],
+     "signals": [[rank, "SIGUSR1", "on_train_batch_start", count], ...], "never_durable": [rank, ...],
      "name": "first"}
 """
 
@@ -20,6 +20,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -34,6 +35,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 
 import lightning_ckpt
 from ckpt_core._commit.acting_together import Meeting
+from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 from lightning_ckpt import ResumableCheckpoint
 from lightning_ckpt._routing import gathering
 from tests.lightning_ckpt.exact_cases import MemoryLogger, Model, PlannedError, outcome
@@ -125,6 +127,8 @@ def main(spec: dict[str, Any], rank: int) -> None:
     plugins: list[Any] = []
     if spec.get("io"):
         plugins.append(getattr(lightning_ckpt, spec["io"])(**spec.get("io_settings", {})))
+    if rank in spec.get("never_durable", []):
+        plugins[0]._settings["storage"] = FaultyStorage(LocalStorage(), [Fault("commit", until=threading.Event())])
     if spec.get("slurm"):
         plugins.append(SLURMEnvironment(auto_requeue=True))
     settings = {

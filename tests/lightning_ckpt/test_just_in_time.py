@@ -68,6 +68,19 @@ def test_rank_0_is_killed_in_a_save_at_the_end_of_a_window(job: Job, tmp_path: P
     check_resumes(job, tmp_path, 3, signals=signals, killed=[0], **spec)
 
 
+@pytest.mark.parametrize("survivors_save", [True, False])
+def test_a_save_in_which_a_rank_dies_is_given_up_at_once(job: Job, tmp_path: Path, survivors_save: bool) -> None:
+    settings = {**SETTINGS, "every_n_train_steps": 3, "just_in_time": survivors_save}
+    spec = {"settings": settings, "io": "ShardedCheckpointIO", "ranks": 3, "io_settings": {"commit_timeout": 1e6}}
+    spec["options"] = {"wide": True}  # so that each rank writes a part
+    job.run(tmp_path, "first", **spec, signals=[[1, "SIGKILL", BACKWARD, 5]], never_durable=[1], killed=[1])
+    path = tmp_path / "saved" / "step=3.ckpt"
+    for rank in (0, 2):
+        said = (tmp_path / f"first.{rank}.log").read_text()
+        assert f"rank 1 died before the save of {path} was whole" in said
+    assert [each.name for each in (tmp_path / "saved").iterdir()] == ["just-in-time-step=4.ckpt"] * survivors_save
+
+
 MORE: dict[str, tuple[int, dict[str, Any]]] = {
     "rank 1 of 3, between steps": (6, {"signals": [[1, "SIGKILL", START, 6]], "killed": [1], "ranks": 3}),
     "rank 0 of 3 has an error of its own": (6, {"signals": [[0, "raise", START, 6]], "ranks": 3}),

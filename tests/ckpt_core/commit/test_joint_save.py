@@ -178,6 +178,16 @@ def test_a_rank_that_is_known_to_be_dead_is_not_waited_for(series: Any) -> None:
     assert {error.message for error in results[:2]} == {"rank 2 died before the save of /a was whole"}
 
 
+def test_a_rank_that_died_before_a_save_fails_it_unless_it_does_not_take_part(series: Any) -> None:
+    ranks = series(2)
+    ranks[0].find_dead = lambda: [1]
+    with pytest.raises(RankFailedError, match="rank 1 did not begin the save of /a, and will not: no such process"):
+        save(ranks[0])
+    joint = ranks[0].open("/b", timeout=SECONDS, absent=lambda: [1])
+    joint.join()
+    assert joint.conclude("report", len) == 2
+
+
 def test_what_a_rank_has_reported_before_it_died_counts(series: Any) -> None:
     ranks = series(2)
     ranks[0].find_dead = lambda: [1]
