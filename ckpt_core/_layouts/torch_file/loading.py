@@ -76,15 +76,19 @@ def load_torch_file(
         verify_torch_file(reader)
         return _torch_load(ReaderIO(reader), reader.path, map_location, weights_only), True
 
-    filler = StorageCollector(map_location, [by_name[name].size for name in manifest.storages])
+    names = opened.filled_storages
+    filler = StorageCollector(map_location, [by_name[name].size for name in names])
     with without_data():
         result = _build(opened, reader, filler, weights_only)
-    if len(filler.storages) != len(manifest.storages):
+    if any(storage.device.type == "meta" for storage in filler.storages):
+        verify_torch_file(reader)
+        return _torch_load(ReaderIO(reader), reader.path, map_location, weights_only), True
+    if len(filler.storages) != len(names):
         raise CheckpointCorruptedError(
             "the checkpoint's pickle and its manifest disagree", path=reader.path, remedy=RESUME_FROM_ANOTHER
         )
     memories: dict[str, torch.Tensor] = {}
-    for name, storage in zip(manifest.storages, filler.storages, strict=True):
+    for name, storage in zip(names, filler.storages, strict=True):
         record = by_name[name]
         if storage.nbytes() != record.size:
             raise CheckpointCorruptedError(
@@ -93,8 +97,7 @@ def load_torch_file(
                 key=name,
                 remedy=RESUME_FROM_ANOTHER,
             )
-        if record.size:
-            (memories[name],) = bytes_of([storage])
+        (memories[name],) = bytes_of([storage])
     with _named_by_key(opened, reader):
         opened.read_tensors(reader, memories)
     return result, True
@@ -154,10 +157,10 @@ def _named_by_key(opened: OpenedFile, reader: FileReader) -> Iterator[None]:
 
 
 def _key_of(record: str | None, opened: OpenedFile, reader: FileReader) -> str | None:
-    collector = StorageCollector("meta", ())
+    collector = StorageCollector("cpu", ())
     with without_data():
         state = _torch_load(SegmentIO(opened.segments, reader.size), reader.path, collector, None)
-    places = dict(zip(opened.manifest.storages, collector.storages, strict=False))
+    places = dict(zip(opened.filled_storages, collector.storages, strict=False))
     wanted = places[str(record)]._cdata
     return next((key for key, tensor in tensors(state) if tensor.untyped_storage()._cdata == wanted), None)
 

@@ -54,6 +54,12 @@ class OpenedFile(NamedTuple):
     # own record, by that name.
     gaps: dict[str, bytes]
 
+    @property
+    def filled_storages(self) -> list[str]:
+        """The names of the storages that are not empty, in the order in which the pickle first refers to them."""
+        sizes = {record.name: record.size for record in self.manifest.records}
+        return [name for name in self.manifest.storages if sizes[name]]
+
     def bytes_of(self, name: str) -> bytes:
         """Return the bytes of a record that holds no tensor."""
         found = next(record for record in self.manifest.records if record.name == name)

@@ -34,7 +34,11 @@ def without_data() -> Iterator[None]:
 
 
 class StorageCollector:
-    """A ``map_location`` that does what the caller's would, and keeps the storages in the order of the pickle."""
+    """A ``map_location`` that does what the caller's would, and keeps the storages in the order of the pickle.
+
+    Those that are empty are left out: torch asks for them again wherever the pickle refers to them. So it does for
+    those on the meta device, which are in the list as often.
+    """
 
     def __init__(self, map_location: MapLocation, sizes: Sequence[int]) -> None:
         self.storages: list[torch.UntypedStorage] = []
@@ -48,7 +52,8 @@ class StorageCollector:
         if self._are_too_large and storage.nbytes() in (2 * size, 4 * size, 8 * size, 16 * size):
             storage = torch.UntypedStorage(size)
         restored = self._restore(storage, location)
-        self.storages.append(restored)
+        if restored.nbytes():
+            self.storages.append(restored)
         return restored
 
     def _restore(self, storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 
-from ckpt_core import Checkpointer, CheckpointFormatError, SerializationError, verify
+from ckpt_core import CheckpointCorruptedError, Checkpointer, CheckpointFormatError, SerializationError, verify
 from ckpt_core._layouts.image import WINDOW
 from ckpt_core._layouts.torch_file import archive as archive_module
 from ckpt_core._layouts.torch_file import pickling
@@ -91,6 +91,41 @@ def test_shared_memory_stays_shared(strategy: str, tmp_path: Path) -> None:
         assert loaded["deep"][0]["again"][0, 0] == 55.0
     with zipfile.ZipFile(path) as archive:
         assert sorted(name for name in archive.namelist() if "/data/" in name) == ["archive/data/0", "archive/data/1"]
+
+
+def test_memory_without_bytes_that_is_shared(tmp_path: Path) -> None:
+    empty = torch.empty(0, 4)
+    tied = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
+    tied.register_buffer("one", empty)
+    tied.register_buffer("other", empty.view(4, 0))
+    state = {"model": tied.state_dict(), "rows": list(torch.empty(3, 0).unbind()), "behind": torch.arange(3)}
+    path = save(state, tmp_path / "a.ckpt")
+    for loaded in all_loaders(path):
+        assert_same_state(loaded, state)
+    assert verify(path)
+
+
+@pytest.mark.parametrize("place", ["meta", {"cpu": "meta"}], ids=str)
+def test_shared_memory_on_the_meta_device(place: Any, tmp_path: Path) -> None:
+    base = torch.arange(10.0)
+    path = save({"base": base, "view": base[2:6], "other": torch.ones(3)}, tmp_path / "a.ckpt")
+    for loaded in [load(path, map_location=place), torch.load(path, map_location=place)]:
+        found = {key: (tensor.is_meta, tuple(tensor.shape)) for key, tensor in loaded.items()}
+        assert found == {"base": (True, (10,)), "view": (True, (4,)), "other": (True, (3,))}
+
+
+def test_damage_behind_shared_memory_is_named_by_its_own_key(tmp_path: Path) -> None:
+    base = torch.arange(10.0)
+    state = {"base": base, "view": base[2:6], "other": torch.full((3,), 7.5)}
+    path = save(state, tmp_path / "a.ckpt")
+    damaged = path.read_bytes().replace(raw_bytes(state["other"]), bytes(12))
+    path.write_bytes(damaged)
+    with pytest.raises(CheckpointCorruptedError) as caught:
+        load(path)
+    assert caught.value.key == "other"
+    with pytest.raises(CheckpointCorruptedError) as caught:
+        load(path, map_location="meta")
+    assert caught.value.key == "other"
 
 
 @pytest.mark.parametrize("strategy", ["sync", "async"])
