@@ -55,6 +55,7 @@ LAYERS = (
         "option_checks",
         "paths",
         "signal_thread",
+        "weights_only",
     },
 )
 LAYER_OF = {name: number for number, names in enumerate(LAYERS) for name in names}

@@ -32,6 +32,7 @@ from accelerate_ckpt._state.parts import check_optimizer, check_weights, is_shar
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, StateMismatchError, UnsafeCheckpointError
 from ckpt_core.interchange import check_dcp
 from ckpt_core.state.kinds import indexed
+from ckpt_core.weights_only import reason_of, refused_in
 
 _CUSTOM = re.compile(r"custom_checkpoint_(\d+)\.pkl")
 _RANDOM = re.compile(rf"{RNG_STATE_NAME}_(\d+)\.pkl")
@@ -39,8 +40,6 @@ _LOADERS = re.compile(rf"({SAMPLER_NAME}|dl_state_dict)(_\d+)?\.bin")
 # What Accelerate's load_kwargs are for. It reads the others with weights_only=True, whatever anybody says.
 _MAY_BE_ALLOWED = re.compile(rf"({OPTIMIZER_NAME}|{SCHEDULER_NAME}|dl_state_dict)(_\d+)?\.bin|{_CUSTOM.pattern}")
 _OURS = re.compile(r"rank-\d+-of-\d+\.(safetensors|digests)")
-# In what torch says of a pickle that is more than data; of one that is damaged, it says other things.
-_REFUSED = re.compile("GLOBAL|[Uu]nsupported (global|class)|unrecognized function")
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
 _BLOCK = 2**20  # bytes
 _EARLIER = "it was cut off while it was saved, or copied in part: load an earlier checkpoint"
@@ -188,10 +187,15 @@ class StockCheckpoint:
             if self._allow_pickle and _MAY_BE_ALLOWED.fullmatch(name):
                 return None
             return load_file(path, map_location="cpu", mmap=is_archive and not keep)
-        except pickle.UnpicklingError as error:
-            if not _REFUSED.search(str(error)):
+        except FileNotFoundError as error:
+            raise CheckpointCorruptedError(
+                f"the checkpoint is not complete: there is no {name}", path=path, key=name, remedy=_EARLIER
+            ) from error
+        except Exception as error:  # bytes that make no sense fail anywhere in torch and pickle
+            what = refused_in(error)
+            if what is None:
                 raise _damaged(path, error) from error
-            found = _GLOBAL.search(str(error))
+            found = _GLOBAL.search(what)
             raise UnsafeCheckpointError(
                 f"reading {name} would run code from it{f': it asks for {found[1]}' if found else ''}",
                 path=path,
@@ -201,12 +205,6 @@ class StockCheckpoint:
                 if _MAY_BE_ALLOWED.fullmatch(name)
                 else "do not use it: Accelerate itself never reads this file in a way that runs code",
             ) from error
-        except FileNotFoundError as error:
-            raise CheckpointCorruptedError(
-                f"the checkpoint is not complete: there is no {name}", path=path, key=name, remedy=_EARLIER
-            ) from error
-        except Exception as error:  # bytes that make no sense fail anywhere in torch and pickle
-            raise _damaged(path, error) from error
 
 
 def _model_files(index: int) -> tuple[str, str]:
@@ -242,9 +240,8 @@ def _shapes_of(state: Mapping[str, Any]) -> dict[str, tuple[int, ...] | None]:
 
 
 def _damaged(path: str, error: Exception) -> CheckpointCorruptedError:
-    said = " ".join(str(error).split())[:300]
     return CheckpointCorruptedError(
-        f"{os.path.basename(path)} cannot be read: {type(error).__name__}: {said}",
+        f"{os.path.basename(path)} cannot be read: {type(error).__name__}: {reason_of(error)}",
         path=path,
         key=os.path.basename(path),
         remedy=_EARLIER,

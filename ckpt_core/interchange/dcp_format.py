@@ -34,6 +34,7 @@ from ckpt_core.interchange.flat_names import EntryPath, entry_name
 from ckpt_core.interchange.streaming import TensorMemory
 from ckpt_core.storage import FileReader, Storage
 from ckpt_core.storage.base import ReaderIO
+from ckpt_core.weights_only import refused_in
 
 METADATA_NAME = ".metadata"
 REST_NAME = "meta.pt"  # what Lightning writes beside DCP's files: everything but weights and optimizers
@@ -195,7 +196,6 @@ def _is_inside(box: Box, shape: tuple[int, ...]) -> bool:
 
 REMEDY = "copy the checkpoint again, or import another one"
 _DATA = re.compile(r"[^/]+/data/[0-9]+")
-_REFUSED = re.compile("GLOBAL|Unsupported (global|class)")  # in what torch says of a pickle that is more than data
 _LOCAL_HEADER = 30  # bytes, before name and extra field
 
 
@@ -241,7 +241,7 @@ def _read_stored(
         error.key = key
         raise
     except Exception as error:  # bytes that make no sense fail anywhere in torch and pickle
-        if _REFUSED.search(str(error)):
+        if refused_in(error) is not None:
             raise UnsafeCheckpointError(
                 f"the object at {key} is not plain data, and rebuilding it could run any code",
                 path=path,

@@ -23,6 +23,7 @@ from accelerate_ckpt._private.files import registered_states
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, StateMismatchError, UnsafeCheckpointError
 from tests.accelerate_ckpt.test_bad_input import ours, refused
 from tests.accelerate_ckpt.training import Counter, Run, assert_same, model_of
+from tests.support.pickles import DAMAGED, REFUSED, archive_of
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -168,6 +169,27 @@ def test_a_damaged_one_of_stock_is_passed_over(tmp_path: Path, caplog: pytest.Lo
     run.accelerator.load_state()
     assert run.accelerator.project_configuration.iteration == 10  # its name is taken
     assert f"passed over the checkpoint {saved / 'checkpoint_9'}" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["SETITEM of a number", "REDUCE of a number", "no such operation"])
+@pytest.mark.parametrize("name", PICKLES[:3])
+def test_a_pickle_that_nothing_writes_is_damaged(
+    tmp_path: Path, name: str, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    saved = two_of_ours(tmp_path)
+    (save_stock(saved / "checkpoint_9") / name).write_bytes(archive_of(DAMAGED[kind]))
+    run, counter = prepared(automatic(tmp_path))
+    refused(run.accelerator, saved / "checkpoint_9", CheckpointCorruptedError, name, "load an earlier checkpoint")
+    run.accelerator.load_state()
+    assert counter.count == 0  # of ours
+    assert f"passed over the checkpoint {saved / 'checkpoint_9'}" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("pickled", REFUSED.values(), ids=REFUSED)
+def test_a_pickle_that_torch_refuses_is_left_to_the_user(stock: Path, pickled: bytes) -> None:
+    (stock / "scheduler.bin").write_bytes(archive_of(pickled))
+    refused(prepared(ours())[0].accelerator, stock, UnsafeCheckpointError, "allow_pickle=True", "scheduler.bin")
 
 
 def test_ours_without_its_manifest_is_not_taken_for_one_of_stock(tmp_path: Path, stock: Path) -> None:

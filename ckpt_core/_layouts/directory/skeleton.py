@@ -27,6 +27,7 @@ import torch
 
 from ckpt_core.errors import CheckpointFormatError, SerializationError, UnsafeCheckpointError
 from ckpt_core.tree import join_key
+from ckpt_core.weights_only import reason_of, refused_in
 
 Json = Any  # what json.dumps takes and json.loads returns
 
@@ -306,15 +307,15 @@ def _opaque(kind: str, _: bytes) -> Opaque:
 def _rebuilt(kind: str, archive: bytes, weights_only: bool) -> Any:
     try:
         return torch.load(io.BytesIO(archive), map_location="cpu", weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        if not weights_only:
-            raise ValueError(f"a {kind} is damaged: {error}") from error
-        raise UnsafeCheckpointError(
-            f"the checkpoint holds a {kind}, which is not plain data, and rebuilding it could run any code",
-            remedy="load with weights_only=False (with Accelerate: allow_pickle=True) if you trust the checkpoint's "
-            "author, or allow the type with torch.serialization.add_safe_globals",
-        ) from error
     except Exception as error:
+        if refused_in(error) is not None:
+            raise UnsafeCheckpointError(
+                f"the checkpoint holds a {kind}, which is not plain data, and rebuilding it could run any code",
+                remedy="load with weights_only=False (with Accelerate: allow_pickle=True) if you trust the "
+                "checkpoint's author, or allow the type with torch.serialization.add_safe_globals",
+            ) from error
+        if isinstance(error, pickle.UnpicklingError):
+            raise ValueError(f"a {kind} is damaged: {reason_of(error)}") from error  # noqa: TRY004
         raise CheckpointFormatError(
             f"a {kind} in the checkpoint cannot be rebuilt: {error}",
             remedy="define or install the class where it was when the checkpoint was saved",

@@ -12,7 +12,6 @@ import contextlib
 import io
 import pickle
 import pickletools
-import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,6 +37,7 @@ from ckpt_core.errors import (
 )
 from ckpt_core.storage.base import FileReader, ReaderIO
 from ckpt_core.tree import tensors
+from ckpt_core.weights_only import reason_of, refused_in
 
 # A pickle made of nothing but these is built without looking at a tensor's values.
 _PLAIN_GLOBALS = frozenset(
@@ -200,7 +200,7 @@ def glance_at_torch_file(reader: FileReader) -> Any:
         return _Glance(io.BytesIO(pickled)).load()
     except Exception as error:  # bytes that make no sense fail anywhere in pickle
         raise CheckpointFormatError(
-            f"this is not a readable torch checkpoint: {_first_lines(error)}", path=reader.path
+            f"this is not a readable torch checkpoint: {reason_of(error)}", path=reader.path
         ) from error
 
 
@@ -213,7 +213,7 @@ def _check_old_pickles(reader: FileReader) -> None:
             raise ValueError("it is a pickle, but not one that torch.save wrote")
     except (ValueError, IndexError, EOFError, OverflowError, MemoryError) as error:
         raise CheckpointFormatError(
-            f"this is not a readable torch checkpoint: {_first_lines(error)}",
+            f"this is not a readable torch checkpoint: {reason_of(error)}",
             path=reader.path,
             remedy="check that the path is a checkpoint and that its copy is complete",
         ) from error
@@ -254,24 +254,17 @@ def translated_errors(path: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except pickle.UnpicklingError as error:
-        if "weights_only" in str(error) or "Unsupported" in str(error):
-            found = re.search(r"WeightsUnpickler error:\s*(.*?)(?: was not an allowed|$)", str(error), re.MULTILINE)
-            what = found[1] if found else _first_lines(error)
-            raise UnsafeCheckpointError(
-                f"the checkpoint holds objects that are not plain data, and rebuilding them could run any code: {what}",
-                path=path,
-                remedy="pass weights_only=False (trainer.fit(..., weights_only=False)) if you trust the file's author: "
-                "it can run any code; or allow the type with torch.serialization.add_safe_globals",
-            ) from error
-        raise CheckpointFormatError(f"this is not a torch checkpoint: {_first_lines(error)}", path=path) from error
     except Exception as error:  # bytes that make no sense fail anywhere in torch and pickle
-        raise CheckpointFormatError(
-            f"this is not a readable torch checkpoint: {_first_lines(error)}",
+        what = refused_in(error)
+        if what is None:
+            raise CheckpointFormatError(
+                f"this is not a readable torch checkpoint: {reason_of(error)}",
+                path=path,
+                remedy="check that the path is a checkpoint and that its copy is complete",
+            ) from error
+        raise UnsafeCheckpointError(
+            f"the checkpoint holds objects that are not plain data, and rebuilding them could run any code: {what}",
             path=path,
-            remedy="check that the path is a checkpoint and that its copy is complete",
+            remedy="pass weights_only=False (trainer.fit(..., weights_only=False)) if you trust the file's author: "
+            "it can run any code; or allow the type with torch.serialization.add_safe_globals",
         ) from error
-
-
-def _first_lines(error: BaseException) -> str:
-    return " ".join(str(error).split())[:600]
