@@ -26,7 +26,7 @@ from ckpt_core.cli import (
     tidying,
     verifying,
 )
-from ckpt_core.cli.output import complain
+from ckpt_core.cli.output import fail
 from ckpt_core.cli.parser import STORE_OPTIONS, Exit, parse
 from ckpt_core.errors import CheckpointError, StorageError
 
@@ -60,29 +60,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="ckpt-names")
     try:
         try:
-            options = parse(arguments, _VERBS)
-            code = Exit.OK if options is None else options.run(options)
+            code = _run(arguments)
         finally:
             sys.stdout.flush()  # also what --help printed, before it ended the process
-    except CheckpointError as error:
-        complain(error)
-        if isinstance(error, StorageError) and "://" in (error.path or ""):
-            print(f"  of a store: {STORE_OPTIONS}", file=sys.stderr)
-        return Exit.FAILED
     except KeyboardInterrupt:
+        print("ckpt: interrupted", file=sys.stderr)
         return Exit.INTERRUPTED
     except OSError as error:
         # Nobody reads any more, or what is printed has no room.
         is_closed = isinstance(error, BrokenPipeError)
         if not is_closed:
-            said = f"{error.filename}: {error.strerror}" if error.filename and error.strerror else error
-            print(f"ckpt: {said}", file=sys.stderr)
+            print(f"ckpt: {error}", file=sys.stderr)
         try:
             sys.stdout.flush()
         except OSError:  # the interpreter would fail once more when it flushes at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return Exit.CLOSED_PIPE if is_closed else Exit.FAILED
     return int(code)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
+    options = parse(arguments, _VERBS)
+    if options is None:
+        return Exit.OK
+    try:
+        return int(options.run(options))
+    except CheckpointError as error:
+        code = fail(options, error, Exit.FAILED)
+        if isinstance(error, StorageError) and "://" in (error.path or ""):
+            print(f"  of a store: {STORE_OPTIONS}", file=sys.stderr)
+        return code
+    except OSError as error:
+        if not (error.filename and error.strerror):
+            raise  # of the output itself
+        return fail(options, f"{error.filename}: {error.strerror}", Exit.FAILED)
 
 
 def _bytes_of_a_name(error: UnicodeError) -> tuple[str | bytes, int]:

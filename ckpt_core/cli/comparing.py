@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt_core.cli.finding import find, find_foreign, no_checkpoint, size_at
 from ckpt_core.cli.inspecting import described
-from ckpt_core.cli.output import complain, count, interest, print_json, printable, styled
+from ckpt_core.cli.output import count, fail, interest, print_json, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointError
 
@@ -47,8 +47,7 @@ def _diff(options: Options) -> int:
         with progress(options, "load", size):
             first, second = _leaves(options.first, options), _leaves(options.second, options)
     except CheckpointError as error:
-        complain(error, "ckpt diff")
-        return Exit.USAGE
+        return fail(options, error, Exit.USAGE, said_by="ckpt diff")
     found = list(_differences(first, second))
     counts = {kind: sum(each[0] == kind for each in found) for kind in _KINDS}
     same = len(first) - counts["differ"] - counts["only_first"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 from ckpt_core.cli.finding import find, refuse_checkpoint, refuse_missing_bucket
-from ckpt_core.cli.output import print_json
+from ckpt_core.cli.output import fail, print_json
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointNotFoundError
 
@@ -33,8 +31,7 @@ def _latest(options: Options) -> int:
         catalog = Catalog(options.directory, suffix="", storage_options=options.storage_options)
         info = catalog.newest_verified(order=only_checkpoints)
     if info is None:
-        print(f"ckpt: there is nothing to resume in {options.directory}{_why(options)}", file=sys.stderr)
-        return Exit.MISSING
+        return fail(options, f"there is nothing to resume in {options.directory}{_why(options)}", Exit.MISSING)
     if options.json:
         print_json({"path": info.path, "step": info.step, "committed": info.committed, "bytes": info.size})
     else:

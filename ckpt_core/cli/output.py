@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import os
@@ -50,10 +51,25 @@ def printable(text: str) -> str:
     return text if text.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
-def complain(error: Exception, command: str = "ckpt") -> None:
+def complain(error: Exception | str, command: str = "ckpt") -> None:
     """Print an error as people are told of it, without what would control the terminal."""
-    text = f"{command}: {type(error).__name__}: {error}"
+    text = f"{command}: {error}" if isinstance(error, str) else f"{command}: {type(error).__name__}: {error}"
     print("\n".join(printable(line) for line in text.split("\n")), file=sys.stderr)
+
+
+def print_json_error(error: Exception | str, code: int) -> None:
+    """Print the JSON document of a command that fails with a message and has nothing else to print."""
+    known = {name: getattr(error, name, None) for name in ("path", "key", "remedy")}
+    name = None if isinstance(error, str) else type(error).__name__
+    print_json({"error": {"code": code, "type": name, "message": getattr(error, "message", str(error)), **known}})
+
+
+def fail(options: argparse.Namespace, error: Exception | str, code: int, *, said_by: str = "ckpt") -> int:
+    """Say why a command does nothing, with ``--json`` as its document, too, and return its exit code."""
+    complain(error, said_by)
+    if options.json:
+        print_json_error(error, code)
+    return code
 
 
 def styled(text: str, style: str) -> str:

@@ -11,11 +11,14 @@ import argparse
 import difflib
 import enum
 import importlib.metadata
+import itertools
 import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
+
+from ckpt_core.cli.output import print_json_error
 
 if TYPE_CHECKING:
     from argparse import _SubParsersAction
@@ -45,6 +48,7 @@ class _Parser(argparse.ArgumentParser):
     """An argument parser that suggests what may have been meant."""
 
     verbs: Mapping[str, argparse.ArgumentParser] = {}
+    prints_json = False
 
     def error(self, message: str) -> NoReturn:
         unknown = _UNKNOWN_VERB.search(message)
@@ -54,6 +58,8 @@ class _Parser(argparse.ArgumentParser):
             helps = [self.format_help(), *(parser.format_help() for parser in self.verbs.values())]
             message += _suggestion(option[1], {name for text in helps for name in _OPTION.findall(text)})
         self.print_usage(sys.stderr)
+        if _Parser.prints_json:
+            print_json_error(message, Exit.USAGE)
         self.exit(Exit.USAGE, f"{self.prog}: {message}\n")
 
 
@@ -113,6 +119,8 @@ def parse(arguments: Sequence[str] | None, add_commands: Sequence[Callable[[Comm
 
     ``add_commands`` are those of the files of verbs, in the order of the help.
     """
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    _Parser.prints_json = "--json" in itertools.takewhile(lambda word: word != "--", words)
     parser = _Parser(
         prog="ckpt",
         description="Look at, trust and move checkpoints.",
@@ -126,7 +134,7 @@ def parse(arguments: Sequence[str] | None, add_commands: Sequence[Callable[[Comm
     parser.verbs = commands.parsers
     # Defaults are here and not in the parsers, where those of a verb would replace what was said before it.
     defaults = Options(json=False, quiet=False, storage_options=None, endpoint_url=None, profile=None, run=None)
-    options = parser.parse_args(arguments, defaults)
+    options = parser.parse_args(words, defaults)
     if options.run is None:
         parser.print_help()
         return None

@@ -6,7 +6,7 @@ import argparse
 import shlex
 import sys
 
-from ckpt_core.cli.output import print_json, printable
+from ckpt_core.cli.output import fail, print_json, printable
 from ckpt_core.cli.parser import Commands, Exit, Options
 
 
@@ -74,8 +74,8 @@ def _rehearse(options: Options) -> int:
 
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
     if not command:
-        print("ckpt rehearse: give the command that starts the training: -- python train.py", file=sys.stderr)
-        return Exit.USAGE
+        said = "give the command that starts the training: -- python train.py"
+        return fail(options, said, Exit.USAGE, said_by="ckpt rehearse")
     try:
         result = rehearse(
             command,
@@ -90,11 +90,9 @@ def _rehearse(options: Options) -> int:
             announce=lambda line: None if options.quiet else print(f"rehearsal: {line}", file=sys.stderr, flush=True),
         )
     except ValueError as error:
-        print(f"ckpt rehearse: {error}", file=sys.stderr)
-        return Exit.USAGE
+        return fail(options, str(error), Exit.USAGE, said_by="ckpt rehearse")
     except CannotRehearseError as error:
-        print(f"ckpt rehearse: {error}", file=sys.stderr)
-        return Exit.MISSING
+        return fail(options, str(error), Exit.MISSING, said_by="ckpt rehearse")
     if options.json:
         print_json(result.as_dict())
     else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ckpt_core.cli.output import print_json, print_table, printable
+from ckpt_core.cli.output import fail, print_json, print_table, printable
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.events import size_in_words
 from ckpt_core.report import draw, read_events, run_in_words, seconds_in_words, totals_of, write_page
@@ -30,8 +30,8 @@ def _report(options: Options) -> int:
         processes = read_events(options.events)
     except (OSError, ValueError) as error:
         said = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
-        print(f"ckpt: there is no event log: {printable(str(said))}", file=sys.stderr)
-        return Exit.MISSING if isinstance(error, FileNotFoundError) else Exit.FAILED
+        code = Exit.MISSING if isinstance(error, FileNotFoundError) else Exit.FAILED
+        return fail(options, f"there is no event log: {said}", code)
     if options.output is not None:
         write_page(processes, options.output)
     if options.png is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt_core.cli.disk_usage import freed_by
 from ckpt_core.cli.finding import find, refuse_checkpoint, state_of
 from ckpt_core.cli.metrics_and_pins import Told, listen, pinned
-from ckpt_core.cli.output import complain, count, print_json, printable, styled
+from ckpt_core.cli.output import complain, count, fail, print_json, printable, styled
 from ckpt_core.cli.parser import Commands, Exit, Options
 from ckpt_core.errors import CheckpointError
 from ckpt_core.events import size_in_words
@@ -99,12 +99,8 @@ def _prune(options: Options) -> int:
     from ckpt_core.storage import storage_for
 
     if not options.keep:
-        print(
-            "ckpt prune: say what to keep, such as --keep latest=3; what killed processes have left is deleted by "
-            f"ckpt clean {options.directory}",
-            file=sys.stderr,
-        )
-        return Exit.USAGE
+        said = "say what to keep, such as --keep latest=3; what killed processes have left is deleted by ckpt clean"
+        return fail(options, f"{said} {options.directory}", Exit.USAGE, said_by="ckpt prune")
     failures: dict[str, CheckpointError] = {}
     found = find(options.directory, options.storage_options, failures=failures)
     refuse_checkpoint(found, "prune")
@@ -113,9 +109,8 @@ def _prune(options: Options) -> int:
     if failures:  # a rule may count from it, and would keep others if it were known
         for error in failures.values():
             complain(error)
-        said = f"ckpt prune: nothing was deleted, because not all of {options.directory} could be read"
-        print(printable(said), file=sys.stderr)
-        return Exit.FAILED
+        said = f"nothing was deleted, because not all of {options.directory} could be read"
+        return fail(options, said, Exit.FAILED, said_by="ckpt prune")
     if not found.checkpoints:
         print(found.hint(options.storage_options), file=sys.stderr)
     rules = [rule for rules in options.keep for rule in rules]
@@ -123,12 +118,8 @@ def _prune(options: Options) -> int:
     decisions = _decide(found.checkpoints, rules, told)
     for metric in _unknown_metrics(rules, told):
         known = sorted({name for each in told.values() for name in each.metrics})
-        print(
-            f"ckpt prune: no checkpoint says its {metric!r}, so none would be the best: they say "
-            f"{', '.join(known) or 'no metrics'}",
-            file=sys.stderr,
-        )
-        return Exit.USAGE
+        said = f"no checkpoint says its {metric!r}, so none would be the best: they say"
+        return fail(options, f"{said} {', '.join(known) or 'no metrics'}", Exit.USAGE, said_by="ckpt prune")
     surplus = [decision.info for decision in decisions if not decision.reasons]
     freed = freed_by((info.path, info.size) for info in surplus)
     if not options.json:
@@ -238,7 +229,8 @@ def _clean(options: Options) -> int:
     if options.memory is not None:
         return _clean_memory(options)
     if options.directory is None:
-        raise CheckpointError("which directory?", remedy="name it, or ask for the memory: ckpt clean --memory")
+        said = "name a directory, or ask for the memory: ckpt clean --memory"
+        return fail(options, said, Exit.USAGE, said_by="ckpt clean")
     # A directory that is not there is an error; what a closed one in it holds is of no matter, its name says enough.
     found = find(options.directory, options.storage_options, failures={})
     if found.is_checkpoint and not found.checkpoints[0].is_directory:

@@ -266,7 +266,7 @@ def test_no_checkpoint_is_converted_into_itself(home: Path, capfd: Capture) -> N
         (["rehearse", "--", "no-such-program"], "no-such-program"),
         (["prune", "run"], "say what to keep"),
         (["prune", "run", "--keep", "latest=1"], "--yes deletes"),
-        (["clean"], "which directory?"),
+        (["clean"], "name a directory"),
     ],
 )
 def test_what_makes_no_sense_is_told(words: list[str], said: str, capfd: Capture) -> None:

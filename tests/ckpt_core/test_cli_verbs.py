@@ -101,6 +101,36 @@ def test_every_verb_prints_one_json_document(verb: str, capsys: Capture) -> None
     assert set(re.findall(r"`(\w+)`", row.split("|")[2])) == keys_of(document)
 
 
+@pytest.mark.usefixtures("home")
+@pytest.mark.parametrize("verb", sorted(VERBS.keys() - {"verify", "doctor"}))  # these two have something to print
+def test_every_verb_that_fails_prints_one_json_document_that_says_why(verb: str, capsys: Capture) -> None:
+    words = ["fish" if verb == "completion" else "nope", *VERBS[verb].split()[1:]]
+    words = [] if verb == "rehearse" else words
+    try:
+        code = main([verb, "--json", *words])
+    except SystemExit as ended:
+        code = ended.code
+    captured = capsys.readouterr()
+    error = json.loads(captured.out)["error"]
+    assert set(error) == {"code", "type", "message", "path", "key", "remedy"}
+    missing = verb not in ("completion", "rehearse")
+    assert error["code"] == code == {"latest": 3, "report": 3, "diff": 2}.get(verb, 1 if missing else 2)
+    assert error["message"] in captured.err and ("nope" in error["message"]) == missing
+    if error["type"] is not None:
+        assert (error["type"], error["remedy"]) == ("CheckpointNotFoundError", "check the path")
+
+
+@pytest.mark.parametrize("words", [["--json", "inspct"], ["ls", "", "--json"], ["clean", "--json"]])
+def test_words_that_make_no_sense_are_a_json_document_too(words: list[str], capsys: Capture) -> None:
+    try:
+        code = main(words)
+    except SystemExit as ended:
+        code = ended.code
+    captured = capsys.readouterr()
+    error = json.loads(captured.out)["error"]
+    assert (error["code"], code) == (2, 2) and error["message"] in captured.err
+
+
 def keys_of(document: object) -> set[str]:
     """Those of a document whose names do not depend on what a checkpoint holds."""
     if isinstance(document, list):

@@ -378,5 +378,6 @@ def test_a_report_replaces_no_checkpoint(option: str, tmp_path: Path, capsys: py
     else:
         assert main(["report", str(log), "--json", option, str(checkpoint)]) == 1
         shown = capsys.readouterr()
-        assert shown.out == "" and "there is something already" in shown.err and str(checkpoint) in shown.err
+        said = json.loads(shown.out)["error"]
+        assert "there is something already" in said["message"] and said["path"] == str(checkpoint)
     assert checkpoint.read_bytes() == before
