@@ -26,7 +26,6 @@ LAYERS = (
     {"report"},
     {"checkpointer", "directory", "separate"},
     {"policies"},
-    {"ending"},
     {"preemption", "resume", "survivors"},
     {"catalog"},
     {"tiers"},

@@ -24,7 +24,6 @@ EXPORTED = {
     | {"Catalog", "CheckpointInfo", "Checkpointer", "DirectoryCheckpoint", "DirectoryCheckpointer", "EventLog", "Kind"}
     | {"LoadReport", "load_into"}
     | {"Part", "RankGroup", "Tiers", "policies", "storage", "verify", "wait_staged"},
-    "ckpt_core.ending": {"End", "EndWatch"},
     "ckpt_core.survivors": {
         "EVERYTHING",
         "NO_PLACE",
