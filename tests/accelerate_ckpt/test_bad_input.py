@@ -39,7 +39,7 @@ def stock(tmp_path: Path) -> Path:
     return tmp_path / "stock"
 
 
-def refused(accelerator: Accelerator, path: Path, error: type[Exception], *said: str) -> None:
+def assert_refused(accelerator: Accelerator, path: Path, error: type[Exception], *said: str) -> None:
     """Load, and see that it is refused in these words and that nothing has changed."""
     before = [{k: v.clone() for k, v in model.state_dict().items()} for model in accelerator._models]
     random_state = torch.get_rng_state()
@@ -80,7 +80,7 @@ def test_a_partial_stock_checkpoint_is_refused(stock: Path, name: str, said: str
     (stock / name).unlink()
     run = Run(ours(), seed=1)
     run.accelerator.register_for_checkpointing(Counter())
-    refused(run.accelerator, stock, CheckpointCorruptedError, said, str(stock), "earlier checkpoint")
+    assert_refused(run.accelerator, stock, CheckpointCorruptedError, said, str(stock), "earlier checkpoint")
 
 
 def test_a_rank_without_random_states_is_named(stock: Path) -> None:
@@ -88,7 +88,7 @@ def test_a_rank_without_random_states_is_named(stock: Path) -> None:
     (stock / "random_states_0.pkl").rename(stock / "random_states_1.pkl")
     run = Run(ours(), seed=1)
     run.accelerator.register_for_checkpointing(Counter())
-    refused(run.accelerator, stock, CheckpointCorruptedError, "random_states_0.pkl")
+    assert_refused(run.accelerator, stock, CheckpointCorruptedError, "random_states_0.pkl")
 
 
 def test_torn_random_states_are_not_passed_over(stock: Path) -> None:
@@ -96,7 +96,7 @@ def test_torn_random_states_are_not_passed_over(stock: Path) -> None:
     path.write_bytes(path.read_bytes()[:100])
     run = Run(ours(), seed=1)
     run.accelerator.register_for_checkpointing(Counter())
-    refused(run.accelerator, stock, CheckpointCorruptedError, "random_states_0.pkl", "cannot be read")
+    assert_refused(run.accelerator, stock, CheckpointCorruptedError, "random_states_0.pkl", "cannot be read")
 
 
 def test_tensors_of_other_layouts_in_an_object_come_back(tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_another_number_of_objects_is_refused_in_accelerates_words(
     path = stock if saved_by == "stock" else saved_by_us(tmp_path)
     run = Run(ours(), seed=1)
     run.accelerator.register_for_checkpointing(*(Counter() for _ in range(registered)))
-    refused(
+    assert_refused(
         run.accelerator,
         path,
         StateMismatchError,
@@ -161,21 +161,23 @@ def test_another_model_is_refused_by_the_names_of_its_weights(tmp_path: Path) ->
     accelerator = ours()
     path = without_objects(accelerator, saved_by_us(tmp_path))
     accelerator.prepare(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4)))
-    refused(accelerator, path, StateMismatchError, "3.weight", str(path))
+    assert_refused(accelerator, path, StateMismatchError, "3.weight", str(path))
 
 
 def test_a_model_of_another_width_is_refused(tmp_path: Path) -> None:
     accelerator = ours()
     path = without_objects(accelerator, saved_by_us(tmp_path))
     accelerator.prepare(model_of(0, width=8))
-    refused(accelerator, path, StateMismatchError, "0.weight")
+    assert_refused(accelerator, path, StateMismatchError, "0.weight")
 
 
 def test_a_model_too_many_is_refused(tmp_path: Path) -> None:
     accelerator = ours()
     path = without_objects(accelerator, saved_by_us(tmp_path))
     accelerator.prepare(model_of(0), model_of(1))
-    refused(accelerator, path, StateMismatchError, "no model_1", "it has custom_0, model, optimizer, own, scheduler")
+    assert_refused(
+        accelerator, path, StateMismatchError, "no model_1", "it has custom_0, model, optimizer, own, scheduler"
+    )
 
 
 def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def test_an_optimizer_of_other_parameters_is_refused(tmp_path: Path) -> None:
     path = without_objects(accelerator, saved_by_us(tmp_path))
     model = model_of(1)
     accelerator.prepare(model, torch.optim.AdamW(list(model.parameters())[:2]))
-    refused(accelerator, path, StateMismatchError, "groups of [2]", "optimizer")
+    assert_refused(accelerator, path, StateMismatchError, "groups of [2]", "optimizer")
 
 
 def test_a_model_alone_may_be_loaded(tmp_path: Path) -> None:
@@ -220,7 +222,7 @@ def test_a_damaged_checkpoint_is_refused(
     damage(path)
     run = Run(ours(), seed=1)
     run.accelerator.register_for_checkpointing(Counter())
-    refused(run.accelerator, path, error, str(path))
+    assert_refused(run.accelerator, path, error, str(path))
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
@@ -241,7 +243,7 @@ def test_a_checkpoint_of_another_program_is_refused(tmp_path: Path) -> None:
         checkpointer.save([Part("model", model_of(0).state_dict(), Kind.REPLICATED)], tmp_path / "foreign")
     accelerator = ours()
     accelerator.prepare(model_of(1))
-    refused(accelerator, tmp_path / "foreign", CheckpointFormatError, "not saved by accelerate_ckpt")
+    assert_refused(accelerator, tmp_path / "foreign", CheckpointFormatError, "not saved by accelerate_ckpt")
 
 
 def test_a_save_cut_off_before_its_commit_is_no_checkpoint(tmp_path: Path) -> None:
@@ -249,7 +251,7 @@ def test_a_save_cut_off_before_its_commit_is_no_checkpoint(tmp_path: Path) -> No
     (path / "manifest.json").unlink()
     run = Run(ours(), seed=1)
     run.accelerator.register_for_checkpointing(Counter())
-    refused(run.accelerator, path, CheckpointCorruptedError, "its manifest.json is missing")
+    assert_refused(run.accelerator, path, CheckpointCorruptedError, "its manifest.json is missing")
     shutil.rmtree(path)
 
 

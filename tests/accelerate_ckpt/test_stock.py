@@ -21,7 +21,7 @@ from torch import nn
 from accelerate_ckpt import attach
 from accelerate_ckpt._private.files import registered_states
 from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, StateMismatchError, UnsafeCheckpointError
-from tests.accelerate_ckpt.test_bad_input import ours, refused
+from tests.accelerate_ckpt.test_bad_input import assert_refused, ours
 from tests.accelerate_ckpt.training import Counter, Run, assert_same, model_of
 from tests.support.pickles import DAMAGED, REFUSED, archive_of
 
@@ -78,7 +78,7 @@ def test_no_code_runs_from_any_file(stock: Path, tmp_path: Path, name: str, lega
     said = ["it asks for posix.system", str(stock / name)]
     if name in ALLOWED:
         said.append("allow_pickle=True")
-    refused(run.accelerator, stock, UnsafeCheckpointError, *said)
+    assert_refused(run.accelerator, stock, UnsafeCheckpointError, *said)
     assert counter.count == 0
     assert not marker.exists()
 
@@ -111,7 +111,7 @@ def test_a_type_that_the_script_allows_is_read(stock: Path) -> None:
     state = torch.load(stock / "custom_checkpoint_0.pkl", weights_only=False)
     torch.save(state | {"path": Path("a")}, stock / "custom_checkpoint_0.pkl")
     run, counter = prepared(ours())
-    refused(run.accelerator, stock, UnsafeCheckpointError, "pathlib")
+    assert_refused(run.accelerator, stock, UnsafeCheckpointError, "pathlib")
     with torch.serialization.safe_globals([type(Path()), Path]):
         run.accelerator.load_state(str(stock))
     assert counter.count == 5
@@ -179,7 +179,9 @@ def test_a_pickle_that_nothing_writes_is_damaged(
     saved = two_of_ours(tmp_path)
     (save_stock(saved / "checkpoint_9") / name).write_bytes(archive_of(DAMAGED[kind]))
     run, counter = prepared(automatic(tmp_path))
-    refused(run.accelerator, saved / "checkpoint_9", CheckpointCorruptedError, name, "load an earlier checkpoint")
+    assert_refused(
+        run.accelerator, saved / "checkpoint_9", CheckpointCorruptedError, name, "load an earlier checkpoint"
+    )
     run.accelerator.load_state()
     assert counter.count == 0  # of ours
     assert f"passed over the checkpoint {saved / 'checkpoint_9'}" in caplog.text
@@ -189,7 +191,7 @@ def test_a_pickle_that_nothing_writes_is_damaged(
 @pytest.mark.parametrize("pickled", REFUSED.values(), ids=REFUSED)
 def test_a_pickle_that_torch_refuses_is_left_to_the_user(stock: Path, pickled: bytes) -> None:
     (stock / "scheduler.bin").write_bytes(archive_of(pickled))
-    refused(prepared(ours())[0].accelerator, stock, UnsafeCheckpointError, "allow_pickle=True", "scheduler.bin")
+    assert_refused(prepared(ours())[0].accelerator, stock, UnsafeCheckpointError, "allow_pickle=True", "scheduler.bin")
 
 
 def test_ours_without_its_manifest_is_not_taken_for_one_of_stock(tmp_path: Path, stock: Path) -> None:
@@ -198,7 +200,7 @@ def test_ours_without_its_manifest_is_not_taken_for_one_of_stock(tmp_path: Path,
     for file in stock.iterdir():
         shutil.copy(file, saved)
     run, counter = prepared(ours())
-    refused(run.accelerator, saved, CheckpointCorruptedError, "manifest.json is missing", str(saved))
+    assert_refused(run.accelerator, saved, CheckpointCorruptedError, "manifest.json is missing", str(saved))
     assert counter.count == 0
 
 
@@ -238,7 +240,7 @@ def test_nothing_is_changed_by_a_damaged_one(tmp_path: Path, name: str, harm: Ca
     harm(path / name)
     run, counter = prepared(ours())
     optimizer = run.optimizer.state_dict()
-    refused(run.accelerator, path, CheckpointCorruptedError, f"{name} cannot be read", str(path / name))
+    assert_refused(run.accelerator, path, CheckpointCorruptedError, f"{name} cannot be read", str(path / name))
     assert_same(run.optimizer.state_dict(), optimizer)
     assert counter.count == 0
 
@@ -249,7 +251,7 @@ def test_nothing_is_changed_by_one_of_another_model(tmp_path: Path, safe: bool) 
     accelerator = ours()
     run = Run(accelerator, seed=1, width=5)
     accelerator.register_for_checkpointing(Counter())
-    refused(run.accelerator, path, StateMismatchError, "of another model", "0.weight is of shape [4, 4] there")
+    assert_refused(run.accelerator, path, StateMismatchError, "of another model", "0.weight is of shape [4, 4] there")
 
 
 def test_files_without_checksums_are_loaded(stock: Path) -> None:

@@ -110,7 +110,7 @@ def test_names_that_lead_elsewhere(saved: Path, attack: Callable[[bytes], Path],
         file_of(document)[0] = name
     else:
         document["ranks"][0]["digests"][0] = name
-    refused(attack(encoded(document)))
+    assert isinstance(refused(attack(encoded(document))), CheckpointCorruptedError)
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_names_that_lead_elsewhere(saved: Path, attack: Callable[[bytes], Path],
 def test_files_of_others_that_lie_elsewhere(saved: Path, attack: Callable[[bytes], Path], name: Any) -> None:
     document = document_of(saved)
     document["ranks"][0]["extra"] = [[name, 0, digest(b"")]]
-    refused(attack(encoded(document)))
+    assert isinstance(refused(attack(encoded(document))), CheckpointCorruptedError)
 
 
 def set_in(where: str, value: Any) -> Callable[[dict[str, Any]], None]:
@@ -361,7 +361,9 @@ def test_a_link_to_the_checkpoint_is_fine(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "newest").symlink_to(saved)
     with open_directory(tmp_path / "newest") as checkpoint:
         checkpoint.verify()
-        checkpoint.load("model")
+        found = checkpoint.load("model")
+    with open_directory(saved) as checkpoint:
+        assert torch.equal(found["w"], checkpoint.load("model")["w"])
 
 
 def test_a_directory_in_place_of_a_file(saved: Path, attack: Callable[[bytes], Path]) -> None:
@@ -369,7 +371,7 @@ def test_a_directory_in_place_of_a_file(saved: Path, attack: Callable[[bytes], P
     shard = path / "model-00001-of-00002.safetensors"
     shard.unlink()
     shard.mkdir()
-    refused(path)
+    assert refused(path).path == str(shard)
 
 
 JSON = st.recursive(

@@ -79,7 +79,7 @@ def test_a_flipped_byte_is_found_by_loading_and_by_verifying(tmp_path: Path) -> 
             data[position] ^= 16
             file.write_bytes(data)
             for load in (False, True):
-                problem_of(path, load=load)
+                assert str(path) in str(problem_of(path, load=load).path)
             data[position] ^= 16
         file.write_bytes(data)
 

@@ -193,8 +193,9 @@ def test_foreign_files_are_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
     path.write_bytes(foreign_files()[name])
     for weights_only in (None, True, False):
-        refuses(lambda weights_only=weights_only: Checkpointer().load(path, weights_only=weights_only))
-    refuses(lambda: verify(path))
+        error = refuses(lambda weights_only=weights_only: Checkpointer().load(path, weights_only=weights_only))
+        assert error.path == str(path)
+    assert refuses(lambda: verify(path)).path == str(path)
 
 
 def test_an_unreadable_pickle_is_refused_when_it_is_loaded(tmp_path: Path) -> None:
