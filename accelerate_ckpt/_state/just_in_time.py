@@ -138,7 +138,8 @@ class JustInTime:
         _hook_exceptions()
         session.data.before_leaving = self._loop_is_left
         session.checkpointer.wait_for_no_dead(self._survivors.find_dead)
-        session.agreement.find_dead = self._survivors.find_dead
+        before = session.agreement.find_dead
+        session.agreement.find_dead = lambda: {*before(), *self._survivors.find_dead()}
 
     def _loop_is_left(self) -> None:
         if self._survivors.is_rank_gone():

@@ -125,6 +125,7 @@ class Session:
             **options.settings(self.report.summary),
         )
         self.agreement = Agreement(ranks.rank, ranks.world_size, store, config.commit_timeout)
+        self.agreement.find_dead = ranks.find_dead
         if store is not None:
             atexit.register(self.agreement.leave)  # for scripts that end without end_training
         self.memory: MemorySnapshots | None = None

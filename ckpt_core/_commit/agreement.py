@@ -22,6 +22,7 @@ _LONGEST_PAUSE_SECONDS = 0.02
 _FIRST_LOOK_SECONDS = 0.1  # after which a rank that waits asks who will not come
 _LAST_LOOK_SECONDS = 1.0
 _LINGER_SECONDS = 10.0
+_LINGER_BESIDE_DEAD_SECONDS = 1.0  # a dead rank hears nothing, and may have heard all
 
 
 class Agreement:
@@ -95,7 +96,7 @@ class Agreement:
         return self.from_rank_zero(what, answers[0])
 
     def leave(self) -> None:
-        """End. Rank 0, which serves the store, waits until the others have heard what it said."""
+        """End. Rank 0, which serves the store, waits once until the others that are alive have heard what it said."""
         deadline = time.monotonic() + _LINGER_SECONDS
         look = time.monotonic() + _FIRST_LOOK_SECONDS
         with contextlib.suppress(RankFailedError):
@@ -106,6 +107,9 @@ class Agreement:
                     if time.monotonic() > look:
                         self.absent_from(*self._unread[0])
                         look = time.monotonic() + _LAST_LOOK_SECONDS
+                        if self.find_dead():
+                            deadline = min(deadline, look - _LAST_LOOK_SECONDS + _LINGER_BESIDE_DEAD_SECONDS)
+        self._unread.clear()
         self.progress.end()
 
     @property
@@ -232,7 +236,7 @@ class Agreement:
                 )
             if now > looked + until_look:
                 look()
-                if dead := self.find_dead():
+                if dead := set(self.find_dead()) - self.left_out:
                     raise RankFailedError(
                         f"{names_of(dead)} died, and others wait in {what}", remedy="look at the log of that rank"
                     )

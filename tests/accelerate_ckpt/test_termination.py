@@ -193,22 +193,34 @@ def test_a_rank_that_is_gone_is_not_waited_for(ranks: Ranks, tmp_path: Path) -> 
 
 
 ENDS_BESIDE_A_DEAD_RANK = """
-    import os, signal, sys, torch
+    import atexit, os, signal, sys, torch
     from accelerate import Accelerator
     from accelerate_ckpt import attach
+    from ckpt_core._commit import agreement
     from ckpt_core._pipeline import directory_save
 
+    atexit.register(print, "came to its end")  # the last that it does
+    agreement._LINGER_SECONDS = 1000.0  # for which no rank stays that waits for the dead one
     accelerator = attach(Accelerator(cpu=True), "async", commit_timeout=90.0)
-    rank, write = accelerator.process_index, directory_save.write_image
+    rank, write, dies = accelerator.process_index, directory_save.write_image, sys.argv[1]
     directory_save.write_image = lambda *a, **k: os.kill(os.getpid(), signal.SIGKILL) if rank else write(*a, **k)
     model = torch.nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    if rank and dies == "before the save":
+        os.kill(os.getpid(), signal.SIGKILL)
     accelerator.save_state("saved")
     sys.exit("as a script that a preempted run or a failed collective ends")
 """
 
 
-def test_a_program_that_ends_waits_for_no_save_of_a_rank_that_is_gone(fork_script: Any, tmp_path: Path) -> None:
-    ended = fork_script(ENDS_BESIDE_A_DEAD_RANK, modules=ACCELERATE, ranks=2, timeout=200, check=False)
-    assert "rank 1 died before the save of" in ended.stdout + ended.stderr
+@pytest.mark.parametrize(
+    ("dies", "words"),
+    [("in the save", "rank 1 died before the save of"), ("before the save", "rank 1 did not begin the save of")],
+)
+def test_a_program_that_ends_waits_for_no_save_of_a_rank_that_is_gone(
+    fork_script: Any, tmp_path: Path, dies: str, words: str
+) -> None:
+    ended = fork_script(ENDS_BESIDE_A_DEAD_RANK, dies, modules=ACCELERATE, ranks=2, timeout=200, check=False)
+    assert words in ended.stdout + ended.stderr
+    assert ended.stdout.count("came to its end") == 1
     assert [path for path in tmp_path.iterdir() if path.name == "saved"] == []
