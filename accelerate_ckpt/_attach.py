@@ -333,6 +333,8 @@ def _iterate(original: Any, loader: Any) -> Iterator[Any]:
             rehearsal.hand_out(loader, batch, begins=begins)
         for session in live_sessions():
             session.variables.handed_out(begins=begins and session.data.trains(loader))
+            if begins and session.data.resumes_training(loader):
+                _training_begins(session)  # another rank may be in its first batch already
         begins = False
         yield batch
         for session in live_sessions():

@@ -140,6 +140,10 @@ class LoaderPositions:
         """Whether the script has trained on batches of a loader."""
         return any(position.loader is loader and position.has_trained for position in self._positions)
 
+    def resumes_training(self, loader: Any) -> bool:
+        """Whether the run was resumed, and trains on batches of a loader."""
+        return any(position.loader is loader and position.resumes_training for position in self._positions)
+
     @property
     def is_between(self) -> bool:
         """Whether the script has all batches that this epoch has for its training."""

@@ -74,6 +74,7 @@ class LoaderPosition:
         self.loader = loader
         self.habit = Habit(run.uses)
         self.is_restored = False
+        self.resumes_training = False  # whether the run was resumed, and trains on batches of this loader
         self.fetches: Fetched | None = None
         self._run = run
         self._internals = Internals(loader)
@@ -362,7 +363,7 @@ class LoaderPosition:
         self._iteration_number += 1
         self._phase, self._resume, self._left, self._leave_out = BETWEEN, None, None, 0
         self._steps, self._offered = int(state.get("finished", 0)), None
-        self.is_restored = True
+        self.is_restored, self.resumes_training = True, bool(state.get("trained"))
         self.habit.carry(state.get("habit"))
         self.loader.iteration = int(state["iteration"])
         understood = self._fits(state) or self._division.obstacle(state) is None

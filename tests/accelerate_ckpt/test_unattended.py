@@ -35,6 +35,8 @@ TRAINING = """
     tell(evaluated=evaluated)
     for epoch in range(point.epoch if point else 0, 2):
         for batch in data:
+            if step == before and rank in told:
+                os.kill(os.getpid(), number)
             accelerator.backward(model(batch).pow(2).mean())
             optimizer.step()
             optimizer.zero_grad()
@@ -62,9 +64,10 @@ TRAINING = """
 
 
 def run(ranks: Ranks, folder: Path, world_size: int = 1, **names: Any) -> list[RankResult]:
-    defaults: dict[str, Any] = {"automatic": True, "told": [0], "at": None, "number": 15, "save_at": None}
+    defaults: dict[str, Any] = {"automatic": True, "told": [0], "before": None, "at": None, "number": 15}
     options = {"resume": "auto", "preempt": True, **names.pop("options", {})}
-    defaults |= {"in_evaluation": None, "crash_at": None, "folder": str(folder), "options": options}
+    defaults |= {"in_evaluation": None, "save_at": None, "crash_at": None}
+    defaults |= {"folder": str(folder), "options": options}
     folder.mkdir(exist_ok=True)
     return ranks.run(TRAINING, world_size, **{**defaults, **names})
 
@@ -87,6 +90,17 @@ def test_a_preempted_run_resumes_exactly(
         assert (name, epoch, step) == (saved.name, 0, batch)
         assert 4 <= step < expected.told["step"]
         assert (found.told["step"], found.told["weights"]) == (expected.told["step"], expected.told["weights"])
+
+
+@pytest.mark.parametrize(("world_size", "told"), [(1, [0]), (2, [1])], ids=str)
+def test_a_resumed_run_is_told_in_its_first_batch_before_it_trains(
+    ranks: Ranks, tmp_path: Path, world_size: int, told: list[int]
+) -> None:
+    run(ranks, tmp_path, world_size, save_at=3, crash_at=3)
+    ended = run(ranks, tmp_path, world_size, told=told, before=3)
+    assert [(result.error, result.message.strip()) for result in ended] == [("SystemExit", "143")] * world_size
+    resumed = run(ranks, tmp_path, world_size)
+    assert [result.told["resumed"][1] > 3 for result in resumed] == [True] * world_size
 
 
 def test_what_a_script_does_at_the_end_of_an_epoch_is_done_though_it_is_told_to_end_before(
