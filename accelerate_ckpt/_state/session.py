@@ -41,7 +41,7 @@ from ckpt_core.ranks import Agreement, RankGroup
 from ckpt_core.resume import ResumePoint
 from ckpt_core.state.code_origin import is_library
 from ckpt_core.state.gradients import capture_gradients
-from ckpt_core.state.lost_variables import Variables, Watched, in_words
+from ckpt_core.state.lost_variables import Variables, Watched, in_words, only_logged_in_words
 from ckpt_core.tiers import MemoryTier
 
 log = logging.getLogger(__name__)
@@ -167,7 +167,9 @@ class Session:
         self.auto_resume: AutoResume | None = None
         self.backwards = 0
         self.changes = Changes(log.warning)
-        self.variables = Variables(self._watched, _warn_of_loss)
+        self.variables = Variables(
+            self._watched, _warn_of_loss, lambda names: self.announce(only_logged_in_words(names))
+        )
         self.data.before_offer = functools.partial(self.variables.handed_out, begins=False)
         self.rehearsal = Rehearsal.asked_for(self)
         self.just_in_time: Any = None

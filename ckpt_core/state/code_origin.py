@@ -10,11 +10,12 @@ import torch
 
 # Libraries whose objects keep no state of a training that nobody else captures.
 _NAMES = """
-    PIL _io _thread _weakref accelerate accelerate_ckpt asyncio boto3 botocore builtins ckpt_async ckpt_core
-    collections concurrent contextlib ctypes datetime decimal enum fsspec h5py importlib io itertools lightning
-    lightning_ckpt lightning_fabric lmdb logging matplotlib multiprocessing numpy pandas pathlib pyarrow pydantic
-    pytorch_lightning queue re s3fs selectors socket sqlite3 ssl subprocess tensorboard threading tokenizers torch
-    torchmetrics transformers typing wandb weakref zoneinfo
+    PIL _io _thread _weakref accelerate accelerate_ckpt aim asyncio boto3 botocore builtins ckpt_async ckpt_core
+    clearml collections comet_ml concurrent contextlib ctypes datetime decimal dvclive enum fsspec h5py importlib io
+    itertools lightning lightning_ckpt lightning_fabric lmdb logging loguru matplotlib mlflow multiprocessing neptune
+    numpy pandas pathlib pyarrow pydantic pytorch_lightning queue re rich s3fs selectors socket sqlite3 ssl subprocess
+    swanlab tensorboard tensorboardX threading tokenizers torch torchmetrics tqdm trackio transformers typing wandb
+    weakref zoneinfo
 """
 _LIBRARIES = frozenset(_NAMES.split())
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")

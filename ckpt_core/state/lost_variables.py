@@ -56,12 +56,11 @@ from ckpt_core.state.changed_values import fingerprint
 from ckpt_core.state.code_origin import is_library, is_users_file
 from ckpt_core.state.object_walk import OF_EVERY_MODULE, is_generator, is_plain, set_by_libraries, slots_of
 from ckpt_core.state.rng import capture_generator
-from ckpt_core.state.variable_use import CELL, Source, is_live, mark
+from ckpt_core.state.variable_use import CELL, CONTAINERS, Source, is_live, mark
 
 logger = logging.getLogger(__name__)
 
 _NUMBERS = (bool, int, float, type(None))
-_CONTAINERS = (dict, list, tuple, set, collections.deque)
 _MADE_OF: tuple[Any, ...] = ([], (), range(1), {}, {}.values(), {}.items(), "", set())
 _POSITIONS = tuple({type(iter(one)) for one in _MADE_OF})
 _ITERATORS = (enumerate, zip, map, itertools.accumulate, itertools.cycle, itertools.islice, itertools.chain)
@@ -200,10 +199,16 @@ class Variables:
     Args:
         watched: Returns whose variables are watched; None where nothing is looked at.
         say: Called once in a resumed run that has lost variables, with their names.
+        tell: The same, with the names of those that are only logged.
     """
 
-    def __init__(self, watched: Callable[[], Watched | None], say: Callable[[Sequence[str]], None]) -> None:
-        self._watched, self._say = watched, say
+    def __init__(
+        self,
+        watched: Callable[[], Watched | None],
+        say: Callable[[Sequence[str]], None],
+        tell: Callable[[Sequence[str]], None],
+    ) -> None:
+        self._watched, self._say, self._tell = watched, say, tell
         self._first: dict[str, str] = {}
         self._ids: dict[str, int] = {}
         self._of_pass: dict[str, str] = {}
@@ -212,6 +217,7 @@ class Variables:
         self._saved: Mapping[str, Any] = {}
         self._at_load: dict[str, str] = {}
         self._lost: list[str] | None = None
+        self._only_logged: list[str] = []
         self._trained = False
         self._known: _Known | None = None
 
@@ -235,6 +241,8 @@ class Variables:
         self._trained = True
         if self._lost:
             self._say(self._lost)
+        if self._only_logged:
+            self._tell(self._only_logged)
 
     @_harmless
     def ends(self) -> None:
@@ -275,7 +283,7 @@ class Variables:
                 continue  # made when it was needed
             if first is not None and first != now.mark and now.is_live:
                 touched = self._of_pass.get(key) != now.mark
-                in_place = isinstance(now.value, _CONTAINERS) and self._ids.get(key) == id(now.value)
+                in_place = isinstance(now.value, CONTAINERS) and self._ids.get(key) == id(now.value)
                 noted[key] = [now.mark, first, now.kind, touched, in_place]
             elif first is None and now.is_live and (owner := self._began_without(key, found)):
                 noted.setdefault(owner, ["", self._first[owner], _VALUE, True, True, []])
@@ -310,11 +318,12 @@ class Variables:
             # what a new run began with stays known in the runs that are resumed from it
             self._first = self._of_pass | {key: noted[1] for key, noted in self._saved.get("values", {}).items()}
             self._passes, self._anew = int(self._saved.get("passes", 0)), set(self._saved.get("anew", ()))
-        self._lost = self._lost_of(found) if self._saved else []
+        self._lost, self._only_logged = self._lost_of(found) if self._saved else ([], [])
 
     # ---- what is lost ------------------------------------------------------------------------------------------------
 
-    def _lost_of(self, found: Mapping[str, _Held]) -> list[str]:
+    def _lost_of(self, found: Mapping[str, _Held]) -> tuple[list[str], list[str]]:
+        """Return what training may miss, and what is only logged."""
         lost = [
             (key, found[key], noted)
             for key, noted in self._saved["values"].items()
@@ -325,9 +334,15 @@ class Variables:
         missed = [one for one in lost if one[1].is_live and self._is_missed(*one, source)]
         # a variable of a function is a part of those that are defined in it, too
         missed.sort(key=lambda one: -one[1].path.count("."))
-        return list({(_shown(held.path).rpartition(".")[2], *noted[:2]): key for key, held, noted in missed}.values())[
-            ::-1
-        ]
+        used, logged = dict[Any, str](), dict[Any, str]()
+        for key, held, noted in missed:
+            is_variable = CELL in held.path or "." not in held.path
+            told = (_shown(held.path).rpartition(".")[2], *noted[:2]) if is_variable else key
+            if _decides(source, held, noted):
+                used[told] = key
+            elif source is not None and source.is_logged(source.names_of(held.path, held.code)[-1]):
+                logged[told] = key
+        return [*used.values()][::-1], [*logged.values()][::-1]
 
     def _is_as_new(self, now: _Held, noted: Sequence[Any], key: str) -> bool:
         saved, first = noted[:2]
@@ -335,7 +350,10 @@ class Variables:
             return False
         if now.kind == _WEIGHTS == noted[2] and (now.mark == self._at_load.get(key) or self._is_a_copy(now)):
             return True
-        return bool(now.mark == first)
+        # what a run without a loader begins with is looked at after its first steps, which may have drawn other values
+        lengths = [_length_of(one) for one in (now.mark, first, saved)]
+        is_as_long = now.kind == _VALUE and None not in lengths and lengths[0] == lengths[1] != lengths[2]
+        return bool(now.mark == first) or is_as_long
 
     def _is_a_copy(self, now: _Held) -> bool:
         """Whether an average, or what was once the best, has been made of the weights that were loaded."""
@@ -356,10 +374,6 @@ class Variables:
             return True
         names = [] if source is None else source.names_of(now.path, now.code)
         if kind in (_VALUE, _CODE) and source is not None:
-            # where there is nothing yet, it was a whole number that training had come to
-            value = 0 if now.value is None and noted[0].lstrip("-").isdigit() else now.value
-            if kind == _VALUE and not _is_used(source, names[-1], value):
-                return False
             is_variable = now.frame is not None and not now.is_elsewhere and "." not in now.path
             if not (is_variable or in_place or self._saved.get("ends") or source.keeps(names[-1], now.value)):
                 return False
@@ -436,13 +450,34 @@ def are_kept(values: Sequence[tuple[type, str, Any]]) -> list[bool]:
     ]
 
 
+def _decides(source: Source | None, held: _Held, noted: Sequence[Any]) -> bool:
+    """Whether what is lost goes into more than what people are told."""
+    is_metric = held.kind == _PLACE and isinstance(held.value, dict) and "" in held.value
+    if source is None or not (is_metric or held.kind == noted[2] == _VALUE):
+        return True
+    # where there is nothing yet, it was a whole number that training had come to
+    value = 0 if held.value is None and noted[0].lstrip("-").isdigit() else held.value
+    return _is_used(source, source.names_of(held.path, held.code)[-1], value)
+
+
+def _length_of(mark: str) -> int | None:
+    """Return the length of the container that a mark is of."""
+    length = mark.rpartition(" ")[2]
+    return int(length) if length.isdigit() and length != mark else None
+
+
 def _is_used(source: Source, name: str, value: object) -> bool:
-    return source.decides(name, counts=type(value) is int, holds=isinstance(value, _CONTAINERS))
+    return source.decides(name, counts=type(value) is int, holds=isinstance(value, CONTAINERS))
 
 
 def in_words(names: Sequence[str]) -> str:
     """Return the first of the names of lost variables, and how many more there are."""
     return ", ".join(names[:_NAMED]) + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+def only_logged_in_words(names: Sequence[str]) -> str:
+    """Return what a resumed run says of values that are only logged."""
+    return f"logged values of this epoch count only what follows the resume: {in_words(names)}"
 
 
 class _Known(NamedTuple):
@@ -528,7 +563,7 @@ class _Look:
             for name, child in _children_of(value):
                 if name in properties:
                     continue
-                is_owner = not isinstance(value, _CONTAINERS)
+                is_owner = not isinstance(value, CONTAINERS)
                 yield from self._walk(f"{path}.{name}", child, type(value) if is_owner else owner, depth - 1)
 
     def _of_module(self, path: str, value: torch.nn.Module, owner: Any) -> Iterator[tuple[str, str, Any, Any]]:
@@ -597,7 +632,7 @@ def _shown(path: str) -> str:
 def _children_of(value: Any) -> list[tuple[str, Any]]:
     if hasattr(value, "_fields"):
         return list(value._asdict().items())
-    if isinstance(value, _CONTAINERS):
+    if isinstance(value, CONTAINERS):
         if len(value) > _VALUES:
             return []
         return [(str(k)[:_LONGEST], one) for k, one in (value.items() if isinstance(value, dict) else enumerate(value))]
@@ -618,7 +653,7 @@ def _children_of(value: Any) -> list[tuple[str, Any]]:
     librarys = _private_names_of_libraries(type(value))  # type: ignore[arg-type]
     found = [(name, one) for name, one in _own_attributes(value) if name not in librarys]
     if isinstance(value, Dataset):  # its data is no state, and much
-        return [(name, one) for name, one in found if not isinstance(one, (*_CONTAINERS, torch.Tensor))]
+        return [(name, one) for name, one in found if not isinstance(one, (*CONTAINERS, torch.Tensor))]
     return found
 
 

@@ -27,8 +27,10 @@ CELL = "()"
 # what only tells people of a value, or writes it down
 _TELLS = re.compile(
     r"print|info|debug|warn\w*|error|critical|exception|set_postfix\w*|set_description\w*|\w*save\w*|dumps?|str|repr"
-    r"|format|write\w*|add_scalars?|isinstance|type|id|assert\w*|join"
+    r"|format|write\w*|isinstance|type|id|assert\w*|join"
 )
+# what hands it to a tracker, as "log" does with a dictionary; by what else Lightning's modules log, callbacks decide
+_LOGS = re.compile(r"add_scalars?|log_metrics?|log_scalars?")
 _METHODS = """
     append appendleft extend extendleft add update insert pop popleft popitem remove discard setdefault sort reverse
     rotate subtract push
@@ -39,6 +41,7 @@ _AT_START = frozenset({"__init__", "__post_init__", "__new__", "setup"})
 _TELLING = frozenset({"state_dict", "__getstate__", "get_state", "__repr__", "__str__", "get_extra_state"})
 _CONSTANTS = frozenset({"float", "math", "np", "numpy", "torch", "list", "dict", "set", "deque", "collections", "inf"})
 _ANY = "any"
+CONTAINERS = (dict, list, tuple, set, collections.deque)
 _SHORT = 256
 
 
@@ -108,6 +111,10 @@ class Source:
         found = self._reader.resets.get(name, set())
         return any(to in (first, _ANY) and (by is None or by in self._reader.called) for to, by in found)
 
+    def is_logged(self, name: str) -> bool:
+        """Whether a value, or what comes of it, is handed to a tracker."""
+        return any(one in self._reader.logged for one in self._comes_to(name))
+
     def decides(self, name: str, *, counts: bool = False, holds: bool = False) -> bool:
         """Whether a value goes into anything but what people read and what is written down.
 
@@ -119,28 +126,35 @@ class Source:
         reader = self._reader
         if not self._is_readable or name not in reader.read_names | reader.stored:
             return True
-        seen, ahead = set[str](), [name]
-        while ahead:
-            one = ahead.pop()
-            if one in seen:
-                continue
-            seen.add(one)
-            if one.startswith(":"):
-                ahead.append(f".{one[1:]}")  # other modules read a global as an attribute
+        for one in self._comes_to(name):
             if one in reader.decides or (one in reader.returned and not holds):
                 return True
             if one in reader.read_after and not (counts or holds):
                 return True
             if one in reader.ends and not (counts and one not in reader.set_again):
                 return True
-            ahead += reader.flows.get(one, ())
         return False
+
+    def _comes_to(self, name: str) -> Iterator[str]:
+        """Yield a name, and those that its value goes into."""
+        seen, ahead = set[str](), [name]
+        while ahead:
+            one = ahead.pop()
+            if one in seen:
+                continue
+            seen.add(one)
+            yield one
+            if one.startswith(":"):
+                ahead.append(f".{one[1:]}")  # other modules read a global as an attribute
+            ahead += self._reader.flows.get(one, ())
 
 
 def mark(value: Any) -> str:
-    """Return a text that is another one if a plain value is."""
+    """Return a text that is another one if a plain value is; that of a container ends with its length."""
     is_short = isinstance(value, (bool, int, float, type(None))) or (type(value) is str and len(value) < _SHORT)
-    return repr(value) if is_short else fingerprint(value)
+    if is_short:
+        return repr(value)
+    return f"{fingerprint(value)} {len(value)}" if isinstance(value, CONTAINERS) else fingerprint(value)
 
 
 class _Scope:
@@ -157,7 +171,7 @@ class _Reader(ast.NodeVisitor):
         self._waits = waits
         self.keeps, self.stored, self.set_by_steps, self.set_to, self.set_again = (set[str]() for _ in range(5))
         self.decides, self.ends, self.returned, self.read_after, self.read_names = (set[str]() for _ in range(5))
-        self.called, self.filled_once, self.cleared, self._made = (set[str]() for _ in range(4))
+        self.called, self.filled_once, self.cleared, self.logged, self._made = (set[str]() for _ in range(5))
         self.flows: dict[str, set[str]] = collections.defaultdict(set)
         self.resets: dict[str, set[tuple[str, str | None]]] = collections.defaultdict(set)
         self._functions: list[tuple[str, set[str]]] = []
@@ -300,8 +314,9 @@ class _Reader(ast.NodeVisitor):
             elif not isinstance(node.func, ast.Name):
                 self.visit(node.func)
         found = set[str]()
-        tells = bool(_TELLS.fullmatch(called))
-        into = None if tells else found if changes and owner in self._made else self._into
+        logs = self._logs(node)
+        tells = bool(_TELLS.fullmatch(called)) or logs
+        into = self.logged if logs else None if tells else found if changes and owner in self._made else self._into
         with self._reading(into):
             self._all([*node.args, *node.keywords])
         if owner is None:
@@ -314,8 +329,17 @@ class _Reader(ast.NodeVisitor):
             self._stores(owner, None, updates=True)
         elif called == "clear":
             self._stores(owner, node.func)
+        elif called == "reset":
+            self._stores(owner, None)
         elif not tells and self._into is not None:
             self._into.add(owner)  # a method of it is called
+
+    def _logs(self, node: ast.AST) -> bool:
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            return False
+        if node.func.attr == "log":
+            return bool(node.args) and (_makes(node.args[0]) or self._name(node.args[0]) in self._made)
+        return bool(_LOGS.fullmatch(node.func.attr))
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
         with self._reading(self.decides):  # who calls it has it
@@ -353,10 +377,16 @@ class _Reader(ast.NodeVisitor):
             if into is not None:
                 self._flow(found, {into})
         for target, one in zip(flat, values, strict=True):
+            index = target.slice if isinstance(target, ast.Subscript) else None
             with self._reading(None):
                 for child in ast.iter_child_nodes(target):
-                    if not isinstance(child, ast.expr_context):
+                    if child is not index and not isinstance(child, ast.expr_context):
                         self.visit(child)
+            if index is not None:  # it decides which item is another one
+                into, found = self._goes_to(target), set[str]()
+                with self._reading(self.decides if into is None else found):
+                    self.visit(index)
+                self._flow(found, set() if into is None else {into})
             is_part = isinstance(target, ast.Subscript) and _key(target) is None
             if not (is_part and not updates):
                 self._stores(self._name(target), one, updates=updates)
@@ -385,6 +415,8 @@ class _Reader(ast.NodeVisitor):
         with self._reading(found if targets else into):
             self.visit(node.test)
         self._flow(found, targets)
+        if targets and into is not None and self._into is not None:
+            into |= found
         self._all(node.body, conditional=True)
         self._all(node.orelse, conditional=True)
 
@@ -397,11 +429,13 @@ class _Reader(ast.NodeVisitor):
             parts = [one.target] if isinstance(one, (ast.AugAssign, ast.AnnAssign)) else parts
             flat = [part for target in parts for part in getattr(target, "elts", [target])]
             names = {self._goes_to(part) for part in flat}
-            kinds.add("sets" if names and None not in names else _kind(one))
+            tells = self._logs(getattr(one, "value", one))
+            kinds.add("sets" if names and None not in names else "tells" if tells else _kind(one))
             targets |= {name for name in names if name is not None}
         if "does" in kinds or {"ends", "sets"} <= kinds:
             return self._into, set()
-        return (self.ends if "ends" in kinds else None), targets if "sets" in kinds else set()
+        # what is saved only when it is the best is another checkpoint
+        return (self.ends if kinds & {"ends", "saves"} else None), targets if "sets" in kinds else set()
 
     def visit_While(self, node: ast.While) -> None:
         with self._loop():
@@ -492,6 +526,8 @@ def _kind(node: ast.AST) -> str:
     if not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)):
         return "does"
     called = getattr(node.value.func, "attr", getattr(node.value.func, "id", ""))
+    if "save" in called:
+        return "saves"
     return "tells" if _TELLS.fullmatch(called) else "ends" if called == "exit" else "does"
 
 

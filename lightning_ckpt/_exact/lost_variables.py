@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ckpt_core.state.code_origin import is_library
-from ckpt_core.state.lost_variables import Variables, Watched, in_words
+from ckpt_core.state.lost_variables import Variables, Watched, in_words, only_logged_in_words
+from lightning_ckpt._report import announce
 
 
 def _is_users(owner: object) -> bool:
@@ -27,7 +28,9 @@ class ScriptVariables:
         self._callbacks = list(trainer.callbacks)
         self._lost: list[str] = []
         self._continues = False
-        self._variables = Variables(self._watched, self._tell)
+        self._variables = Variables(
+            self._watched, self._tell, lambda names: announce(trainer, only_logged_in_words(names))
+        )
 
     def _tell(self, names: Sequence[str]) -> None:
         if self._continues:

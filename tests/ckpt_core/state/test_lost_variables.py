@@ -16,6 +16,7 @@ import itertools
 import multiprocessing
 import operator
 import queue
+import random
 import re
 import sys
 import threading
@@ -28,6 +29,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torchmetrics import MeanMetric
+from tqdm.auto import tqdm
 
 from ckpt_core.state import lost_variables as variables_module
 from ckpt_core.state.lost_variables import Variables, Watched
@@ -51,8 +54,11 @@ class Run:
         self.data: tuple[object, ...] = ()
         self.is_second = saved is not None
         self.waits = False
+        self.logged: list[str] = []
         self.variables = Variables(
-            lambda: Watched([self.model], [self], self.owners, self.data, self.waits), self.lost.extend
+            lambda: Watched([self.model], [self], self.owners, self.data, self.waits),
+            self.lost.extend,
+            self.logged.extend,
         )
         if saved is not None:
             self.variables.resume(saved)
@@ -449,6 +455,87 @@ def what_a_library_keeps(run: Run) -> None:
     run.uses(score.result() if score.done() else None)
 
 
+class Replay:
+    """A buffer that turns over; what it holds when training begins is another thing in each process."""
+
+    def __init__(self) -> None:
+        self.items: list[float] = []
+        self.next = 0
+
+    def push(self, item: float) -> None:
+        if len(self.items) < 4:
+            self.items.append(item)
+        else:
+            self.items[self.next] = item
+        self.next = (self.next + 1) % 4
+
+
+def in_a_replay_buffer(run: Run) -> None:
+    replay = Replay()
+    replay.push(random.random())
+    if run.begins():
+        replay.push(random.random())
+        run.saves()
+    run.uses(sum(replay.items))
+
+
+class Patience:
+    def __init__(self) -> None:
+        self.best = 1.0
+
+
+class OtherPatience(Patience):
+    pass
+
+
+def in_two_that_are_alike(run: Run) -> None:
+    one, other = Patience(), OtherPatience()
+    if run.begins():
+        for patience in (one, other):
+            patience.best = min(patience.best, 0.5)
+        run.saves()
+    run.uses(one.best + other.best)
+
+
+def what_is_shown_as_a_bar(run: Run) -> None:
+    bar = tqdm(total=4, disable=False, file=io.StringIO())
+    if run.begins():
+        bar.update(1)
+        run.saves()
+    run.uses(bar.total)
+
+
+class Tracker:
+    def log(self, values: dict[str, float]) -> None:
+        """As those do that show curves."""
+
+
+def what_is_only_logged(run: Run) -> None:
+    tracker, total, parts, mean = Tracker(), 0.0, list[float](), MeanMetric()
+    if run.begins():
+        total += 1.0
+        parts.append(total)
+        mean.update(1.0)
+        run.saves()
+    tracker.log({"loss": total, "mean": mean.compute().item()})
+    logs = {"parts": sum(parts)}
+    tracker.log(logs)
+
+
+def what_says_which_is_saved(run: Run) -> None:
+    tracker, best, steps = Tracker(), 0.0, 0
+    if run.begins():
+        steps += 1
+        best = max(best, 0.5)
+        run.saves()
+    if steps % 2:
+        torch.save({}, io.BytesIO())
+    if best < 0.7:
+        best = 0.7
+        torch.save({}, io.BytesIO())
+    tracker.log({"best": best})
+
+
 @pytest.fixture(autouse=True)
 def _as_in_a_new_process() -> Iterator[None]:
     _begin_anew()
@@ -492,6 +579,8 @@ def _begin_anew() -> None:
         (in_a_transform, "`transform` of Transformed"),
         (in_a_layer_without_weights, "`classes of its modules` of Sequential"),
         (in_an_object_that_is_set_elsewhere, "`held.pace` of in_an_object_that_is_set_elsewhere() in"),
+        (what_says_which_is_saved, "`best` of what_says_which_is_saved() in"),
+        (what_is_shown_as_a_bar, None),
         (what_is_made_when_it_is_needed, None),
         (what_each_step_chooses, None),
         (what_counts_for_those_who_wait, None),
@@ -512,6 +601,25 @@ def test_what_a_script_keeps_is_named_by_a_run_that_begins_without_it(
     script(second)
     assert [one for one in second.lost if name is None or not one.startswith(name)] == []
     assert bool(second.lost) == (name is not None)
+
+
+@pytest.mark.parametrize(
+    ("script", "names", "logged"),
+    [
+        (in_a_replay_buffer, ["replay.items", "replay.next"], []),
+        (in_two_that_are_alike, ["one.best", "other.best"], []),
+        (what_is_only_logged, [], ["mean", "parts", "total"]),
+    ],
+)
+def test_all_is_named_that_is_lost_and_what_is_only_logged_apart(
+    script: Callable[[Run], None], names: list[str], logged: list[str]
+) -> None:
+    first = Run()
+    script(first)
+    second = Run(first.saved)
+    script(second)
+    found = [sorted(one.split("`")[1] for one in some) for some in (second.lost, second.logged)]
+    assert found == [names, logged]
 
 
 PACE = """
@@ -579,7 +687,7 @@ def test_no_training_ends_because_of_a_look() -> None:
     def fails() -> Watched:
         raise ZeroDivisionError
 
-    variables = Variables(fails, lambda names: None)
+    variables = Variables(fails, lambda names: None, lambda names: None)
     variables.handed_out(begins=True)
     variables.trains()
     assert variables.capture() == {}
