@@ -354,7 +354,11 @@ class DirectoryCheckpointer(CheckpointerBase):
         return self._series.opened + 1
 
     def begin_files(self, path: StrPath) -> AddedFiles:
-        """Return an empty local directory for files of a checkpoint, to be given to :meth:`save`, or closed."""
+        """Return an empty local directory for files of a checkpoint, to be given to :meth:`save`, or closed.
+
+        Args:
+            path: Where the checkpoint is going to be saved, also a URL.
+        """
         target = self._save_path(path)
         return AddedFiles(self._storage_for(target), target)
 

@@ -241,7 +241,12 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
 def notify(listeners: Sequence[Listener], event: Event) -> None:
-    """Tell every listener; one that raises is logged and does not stop the save."""
+    """Tell every listener; one that raises is logged and does not stop the save.
+
+    Args:
+        listeners: Called in their order, on this thread.
+        event: What has happened.
+    """
     for listener in listeners:
         try:
             listener(event)

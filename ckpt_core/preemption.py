@@ -69,7 +69,11 @@ class Preemption:
 
     @classmethod
     def of(cls, value: Any) -> Preemption | None:
-        """Return what an option says: True, False or None, names of signals, a mapping of arguments, or one of these.
+        """Return what the option ``preempt`` says.
+
+        Args:
+            value: True for the defaults, False or None for nothing (None), the names of signals, a mapping of the
+                arguments, or one of these.
 
         Raises:
             ValueError: It says none of that.
@@ -89,6 +93,9 @@ class Preemption:
 
 def exit_status(requests: Iterable[str]) -> int:
     """Return the exit status of a run that was told to end: 128 and the number of the signal, or 75.
+
+    Args:
+        requests: What has told it: names of signals, others in words.
 
     Example:
         >>> exit_status(["SIGTERM"]), exit_status(["a notice"])

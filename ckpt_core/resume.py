@@ -224,5 +224,9 @@ def newest_to_resume(
 
 
 def only_checkpoints(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Return those that are directories, or files with the usual ending: what else a directory of a run holds, goes."""
+    """Return those that are directories, or files with the usual ending: what else a directory of a run holds, goes.
+
+    Args:
+        infos: As of a :class:`~ckpt_core.Catalog` of all names (``suffix=""``).
+    """
     return [info for info in infos if info.is_directory or info.path.endswith(".ckpt")]

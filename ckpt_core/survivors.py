@@ -185,7 +185,11 @@ def shards_of(modules: Iterable[torch.nn.Module], world_size: int) -> list[int] 
 
 
 def no_rescue(problem: str) -> str:
-    """Return the warning at the start of a run in which nothing can be saved when a rank dies."""
+    """Return the warning at the start of a run in which nothing can be saved when a rank dies.
+
+    Args:
+        problem: Why not, in words.
+    """
     return f"just_in_time saves nothing when a rank dies: {problem}; the next start resumes from the last checkpoint"
 
 

@@ -218,7 +218,7 @@ class CutStore:
             checkpoint.verify()
 
     def open(self, path: str) -> CutCheckpoint:
-        """A committed checkpoint."""
+        """The committed checkpoint at ``path``."""
         return CutCheckpoint(self._checkpointer.load(path))
 
     # ---- saving ------------------------------------------------------------------------------------------------------

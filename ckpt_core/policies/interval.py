@@ -86,7 +86,12 @@ class SaveInterval:
 
     @classmethod
     def of(cls, interval: Any, mtbf: float | None = None, max_overhead: float | None = None) -> SaveInterval | None:
-        """Return what the options of that name say: ``"auto"``, ``"continuous"``, or None.
+        """Return what the options of that name say.
+
+        Args:
+            interval: ``"auto"``, ``"continuous"``, or None, which gives None.
+            mtbf: As of the class; only for ``"auto"``.
+            max_overhead: As above.
 
         Raises:
             ValueError: They make no sense; the message names the option.
@@ -177,7 +182,7 @@ class SaveSchedule:
         return step >= self._next
 
     def took(self, seconds: float) -> None:
-        """Note for how long a save, this schedule's or another, has stopped the training."""
+        """Note for how many seconds a save, this schedule's or another, has stopped the training."""
         self._costs.append(seconds)
         self._cost_since += seconds
 

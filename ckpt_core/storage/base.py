@@ -247,6 +247,10 @@ class Storage(abc.ABC):
     def write_whole(self, path: str, data: bytes) -> None:
         """Make a small file, durable, replacing what was there.
 
+        Args:
+            path: The file.
+            data: All that it is to hold.
+
         Raises:
             StorageError: The storage refused.
         """

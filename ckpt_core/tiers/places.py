@@ -67,6 +67,11 @@ class Tiers:
     ) -> Tiers | None:
         """Return the tiers that a plugin's options name; None if they name none.
 
+        Args:
+            local_dir: As of the class; None where there is one tier only.
+            upload_to: As of the class; None as above.
+            keep_local: As of the class.
+
         Raises:
             ValueError: One of the options is missing or makes no sense.
         """
@@ -102,7 +107,11 @@ class Tiers:
         return self._joined(self.upload_to, path)
 
     def storage(self, storage_options: dict[str, Any] | None) -> Storage:
-        """Return what keeps the uploads."""
+        """Return what keeps the uploads.
+
+        Args:
+            storage_options: For fsspec, if ``upload_to`` is a URL.
+        """
         return self.remote or storage_for(self.upload_to, storage_options if is_remote(self.upload_to) else None)
 
     def _joined(self, root: str, path: str) -> str:
