@@ -36,15 +36,14 @@ from ckpt_core.state.loader_objects import Carried
 from ckpt_core.state.rng import RngState, restore_generators
 from ckpt_core.state.trainer_parts import GRADIENTS_KEY
 from lightning_ckpt._exact.counters import Accumulation, Counters, undo_unfinished
-from lightning_ckpt._exact.elastic_state import continue_elastic, elastic_causes, state_for_rank
 from lightning_ckpt._exact.epoch_lengths import EpochLengths, has_all, is_cut_short
 from lightning_ckpt._exact.epoch_start import EpochStart, is_users_own
 from lightning_ckpt._exact.fit_resume import Resume
-from lightning_ckpt._exact.gradients_apart import keep_apart, put_back
 from lightning_ckpt._exact.loaders import DRAWS_WHILE_READ, TrainingData
 from lightning_ckpt._exact.lost_variables import ScriptVariables
 from lightning_ckpt._exact.metrics import FollowedMetric, MetricsMoment, follow_metrics, restore_metrics
 from lightning_ckpt._exact.modes import Modes
+from lightning_ckpt._exact.rank_states import continue_elastic, elastic_causes, keep_apart, put_back, state_for_rank
 from lightning_ckpt._exact.user_attributes import UsersObjects
 from lightning_ckpt._private.guard import check
 from lightning_ckpt._private.loops import Internals

@@ -1,4 +1,4 @@
-"""The exact state of a run for another number of ranks than saved it."""
+"""The exact state of all ranks in a checkpoint: what each rank keeps apart, and what another number of ranks gets."""
 
 from __future__ import annotations
 
@@ -11,6 +11,28 @@ from ckpt_core.state.elastic import average_gradients, derive_rng
 from ckpt_core.state.kinds import Kind
 from ckpt_core.state.rng import RngState
 from lightning_ckpt._exact.loaders import TrainingData
+
+# beside the gradients, and no name that a parameter can have
+_POST_LOCAL_SGD = "post-localSGD/"
+
+
+def keep_apart(mine: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Divide a rank's exact state into what is as large as the weights, which each rank writes itself, and the rest."""
+    large = dict(mine["gradients"])
+    if mine["post_local_sgd"]:
+        large[_POST_LOCAL_SGD] = mine["post_local_sgd"]
+    return large, {**mine, "gradients": {}, "post_local_sgd": {}}
+
+
+def put_back(state: Mapping[str, Any], apart: Mapping[int, Any]) -> dict[str, Any]:
+    """Undo :func:`keep_apart` in the exact state of all ranks, with what some ranks wrote themselves, by rank."""
+    ranks = list(state[Kind.PER_RANK.value])
+    for rank, saved in apart.items():
+        if rank < len(ranks) and ranks[rank] is not None:
+            gradients = dict(saved)
+            own = gradients.pop(_POST_LOCAL_SGD, {})
+            ranks[rank] = {**ranks[rank], "gradients": gradients, "post_local_sgd": own}
+    return {**state, Kind.PER_RANK.value: ranks}
 
 
 def state_for_rank(state: Mapping[str, Any], rank: int, *, gradients: bool) -> dict[str, Any]:
