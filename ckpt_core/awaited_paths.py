@@ -106,17 +106,18 @@ def forget(ended: Latch) -> None:
                     items.remove(item)
 
 
-def wait_for_saves(path: str) -> None:
+def wait_for_saves(path: str, *, below: bool = False) -> None:
     """Return when no save of a checkpoint at a local path or URL, or in that directory, is under way in this process.
 
-    Failures are for those to raise whose save it is.
+    With ``below``, directories in it count, too. Failures are for those to raise whose save it is.
     """
     if not _saves or getattr(_thread, "is_free", False):
         return
     with waiting_for_nothing():
-        names = {_absolute(path)} if _is_url(path) else _names_of(path, _LISTING)
+        how = _TREE if below else _LISTING
+        names = {_absolute(path)} if _is_url(path) else _names_of(path, how)
         for item in tuple(_saves):
-            if any(item.is_touched(name, _LISTING) for name in names) and item.can_end():
+            if any(item.is_touched(name, how) for name in names) and item.can_end():
                 item.ended.wait()
 
 

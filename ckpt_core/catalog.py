@@ -247,7 +247,7 @@ def _warn_of_passed_over(problems: Mapping[str, CheckpointError], taken: str | N
 
 
 class Catalog:
-    """The committed checkpoints directly in one directory, be they files or directories.
+    """The committed checkpoints in one directory, be they files or directories.
 
     Args:
         root: Local directory or URL.
@@ -259,6 +259,7 @@ class Catalog:
             local one.
         memory: The directory of snapshots in memory (:meth:`ckpt_core.tiers.MemoryTier.found`), of which
             :meth:`newest_verified` may return one.
+        levels: How many levels of directories below it belong to it, where names of checkpoints have slashes.
 
     Attributes:
         passed_over: What :meth:`newest_verified` has passed over, and why, by path. Nobody should delete it.
@@ -279,6 +280,7 @@ class Catalog:
         storage: Storage | None = None,
         tiers: Tiers | None = None,
         memory: str | None = None,
+        levels: int = 0,
     ) -> None:
         checks: dict[str, Callable[[Any], Any]] = {
             "storage_options": check_mapping,
@@ -293,6 +295,7 @@ class Catalog:
         self.root = self._saved_in = local_path(root)
         self._memory = None if memory is None else Catalog(memory, suffix=suffix)
         self._suffix = suffix
+        self._levels = levels
         if tiers is not None and tiers.covers(self.root):
             storage = TieredStorage(tiers, local=storage, storage_options=storage_options)
             self._saved_in = tiers.local_path(self.root)
@@ -342,6 +345,15 @@ class Catalog:
             return found
 
     def _listed(self, storage: Storage, root: str) -> list[CheckpointInfo]:
+        found, places = self._directly_in(storage, root), [root]
+        for _ in range(self._levels):
+            checkpoints = {info.path for info in found}
+            below = [path for place in places for path in storage.subdirectories(place)]
+            places = [path for path in below if path not in checkpoints and not os.path.basename(path).startswith(".")]
+            found += [info for place in places for info in self._directly_in(storage, place)]
+        return found
+
+    def _directly_in(self, storage: Storage, root: str) -> list[CheckpointInfo]:
         files = [(file, False) for file in storage.list(root)]
         directories = [(file, True) for file in storage.list_directories(root)]
         # Of what was uploaded from a local tier, the store knows when that ended, which may have been in another order.
@@ -378,7 +390,7 @@ class Catalog:
             CheckpointCorruptedError: There are checkpoints, some of them damaged, and none that can be used.
         """
         self.passed_over = {}
-        wait_for_saves(self._saved_in)  # by whatever checkpointer of this process
+        wait_for_saves(self._saved_in, below=self._levels > 0)  # by whatever checkpointer of this process
         by_age, in_memory = self.checkpoints(), [] if self._memory is None else self._memory.checkpoints()
 
         def place(info: CheckpointInfo) -> Catalog:

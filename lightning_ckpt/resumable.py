@@ -285,10 +285,18 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._plugin = plugin if isinstance(plugin, _PLUGINS) else None
         if self._auto is not None and self.dirpath is None:
             self.dirpath = stable_directory(trainer)  # not that of the logger, which is another one at each start
+        self._lookup.levels = self._levels_of_names()
         if self._plugin is None:
             self._lookup.reach_by(None, None)
         else:
             self._lookup.reach_by(self._plugin.storage_options, self._plugin.tiers)
+
+    def _levels_of_names(self) -> int:
+        """Return how many directories below its own the names of checkpoints lead, as ``{val/loss}`` does."""
+        with contextlib.suppress(Exception):  # whatever a pattern cannot make of zeros: a save says it
+            name = self._format_checkpoint_name(self.filename, {}, auto_insert_metric_name=self.auto_insert_metric_name)
+            return os.path.normpath(name).count("/")
+        return 0
 
     # ---- background saves --------------------------------------------------------------------------------------------
 
@@ -706,7 +714,9 @@ class ResumableCheckpoint(ModelCheckpointBase):
         self._known_of_failures = state_dict.get("interval", {})
         if self._retention is not None and self.dirpath is not None:
             known = state_dict.get("retention", ())
-            self._retention.load_state_dict(known, os.fspath(self.dirpath), looks=self._lookup.tiers is None)
+            self._retention.load_state_dict(
+                known, os.fspath(self.dirpath), looks=self._lookup.tiers is None, levels=self._levels_of_names()
+            )
         if self._resumes:
             self._seconds_since_check = state_dict.get("seconds_since_check")
             self._last_checkpoint_saved = state_dict.get("last_checkpoint_saved", "")
@@ -868,7 +878,7 @@ class ResumableCheckpoint(ModelCheckpointBase):
                 if left is None:
                     announce(trainer, f"There is nothing to resume in {directory}: this run starts from the beginning.")
             return others
-        if os.path.dirname(found.path) != directory:
+        if not found.path.startswith(f"{directory.rstrip('/')}/"):
             return {found.path}  # of a requeue
         # Of what several callbacks have found, the Trainer takes the last one by date.
         if not is_local or len(trainer.checkpoint_callbacks) > 1:

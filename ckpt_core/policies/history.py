@@ -88,16 +88,22 @@ class RetentionHistory:
         known = (saved for saved in self._saved.values() if saved is not None)
         return [{**dataclasses.asdict(saved), "metrics": dict(saved.metrics)} for saved in known]
 
-    def load_state_dict(self, state: Iterable[Mapping[str, Any]], directory: str, *, looks: bool = True) -> None:
+    def load_state_dict(
+        self, state: Iterable[Mapping[str, Any]], directory: str, *, looks: bool = True, levels: int = 0
+    ) -> None:
         """Take over what an earlier process knew.
 
         Args:
             state: Its :meth:`state_dict`.
             directory: Where the checkpoints are now; it may have been moved since.
             looks: Whether what is not on the local disk is left out.
+            levels: How many directories below it the checkpoints are at most.
         """
         for entry in state:
             note_commit(entry["time"])
-            path = f"{directory.rstrip('/')}/{os.path.basename(entry['path'])}"
-            if not looks or "://" in path or os.path.exists(path):
-                self._saved.setdefault(path, SavedCheckpoint(**{**entry, "path": path}))
+            inside, names = f"{directory.rstrip('/')}/", entry["path"].split("/")
+            moved = [inside + "/".join(names[-level - 1 :]) for level in range(levels, -1, -1)]
+            for path in [entry["path"]] if entry["path"].startswith(inside) else moved:
+                if not looks or "://" in path or os.path.exists(path):
+                    self._saved.setdefault(path, SavedCheckpoint(**{**entry, "path": path}))
+                    break

@@ -45,7 +45,8 @@ _Order = Callable[[list[CheckpointInfo]], list[CheckpointInfo]]
 class Lookup:
     """Finds what one callback has saved: the newest checkpoint that verifies, and the best.
 
-    ``suffix`` is that of the names of checkpoints, ``last`` the beginning of names of copies of the newest one.
+    ``suffix`` is that of the names of checkpoints, ``last`` the beginning of names of copies of the newest one;
+    ``levels`` how many directories deep names with slashes lead.
     """
 
     suffix: str
@@ -53,6 +54,7 @@ class Lookup:
     passed_over: set[str] = dataclasses.field(default_factory=set)  # by the look-up before: damaged, or stepped over
     storage_options: dict[str, Any] | None = None
     tiers: Tiers | None = None
+    levels: int = 0
     _best: str | None = None
 
     def reach_by(self, storage_options: dict[str, Any] | None, tiers: Tiers | None) -> None:
@@ -63,8 +65,10 @@ class Lookup:
 
     def catalog(self, directory: str, memory: str | None = None) -> Catalog:
         """Return what is in a directory, and in the ``memory`` of this machine."""
-        options, tiers = self.storage_options, self.tiers
-        return Catalog(directory, suffix=self.suffix, storage_options=options, tiers=tiers, memory=memory)
+        options, tiers, levels = self.storage_options, self.tiers, self.levels
+        return Catalog(
+            directory, suffix=self.suffix, storage_options=options, tiers=tiers, memory=memory, levels=levels
+        )
 
     def is_last(self, path: str) -> bool:
         """Return whether this is the name of a copy of the newest one."""
@@ -126,8 +130,9 @@ class Lookup:
                 logger.warning("took %s for the best checkpoint: it does not know the best %s", newest, monitor)
             return newest
         # The directory may have been moved or copied since.
-        moved = f"{directory.rstrip('/')}/{os.path.basename(best)}"
-        for path in dict.fromkeys([moved, best]):
+        names = best.split("/")
+        moved = ["/".join([directory.rstrip("/"), *names[-level - 1 :]]) for level in range(self.levels, -1, -1)]
+        for path in dict.fromkeys([*moved, best]):
             try:
                 catalog.check(path)
             except CheckpointNotFoundError:
@@ -143,7 +148,7 @@ class Lookup:
         """Return the newest checkpoint of a requeue that verifies and belongs to this run."""
         if is_remote(root) or not os.path.isdir(root):
             return None
-        catalog = self.catalog(root)
+        catalog = dataclasses.replace(self, levels=0).catalog(root)
         for info in order([info for info in catalog.checkpoints() if _NAME.match(info.name)]):
             try:
                 if _is_of_run(catalog.peek(info.path), root, directory):
@@ -159,7 +164,7 @@ class Lookup:
             return []
         if os.path.realpath(os.path.dirname(resumed)) != os.path.realpath(root):
             return []
-        catalog, number = self.catalog(root), _number_of(resumed)
+        catalog, number = dataclasses.replace(self, levels=0).catalog(root), _number_of(resumed)
         found = [path for path in catalog.paths() if _NAME.match(os.path.basename(path)) and _number_of(path) < number]
         return [path for path in found if _is_of_run(catalog.peek(path), root, directory)]
 

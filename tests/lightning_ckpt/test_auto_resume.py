@@ -71,6 +71,26 @@ def test_the_tasks_of_an_array_do_not_resume_from_each_other(tmp_path: Path, mon
     assert names(tmp_path / "checkpoints" / "task_2") == ["step=1.ckpt", "step=2.ckpt"]
 
 
+@pytest.mark.parametrize("pattern", ["{step}/{epoch}", "{step}-{val/loss:.2f}", "runs/a/{step}"])
+def test_names_with_slashes_are_found_below_the_directory(tmp_path: Path, pattern: str) -> None:
+    first = started(tmp_path, steps=4, filename=pattern)
+    newest = first.callback.best_model_path
+    assert os.path.dirname(newest) != str(tmp_path / "checkpoints")
+    second = started(tmp_path, filename=pattern)
+    assert second.callback.resumed == ResumePoint(newest, step=4, epoch=0, batch=4)
+    assert second.model.batches == BATCHES - 4
+    directory = tmp_path / "checkpoints"
+    third = started(tmp_path, filename=pattern, resume=None, dirpath=directory, fit={"ckpt_path": "last"})
+    assert third.callback.resumed == ResumePoint(second.callback.best_model_path, step=BATCHES, epoch=0, batch=BATCHES)
+
+
+def test_damage_to_all_names_with_slashes_is_an_error(tmp_path: Path) -> None:
+    saved = Path(started(tmp_path, steps=1, filename="{step}/{epoch}").callback.best_model_path)
+    flip_bit(saved, 100)
+    with pytest.raises(CheckpointCorruptedError):
+        started(tmp_path, filename="{step}/{epoch}")
+
+
 def test_a_first_start_says_so_in_a_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="lightning.pytorch")
     started(tmp_path, dirpath=tmp_path / "here", steps=1)

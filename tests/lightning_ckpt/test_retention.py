@@ -81,6 +81,17 @@ def test_resumed_run_knows_what_was_kept(tmp_path: Path, plugin: Any) -> None:
     assert steps_in(tmp_path) == [4, 5, 8, 10, 11]
 
 
+@pytest.mark.parametrize("moves", [False, True])
+def test_resumed_run_knows_what_was_kept_under_names_with_slashes(tmp_path: Path, moves: bool) -> None:
+    saved = tmp_path / "saved"
+    fit(saved, AsyncCheckpointIO(), 6, retention=KeepLatest(2), filename="at/{step}", save_last=True)
+    if moves:
+        saved = saved.rename(tmp_path / "moved")
+    assert steps_in(saved / "at") == [5, 6]
+    fit(saved, AsyncCheckpointIO(), 8, retention=KeepLatest(2), filename="at/{step}", ckpt_path="last")
+    assert steps_in(saved / "at") == [7, 8]
+
+
 def test_both_policy_and_top_k_keep(tmp_path: Path) -> None:
     settings = {"monitor": "score", "mode": "min", "save_top_k": 2}
     fit(tmp_path, AsyncCheckpointIO(), 9, retention=KeepEverySteps(2), **settings)
