@@ -13,11 +13,13 @@ Example:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -240,18 +242,35 @@ _SINCE = round(time.time(), 3)  # what tells the starts of a container apart, wh
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
+_telling = threading.local()  # what a thread has yet to tell
+
+
 def notify(listeners: Sequence[Listener], event: Event) -> None:
     """Tell every listener; one that raises is logged and does not stop the save.
+
+    What happens in a signal handler that has interrupted a listener is told when that has returned: it may hold a lock.
 
     Args:
         listeners: Called in their order, on this thread.
         event: What has happened.
     """
-    for listener in listeners:
-        try:
-            listener(event)
-        except Exception:
-            logger.exception("an event listener failed on %s", type(event).__name__)
+    waiting: collections.deque[tuple[Sequence[Listener], Event]] | None = getattr(_telling, "waiting", None)
+    if waiting is not None:
+        waiting.append((listeners, event))
+        return
+    waiting = _telling.waiting = collections.deque([(listeners, event)])
+    try:
+        while waiting:
+            each, what = waiting.popleft()
+            for listener in each:
+                try:
+                    listener(what)
+                except Exception:
+                    logger.exception("an event listener failed on %s", type(what).__name__)
+    finally:
+        _telling.waiting = None
+        while waiting:  # since the last look, or Ctrl-C has ended a listener
+            notify(*waiting.popleft())
 
 
 class RunSummary:

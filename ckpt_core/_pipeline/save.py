@@ -125,12 +125,25 @@ class Pipeline:
     @contextlib.contextmanager
     def attempt(self, path: str) -> Iterator[None]:
         """Report the begin of a save of ``path``, and its failure, if it fails on the calling thread."""
-        notify(self._listeners, SaveStarted(path=path))
+        with self._inside():
+            notify(self._listeners, SaveStarted(path=path))
         try:
             yield
         except BaseException as error:
-            notify(self._listeners, SaveFailed(path=path, error=str(error)))
+            with self._inside():
+                notify(self._listeners, SaveFailed(path=path, error=str(error)))
             raise
+
+    @contextlib.contextmanager
+    def _inside(self) -> Iterator[None]:
+        """Know meanwhile that this thread is inside a save."""
+        is_inside = self.is_inside_a_save
+        try:
+            self._saving_threads.add(threading.get_ident())
+            yield
+        finally:
+            if not is_inside:
+                self._saving_threads.discard(threading.get_ident())
 
     def close(self) -> None:
         """End the claims on directories, and free the memory that is not lent; it may be used again."""
@@ -154,15 +167,11 @@ class Pipeline:
         ``started`` is ``time.perf_counter()`` of the moment in which the training thread was stopped, ``waited`` how
         many seconds since then it has waited for an earlier save.
         """
-        in_foreground, is_inside = self.in_foreground, self.is_inside_a_save
-        try:
-            self._saving_threads.add(threading.get_ident())
+        in_foreground = self.in_foreground
+        with self._inside():
             if in_foreground:
                 return self._save_now(save, started)
             return self._save_later(save, started, waited)
-        finally:
-            if not is_inside:
-                self._saving_threads.discard(threading.get_ident())
 
     def _save_now(self, save: Save, started: float) -> int:
         snapshot = Snapshot(save.path)

@@ -39,7 +39,7 @@ from ckpt_core.events import (
 __all__ = ["PrometheusListener"]
 
 _SECONDS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal handler that saves may make a listener
 _made: weakref.WeakKeyDictionary[CollectorRegistry, _Metrics] = weakref.WeakKeyDictionary()
 
 

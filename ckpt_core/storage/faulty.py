@@ -116,7 +116,7 @@ class FaultyStorage(Storage):
         self._inner = inner
         self._faults = tuple(faults)
         self._met: collections.Counter[int] = collections.Counter()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler that saves may interrupt a save
 
     def perform(
         self, operation: Operation, action: Callable[[], Result], tear: Callable[[int], object] | None = None

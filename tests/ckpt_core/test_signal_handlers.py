@@ -16,6 +16,7 @@ import torch
 
 from ckpt_core import Checkpointer, CheckpointNotFoundError, DirectoryCheckpointer, Kind, Part, verify
 from ckpt_core.commit_time import commit_time, note_commit, seconds_behind
+from ckpt_core.events import Event
 from ckpt_core.preemption import Notices, Preemption
 from ckpt_core.storage import FileWriter, LocalStorage
 from ckpt_core.storage.lease import Lease
@@ -146,6 +147,44 @@ def test_a_handler_waits_with_the_checkpointer_whose_save_it_interrupts(tmp_path
     assert len(saved) > 50
     assert saved == list(range(len(saved)))
     assert verify(tmp_path / "copy")
+
+
+class Locked:
+    """A listener that holds a lock, as those of metrics do, and is interrupted while it does."""
+
+    def __init__(self, interrupted_at: str) -> None:
+        self.events: list[str] = []
+        self._lock = threading.Lock()
+        self._interrupted_at: str | None = interrupted_at
+
+    def __call__(self, event: Event) -> None:
+        with self._lock:
+            name = type(event).__name__
+            if name == self._interrupted_at:
+                self._interrupted_at = None
+                signal.raise_signal(signal.SIGUSR1)
+            self.events.append(f"{name} {Path(getattr(event, 'path', '')).name}")
+
+
+@pytest.mark.parametrize("at", ["SaveStarted", "SnapshotTaken"])
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+@pytest.mark.timeout(60)
+def test_a_handler_saves_where_it_has_interrupted_a_listener(strategy: Any, at: str, tmp_path: Path) -> None:
+    listener = Locked(at)
+    checkpointer = Checkpointer(strategy=strategy, listeners=[listener])
+    before = signal.signal(
+        signal.SIGUSR1, lambda *_: checkpointer.save({"w": torch.zeros(3)}, tmp_path / "inner") and None
+    )
+    try:
+        checkpointer.save({"w": torch.ones(3)}, tmp_path / "outer")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    checkpointer.close()
+    assert verify(tmp_path / "outer")
+    assert verify(tmp_path / "inner")
+    for path in ("inner", "outer"):
+        told = [event.split()[0] for event in listener.events if event.endswith(path)]
+        assert told == ["SaveStarted", "SnapshotTaken", "SaveCommitted"]
 
 
 def test_ctrl_c_in_a_save_without_a_thread_is_raised_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
