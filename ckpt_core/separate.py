@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from ckpt_core._layouts.directory.manifest import ExtraFile
+from ckpt_core._layouts.directory.manifest import ExtraFile, Manifest
 from ckpt_core._layouts.directory.skeleton import encode_plain
 from ckpt_core._layouts.directory.writing import PartContent, RankFiles, build_manifest
+from ckpt_core._pipeline.directory_commit import wait_for_files
 from ckpt_core._pipeline.directory_save import AddedFiles, plan_parts
 from ckpt_core._pipeline.writer import write_image
 from ckpt_core._plan import LocalTensor, Piece, WritePlanCache, local_tensor
@@ -93,8 +94,15 @@ class SeparateSaves:
 
         ``reports`` are what :meth:`write` returned, in the order of the ranks; ``step`` is that of the state, where it
         is known.
+
+        Raises:
+            StorageError: This process does not see a file that another one has written.
         """
         manifest = build_manifest(reports, metadata=metadata, path=path, stamp=Stamp(commit_time(), step))
+        ranks = Manifest.decode(manifest, path=path).ranks
+        sizes = {file.name: file.size for rank in ranks for file in rank.files}
+        sizes |= {rank.digests.name: rank.digests.size for rank in ranks if rank.digests is not None}
+        wait_for_files(self._storage, self._storage.begin_directory(path, save_id), sizes, path)
         self._storage.publish_directory(path, save_id, manifest)
         self._storage.leave_directory(path, save_id)
 

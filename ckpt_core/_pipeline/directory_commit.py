@@ -245,14 +245,17 @@ def publish(
     maybe of other machines, have written some of the files, and all have to be seen here.
     """
     if is_shared:
-        _wait_for(storage, written_to, sizes, path)
+        wait_for_files(storage, written_to, sizes, path)
     previous = previous_at(storage, path)
     old = [name for name in (*previous.files, *previous.extra) if name not in sizes and name not in added]
     storage.publish_directory(path, token, manifest, gone=[] if keeps_old else old)
 
 
-def _wait_for(storage: Storage, directory: str, sizes: Mapping[str, int], path: str) -> None:
-    """Raise if a file that another rank has written is not where this rank sees it: on the disk of another machine."""
+def wait_for_files(storage: Storage, directory: str, sizes: Mapping[str, int], path: str) -> None:
+    """Wait until this process sees the files that others have written, of these sizes; raise if it does not.
+
+    Then they are on the disk of another machine.
+    """
     deadline = time.monotonic() + _LISTING_SECONDS
     while True:
         found = {os.path.basename(file.path): file.size for file in storage.list(directory)}
@@ -261,8 +264,8 @@ def _wait_for(storage: Storage, directory: str, sizes: Mapping[str, int], path: 
             return
         if time.monotonic() > deadline:
             raise StorageError(
-                f"rank 0 does not see {len(missing)} files of {len(sizes)} that the ranks have written, "
-                f"{missing[0]!r} among them",
+                f"the process that commits does not see {len(missing)} files of {len(sizes)} that the others have "
+                f"written, {missing[0]!r} among them",
                 path=path,
                 remedy="save to a directory that all machines share",
             )

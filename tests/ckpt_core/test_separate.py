@@ -1,0 +1,44 @@
+"""Checkpoints of processes that are no ranks of one group: nothing is committed that the committer does not see."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from ckpt_core import DirectoryCheckpointer, Kind, Part, StorageError
+from ckpt_core._pipeline import directory_commit
+from ckpt_core.separate import LocalTensor, SeparateSaves, local_tensor
+
+
+def whole(key: str, tensor: torch.Tensor) -> LocalTensor:
+    return local_tensor(tensor, key=key, rank=0, world_size=1, replicated=True)
+
+
+def write(saves: SeparateSaves, path: str, rank: int) -> str:
+    parts = [Part("mine", {"rank": torch.tensor(rank)}, Kind.PER_RANK)]
+    return saves.write(parts, path, "save-1", rank=rank, world_size=2, suffix="", local=whole)
+
+
+def test_a_file_of_another_process_is_waited_for_and_its_loss_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saves, path = SeparateSaves(tmp_path), str(tmp_path / "a")
+    saves.begin(path, "save-1")
+    reports = [write(saves, path, rank) for rank in range(2)]
+    (file,) = tmp_path.glob(".a*/rank-00002-of-00002.safetensors")
+    os.rename(file, tmp_path / "elsewhere")  # as on the disk of another machine, or of a server that is late
+    with monkeypatch.context() as patch:
+        patch.setattr(directory_commit, "_LISTING_SECONDS", 0.0)
+        with pytest.raises(StorageError, match="does not see 1 files of 4") as caught:
+            saves.commit(reports, path, "save-1", metadata={})
+    assert "rank-00002-of-00002.safetensors" in str(caught.value)
+    assert not os.path.exists(path)
+
+    monkeypatch.setattr(directory_commit.time, "sleep", lambda _: os.rename(tmp_path / "elsewhere", file))
+    saves.commit(reports, path, "save-1", metadata={})
+    with DirectoryCheckpointer().load(path) as checkpoint:
+        checkpoint.verify()
+        assert [checkpoint.load("mine", rank=rank)["rank"] for rank in range(2)] == [0, 1]
