@@ -11,10 +11,17 @@ from collections.abc import Callable
 
 from ckpt_core._commit.joint_save import SaveSeries
 from ckpt_core._commit.rank_group import RankGroup
-from ckpt_core._pipeline.directory_commit import copy_directory
+from ckpt_core._layouts.torch_file.opening import read_stamp
+from ckpt_core._pipeline.directory_commit import copy_directory, read_manifest
 from ckpt_core._pipeline.loading import verify
 from ckpt_core.console import Progress
-from ckpt_core.errors import CheckpointCorruptedError, CheckpointError, CheckpointNotFoundError, StorageError
+from ckpt_core.errors import (
+    CheckpointCorruptedError,
+    CheckpointError,
+    CheckpointFormatError,
+    CheckpointNotFoundError,
+    StorageError,
+)
 from ckpt_core.storage import MANIFEST_NAME
 from ckpt_core.storage.base import transfer
 from ckpt_core.storage.claims import Claims
@@ -66,7 +73,23 @@ class Sender:
                 raise
             return None  # replaced while it was read, so that files of two saves did not fit
         self._note(directory, name, identity)
+        if not self._is_what_is_there(remote, identity):
+            logger.warning("another process has written to %s meanwhile: give each run a directory of its own", remote)
+            self._note(directory, name, None)
         return size
+
+    def _is_what_is_there(self, remote: str, identity: Identity) -> bool:
+        """Return whether nobody has replaced an upload before it was recorded: the record would tell of another one."""
+        there = self._storage.remote
+        try:
+            if identity.save is not None:
+                return read_manifest(there, remote)[1].save_id == identity.save
+            with there.open(remote) as reader:
+                stamp = read_stamp(reader)
+                is_alike = stamp is None or stamp.committed in (None, identity.committed)
+                return reader.size == identity.size and is_alike
+        except (CheckpointNotFoundError, CheckpointCorruptedError, CheckpointFormatError):
+            return False
 
     def _upload(self, path: str, remote: str, identity: Identity, say: Callable[[int, int, float], None]) -> int:
         there = self._storage.remote

@@ -397,6 +397,30 @@ def test_a_file_replaced_during_its_upload_is_not_taken_for_what_it_was(tmp_path
     assert setting.value_there("last") == 2
 
 
+def test_an_upload_that_another_process_has_replaced_is_not_recorded(
+    setting: Setting, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = Setting(setting.layout, tmp_path / "other")
+    other.remote, other.storage = setting.remote, storage_for(setting.remote)
+
+    def other_is_uploaded_first(operation: Operation) -> bool:
+        if operation.name == "create" and LEDGER_NAME in operation.path and not other.events:
+            with other.run() as run:
+                other.layout.save(run, other.here("last"), 2)
+        return False
+
+    setting.store(Fault(other_is_uploaded_first))
+    with setting.run(keep_local=1) as run:
+        setting.layout.save(run, setting.here("last"), 1)
+    assert other.uploaded() == setting.uploaded() == ["last"]
+    assert setting.value_there("last") == 2
+    assert f"another process has written to {setting.there('last')}" in caplog.text
+    with setting.run(keep_local=1) as run:
+        setting.layout.save(run, setting.here("next"), 3)
+    assert setting.uploaded() == ["last", "next", "last"], "nobody knew whether it was there"
+    assert setting.value_there("last") == 1
+
+
 # ---- removal and room on the local disk
 # --------------------------------------------------------------------------------
 
