@@ -174,6 +174,7 @@ class Pipeline:
             return self._save_later(save, started, waited)
 
     def _save_now(self, save: Save, started: float) -> int:
+        self._failed.add(save.path)
         snapshot = Snapshot(save.path)
         try:
             try:
@@ -357,7 +358,12 @@ class Pipeline:
             return act(refuse_older)
 
         if self._strategy == "sync":
-            size = copy()
+            try:
+                size = copy()
+            except BaseException:
+                self._failed.add(target)
+                raise
+            self._failed.discard(target)
             self._report_taken(target, 0, started)
             notify(self._listeners, SaveCommitted(path=target, bytes=size, background_seconds=0.0, is_copy=True))
             return

@@ -132,6 +132,24 @@ def test_no_older_checkpoint_is_copied_in_place_of_one_whose_save_failed(
     assert (tmp_path / "b").exists()
 
 
+@pytest.mark.parametrize("layout", ["file", "directory"])
+def test_no_older_checkpoint_is_copied_after_a_save_that_has_raised(layout: str, tmp_path: Path) -> None:
+    is_file = layout == "file"
+    storage = FaultyStorage(LocalStorage(), [Fault("write_at", number=None, error=OSError(5, "no"))])
+    make: Any = Checkpointer if is_file else DirectoryCheckpointer
+    first, broken = make(strategy="sync"), make(strategy="sync", storage=storage)
+    content: Any = state(1) if is_file else [Part("m", state(1), Kind.REPLICATED)]
+    first.save(content, tmp_path / "a")
+    with pytest.raises(CheckpointError):
+        broken.save(content, tmp_path / "a")
+    with pytest.raises(CheckpointError, match=r"the save of .*a failed"):
+        broken.copy(tmp_path / "a", tmp_path / "b")
+    assert os.listdir(tmp_path) == ["a"]
+    first.save(content, tmp_path / "c")
+    broken.copy(tmp_path / "c", tmp_path / "a")
+    broken.copy(tmp_path / "a", tmp_path / "b")
+
+
 def test_a_copy_after_a_failed_save_does_not_let_the_older_one_go(tmp_path: Path) -> None:
     broken = Fault(lambda it: it.name == "write_at" and "new" in it.path, error=OSError(5, "no"))
     checkpointer = Checkpointer(on_error="warn", storage=FaultyStorage(LocalStorage(), [broken]))
