@@ -27,6 +27,7 @@ from ckpt_core.option_checks import check_options, check_seconds, check_switch, 
 from ckpt_core.paths import StrPath
 from ckpt_core.state.kinds import Kind, Part
 from ckpt_core.storage import MANIFEST_NAME, Storage, is_remote
+from ckpt_core.threads import do_through
 from ckpt_core.tiers import DAMAGE, TieredStorage, Tiers
 
 __all__ = ["AddedFiles", "DirectoryCheckpoint", "DirectoryCheckpointer", "Kind", "Part"]
@@ -298,17 +299,15 @@ class DirectoryCheckpointer(CheckpointerBase):
             self._ranks.world_size == 1 and self._uploader is not None
         ):  # with several, the others would wait for this one
             self._uploader.queue.raise_failure()
-        if not self._pipeline.in_foreground:
-            self._pipeline.queue.wait_for_turn(self._max_pending)
-        waited = time.perf_counter() - started
         slices = self._slice_replicated if slice_replicated is None else slice_replicated
 
         def begin() -> IncrementalSave:
             self._save_path(path)  # which raises where the ranks can hear it
             return self._unchanged.begin(self._claimed(target), target)
 
-        with self._pipeline.attempt(target):
-            save = DirectorySave(
+        @functools.cache
+        def share() -> DirectorySave:
+            return DirectorySave(
                 DirectoryState(parts, metadata or {}, step, write_files, slices),
                 begin,
                 target,
@@ -316,7 +315,18 @@ class DirectoryCheckpointer(CheckpointerBase):
                 self._series.open(target, timeout=self._commit_timeout, number=number, absent=absent),
                 self._plans,
             )
-            size = self._pipeline.save(save, started=started, waited=waited)
+
+        try:
+            if not self._pipeline.in_foreground:
+                self._pipeline.queue.wait_for_turn(self._max_pending)
+            waited = time.perf_counter() - started
+            with self._pipeline.attempt(target):
+                size = self._pipeline.save(share(), started=started, waited=waited)
+        except Exception:
+            raise
+        except BaseException as error:  # Ctrl-C on this rank: the others are about to wait for its part
+            do_through(self._pipeline.leave_out, share(), error)
+            raise
         self._pipeline.queue.raise_late(self._max_pending)
         return size
 

@@ -66,6 +66,7 @@ class DirectorySave:
         plans: WritePlanCache,
     ) -> None:
         self.path = path
+        self.is_known = False
         self._state: DirectoryState | None = state
         self._metadata: dict[str, Any] = {}
         self._step = state.step

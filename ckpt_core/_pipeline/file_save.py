@@ -23,6 +23,7 @@ class FileSave:
 
     def __init__(self, state: Any, storage: Storage, path: str, pipeline: Pipeline) -> None:
         self.path = path
+        self.is_known = False
         self._state = state
         self._storage = storage
         self._pipeline = pipeline

@@ -45,6 +45,8 @@ class Save(Protocol):
     def path(self) -> str:
         """The checkpoint."""
 
+    is_known: bool  # whether other ranks will hear what becomes of it, whatever happens: it is queued, or written
+
     @property
     def is_shared(self) -> bool:
         """Whether other ranks save with this one: they have to learn of a failure before anything is written."""
@@ -185,6 +187,7 @@ class Pipeline:
                 if save.is_shared:
                     self._fail_together(save, snapshot, error)
                 raise
+            save.is_known = True
             size = save.write(snapshot)
         finally:
             save.close()
@@ -195,14 +198,43 @@ class Pipeline:
 
     def _fail_together(self, save: Save, snapshot: Snapshot, error: BaseException) -> None:
         """Let the other ranks know, and raise what they raise, unless this process is to end."""
+        save.is_known = True
         try:
             save.write(snapshot)
         except CheckpointError as failure:
             if isinstance(error, Exception):
                 raise failure from error
 
+    def leave_out(self, save: Save, error: BaseException) -> None:
+        """Let the other ranks know that Ctrl-C has come before this one's part was queued; doing it twice is once."""
+        if save.is_known or not save.is_shared:
+            return
+        snapshot = Snapshot(save.path)
+        snapshot.give_up(error)
+        if self.in_foreground:
+            self._fail_together(save, snapshot, error)
+            return
+        action = functools.partial(self._write_in_background, save, snapshot, save.close)
+        if not self._submit(save.path, action, lambda: snapshot.sealed_at, save=save):
+            self.queue.run_queued()
+
     def _save_later(self, save: Save, started: float, waited: float) -> int:
         snapshot = Snapshot(save.path, self.buffers, overlaps=self._overlaps)
+        try:
+            try:
+                return self._take_and_submit(save, snapshot, started, waited)
+            finally:
+                self._wait_for_live(save.path, snapshot)
+        finally:  # where Ctrl-C has ended that, too
+            self._wait_for_live(save.path, snapshot)
+
+    def _wait_for_live(self, path: str, snapshot: Snapshot) -> None:
+        """Return when no live tensors are written, which the caller may change."""
+        if snapshot.not_copied is not None:
+            self.queue.run_queued()
+            self.queue.wait_through(path)
+
+    def _take_and_submit(self, save: Save, snapshot: Snapshot, started: float, waited: float) -> int:
         place = Latch()
         let_go = functools.partial(self._let_go, save, snapshot, place)
         action = functools.partial(self._write_in_background, save, snapshot, let_go)
@@ -215,7 +247,7 @@ class Pipeline:
         try:
             self._take(place)
             runs = snapshot.may_pass = self._submit(
-                save.path, action, lambda: snapshot.sealed_at, needs_caller=needs_caller, let_go=let_go
+                save.path, action, lambda: snapshot.sealed_at, save=save, needs_caller=needs_caller, let_go=let_go
             )
             save.take(snapshot)
             save.complete(snapshot)
@@ -226,10 +258,7 @@ class Pipeline:
         except BaseException as error:
             # Ctrl-C too: other ranks must not wait for this one, nor the next save for memory.
             do_through(self._give_up, snapshot, place, error)
-            if snapshot.not_copied is not None:  # live tensors are being written, which the caller may change
-                self.queue.run_queued()
-                self.queue.wait_through(save.path)
-            elif not save.is_shared:
+            if not save.is_shared:
                 self.queue.run_queued()
                 self.queue.wait(save.path)  # until nothing is left of it
             raise
@@ -237,11 +266,8 @@ class Pipeline:
             if not runs:
                 do_through(self.queue.run_queued)
         if snapshot.not_copied is not None:
-            try:
-                self._warn_of_memory(snapshot.not_copied)
-                self.queue.wait_through(save.path)
-            finally:  # Ctrl-C, wherever it comes, must not let the caller change the tensors that are being written
-                self.queue.wait_through(save.path)
+            self._warn_of_memory(snapshot.not_copied)
+            self._wait_for_live(save.path, snapshot)
             self._report_taken(save.path, size, started, waited)
         return size
 
@@ -287,6 +313,7 @@ class Pipeline:
         write: Callable[[], int],
         begun_at: Callable[[], float],
         *,
+        save: Save | None = None,
         is_copy: bool = False,
         needs_caller: Callable[[], bool] = lambda: False,
         let_go: Callable[[], None] = lambda: None,
@@ -307,9 +334,13 @@ class Pipeline:
             self._last_save = job
         try:
             job.note(functools.partial(self.queue.can_end, job))
+            if save is not None:
+                save.is_known = True
             return self.queue.submit(job)
         except BaseException:  # Ctrl-C: nobody must wait for what is not in the queue
             if job not in self.queue.jobs(path):
+                if save is not None:
+                    save.is_known = job.done.is_set()
                 job.end()
             raise
 

@@ -14,6 +14,8 @@ import torch
 
 from ckpt_core import Checkpointer, awaited_paths, verify
 from ckpt_core._pipeline.jobs import Job, JobQueue
+from ckpt_core.errors import OutOfMemoryError
+from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 from tests.support.interrupting import at_every_moment
 
 FILES = {
@@ -97,6 +99,34 @@ def test_ctrl_c_at_any_line_of_a_save(strategy: Any, tmp_path: Path, monkeypatch
         assert verify(directory / "b"), where
         assert set(os.listdir(directory)) <= {"a", "b"}, where
         assert not awaited_paths._saves, where
+    assert interrupted > 50
+
+
+def test_ctrl_c_at_any_line_leaves_no_live_tensors_that_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OutOfMemoryError("no memory", remedy="free some")
+
+    where, interrupted = "", 0
+
+    def interrupt() -> None:
+        nonlocal where
+        where = interrupted_line(("_pipeline/save.py",))
+        if not where.startswith(UNREAL):
+            raise KeyboardInterrupt
+
+    for run in at_every_moment(("_pipeline/save.py",), interrupt, opcodes=False):
+        # Without a copy, the live tensors are being written for so long.
+        storage = FaultyStorage(LocalStorage(), [Fault("write_at", delay=0.05)])
+        checkpointer = Checkpointer(on_error="warn", storage=storage)
+        monkeypatch.setattr(checkpointer._pipeline.buffers, "acquire", refuse)
+        try:
+            run(lambda: checkpointer.save({"w": torch.ones(3)}, tmp_path / "a"))  # noqa: B023
+        except KeyboardInterrupt:
+            interrupted += 1
+        assert not checkpointer.pending, where
+        checkpointer.close()
     assert interrupted > 50
 
 

@@ -238,6 +238,71 @@ def test_the_death_of_rank_0_is_told_to_the_others(fault: str, strategy: str, fo
     assert names_after_next == ["a", "next"]
 
 
+CTRL_C = (
+    PREAMBLE
+    + """
+strategy, world = sys.argv[1], 2
+
+def work(rank, group):
+    may_write, begun, over = threading.Event(), threading.Event(), threading.Event()
+    slow = Fault(lambda it: it.name == "write_at" and "run/a" in it.path, number=None, until=may_write)
+    checkpointer = DirectoryCheckpointer(
+        ranks=group, strategy=strategy, commit_timeout=1000.0,
+        storage=FaultyStorage(LocalStorage(), [slow] if rank == 1 else []),
+    )
+    if strategy == "sync":  # what interrupts it is a listener, before anything is written
+        may_write.set()
+
+    def interrupt(*_):
+        if rank == 1 and not over.is_set():
+            over.set()
+            may_write.set()
+            raise KeyboardInterrupt
+
+    def until_it_is():
+        begun.wait()
+        while strategy == "async" and not over.wait(0.05):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+    def listen(event):
+        if strategy == "sync" and type(event) is SaveStarted and begun.is_set():
+            signal.raise_signal(signal.SIGUSR1)
+
+    checkpointer._listeners.append(listen)
+    signal.signal(signal.SIGUSR1, interrupt)
+    if rank == 1:
+        threading.Thread(target=until_it_is).start()
+    checkpointer.save(parts(rank, 1), "run/a")
+    begun.set()
+    second = None
+    try:
+        second = seconds_of(lambda: (checkpointer.save(parts(rank, 2), "run/b"), checkpointer.wait()))
+    except KeyboardInterrupt:
+        second = "interrupted"
+    third = seconds_of(lambda: (checkpointer.save(parts(rank, 3), "run/c"), checkpointer.wait()))
+    checkpointer.close()
+    return [second, third]
+
+rows = Ranks(world, work).results()
+check("run/a", 1, world)
+check("run/c", 3, world)
+print(json.dumps([rows, listing("run")]))
+"""
+)
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_ctrl_c_on_a_rank_before_its_part_is_queued_is_told_to_the_others(
+    strategy: str, fork_script: ScriptRunner
+) -> None:
+    ((second, third), (interrupted, third_there)), names = json.loads(fork_script(CTRL_C, strategy).stdout)
+    assert interrupted == "interrupted"
+    assert second["raised"] == "CheckpointError"
+    assert "rank 1: the save failed: KeyboardInterrupt" in second["message"]
+    assert third["raised"] is third_there["raised"] is None
+    assert names == ["a", "c"]
+
+
 MISTAKES = (
     PREAMBLE
     + """
