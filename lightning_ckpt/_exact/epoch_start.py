@@ -20,6 +20,7 @@ from lightning_ckpt._private.loops import Internals
 
 # they train, and restore what they have trained; what they find is captured
 _NOT_AGAIN = frozenset({"LearningRateFinder", "BatchSizeFinder"})
+_CHANGE_WEIGHTS = frozenset({"StochasticWeightAveraging"})  # of Lightning's own
 _FRAMEWORK = ("lightning.", "pytorch_lightning.", "lightning_ckpt.")
 _HOOK = "on_train_epoch_start"
 
@@ -118,8 +119,8 @@ class EpochStart:
     def _kept_weights(self, module: torch.nn.Module) -> Iterator[None]:
         trainer = self._internals.trainer
         owners = [module, *(cb for cb in trainer.callbacks)]
-        if not any(is_users_own(getattr(type(owner), _HOOK, None)) for owner in owners):
-            yield  # Lightning's own change no weights there
+        if not any(_may_change_weights(type(owner)) for owner in owners):
+            yield
             return
         before = {name: (t, t._version, t.detach().to("cpu", copy=True)) for name, t in _tensors(module)}
         yield
@@ -139,6 +140,12 @@ def _tensors(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     groups = [{name: v for name, v in group.items() if name != "params"} for group in optimizer.param_groups]
     return [{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in group.items()} for group in groups]
+
+
+def _may_change_weights(owner: type) -> bool:
+    if is_users_own(getattr(owner, _HOOK, None)):
+        return True
+    return bool(_CHANGE_WEIGHTS & {base.__name__ for base in owner.__mro__})
 
 
 def is_users_own(function: Any) -> bool:

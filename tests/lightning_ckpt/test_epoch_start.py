@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric, MetricTracker, MinMaxMetric, RunningMean, SumMetric
 
 from lightning_ckpt._exact.modes import Modes
-from tests.lightning_ckpt.captured import END, Training, train_and_resume
+from tests.lightning_ckpt.captured import BATCHES, END, Training, train_and_resume
 from tests.lightning_ckpt.exact_cases import Model, Thaws
 from tests.support.data_sets import Samples
 
@@ -207,6 +207,22 @@ def test_modes_are_as_they_were_after_an_epoch(name: str, tmp_path: Path) -> Non
     expected, found, said = train_and_resume(TRAININGS[name], tmp_path, END)
     assert not said
     assert found == expected
+
+
+@pytest.mark.parametrize("batch", [1, 5, BATCHES])
+def test_the_epoch_that_averages_batch_normalisation(batch: int, tmp_path: Path) -> None:
+    # Lightning appends it; its start copies the averaged weights and empties the statistics
+    momentum: list[float | None] = []
+
+    class Told(Normed):
+        def on_fit_end(self) -> None:
+            momentum.append(self.net[1].momentum)
+
+    training = Training(Told, averages, {"max_epochs": 3}, is_plain="state_dict" in vars(SWALR))
+    expected, found, said = train_and_resume(training, tmp_path, ("on_train_batch_end", 3 * BATCHES + batch))
+    assert not said
+    assert found == expected
+    assert momentum == [0.1, 0.1]
 
 
 class Validated(EvalLater):
