@@ -199,7 +199,11 @@ def _newest(session: Session) -> str:
     path = session.agreement.asked_of_rank_zero("load_state", lambda: _newest_usable(session))
     if path is None:
         root = automatic_root(accelerator)
-        raise FolderNotFoundError(f"there is no usable checkpoint in {root}", path=root)
+        raise FolderNotFoundError(
+            f"there is no usable checkpoint in {root}",
+            path=root,
+            remedy="resume='auto' starts the run from the beginning there",
+        )
     return str(path)
 
 

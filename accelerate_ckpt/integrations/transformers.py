@@ -435,7 +435,11 @@ class ResumableCallback(TrainerCallback):
         session, folder = self._session, self._trainer.args.output_dir
         path = session.agreement.asked_of_rank_zero("train", lambda: _newest_usable(session, folder, None))
         if path is None:
-            raise FolderNotFoundError(f"No valid checkpoint found in output directory ({folder})", path=folder)
+            raise FolderNotFoundError(
+                f"No valid checkpoint found in output directory ({folder})",
+                path=folder,
+                remedy="ResumableCallback(resume='auto') starts the run from the beginning there",
+            )
         return str(path)
 
     def _check_fits(self, path: str) -> None:
@@ -585,7 +589,9 @@ def _surplus(trainer: Any, pending: list[str]) -> list[str] | None:
     infos = [
         info
         for info in reversed(Catalog(trainer.args.output_dir, suffix="").checkpoints())
-        if _NAME.fullmatch(info.name) and not (session and session.was_passed_over(info.path))
+        if _NAME.fullmatch(info.name)
+        and info.is_readable  # what is damaged or closed to this user stays, and takes no usable one's place
+        and not (session and session.was_passed_over(info.path))
     ]
     best = trainer.state.best_model_checkpoint
     protected = {os.path.abspath(path) for path in [*pending, *([best] if best else [])]}

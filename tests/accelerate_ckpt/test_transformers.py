@@ -252,6 +252,14 @@ def test_old_checkpoints_go_when_the_new_one_is_durable_and_the_best_one_stays(t
     assert_same(weights(trainer), load_file(chosen / "model.safetensors"))
 
 
+def test_what_cannot_be_read_takes_no_place_of_the_total_limit(tmp_path: Path) -> None:
+    trainer_for(tmp_path, max_steps=4, save_steps=2).train()
+    (tmp_path / "checkpoint-4").rename(tmp_path / "checkpoint-100")
+    flip_bit(tmp_path / "checkpoint-100/manifest.json", 5)
+    trainer_for(tmp_path, max_steps=8, save_steps=2, save_total_limit=2).train()
+    assert saved(tmp_path) == ["checkpoint-6", "checkpoint-8", "checkpoint-100"]
+
+
 def test_resuming_takes_the_newest_checkpoint_that_verifies(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     whole = trainer_for(tmp_path)
     whole.train()
