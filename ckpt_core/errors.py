@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 from collections.abc import Mapping
 
 __all__ = [
@@ -64,13 +65,18 @@ class CheckpointError(Exception):
 
     def __str__(self) -> str:
         text = self.message
-        if self.path is not None and self.path not in text:
+        if self.path is not None and not _names(text, self.path):
             text += f"\n  file: {self.path}"
-        if self.key is not None and self.key not in text:
+        if self.key is not None and not _names(text, self.key):
             text += f"\n  key: {self.key}"
         if self.remedy is not None:
             text += f"\n  what to do: {self.remedy}"
         return text
+
+
+def _names(text: str, name: str) -> bool:
+    """Return whether a text has a name in it that is not a part of another word."""
+    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", text) is not None
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):

@@ -49,6 +49,7 @@ from ckpt_core.cli import main
 from ckpt_core.interchange import (
     CkptStorageReader,
     CkptStorageWriter,
+    convert_to_accelerate,
     export_dcp,
     export_model,
     import_dcp,
@@ -499,6 +500,9 @@ def test_types_that_safetensors_lacks_are_refused_by_name(tmp_path: Path) -> Non
     with pytest.raises(SerializationError, match="complex64") as caught:
         export_model(path, tmp_path / "b")
     assert caught.value.key == "c"
+    with pytest.raises(SerializationError, match="complex64\n  key: c\n") as caught:  # a part of a word is no name
+        convert_to_accelerate(path, tmp_path / "b")
+    assert not (tmp_path / "b").exists()
 
 
 def test_models_that_are_damaged_or_foreign(tmp_path: Path) -> None:
