@@ -25,7 +25,8 @@ class Preflight:
 
     A checkpoint is deleted when its successor is durable, so there must be room for one more. A store may let a
     program write and not delete: then everything stays. The clock may be behind the checkpoints that are there. That a
-    local directory can be written, renamed and deleted in, the commit itself has shown.
+    local directory can be written, renamed and deleted in, the commit itself has shown. Ranks that torchrun starts
+    again may find what the last attempt has left in its store.
     """
 
     def __init__(self, storage_options: dict[str, Any] | None = None) -> None:
@@ -40,8 +41,8 @@ class Preflight:
             return  # one is enough
         directory = os.path.dirname(event.path.rstrip("/"))
         problem = self._of_store(directory) if is_remote(event.path) else _of_disk(directory, event.bytes)
-        if problem is not None:
-            logger.warning("%s", problem)
+        for said in filter(None, (problem, _of_restarts())):
+            logger.warning("%s", said)
         behind = seconds_behind()
         if behind > _CLOCK_SECONDS:
             logger.warning(
@@ -83,6 +84,21 @@ def _of_disk(directory: str, size: int) -> str | None:
     if disk.f_files and disk.f_favail < 100:
         return f"the filesystem of {directory} has only {disk.f_favail} files (inodes) left: delete some"
     return None
+
+
+def _of_restarts() -> str | None:
+    """Return why ranks that torchrun starts again may not find each other; None if they will.
+
+    torch gives each attempt a store of its own only if the launcher does not share the store of its rendezvous.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or os.environ.get("WORLD_SIZE", "1") == "1":
+        return None
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        return None
+    return (
+        "ranks that torchrun starts again may fail or hang before they resume, because they share one store with the "
+        "attempt before: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun"
+    )
 
 
 class RefusedKeys:

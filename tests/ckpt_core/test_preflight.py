@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
@@ -33,6 +36,39 @@ def test_a_disk_without_room_for_a_second_one_is_told_once(
     assert len(said(caplog)) == 1
     assert "the next checkpoint may not fit" in said(caplog)[0]
     assert str(small_filesystem) in said(caplog)[0]
+
+
+RANK = """
+import logging, sys, torch
+from ckpt_core import Checkpointer
+from ckpt_core.options import CheckpointerOptions
+from ckpt_core.events import rank_of_process
+logging.basicConfig(format="%(message)s")
+torch.distributed.init_process_group("gloo")
+with Checkpointer(**CheckpointerOptions(strategy="async").settings()) as checkpointer:
+    for number in range(2):
+        checkpointer.save({"weight": torch.ones(3)}, f"{sys.argv[1]}/{rank_of_process()}/{number}.ckpt")
+torch.distributed.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(
+    ("restarts", "own_store", "times"), [(1, "0", 1), (1, "1", 0), (0, "0", 0)], ids=["shared", "own", "no restarts"]
+)
+def test_ranks_that_share_a_store_with_the_attempt_before_are_told_once(
+    restarts: int, own_store: str, times: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts)]
+    done = subprocess.run(
+        [sys.executable, *launch, str(script), str(tmp_path)],
+        env={**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": own_store},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    assert done.stderr.count("set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun") == times
 
 
 def test_nothing_is_said_where_there_is_room(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
