@@ -59,7 +59,8 @@ _MOST_RANKS = 64
 
 #: Programs that draw a picture of the page; the first that is installed does.
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-_WINDOW = (1100, 1100)  # pixels, without the rows of the ranks
+_WINDOW = (1100, 980)  # pixels, without the rows of the ranks, and interruptions
+_TABLE_ROW, _HEADING = 32, 150  # pixels: what a row of a table takes, and the other lines of a section with one
 _DRAWING_SECONDS = 120.0
 _PAGE, _PICTURE = b"<!doctype html>", b"\x89PNG\r\n\x1a\n"  # how the files begin
 
@@ -357,11 +358,12 @@ def try_to_write(log: str, target: str) -> None:
         logger.warning("the report %s could not be written: %s", target, error)
 
 
-def page_of(processes: Sequence[Process]) -> str:
+def page_of(processes: Sequence[Process], *, lists_saves: bool = True) -> str:
     """Return one self-contained HTML page about a run: totals, a time line, every stall, and tables.
 
     Args:
         processes: From :func:`read_events`.
+        lists_saves: Whether the page ends with a table of the saves.
     """
     totals = totals_of(processes)
     interruptions = interruptions_of(processes)
@@ -393,8 +395,7 @@ def page_of(processes: Sequence[Process]) -> str:
         _stalls(saves),
         "<h2>Ranks</h2>",
         _ranks(processes),
-        "<h2>Saves</h2>",
-        _saves(saves),
+        *(("<h2>Saves</h2>", _saves(saves)) if lists_saves else ()),
     ]
     return "\n".join(parts) + "\n"
 
@@ -432,7 +433,7 @@ def page_beside(target: str) -> str:
 
 
 def draw(processes: Sequence[Process], target: str) -> None:
-    """Have a browser draw a picture of :func:`page_of`.
+    """Have a browser draw a picture of :func:`page_of`, without its table of saves, of which only a part would show.
 
     Args:
         processes: From :func:`read_events`.
@@ -449,13 +450,16 @@ def draw(processes: Sequence[Process], target: str) -> None:
             f"no browser is installed that draws a picture ({', '.join(BROWSERS)})",
             remedy="install one, or open the page, ckpt report --output page.html, in any browser",
         )
-    height = _WINDOW[1] + _ROW * min(len({process.rank for process in processes}), _MOST_RANKS)
+    ranks, interruptions = len({process.rank for process in processes}), len(interruptions_of(processes))
+    height = _WINDOW[1] + _ROW * min(ranks, _MOST_RANKS) + _TABLE_ROW * min(ranks, _MOST_ROWS)
+    if interruptions:
+        height += _HEADING + _TABLE_ROW * min(interruptions, _MOST_ROWS)
     options = ["--headless=new", "--disable-gpu", "--hide-scrollbars", f"--window-size={_WINDOW[0]},{height}"]
     if os.geteuid() == 0:
         options.append("--no-sandbox")  # which root has none of; the page is ours, and without scripts
     with tempfile.TemporaryDirectory() as folder:
         source, picture = Path(folder, "page.html"), Path(folder, "page.png")
-        source.write_text(page_of(processes), encoding="utf-8")
+        source.write_text(page_of(processes, lists_saves=False), encoding="utf-8")
         ways = [f"--user-data-dir={folder}/profile", f"--screenshot={picture}", source.as_uri()]
         try:
             done = subprocess.run(
