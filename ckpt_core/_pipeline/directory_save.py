@@ -16,7 +16,7 @@ from ckpt_core._commit.joint_save import JointSave
 from ckpt_core._layouts.directory.files import describe_file
 from ckpt_core._layouts.directory.manifest import ExtraFile
 from ckpt_core._layouts.directory.skeleton import encode_plain
-from ckpt_core._layouts.directory.writing import PartContent, RankFiles, build_manifest
+from ckpt_core._layouts.directory.writing import PartContent, RankFiles, build_manifest, encode_metadata
 from ckpt_core._layouts.image import Image
 from ckpt_core._pipeline.directory_commit import (
     NOTHING,
@@ -111,7 +111,11 @@ class DirectorySave:
     def take(self, snapshot: Snapshot) -> None:
         assert self._state is not None  # until it is closed
         self._begun = self._begin()  # from here on, the others learn of a failure
-        self._metadata = copy.deepcopy(dict(self._state.metadata))
+        try:
+            self._metadata = copy.deepcopy(dict(self._state.metadata))
+        except Exception:
+            encode_metadata(self._state.metadata, self.path)  # which names the key
+            raise
         rank, world_size = self._joint.group.rank, self._joint.group.world_size
         if rank == 0:
             self._pipeline.directories.remove_orphans(self._storage, self.path)

@@ -233,6 +233,11 @@ MISTAKES: dict[str, tuple[type[BaseException], str, dict[str, Any]]] = {
     "no parts": (TypeError, "parts must be a list .* not of str", {"parts": {"model": {}}}),
     "another order": (TypeError, "not 'a' and {}", {"parts": [Part("a", Kind.REPLICATED, {})]}),  # type: ignore[arg-type]
     "a tensor in metadata": (SerializationError, "metadata", {"parts": [], "metadata": {"x": torch.ones(1)}}),
+    "metadata that cannot be copied": (
+        SerializationError,
+        r"metadata\.x\.0",
+        {"parts": [], "metadata": {"x": [threading.Lock()]}},
+    ),
     "a hook that raises": (KeyError, "bug", {"parts": parts(), "write_files": lambda _: {}["bug"]}),
     "a sparse tensor": (
         SerializationError,

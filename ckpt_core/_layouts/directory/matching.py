@@ -129,6 +129,19 @@ def check_fits(fits: Sequence[tuple[str, TensorInfo, LocalTensor]], *, part: str
             key=wrong[0][0],
             remedy="load it into a model of the same sizes and types: nothing is cut, padded or rounded",
         )
+    expanded = [key for key, _, local in fits if any(_repeats_elements(piece.tensor) for piece in local.pieces)]
+    if expanded:
+        raise StateMismatchError(
+            f"{len(expanded)} tensors of the state that is loaded into have several elements in one place of memory "
+            "(expand)",
+            path=path,
+            key=expanded[0],
+            remedy="clone() them first, or load new tensors without into=",
+        )
+
+
+def _repeats_elements(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _text(tensor: TensorInfo | LocalTensor) -> str:

@@ -19,7 +19,7 @@ import math
 import pathlib
 import pickle
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -38,7 +38,7 @@ _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")  # of surrogates: JSON's re
 _MOST_OF_ONE_HASH = 100  # keys: numbers of 64 bits that were not chosen for it share theirs with ten at most
 _MOST_DIGITS = 16  # of the number of a tensor
 _LARGEST_OBJECT = 64 * 2**20  # bytes: it is text in the manifest
-_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_NON_FINITE = ("nan", "inf", "-inf")
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
     "None": None,
     **{factory.__name__: factory for factory in (int, float, bool, str, list, dict, set)},
@@ -64,7 +64,12 @@ def encode_plain(
         ({'weight': '$0', 'sizes': {'$tuple': [1, 2]}}, [('weight', tensor([1., 1.]))])
     """
     encoder = _Encoder(key, objects, any_tensor)
-    skeleton = encoder.encode(tree, "")
+    try:
+        skeleton = encoder.encode(tree, "")
+    except RecursionError as error:
+        raise SerializationError(
+            f"the state is nested too deep: {error}", key=key, remedy="save a flatter state"
+        ) from error
     return skeleton, list(encoder.tensors.items())
 
 
@@ -150,16 +155,20 @@ class _Encoder:
         kind = type(node)
         if kind is dict and all(type(key) is str and not key.startswith("$") and _is_same_in_json(key) for key in node):
             return {key: self.encode(value, join_key(name, key)) for key, value in node.items()}
+        if isinstance(node, (dict, set, frozenset)):
+            most = _most_of_one_hash(node)
+            if most > _MOST_OF_ONE_HASH:
+                self._refuse(f"{most} keys of one dictionary or set have the same hash", name, "use other keys")
         if isinstance(node, dict):
+            factory = None
+            if isinstance(node, collections.defaultdict):
+                factory = next((text for text, known in _FACTORIES.items() if known is node.default_factory), None)
+                if factory is None:
+                    return self._object(node, name)
             pairs = [
                 [self._hashable(key, name), self.encode(value, join_key(name, key))] for key, value in node.items()
             ]
-            if not isinstance(node, collections.defaultdict):
-                return {_CONTAINERS[kind]: pairs}
-            factory = next((text for text, known in _FACTORIES.items() if known is node.default_factory), None)
-            if factory is None:
-                return self._object(node, name)
-            return {"$defaultdict": [factory, pairs]}
+            return {_CONTAINERS[kind]: pairs if factory is None else [factory, pairs]}
         if kind in (set, frozenset):
             return {_CONTAINERS[kind]: [self._hashable(value, name) for value in node]}
         items = [self.encode(value, join_key(name, index)) for index, value in enumerate(node)]
@@ -200,6 +209,10 @@ def _slice(value: slice) -> Json:
     return {"$slice": parts} if all(part is None or type(part) is int for part in parts) else None
 
 
+def _path_text(value: pathlib.PurePath) -> Json:
+    return {"$path": [type(value).__name__, str(value)]} if _is_same_in_json(str(value)) else None
+
+
 def _moment(tag: str, value: datetime.datetime | datetime.time) -> Json:
     # a time zone with rules of its own has no name that any machine knows
     fixed = value.tzinfo is None or type(value.tzinfo) is datetime.timezone
@@ -234,7 +247,7 @@ _ENCODERS: dict[type, Callable[[Any], Json]] = {
     datetime.time: lambda value: _moment("$time", value),
     datetime.date: lambda value: {"$date": value.isoformat()},
     datetime.timedelta: lambda value: {"$timedelta": [value.days, value.seconds, value.microseconds]},
-    **{kind: lambda value: {"$path": [type(value).__name__, str(value)]} for kind in _PATHS},
+    **dict.fromkeys(_PATHS, _path_text),
     torch.dtype: lambda value: {"$dtype": str(value).removeprefix("torch.")},
     torch.device: lambda value: {"$device": str(value)},
 }
@@ -323,8 +336,23 @@ def _rebuilt(kind: str, archive: bytes, weights_only: bool) -> Any:
 
 
 def _array(dtype: np.dtype[Any], shape: list[int], data: Any) -> np.ndarray[Any, Any]:
-    array: np.ndarray[Any, Any] = data.numpy().view(dtype).reshape(shape)
+    # Not a view: there is none of elements without bytes.
+    if math.prod(shape) * dtype.itemsize != data.nbytes:
+        raise ValueError(f"an array of {dtype}{shape} does not have {data.nbytes} bytes")
+    array: np.ndarray[Any, Any] = np.ndarray(shape, dtype, data.numpy())
     return array
+
+
+def _scalar(dtype: np.dtype[Any], data: bytes) -> Any:
+    if len(data) < dtype.itemsize:
+        raise ValueError(f"a {dtype} has more than {len(data)} bytes")
+    data = data[: dtype.itemsize]  # NumPy writes a zero for an empty text
+    # In an array, zeros at the end of a text are padding to NumPy.
+    if dtype.kind == "S":
+        return np.bytes_(data)
+    if dtype.kind == "U":
+        return np.str_(data.decode("utf-32-be" if dtype.str[0] == ">" else "utf-32-le", "surrogatepass"))
+    return np.ndarray((), dtype, data)[()]
 
 
 def _decode(
@@ -407,16 +435,22 @@ class _Decoder:
 
 def _check_hashes(keys: Sequence[Any]) -> None:
     """Refuse keys that were chosen to be looked for one after the other: the time would grow with their square."""
-    if len(keys) > _MOST_OF_ONE_HASH:
-        most = max(collections.Counter(map(hash, keys)).values())
-        if most > _MOST_OF_ONE_HASH:
-            raise ValueError(f"{most} keys of one dictionary or set have the same hash")
+    most = _most_of_one_hash(keys)
+    if most > _MOST_OF_ONE_HASH:
+        raise ValueError(f"{most} keys of one dictionary or set have the same hash")
+
+
+def _most_of_one_hash(keys: Collection[Any]) -> int:
+    """Return how many keys have the same hash, at most; 0 where there are only a few."""
+    if len(keys) <= _MOST_OF_ONE_HASH:
+        return 0
+    return max(collections.Counter(map(hash, keys)).values())
 
 
 _COLLECTIONS: dict[str, Callable[[Any], Any]] = {tag: kind for kind, tag in _CONTAINERS.items()}
 _VALUES: dict[str, Callable[[Any], Any]] = {
     "$int": lambda value: int(value, 16),
-    "$float": lambda value: _NON_FINITE[value],
+    "$float": lambda value: float(_NON_FINITE[_NON_FINITE.index(value)]),  # not one object: two can be keys
     "$complex": lambda value: _complex(*value),
     "$bytes": bytes.fromhex,
     "$bytearray": bytearray.fromhex,
@@ -429,7 +463,7 @@ _VALUES: dict[str, Callable[[Any], Any]] = {
     "$path": lambda value: _path(*value),
     "$dtype": lambda value: getattr(torch, _dtype_name(value)),
     "$device": lambda value: torch.device(str(value)),
-    "$scalar": lambda value: np.frombuffer(bytes.fromhex(value[1]), _numpy_type(value[0]))[0],
+    "$scalar": lambda value: _scalar(_numpy_type(value[0]), bytes.fromhex(value[1])),
 }
 
 

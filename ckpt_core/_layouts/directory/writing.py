@@ -393,11 +393,7 @@ def build_manifest(
     ``reports`` are what :meth:`RankFiles.report` returned, in rank order; None for a rank that has written nothing.
     Reports that are not of one state and save are refused.
     """
-    encoded, tensors = encode_plain(dict(metadata), key="metadata")
-    if tensors:
-        raise SerializationError(
-            "the metadata hold a tensor", path=path or None, key=f"metadata.{tensors[0][0]}", remedy="save it in a part"
-        )
+    encoded = encode_metadata(metadata, path)
     first = json.loads(str(reports[0]).partition("\n")[0])
     complete = [_nothing(rank, first) if report is None else report for rank, report in enumerate(reports)]
     summaries, records, commons = zip(*(report.split("\n") for report in complete), strict=True)
@@ -411,6 +407,16 @@ def build_manifest(
         ranks=records,
         stamp=stamp,
     )
+
+
+def encode_metadata(metadata: Mapping[str, Any], path: str = "") -> Json:
+    """Return metadata as they are in a manifest; what is not plain data is refused by its key."""
+    encoded, tensors = encode_plain(dict(metadata), key="metadata")
+    if tensors:
+        raise SerializationError(
+            "the metadata hold a tensor", path=path or None, key=f"metadata.{tensors[0][0]}", remedy="save it in a part"
+        )
+    return encoded
 
 
 def _nothing(rank: int, first: dict[str, Any]) -> str:

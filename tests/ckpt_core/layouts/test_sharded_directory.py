@@ -283,6 +283,9 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_is_changed(tmp_pat
     assert "layer.4 is float32[4, 5] in the checkpoint and bfloat16[4, 5] in the state" in str(error)
     assert error.key == "layer.3"
     assert error.path == str(tmp_path / "c")
+    error = refused({**fresh, "layer.2": torch.zeros(1, 3).expand(4, 3)})
+    assert "several elements in one place of memory" in str(error)
+    assert error.key == "layer.2"
     checkpoint.close()
 
 

@@ -8,6 +8,7 @@ import enum
 import json
 import math
 import pickle
+import sys
 import threading
 import zoneinfo
 from pathlib import Path, PurePosixPath, PureWindowsPath
@@ -53,6 +54,7 @@ VALUES = [
     *(datetime.date(2026, 1, 2), datetime.time(3, 4), datetime.timedelta(-1, 2, 3)),
     *(PurePosixPath("a/ä"), PureWindowsPath("c:\\a"), Path("/b")),
     *(np.float64(0.1), np.int8(-3), np.bool_(True), np.datetime64("2026-01-02"), np.float32("nan")),
+    *(np.str_(""), np.str_("ä\ud800"), np.str_("a\0"), np.bytes_(b""), np.bytes_(b"a\0"), np.void(b"ab\0")),
 ]
 
 
@@ -63,6 +65,12 @@ def test_a_value_comes_back_with_its_type(value: Any) -> None:
     assert repr(back) == repr(value)
     if isinstance(value, collections.defaultdict):
         assert back.default_factory is value.default_factory
+
+
+def test_texts_of_numpy_keep_zeros_at_their_end() -> None:
+    back = round_trip({"text": np.str_("a\0"), "bytes": np.bytes_(b"a\0")})
+    assert (len(back["text"]), len(back["bytes"])) == (2, 2)
+    assert (back["text"], back["bytes"]) == ("a\0", b"a\0")
 
 
 @pytest.mark.parametrize(
@@ -76,6 +84,8 @@ def test_a_value_comes_back_with_its_type(value: Any) -> None:
         np.arange(10, dtype=np.uint64)[::3],
         np.array([True, False]),
         np.array(["2026-01-02"], dtype="datetime64[D]"),
+        np.zeros(3, dtype=[("a", "V0")])["a"],
+        np.zeros((0, 2**40), dtype=np.int8),
     ],
     ids=str,
 )
@@ -136,6 +146,38 @@ def test_names_are_unique_and_none_is_reserved() -> None:
     assert_same_state(round_trip(tree), tree)
 
 
+def test_numbers_that_are_none_are_several_keys() -> None:
+    tree = {"dict": {math.nan: 1, float("nan"): 2}, "tuples": {(math.nan,): 1, (float("nan"),): 2}}
+    back = round_trip(tree)
+    assert [repr(part) for part in back.values()] == [repr(part) for part in tree.values()]
+    assert len(round_trip({math.nan, float("nan")})) == 2
+
+
+@pytest.mark.parametrize("factory", [tuple, collections.OrderedDict, torch.nn.Parameter])
+def test_tensors_in_a_defaultdict_of_another_factory_are_in_its_object_alone(factory: Any) -> None:
+    tree = {"a": collections.defaultdict(factory, w=torch.ones(2)), "b": torch.zeros(3)}
+    skeleton, tensors = encode_plain(tree, key="state", objects={})
+    assert [name for name, _ in tensors] == ["b"]
+    back = decode_plain(json.loads(json.dumps(skeleton)), [tensors[0][1]], rebuilds=True, weights_only=False)
+    assert back["a"].default_factory is factory
+    assert_same_state(dict(back["a"]), dict(tree["a"]))
+
+
+def test_keys_of_one_hash_are_refused_when_they_are_saved() -> None:
+    same = [number * (2**61 - 1) for number in range(1, 103)]
+    for keys in (dict.fromkeys(same), collections.OrderedDict.fromkeys(same), set(same), frozenset(same)):
+        with pytest.raises(SerializationError, match="102 keys of one dictionary or set have the same hash") as caught:
+            encode_plain({"x": [keys]}, key="state")
+        assert caught.value.key == "state.x.0"
+    assert round_trip(set(same[:100])) == set(same[:100])
+
+
+def test_a_path_that_json_would_change_is_an_object() -> None:
+    path = PurePosixPath("\ud83d\ude00")
+    skeleton, _ = encode_plain({"a": path}, key="state", objects={})
+    assert decode_plain(json.loads(json.dumps(skeleton)), [], rebuilds=True, weights_only=False) == {"a": path}
+
+
 Point = collections.namedtuple("Point", "x y")
 
 
@@ -178,6 +220,21 @@ def test_a_state_that_contains_itself_is_refused() -> None:
     with pytest.raises(SerializationError, match="contains itself") as caught:
         encode_plain(tree, key="state")
     assert caught.value.key == "state.a.b.0"
+
+
+def test_sets_in_sets_that_exhaust_the_stack_are_refused() -> None:
+    tree: Any = 1
+    for _ in range(199):
+        tree = frozenset([tree])
+
+    def with_less_stack(frames: int) -> None:
+        if frames:
+            with_less_stack(frames - 1)
+        else:
+            encode_plain({"x": tree}, key="state")
+
+    with pytest.raises(SerializationError, match="nested too deep"):
+        with_less_stack(sys.getrecursionlimit() // 2)
 
 
 def test_the_same_list_twice_is_no_circle() -> None:
