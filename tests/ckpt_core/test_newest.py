@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 import shutil
@@ -211,6 +212,34 @@ def test_older_checkpoints_are_ordered_by_the_step_that_they_hold(old_writer: No
     infos = Catalog(tmp_path).checkpoints()
     assert [info.committed for info in infos] == [None] * 12
     assert [info.step for info in infos] == [102, 101, 100, 22, 21, 20, 11, 10, 9, 7, 6, 5]
+
+
+class Model:
+    """What the pickles of other programs hold."""
+
+    class Mode(enum.Enum):
+        TRAIN = 1
+
+    class Settings:
+        pass
+
+    class Named:
+        def __new__(cls, *, name: str) -> Model.Named:
+            return super().__new__(cls)
+
+        def __getnewargs_ex__(self) -> tuple[Any, ...]:
+            return (), {"name": "a"}
+
+    def method(self) -> None:
+        pass
+
+
+def test_checkpoints_of_other_programs_with_objects_of_nested_classes(tmp_path: Path) -> None:
+    values: list[Any] = [Model.Mode.TRAIN, Model.Settings(), Model.Named(name="b"), Model.Mode, Model().method]
+    for step, value in enumerate(values):
+        torch.save({"hyper_parameters": {"value": value}, "global_step": step}, tmp_path / f"{'vwxyz'[step]}.ckpt")
+    infos = Catalog(tmp_path).checkpoints()
+    assert [(info.step, info.is_readable) for info in infos] == [(step, True) for step in (4, 3, 2, 1, 0)]
 
 
 def test_checkpoints_of_other_programs_beside_ours_are_compared_by_step(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 import os
 import subprocess
@@ -118,3 +119,30 @@ def test_a_store_that_refuses_to_write_ends_the_run_at_its_first_save(monkeypatc
         monkeypatch.setattr(fsspec.get_filesystem_class("memory"), name, refuse, raising=False)
     with pytest.raises(StorageError, match="AccessDenied"):
         save(f"memory://{uuid.uuid4().hex}", 1)
+
+
+class Model:
+    """A user's class with others in it."""
+
+    class Mode(enum.Enum):
+        TRAIN = 1
+
+    class Settings:
+        pass
+
+    def method(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("value", "named"),
+    [(Model.Mode.TRAIN, "Model.Mode"), (Model.Settings(), "Model.Settings"), (Model().method, "Model.method")],
+    ids=["member", "instance", "method"],
+)
+def test_objects_of_nested_classes_are_told_by_their_keys(
+    value: object, named: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Checkpointer(strategy="sync") as checkpointer:
+        checkpointer.save({"settings": {"mode": value, "rate": 0.1}}, tmp_path / "a.ckpt")
+    (message,) = caplog.messages
+    assert f"will refuse it: settings.mode: {__name__}.{named}. Save" in message

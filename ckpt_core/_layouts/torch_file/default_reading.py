@@ -22,6 +22,7 @@ from ckpt_core.tree import join_key
 
 _LONGEST_INTEGER = 255 * 8 - 1  # bits: what torch's reader takes
 _REAL = {f"{kind.__module__}.{kind.__name__}": kind for kind in (Counter, OrderedDict, set)}
+_GETATTR = "builtins.getattr"
 _OLD_NAMES = {"builtins.xrange": "builtins.range", "builtins.long": "builtins.int", "builtins.unicode": "builtins.str"}
 
 
@@ -52,6 +53,7 @@ def refused_by_default(segments: Segments, size: int, pickled: bytes) -> dict[st
 
 class _StandIn:
     name = ""
+    globals: frozenset[str] = frozenset()  # what the pickle asks for to have it
 
     def __new__(cls, *parts: Any, **more: Any) -> _StandIn:
         self = super().__new__(cls)
@@ -60,6 +62,10 @@ class _StandIn:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
+
+    def __call__(self, *parts: Any) -> _StandIn:
+        self.parts += parts
+        return self
 
     def __setstate__(self, state: Any) -> None:
         self.parts.append(state)
@@ -80,10 +86,18 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         full = f"{'builtins' if module == '__builtin__' else module}.{name}"  # protocol 2 has the names of Python 2
         full = _OLD_NAMES.get(full, full)
-        return _REAL.get(full) or type(name, (_StandIn,), {"name": full})
+        if full == _GETATTR:
+            return _attribute
+        return _REAL.get(full) or type(name, (_StandIn,), {"name": full, "globals": frozenset({full})})
 
     def persistent_load(self, _: Any) -> Any:
         return None
+
+
+def _attribute(owner: Any, name: str) -> type[_StandIn]:
+    """Return what protocol 2 has no other word for: a class in a class, or a method."""
+    parent, needed = getattr(owner, "name", owner), getattr(owner, "globals", _StandIn.globals)
+    return type(name, (_StandIn,), {"name": f"{parent}.{name}", "globals": needed | {_GETATTR}})
 
 
 def _blamed(node: Any, key: str, refused: set[str]) -> Iterator[tuple[str, str]]:
@@ -104,7 +118,7 @@ def _reasons(node: Any, refused: set[str]) -> Iterator[str]:
     if isinstance(node, int) and node.bit_length() > _LONGEST_INTEGER:
         yield f"an integer of {node.bit_length()} bits"
     elif isinstance(node, type) and issubclass(node, _StandIn):
-        if node.name in refused:
+        if node.globals & refused:
             yield node.name
     elif isinstance(node, _StandIn):
         yield from _reasons(type(node), refused)
