@@ -49,16 +49,17 @@ _Entry = tuple[str, Any, str, str, int]  # what the pickle has in the place of a
 class StorageTable:
     """The storages of a state, each once, in the order in which they were met.
 
-    Tied tensors and views share a storage and therefore an entry.
+    Tied tensors and views share a storage and therefore an entry. One without bytes has an entry for each type that is
+    made of it: torch saves those, and reads a mapped file's entry as of the type that it meets first.
     """
 
     def __init__(self) -> None:
         self.storages: list[torch.UntypedStorage] = []
-        self._index: dict[int, int] = {}
+        self._index: dict[Any, int] = {}
 
-    def add(self, storage: torch.UntypedStorage) -> int:
+    def add(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> int:
         """Return the index of ``storage``, adding it if it is new."""
-        identity = storage._cdata
+        identity = storage._cdata if storage.nbytes() else (storage._cdata, dtype)
         index = self._index.get(identity)
         if index is None:
             index = self._index[identity] = len(self.storages)
@@ -70,17 +71,17 @@ def is_dense(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is plain and dense, and of no other kind (sparse, subclass, meta, ...)."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided:
         return False
-    return not (tensor.is_meta or tensor.is_quantized)
+    return not (tensor.is_meta or tensor.is_quantized or tensor._is_zerotensor())
 
 
 def pickle_state(state: Any, table: StorageTable) -> tuple[bytes, list[int]]:
     """Pickle ``state`` with its storages taken out; also return these, in the order in which the pickle has them."""
     stream = io.BytesIO()
-    pickler = _StoragePickler(stream, table)
+    pickler = _StoragePickler(stream, table, {})
     try:
         pickler.dump(state)
     except SerializationError as error:
-        error.key = error.key or _key_of_second_type(state)
+        error.key = error.key or _unpicklable_key(state)
         raise
     except RecursionError as error:
         raise SerializationError(
@@ -105,9 +106,9 @@ class _StoragePickler(pickle.Pickler):
     twenty-five objects that describe a tensor, which are nearly the same for every one.
     """
 
-    def __init__(self, stream: io.BytesIO, table: StorageTable) -> None:
+    def __init__(self, stream: io.BytesIO, table: StorageTable, references: dict[int, torch.dtype]) -> None:
         super().__init__(stream, protocol=_PROTOCOL)
-        self.references: dict[int, torch.dtype] = {}
+        self.references = references  # the type of each storage that was met, in the order of the pickle
         self._table = table
         self._mark = os.urandom(7) + b"\1"  # a number that nobody has in a state; its last byte makes it positive
         self._first_number = int.from_bytes(b"\0\0\0\0" + self._mark, "little")
@@ -131,10 +132,14 @@ class _StoragePickler(pickle.Pickler):
         return self._entry(obj._untyped_storage, obj.dtype, storage_type, obj._size())
 
     def _entry(self, storage: torch.UntypedStorage, dtype: torch.dtype, storage_type: Any, length: int) -> _Entry:
+        if storage.device.type == "meta":
+            raise SerializationError(
+                "a storage on the meta device has no bytes", remedy="save the tensor that it is of, or materialize it"
+            )
         return "storage", storage_type, str(self._index(storage, dtype)), location_tag(storage), length
 
     def _index(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> int:
-        index = self._table.add(storage)
+        index = self._table.add(storage, dtype)
         if self.references.setdefault(index, dtype) is not dtype:
             raise SerializationError(
                 f"two tensors share their memory but have different types ({dtype} and {self.references[index]}), "
@@ -261,6 +266,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and tensor.layout is torch.strided
         and (tensor.is_cpu or tensor.device.type == "cuda")
         and not (tensor.is_nested or tensor.is_conj() or tensor.is_neg() or _has_names(tensor))
+        and not tensor._is_zerotensor()  # which has no memory: torch refuses it
         and tensor._backward_hooks is None
         and not tensor.__dict__
     )
@@ -271,18 +277,11 @@ def _storage_type(dtype: torch.dtype) -> Any:
     return getattr(torch, torch.storage.TypedStorage(0, dtype=dtype, _internal=True)._pickle_storage_type())
 
 
-def _key_of_second_type(state: Any) -> str | None:
-    types: dict[int, torch.dtype] = {}
-    for name, tensor in tensors(state):
-        if is_dense(tensor) and types.setdefault(tensor.untyped_storage()._cdata, tensor.dtype) is not tensor.dtype:
-            return name
-    return None
-
-
 def _unpicklable_key(state: Any) -> str | None:
+    table, references = StorageTable(), dict[int, torch.dtype]()
     for name, leaf in leaves(state):
         try:
-            _StoragePickler(io.BytesIO(), StorageTable()).dump(leaf)
+            _StoragePickler(io.BytesIO(), table, references).dump(leaf)
         except Exception:  # noqa: BLE001 - whatever this leaf raises, it is the one that we look for
             return name or None
     return None
@@ -293,8 +292,8 @@ def collect_storages(state: Any, table: StorageTable) -> list[torch.Tensor]:
     plain = [leaf for leaf in leaf_values(state) if isinstance(leaf, torch.Tensor) and is_dense(leaf)]
     for tensor in plain:
         try:
-            table.add(storage_of(tensor, key=""))
+            table.add(storage_of(tensor, key=""), tensor.dtype)
         except SerializationError:
             key = next((name for name, leaf in tensors(state) if leaf is tensor), "")
-            table.add(storage_of(tensor, key=key))  # which says it again, with the key
+            table.add(storage_of(tensor, key=key), tensor.dtype)  # which says it again, with the key
     return plain

@@ -105,6 +105,19 @@ def test_memory_without_bytes_that_is_shared(tmp_path: Path) -> None:
     assert verify(path)
 
 
+@pytest.mark.filterwarnings("ignore:.*TypedStorage.*")
+def test_memory_without_bytes_of_several_types(tmp_path: Path) -> None:
+    """Torch saves those, and gives all of them the type of the first where it maps the file."""
+    empty = torch.empty(0, 4)
+    state = {"a": empty, "b": empty.view(torch.int32), "c": empty.view(torch.bool), "d": empty.untyped_storage()}
+    path = save(state, tmp_path / "a.ckpt")
+    for loaded in all_loaders(path):
+        for key in "abc":
+            assert_same_state(loaded[key], state[key])
+        assert loaded["d"].nbytes() == 0
+    assert verify(path)
+
+
 @pytest.mark.parametrize("place", ["meta", {"cpu": "meta"}], ids=str)
 def test_shared_memory_on_the_meta_device(place: Any, tmp_path: Path) -> None:
     base = torch.arange(10.0)
@@ -340,6 +353,27 @@ def test_two_types_over_one_memory_are_refused_with_a_remedy(tmp_path: Path) -> 
         with pytest.raises(SerializationError, match="different types") as caught:
             save({"a": base, "b": base.view(torch.int32)}, tmp_path / "a.ckpt", strategy)
         assert "clone" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*TypedStorage.*")
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_what_has_no_bytes_or_two_types_is_refused_by_its_key(strategy: str, tmp_path: Path) -> None:
+    base = torch.zeros(4)
+    refused = {
+        "on the meta device": [
+            torch.empty(3, device="meta").untyped_storage(),
+            torch.empty(3, device="meta").storage(),
+        ],
+        "ZeroTensor is not serializable": [torch._efficientzerotensor(3), Holder(x=torch._efficientzerotensor(3))],
+        "different types": [base.untyped_storage(), base.view(torch.int32).storage()],
+    }
+    for message, values in refused.items():
+        for value in values:
+            with pytest.raises(SerializationError, match=message) as caught:
+                save({"a": base, "x": [1, value]}, tmp_path / "a.ckpt", strategy)
+            assert caught.value.key == "x.1"
+            assert "what to do" in str(caught.value)
     assert list(tmp_path.iterdir()) == []
 
 
