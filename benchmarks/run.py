@@ -34,6 +34,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("tables", nargs="*", metavar="table", help=f"which: {', '.join(TABLES)}; all by default")
     parser.add_argument("--layers", type=int, default=12, help="size of the GPT whose state is saved (12: 1.49 GB)")
+    parser.add_argument("--tensors", type=int, help="in the table save: so many tensors of one size, and no GPT")
+    parser.add_argument("--tensor-mb", type=float, default=10.0, help="their size in MB")
     parser.add_argument("--megabytes", type=int, default=512, help="size of the state in the table store")
     parser.add_argument(
         "--server", choices=("rclone", "ceph"), default="rclone", help="the S3 server of the table store"

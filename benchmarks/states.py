@@ -1,7 +1,8 @@
-"""The states that the benchmarks save: a GPT-2 with Adam's moments, as Lightning would hand it to a CheckpointIO."""
+"""The states that the benchmarks save, as Lightning would hand them to a CheckpointIO: by default, a GPT-2's."""
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +44,20 @@ def gpt_state(layers: int = 12, width: int = 768, vocabulary: int = 50257, conte
         "lr_schedulers": [],
         "lightning_ckpt": {},
     }
+
+
+def equal_tensors(number: int, megabytes: float) -> dict[str, Any]:
+    """Return weights of one size, without an optimizer."""
+    weights = {f"layer.{index}.weight": torch.rand(round(megabytes * 1e6 / 4)) for index in range(number)}
+    optimizer: dict[str, Any] = {"state": {}, "param_groups": []}
+    return {"epoch": 0, "global_step": 1, "state_dict": weights, "optimizer_states": [optimizer], "lr_schedulers": []}
+
+
+def state_for(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the state that the command line asks for."""
+    if options.tensors is not None:
+        return equal_tensors(options.tensors, options.tensor_mb)
+    return gpt_state(options.layers)
 
 
 def tensor_bytes(state: dict[str, Any]) -> int:
