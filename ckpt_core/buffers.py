@@ -156,6 +156,20 @@ def copy_late(target: torch.Tensor, found: torch.Tensor, buffer: StagingBuffer) 
     target.copy_(found, non_blocking=buffer.is_pinned and can_copy_late(target))
 
 
+# Bytes of the host to copy: addresses of target and source, how many, and what keeps the source where it is; or two
+# tensors, where that is not all.
+Move = tuple[int, int, int, object] | tuple[torch.Tensor, torch.Tensor]
+
+
+def move_of(target: torch.Tensor, source: torch.Tensor) -> Move:
+    """Return what is to be done to copy one tensor of the host into another."""
+    address = source.data_ptr()
+    # Of freed memory, torch says what it thinks.
+    if address and source.dtype is target.dtype is torch.uint8 and source.is_contiguous() and target.is_contiguous():
+        return target.data_ptr(), address, source.nbytes, source
+    return target, source
+
+
 def storage_of(tensor: torch.Tensor, *, key: str) -> torch.UntypedStorage:
     """Return the memory of a dense tensor; refuse one that has none, or less than its elements need."""
     try:

@@ -12,7 +12,7 @@ from ckpt_core._layouts.torch_file.archive import FileImage, StateLayout
 from ckpt_core._pipeline.save import Pipeline
 from ckpt_core._pipeline.staging import Snapshot
 from ckpt_core._pipeline.writer import write_image
-from ckpt_core.buffers import StagingBuffer
+from ckpt_core.buffers import Move, StagingBuffer
 from ckpt_core.storage import Storage
 
 
@@ -90,3 +90,7 @@ class _Staged:
     def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         self._layout.fill_gaps(buffer)
         yield from self._layout.pieces_in(buffer, nbytes)
+
+    def moves_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[Move]:
+        self._layout.fill_gaps(buffer)
+        yield from self._layout.moves_in(buffer, nbytes)

@@ -1,8 +1,8 @@
 """Copies of host memory: all of them before anything is written, by a few threads and the one that trains.
 
-Writing at the same time would take memory's bandwidth from the copy, which is what training waits for. A batch is one
-call without the GIL and without torch's threads: those wait for each other after every tensor, which takes
-milliseconds where the processors have other work, and the GIL belongs to the thread that pickles meanwhile.
+Writing at the same time would take memory's bandwidth from the copy, which is what training waits for. Nor do torch's
+own threads copy: those wait for each other after every tensor, which takes milliseconds where the processors have other
+work, and read what they are about to overwrite.
 """
 
 from __future__ import annotations
@@ -13,21 +13,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 
 from ckpt_core._layouts.image import ImageAbandonedError
+from ckpt_core.buffers import Move
 from ckpt_core.threads import Latch, run_parallel
 
-_Piece = tuple[int, torch.Tensor, torch.Tensor]
-_Batch = list[tuple[torch.Tensor, torch.Tensor]]
 HOST_PIECE = 8 * 2**20  # bytes: about half a millisecond, which is what threads may end apart
-_SMALL = 2**19  # bytes: what is larger is a batch of its own
-_WIDE = torch.complex128
+_SMALL = 2**16  # bytes: to let go of the GIL for less takes longer than to copy it
 _MOST_THREADS = 8  # more do not copy faster
+
+_move_small = ctypes.PyDLL(None).memmove  # which keeps the GIL
+_move_small.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_move_small.restype = None
 
 
 class HostCopy:
     """Copies tensors of the host while the caller waits, or does something else."""
 
-    def __init__(self, pieces: Iterable[_Piece]) -> None:
-        self._pieces = list(pieces)
+    def __init__(self, moves: Iterable[Move]) -> None:
+        self._moves = list(moves)
         self._is_whole = False
         self._ended = Latch()
 
@@ -36,17 +38,17 @@ class HostCopy:
 
         The calling thread does ``meanwhile`` before it copies, too; what that or the copy raises is raised.
         """
-        pieces, self._pieces = self._pieces, []
-        threads = min(max(2, torch.get_num_threads()), _MOST_THREADS, 1 + len(pieces))
+        moves, self._moves = self._moves, []
+        threads = min(max(2, torch.get_num_threads()), _MOST_THREADS, 1 + len(moves))
         try:
-            run_parallel(_copy, _batches(pieces, threads), threads=threads, meanwhile=meanwhile)
+            run_parallel(_copy, _batches(moves), threads=threads, meanwhile=meanwhile)
             self._is_whole = True
         finally:
             self._ended.set()
 
     def abandon(self) -> None:
         """Declare that nothing is copied any more: the caller of :meth:`hand_over` does not call it now."""
-        self._pieces = []
+        self._moves = []
         self._ended.set()
 
     def settle(self) -> None:
@@ -64,47 +66,26 @@ class HostCopy:
             raise ImageAbandonedError("the state could not be copied")
 
 
-def _batches(pieces: Sequence[_Piece], threads: int) -> Iterator[_Batch]:
-    """Divide pieces into batches, of small ones the longer the more are left: who copies them needs the GIL rarely."""
-    left = sum(source.nbytes for _, _, source in pieces)
-    small: _Batch = []
-    nbytes = 0
-    for _, target, source in pieces:
-        left -= source.nbytes
-        if source.nbytes > _SMALL:
-            yield [(target, source)]
-            continue
-        small.append((target, source))
-        nbytes += source.nbytes
-        if nbytes >= max(HOST_PIECE, left // (2 * threads)):
-            yield small
-            small, nbytes = [], 0
-    if small:
-        yield small
+def _batches(moves: Sequence[Move]) -> Iterator[Sequence[Move]]:
+    """Divide what is to be copied into batches that take about as long."""
+    begin, nbytes = 0, 0
+    for index, move in enumerate(moves, start=1):
+        nbytes += move[2] if len(move) == 4 else move[1].nbytes
+        if nbytes >= HOST_PIECE:
+            yield moves[begin:index]
+            begin, nbytes = index, 0
+    yield moves[begin:]
 
 
-def _copy(batch: _Batch) -> None:
-    target, source = batch[0]
-    # torch says what it thinks of freed memory.
-    if len(batch) == 1 and source.dtype is torch.uint8 and source.is_contiguous() and source.data_ptr():
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
-        return
-    with torch.no_grad():
-        pairs = [_in_wide_elements(*pair) for pair in batch]
-        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])
-
-
-def _in_wide_elements(target: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the same bytes as few elements, if that can be: torch uses its threads from 32768 elements on."""
-    if (
-        source.dtype is not torch.uint8
-        or source.ndim != 1
-        or source.stride() != (1,)
-        or source.numel() % _WIDE.itemsize
-    ):
-        return target, source
-    if any(
-        tensor.data_ptr() % _WIDE.itemsize or tensor.storage_offset() % _WIDE.itemsize for tensor in (target, source)
-    ):
-        return target, source
-    return target.view(_WIDE), source.view(_WIDE)
+def _copy(batch: Sequence[Move]) -> None:
+    targets, sources = list[torch.Tensor](), list[torch.Tensor]()
+    for move in batch:
+        if len(move) == 2:
+            targets.append(move[0])
+            sources.append(move[1])
+        else:
+            target, source, nbytes, _ = move
+            (_move_small if nbytes < _SMALL else ctypes.memmove)(target, source, nbytes)
+    if targets:
+        with torch.no_grad():
+            torch._foreach_copy_(targets, sources)

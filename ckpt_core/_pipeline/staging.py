@@ -14,7 +14,7 @@ from ckpt_core._pipeline.buffer_pool import BufferPool
 from ckpt_core._pipeline.device_copy import COPY_GROUP, BackgroundCopy, Piece
 from ckpt_core._pipeline.host_copy import HOST_PIECE, HostCopy
 from ckpt_core._pipeline.low_memory_copy import PassedImage, PassingWindows
-from ckpt_core.buffers import StagingBuffer
+from ckpt_core.buffers import Move, StagingBuffer
 from ckpt_core.errors import CheckpointError, OutOfMemoryError, SnapshotTornError
 from ckpt_core.threads import Latch
 
@@ -57,6 +57,9 @@ class Layout(Protocol):
 
         ``end`` is the offset in the buffer at which one ends.
         """
+
+    def moves_in(self, buffer: StagingBuffer, nbytes: int) -> Iterable[Move]:
+        """Yield the same where all tensors are the host's, in any order."""
 
 
 class Snapshot:
@@ -106,7 +109,7 @@ class Snapshot:
         if self.buffer is None:
             wait_for_devices(layout.tensors)
         elif all(tensor.is_cpu for tensor in layout.tensors):
-            self._copy = HostCopy(layout.pieces_in(self.buffer, HOST_PIECE))
+            self._copy = HostCopy(layout.moves_in(self.buffer, HOST_PIECE))
         else:
             self._copy = BackgroundCopy(layout.pieces_in(self.buffer, COPY_GROUP), overlaps=self._overlaps)
 

@@ -38,7 +38,7 @@ from ckpt_core._layouts.directory.skeleton import Json, encode_plain
 from ckpt_core._layouts.image import Image
 from ckpt_core._layouts.safetensors import TensorInfo
 from ckpt_core._plan import LocalTensor, Piece
-from ckpt_core.buffers import StagingBuffer
+from ckpt_core.buffers import Move, StagingBuffer, move_of
 from ckpt_core.commit_time import NO_STAMP, Stamp
 from ckpt_core.digest import digest
 from ckpt_core.errors import CheckpointError, SerializationError
@@ -217,6 +217,10 @@ class RankFiles:
                     target = buffer.tensor[base + begin + first : end]
                     for into, source in byte_pieces(tensor, first, last, target):
                         yield end, into, source
+
+    def moves_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[Move]:
+        """Do the same, for tensors that the host has."""
+        return (move_of(target, source) for _, target, source in self.pieces_in(buffer, nbytes))
 
     def staged_files(
         self, buffer: StagingBuffer, wait_staged: Callable[[int], None] | None = None

@@ -28,8 +28,8 @@ from ckpt_core._layouts.torch_file.manifest import (
     pieces,
 )
 from ckpt_core._layouts.torch_file.pickling import StorageTable, collect_storages, pickle_state
-from ckpt_core._layouts.torch_file.zip_format import ZipRecord, central_directory, local_header
-from ckpt_core.buffers import StagingBuffer, bytes_of
+from ckpt_core._layouts.torch_file.zip_format import ZipRecord, central_end, central_entries, local_header
+from ckpt_core.buffers import Move, StagingBuffer, bytes_of
 from ckpt_core.commit_time import Stamp, commit_time, step_in
 from ckpt_core.digest import digest, digest_of_parts
 
@@ -41,14 +41,20 @@ _VERSION_RECORD = b"3\n"  # of torch's archive format: the newest that uses noth
 
 @dataclasses.dataclass(frozen=True)
 class _Region:
-    """The layout of the tensors' part of the file; depends on nothing but the sizes."""
+    """The layout of the tensors' part of the file; depends on nothing but the sizes, and is kept for the next save."""
 
     records: tuple[ZipRecord, ...]
     headers: tuple[bytes, ...]
     size: int
 
+    @functools.cached_property
+    def entries(self) -> bytes:
+        """What the archive's directory says of the tensors."""
+        return central_entries(self.records)
+
+    @functools.cached_property
     def gaps(self) -> list[bytes]:
-        """Return the bytes between the tensors, in file order."""
+        """The bytes between the tensors, in file order."""
         result, position = [], 0
         for record, header in zip(self.records, self.headers, strict=True):
             result.append(bytes(record.header_offset - position) + header)
@@ -166,8 +172,8 @@ class FileImage:
             RecordDigests(r.name, r.offset, r.size, tuple(found[begin] for begin, _ in pieces(r.offset, r.size)))
             for r, found in zip(region.records, self._digests, strict=True)
         ]
-        gaps = region.gaps()
-        entries = list(region.records)
+        gaps = list(region.gaps)
+        entries = []  # of what is no tensor
         body = bytearray()
         position = region.size
         small = [
@@ -197,7 +203,9 @@ class FileImage:
         entries.append(entry)
         closing = header + manifest
         comment = Footer(position, "0" * 16).encode()
-        closing += central_directory(entries, position + len(closing), comment)
+        directory = region.entries + central_entries(entries)
+        count = len(region.records) + len(entries)
+        closing += directory + central_end(count, len(directory), position + len(closing), comment)
         covered = memoryview(closing)[: len(closing) - len(comment)]
         return bytes(body) + bytes(covered) + Footer(position, digest(covered)).encode()
 
@@ -217,15 +225,23 @@ def _put(scratch: Memory, begin: int, end: int, position: int, data: bytes) -> N
 class StateLayout:
     """Where the tensors of a state go, known before anything is pickled or copied.
 
-    ``tensors`` are its plain dense ones, ``sources`` their storages' bytes, each storage once.
+    ``tensors`` are its plain dense ones.
     """
 
     def __init__(self, state: Any) -> None:
         self._table = StorageTable()
         self.tensors = collect_storages(state, self._table)
-        self.sources = bytes_of(self._table.storages)
-        self._region = _region(tuple(source.numel() for source in self.sources))
+        self._region = _region(tuple([storage.nbytes() for storage in self._table.storages]))
         self.region_size = self._region.size
+
+    @property
+    def _storages(self) -> list[torch.UntypedStorage]:
+        return self._table.storages[: len(self._region.records)]
+
+    @functools.cached_property
+    def sources(self) -> list[torch.Tensor]:
+        """The bytes of the storages, each storage once."""
+        return bytes_of(self._storages)
 
     def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Yield what is to be copied into ``buffer`` as ``(end, target, source)``, in file order."""
@@ -238,10 +254,21 @@ class StateLayout:
                 end = min(begin + nbytes, size)
                 yield at + end, buffer.tensor[at + begin : at + end], source[begin:end]
 
+    def moves_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[Move]:
+        """Yield the same of a state that the host has, without a tensor for each piece."""
+        base = buffer.tensor.data_ptr()
+        for record, storage in zip(self._region.records, self._storages, strict=True):
+            at, size, source = record.offset, record.size, storage.data_ptr() if record.size else 0
+            if size and not source:  # torch says what it thinks of freed memory
+                yield buffer.tensor[at : at + size], bytes_of([storage])[0]
+                continue
+            for begin in range(0, size, nbytes):
+                yield base + at + begin, source + begin, min(nbytes, size - begin), storage
+
     def fill_gaps(self, buffer: StagingBuffer) -> None:
         """Write what stands between the tensors into ``buffer``."""
         position = 0
-        for gap, record in zip(self._region.gaps(), [*self._region.records, None], strict=True):
+        for gap, record in zip(self._region.gaps, [*self._region.records, None], strict=True):
             buffer.memory[position : position + len(gap)] = gap
             position = record.offset + record.size if record is not None else position
 
@@ -255,7 +282,7 @@ class StateLayout:
 
     def pickle_into(self, image: FileImage, state: Any) -> None:
         """Add everything but the tensors of ``state`` to ``image``."""
-        known = len(self.sources)
+        known = len(self._region.records)
         pickled, references = pickle_state(state, self._table)
         # Tensors inside objects that only pickle can open: met when the layout of the others is already fixed.
         late = [found.cpu().numpy().tobytes() for found in bytes_of(self._table.storages[known:])]

@@ -12,7 +12,7 @@ import dataclasses
 import json
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckpt_core import digest
 from ckpt_core._layouts.image import WINDOW
@@ -57,8 +57,7 @@ class Footer:
         return cls(int(match[2], 16), match[3].decode())
 
 
-@dataclasses.dataclass(frozen=True)
-class RecordDigests:
+class RecordDigests(NamedTuple):
     """One record of the archive and the digests of its pieces."""
 
     name: str  # name in the archive
@@ -87,7 +86,7 @@ class Manifest:
             "window": WINDOW,
             "structure": self.structure,
             "storages": self.storages,
-            "records": [[r.name, r.offset, r.size, r.digests] for r in self.records],
+            "records": self.records,
         }
         return json.dumps(document, separators=(",", ":")).encode()
 

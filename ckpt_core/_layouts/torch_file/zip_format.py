@@ -7,8 +7,9 @@ and 4.5.3.
 
 from __future__ import annotations
 
-import dataclasses
 import struct
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 _LOCAL_HEADER = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL_HEADER = struct.Struct("<4sHHHHHHIIIHHHHHII")
@@ -25,8 +26,7 @@ _ZIP64_EXTRA = 1
 _PADDING_EXTRA = 0x4246  # "FB", as torch pads its records
 
 
-@dataclasses.dataclass(frozen=True)
-class ZipRecord:
+class ZipRecord(NamedTuple):
     """One stored file of the archive."""
 
     name: str  # its name in the archive
@@ -53,11 +53,20 @@ def local_header(name: str, header_offset: int, size: int, *, alignment: int, cr
     return record, header + encoded + extra
 
 
-def central_directory(records: list[ZipRecord], offset: int, comment: bytes) -> bytes:
+def central_directory(records: Sequence[ZipRecord], offset: int, comment: bytes) -> bytes:
     """Return the end of the archive: the directory of ``records``, to stand at ``offset``, and the comment."""
-    entries = b"".join(map(_central_entry, records))
-    count, size = len(records), len(entries)
-    end = entries
+    entries = central_entries(records)
+    return entries + central_end(len(records), len(entries), offset, comment)
+
+
+def central_entries(records: Iterable[ZipRecord]) -> bytes:
+    """Return what the directory says of ``records``."""
+    return b"".join(map(_central_entry, records))
+
+
+def central_end(count: int, size: int, offset: int, comment: bytes) -> bytes:
+    """Return what follows the entries of a directory: ``count`` of them, ``size`` bytes in all, at ``offset``."""
+    end = b""
     if count >= _LIMIT16 or size >= _LIMIT32 or offset >= _LIMIT32:
         end += _ZIP64_END.pack(
             b"PK\6\6", _ZIP64_END.size - 12, _VERSION, _VERSION, 0, 0, count, count, size, offset

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from ckpt_core import Checkpointer
 from ckpt_core._layouts.directory.safetensors_file import byte_pieces
 from ckpt_core._layouts.image import ImageAbandonedError
 from ckpt_core._pipeline.host_copy import HOST_PIECE, HostCopy
+from ckpt_core.buffers import move_of
 from ckpt_core.storage import Fault, FaultyStorage, LocalStorage
 
 MIB = 2**20
@@ -22,7 +24,7 @@ MIB = 2**20
 @pytest.mark.parametrize("threads", [1, 3])
 def test_every_byte_arrives_whatever_its_size_and_place(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    sizes = [0, 1, 15, 16, 4096, 500_000, 524_288, 524_289, 3 * MIB, HOST_PIECE]
+    sizes = [0, 1, 15, 16, 4096, 65_535, 65_536, 500_000, 524_288, 524_289, 3 * MIB, HOST_PIECE]
     flat = [
         torch.randint(256, (size + 3,), dtype=torch.uint8)[offset : size + offset]
         for size in sizes
@@ -41,7 +43,7 @@ def test_every_byte_arrives_whatever_its_size_and_place(threads: int, monkeypatc
             source = grids[index - len(flat)]
             pieces += [(end, *piece) for piece in byte_pieces(source, 0, tensor.numel(), places[-1])]
         begin = -(-end // 16) * 16 + 16
-    copy = HostCopy(pieces)
+    copy = HostCopy(move_of(target, source) for _, target, source in pieces)
     copy.hand_over()
     copy.wait_until(begin)
     for place, tensor in zip(places, expected, strict=True):
@@ -49,8 +51,19 @@ def test_every_byte_arrives_whatever_its_size_and_place(threads: int, monkeypatc
     assert int(memory.long().sum()) == sum(int(tensor.long().sum()) for tensor in expected)  # and nothing beside them
 
 
+def test_what_is_copied_stays_where_it_is_until_then_and_no_longer() -> None:
+    source, target = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+    is_held = weakref.ref(source)
+    copy = HostCopy([move_of(target, source)])
+    del source
+    assert is_held() is not None
+    copy.hand_over()
+    assert is_held() is None
+    assert torch.equal(target, torch.arange(100, dtype=torch.uint8))
+
+
 def test_a_copy_that_is_given_up_is_not_waited_for() -> None:
-    copy = HostCopy([(4, torch.zeros(4, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8))])
+    copy = HostCopy([(torch.zeros(4, dtype=torch.uint8), torch.ones(4, dtype=torch.uint8))])
 
     def fail() -> None:
         raise ZeroDivisionError
