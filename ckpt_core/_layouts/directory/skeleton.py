@@ -15,6 +15,7 @@ import base64
 import collections
 import datetime
 import io
+import json
 import math
 import pathlib
 import pickle
@@ -38,7 +39,7 @@ _PAIR = re.compile("[\ud800-\udbff][\udc00-\udfff]")  # of surrogates: JSON's re
 _MOST_OF_ONE_HASH = 100  # keys: numbers of 64 bits that were not chosen for it share theirs with ten at most
 _MOST_DIGITS = 16  # of the number of a tensor
 _LARGEST_OBJECT = 64 * 2**20  # bytes: it is text in the manifest
-_NON_FINITE = ("nan", "inf", "-inf")
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
     "None": None,
     **{factory.__name__: factory for factory in (int, float, bool, str, list, dict, set)},
@@ -155,26 +156,32 @@ class _Encoder:
         kind = type(node)
         if kind is dict and all(type(key) is str and not key.startswith("$") and _is_same_in_json(key) for key in node):
             return {key: self.encode(value, join_key(name, key)) for key, value in node.items()}
-        if isinstance(node, (dict, set, frozenset)):
-            most = _most_of_one_hash(node)
-            if most > _MOST_OF_ONE_HASH:
-                self._refuse(f"{most} keys of one dictionary or set have the same hash", name, "use other keys")
         if isinstance(node, dict):
             factory = None
             if isinstance(node, collections.defaultdict):
                 factory = next((text for text, known in _FACTORIES.items() if known is node.default_factory), None)
                 if factory is None:
                     return self._object(node, name)
-            pairs = [
-                [self._hashable(key, name), self.encode(value, join_key(name, key))] for key, value in node.items()
-            ]
+            keys = self._all_hashable(node, name)
+            values = (self.encode(value, join_key(name, key)) for key, value in node.items())
+            pairs = [[key, value] for key, value in zip(keys, values, strict=True)]
             return {_CONTAINERS[kind]: pairs if factory is None else [factory, pairs]}
         if kind in (set, frozenset):
-            return {_CONTAINERS[kind]: [self._hashable(value, name) for value in node]}
+            return {_CONTAINERS[kind]: self._all_hashable(node, name)}
         items = [self.encode(value, join_key(name, index)) for index, value in enumerate(node)]
         if kind is collections.deque:
             return {"$deque": [node.maxlen, items]}
         return items if kind is list else {_CONTAINERS[kind]: items}
+
+    def _all_hashable(self, keys: Collection[Any], name: str) -> list[Json]:
+        most = _most_of_one_hash(keys)
+        if most > _MOST_OF_ONE_HASH:
+            self._refuse(f"{most} keys of one dictionary or set have the same hash", name, "use other keys")
+        encoded = [self._hashable(key, name) for key in keys]
+        texts = [json.dumps(key) for key in encoded if isinstance(key, dict)]
+        if len(set(texts)) < len(texts):  # nan and nan
+            self._refuse("two keys of one dictionary or set cannot be told apart", name, "use other keys")
+        return encoded
 
     def _hashable(self, value: Any, name: str) -> Json:
         before = len(self._indices)
@@ -450,7 +457,7 @@ def _most_of_one_hash(keys: Collection[Any]) -> int:
 _COLLECTIONS: dict[str, Callable[[Any], Any]] = {tag: kind for kind, tag in _CONTAINERS.items()}
 _VALUES: dict[str, Callable[[Any], Any]] = {
     "$int": lambda value: int(value, 16),
-    "$float": lambda value: float(_NON_FINITE[_NON_FINITE.index(value)]),  # not one object: two can be keys
+    "$float": lambda value: _NON_FINITE[value],
     "$complex": lambda value: _complex(*value),
     "$bytes": bytes.fromhex,
     "$bytearray": bytearray.fromhex,
