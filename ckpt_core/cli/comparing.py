@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Iterator, Mapping
@@ -109,28 +110,76 @@ def _difference(first: Any, second: Any) -> str | None:
     import numpy as np
     import torch
 
-    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray) and first.dtype.kind in "biufc":
-        first, second = torch.from_numpy(first.copy()), torch.from_numpy(second.copy())
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        with contextlib.suppress(TypeError, ValueError):  # torch has no such type, or not in that order of bytes
+            first, second = torch.from_numpy(first.copy()), torch.from_numpy(second.copy())
     if isinstance(first, torch.Tensor) and isinstance(second, torch.Tensor):
         return _tensor_difference(first, second)
-    is_same = type(first) is type(second) and (first is second or repr(first) == repr(second))
-    if isinstance(first, float) and isinstance(second, float) and not is_same:
-        return f"{first!r} and {second!r}" if not (math.isnan(first) and math.isnan(second)) else None
-    return None if is_same else f"{described(first)} and {described(second)}"
+    if isinstance(first, float) and isinstance(second, float) and math.isnan(first) and math.isnan(second):
+        return None
+    if _is_same(first, second):
+        return None
+    texts = described(first), described(second)
+    return "other values" if texts[0] == texts[1] else " and ".join(texts)
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    """Return whether two values that are no tensors are the same, also where Python prints a part of them only."""
+    if type(first) is not type(second):
+        return False
+    if first is second or isinstance(first, (bool, int, float, complex, str, bytes)):
+        return first is second or repr(first) == repr(second)
+    one, other = _pickled(first), _pickled(second)
+    if one == other and one is not None:
+        return True
+    if isinstance(first, (set, frozenset)):
+        return bool(first == second)
+    # Equal strings of which one is there once, and the other twice, make other pickles.
+    text = repr(first)
+    return text == repr(second) and "..." not in text and not (one and one[1])
+
+
+def _pickled(value: Any) -> tuple[bytes, list[bytes]] | None:
+    from ckpt_core._layouts.torch_file.pickling import StorageTable, pickle_state
+    from ckpt_core.buffers import bytes_of
+
+    table = StorageTable()
+    try:
+        pickled, _ = pickle_state(value, table)
+    except CheckpointError:
+        return None
+    return pickled, [memory.cpu().numpy().tobytes() for memory in bytes_of(table.storages)]
+
+
+def _bytes_in(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    # Where a dimension has one element, its stride can be anything, and a view would keep it.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def _tensor_difference(first: torch.Tensor, second: torch.Tensor) -> str | None:
     import torch
 
-    if (first.dtype, first.shape, first.layout) != (second.dtype, second.shape, second.layout):
+    if any(map(torch.nn.parameter.is_lazy, (first, second))):
+        return None if type(first) is type(second) else f"{described(first)} and {described(second)}"
+    if (first.dtype, first.layout, first.is_nested) != (second.dtype, second.layout, second.is_nested):
         return f"{described(first)} and {described(second)}"
-    if first.is_nested or first.layout != torch.strided or first.is_quantized:
-        return None if repr(first) == repr(second) else "other values"
-    one, other = (tensor.detach().cpu().resolve_conj().resolve_neg().contiguous() for tensor in (first, second))
-    if torch.equal(one.view(-1).view(torch.uint8), other.view(-1).view(torch.uint8)) or not one.numel():
+    is_plain = {type(first), type(second)} <= {torch.Tensor, torch.nn.Parameter}
+    if first.is_nested or first.layout != torch.strided or first.is_quantized or not is_plain:
+        return None if _is_same(first, second) else "other values"
+    if first.shape != second.shape or first.is_meta != second.is_meta:
+        return f"{described(first)} and {described(second)}"
+    if first.is_meta:
         return None
-    differing = int((one != other).sum()) if one.dtype.itemsize > 1 or not one.is_floating_point() else one.numel()
-    text = f"{described(first)}, {differing:,} of {count(one.numel(), 'element')} differ"
-    if one.is_floating_point():
-        text += f", by up to {float((one.double() - other.double()).abs().max()):.3g}"
-    return text
+    one, other = (tensor.detach().cpu().resolve_conj().resolve_neg().contiguous() for tensor in (first, second))
+    if not one.numel() or torch.equal(_bytes_in(one), _bytes_in(other)):
+        return None
+    text = f"{described(first)}, {{}} of {count(one.numel(), 'element')} differ"
+    try:
+        differing = int((one != other).sum()) if one.dtype.itemsize > 1 or not one.is_floating_point() else one.numel()
+        if one.is_floating_point():
+            text += f", by up to {float((one.double() - other.double()).abs().max()):.3g}"
+    except RuntimeError:  # torch stores some types, and does nothing else with them
+        differing = one.numel()
+    return text.format(f"{differing:,}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -150,6 +151,8 @@ def _about(
 
 def _say(card: dict[str, Any], values: Mapping[Any, Any], parts: Mapping[Any, Any]) -> None:
     """Add to the card what a framework says of itself."""
+    import torch
+
     from ckpt_core.tree import tensors
 
     accelerate = values.get(_ACCELERATE)
@@ -166,7 +169,8 @@ def _say(card: dict[str, Any], values: Mapping[Any, Any], parts: Mapping[Any, An
     card["epoch"] = epoch if isinstance(epoch, int) else None
     model = next((parts[name] for name in _MODELS if isinstance(parts.get(name), Mapping)), None)
     if model is not None:
-        card["parameters"] = sum(tensor.numel() for _, tensor in _distinct(tensors(model)))
+        found = (tensor for _, tensor in _distinct(tensors(model)))
+        card["parameters"] = sum(tensor.numel() for tensor in found if not torch.nn.parameter.is_lazy(tensor))
 
 
 def _epoch_of(own: Any) -> Any:
@@ -181,7 +185,10 @@ def _distinct(found: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
     """Yield tensors of which each is another one: of those that share one memory, the first."""
     seen: set[int] = set()
     for name, tensor in found:
-        memory = id(tensor) if tensor.is_meta or tensor.is_nested else tensor.untyped_storage()._cdata
+        try:
+            memory = id(tensor) if tensor.is_meta or tensor.is_nested else tensor.untyped_storage()._cdata
+        except NotImplementedError:  # sparse: its memories are those of its indices and values
+            memory = id(tensor)
         if memory not in seen:
             seen.add(memory)
             yield name, tensor
@@ -193,7 +200,7 @@ def _bytes_by_key(state: Any) -> dict[str, int]:
     found: dict[str, int] = {}
     for name, tensor in _distinct(tensors(state)):
         first = name.partition(".")[0]
-        found[first] = found.get(first, 0) + tensor.nbytes
+        found[first] = found.get(first, 0) + _nbytes(tensor)
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
@@ -234,9 +241,9 @@ class _Tree:
         node = self
         for part in name.split(".", _DEEPEST):
             node = node.children.setdefault(part, _Tree())
-            if hasattr(leaf, "dtype"):
+            if _is_array(leaf):
                 node.tensors += 1
-                node.bytes += leaf.nbytes
+                node.bytes += _nbytes(leaf)
             else:
                 node.values += 1
         node.leaves.append(leaf)
@@ -276,7 +283,13 @@ def described(leaf: Any) -> str:
 
     if isinstance(leaf, torch.Tensor) and leaf.is_nested:
         return f"{str(leaf.dtype).removeprefix('torch.')}, nested, {count(leaf.size(0), 'tensor')}"
-    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
+    if isinstance(leaf, (torch.UntypedStorage, torch.TypedStorage)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # TypedStorage is deprecated
+            return f"a storage of {count(leaf.nbytes(), 'byte')}"
+    if torch.nn.parameter.is_lazy(leaf):
+        return f"{str(leaf.dtype).removeprefix('torch.')}, not initialized"
+    if _is_array(leaf):
         return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
     try:
         text = repr(leaf)
@@ -285,8 +298,27 @@ def described(leaf: Any) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
 
 
+def _is_array(leaf: Any) -> bool:
+    """Return whether a leaf is a tensor, or an array or a scalar of NumPy's."""
+    import numpy as np
+    import torch
+
+    return isinstance(leaf, (torch.Tensor, np.ndarray, np.generic))
+
+
+def _nbytes(array: Any) -> int:
+    import torch
+
+    if isinstance(array, torch.Tensor) and array.layout is torch.sparse_coo:
+        return array._indices().nbytes + array._values().nbytes
+    return int(array.nbytes)
+
+
 def _as_json(leaf: Any) -> Any:
-    if hasattr(leaf, "dtype") and hasattr(leaf, "shape"):
-        shape = None if getattr(leaf, "is_nested", False) else list(leaf.shape)
+    import torch
+
+    if _is_array(leaf):
+        has_none = getattr(leaf, "is_nested", False) or torch.nn.parameter.is_lazy(leaf)
+        shape = None if has_none else list(leaf.shape)
         return {"dtype": str(leaf.dtype).removeprefix("torch."), "shape": shape}
     return leaf if isinstance(leaf, (str, float, bool, type(None))) else described(leaf)

@@ -7,10 +7,12 @@ import os
 import shutil
 import subprocess
 import sys
+import types
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import safetensors.torch
 import torch
@@ -476,6 +478,61 @@ def test_diff_names_what_differs_and_by_how_much(tmp_path: Path, capsys: pytest.
     }
     assert main(["diff", str(tmp_path / "a.ckpt"), str(tmp_path / "a.ckpt")]) == 0
     assert main(["diff", str(tmp_path / "a.ckpt"), str(tmp_path / "nope")]) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz.*", "ignore:.*Sparse.*", "ignore:.*TypedStorage.*")
+def test_diff_and_inspect_take_what_is_more_than_its_elements(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dense = torch.eye(64)
+    odd = torch.zeros(5).as_strided((1, 1), (7, 9))
+    state = {
+        "model": {"coo": dense.to_sparse(), "csr": dense.to_sparse_csr(), "lazy": torch.nn.UninitializedParameter()},
+        "quantized": torch.quantize_per_tensor(dense, 0.5, 1, torch.quint8),
+        "meta": torch.empty(3, device="meta"),
+        "storage": torch.ones(3).untyped_storage(),
+        "odd": odd,
+    }
+    Checkpointer(strategy="sync").save(state, tmp_path / "a.ckpt")
+    assert main(["diff", "--allow-pickle", str(tmp_path / "a.ckpt"), str(tmp_path / "a.ckpt")]) == 0
+    del state["model"]["lazy"]
+    Checkpointer(strategy="sync").save(state, tmp_path / "a.ckpt")
+    capsys.readouterr()
+    assert main(["inspect", "--all", str(tmp_path / "a.ckpt")]) == 0
+    out = capsys.readouterr().out
+    assert "coo: float32[64, 64]" in out
+    assert "csr: float32[64, 64]" in out
+    assert "storage: a storage of 12 bytes" in out
+    assert main(["inspect", "--all", "--json", str(tmp_path / "a.ckpt")]) == 0
+    assert json.loads(capsys.readouterr().out)["entries"]["model.coo"] == {"dtype": "float32", "shape": [64, 64]}
+
+
+@pytest.mark.filterwarnings("ignore:.*quantiz.*", "ignore:.*Sparse.*")
+def test_diff_sees_what_python_does_not_print(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def state(change: int) -> dict[str, Any]:
+        numbers = torch.arange(4000.0)
+        numbers[2000] += change
+        texts = numpy.arange(4000).astype(str)
+        texts[2000] = str(2000 + change)
+        return {
+            "quantized": torch.quantize_per_tensor(numbers, 20.0, 0, torch.qint32),
+            "sparse": numbers.to_sparse(),
+            "csr": numbers.view(1, -1).to_sparse_csr(),
+            "texts": texts,
+            "swapped": numbers.numpy().astype(">f4"),
+            "set": {f"{number}" for number in range(change)},
+            "holder": types.SimpleNamespace(x=numbers),
+            "same": types.SimpleNamespace(x=torch.arange(4000.0)),
+        }
+
+    for name, change in (("a", 0), ("b", 40)):
+        Checkpointer(strategy="sync").save(state(change), tmp_path / name)
+    trusted = ["diff", "--json", "--allow-pickle", str(tmp_path / "a")]
+    assert main([*trusted, str(tmp_path / "b")]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert sorted(found["differ"]) == ["csr", "holder", "quantized", "set", "sparse", "swapped", "texts"]
+    assert found["same"] == 1
+    assert main([*trusted, str(tmp_path / "a")]) == 0
 
 
 def test_diff_takes_what_is_shared_for_what_is_not(tmp_path: Path) -> None:
