@@ -47,6 +47,7 @@ from ckpt_core.storage.base import MANIFEST_NAME
 DEFAULT_SHARD_SIZE = 5 * 10**9  # bytes, as transformers has it
 _NAME = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_ADAPTERS = "adapter_model.safetensors"  # PEFT's, of a model that is somewhere else
 _OURS = re.compile(r"rank-\d{5,}-of-\d{5,}.*\.digests")
 _PLAIN_NAME = re.compile(r"[^/\\:\0]+\.safetensors")
 _MODEL_KEYS = ("state_dict", "model", "module", "model_state_dict")  # where programs put a model into one file
@@ -224,8 +225,8 @@ def import_model(
     One tensor is in memory at a time. Safetensors keeps no digests, so what was damaged before the import stays so.
 
     Args:
-        source: The model's directory or URL: ``model.safetensors``, or the index and the files that it names; or one
-            ``.safetensors`` file.
+        source: The model's directory or URL: ``model.safetensors``, the index and the files that it names, or PEFT's
+            ``adapter_model.safetensors``; or one ``.safetensors`` file.
         target: Path or URL of the directory checkpoint, which replaces the one that is there.
         part: The part that it becomes, with the tensors' names as its keys.
         storage_options: Passed to fsspec for URLs.
@@ -298,7 +299,7 @@ def refuse_unfinished(path: str, storage: Storage) -> None:
 
 def holds_model(path: str, storage: Storage) -> bool:
     """Return whether there is a model in safetensors files."""
-    return path.endswith(".safetensors") or any(storage.exists(f"{path}/{name}") for name in (_NAME, _INDEX))
+    return path.endswith(".safetensors") or any(storage.exists(f"{path}/{name}") for name in (_NAME, _INDEX, _ADAPTERS))
 
 
 def _stored_in(storage: Storage, path: str) -> dict[str, StoredTensor]:
@@ -320,6 +321,8 @@ def _files_of(storage: Storage, directory: str, name: str) -> dict[str, Sequence
         with storage.open(path) as file:
             data = file.read_whole(_LARGEST_INDEX)
     except CheckpointNotFoundError as error:
+        if storage.exists(f"{directory}/{_ADAPTERS}"):
+            return {_ADAPTERS: None}
         raise CheckpointNotFoundError(
             f"there is no model: neither {_NAME} nor {_INDEX}", path=directory, remedy="check the path"
         ) from error

@@ -292,7 +292,8 @@ def test_adapters_alone_are_loaded_into_a_model_that_has_some(tmp_path: Path) ->
     wanted = peft.get_peft_model_state_dict(old)
     Checkpointer(strategy="sync").save({"model": wanted}, tmp_path / "adapters.ckpt")
     old.save_pretrained(tmp_path / "hub")
-    for path in (tmp_path / "adapters.ckpt", tmp_path / "hub" / "adapter_model.safetensors"):
+    hub = tmp_path / "hub"
+    for path in (tmp_path / "adapters.ckpt", hub / "adapter_model.safetensors", hub):
         model = adapted()
         report = load_into(path, model, strict=False)
         assert len(report.taken) == 2 and not report.skipped
