@@ -141,14 +141,13 @@ def _is_same(first: Any, second: Any) -> bool:
 
 def _pickled(value: Any) -> tuple[bytes, list[bytes]] | None:
     from ckpt_core._layouts.torch_file.pickling import StorageTable, pickle_state
-    from ckpt_core.buffers import bytes_of
 
     table = StorageTable()
     try:
         pickled, _ = pickle_state(value, table)
     except CheckpointError:
         return None
-    return pickled, [memory.cpu().numpy().tobytes() for memory in bytes_of(table.storages)]
+    return pickled, [memory.cpu().numpy().tobytes() for memory in table.memories()]
 
 
 def _bytes_in(tensor: torch.Tensor) -> torch.Tensor:

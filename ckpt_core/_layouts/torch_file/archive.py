@@ -231,7 +231,7 @@ class StateLayout:
     def __init__(self, state: Any) -> None:
         self._table = StorageTable()
         self.tensors = collect_storages(state, self._table)
-        self._region = _region(tuple([storage.nbytes() for storage in self._table.storages]))
+        self._region = _region(tuple(self._table.sizes))
         self.region_size = self._region.size
 
     @property
@@ -241,7 +241,7 @@ class StateLayout:
     @functools.cached_property
     def sources(self) -> list[torch.Tensor]:
         """The bytes of the storages, each storage once."""
-        return bytes_of(self._storages)
+        return self._table.memories(0, len(self._region.records))
 
     def pieces_in(self, buffer: StagingBuffer, nbytes: int) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
         """Yield what is to be copied into ``buffer`` as ``(end, target, source)``, in file order."""
@@ -285,5 +285,5 @@ class StateLayout:
         known = len(self._region.records)
         pickled, references = pickle_state(state, self._table)
         # Tensors inside objects that only pickle can open: met when the layout of the others is already fixed.
-        late = [found.cpu().numpy().tobytes() for found in bytes_of(self._table.storages[known:])]
+        late = [found.cpu().numpy().tobytes() for found in self._table.memories(known)]
         image.add_pickle(pickled, references, late, step_in(state))

@@ -55,6 +55,7 @@ _PLAIN_GLOBALS = frozenset(
 )
 
 
+_LARGEST_ITEM = 16  # bytes
 _OLD_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # of torch before 1.6
 _OLD_PICKLES = 5  # magic number, version, machine, state, names of its storages
 
@@ -88,18 +89,26 @@ def load_torch_file(
             "the checkpoint's pickle and its manifest disagree", path=reader.path, remedy=RESUME_FROM_ANOTHER
         )
     memories: dict[str, torch.Tensor] = {}
+    longer: list[tuple[torch.Tensor, torch.Tensor]] = []
     for name, storage in zip(names, filler.storages, strict=True):
         record = by_name[name]
-        if storage.nbytes() != record.size:
+        (memory,) = bytes_of([storage])
+        if 0 < record.size - memory.nbytes < _LARGEST_ITEM:
+            # Bytes behind the last element, which older versions have written, and torch does not read.
+            longer.append((memory, torch.empty(record.size, dtype=torch.uint8)))
+            memory = longer[-1][1]
+        if memory.nbytes != record.size:
             raise CheckpointCorruptedError(
                 "a tensor's size in the pickle differs from its record's",
                 path=reader.path,
                 key=name,
                 remedy=RESUME_FROM_ANOTHER,
             )
-        (memories[name],) = bytes_of([storage])
+        memories[name] = memory
     with _named_by_key(opened, reader):
         opened.read_tensors(reader, memories)
+    for target, found in longer:
+        target.copy_(found[: target.nbytes])
     return result, True
 
 

@@ -26,7 +26,7 @@ import torch
 from torch._utils import _rebuild_tensor_v2
 from torch.serialization import location_tag, normalize_storage_type
 
-from ckpt_core.buffers import storage_of
+from ckpt_core.buffers import bytes_of, storage_of
 from ckpt_core.errors import SerializationError
 from ckpt_core.tree import leaf_values, leaves, tensors
 
@@ -55,6 +55,7 @@ class StorageTable:
 
     def __init__(self) -> None:
         self.storages: list[torch.UntypedStorage] = []
+        self.sizes: list[int] = []  # bytes of each: of whole elements, as the pickle counts them
         self._index: dict[Any, int] = {}
 
     def add(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> int:
@@ -64,7 +65,13 @@ class StorageTable:
         if index is None:
             index = self._index[identity] = len(self.storages)
             self.storages.append(storage)
+            self.sizes.append(storage.nbytes() // dtype.itemsize * dtype.itemsize)
         return index
+
+    def memories(self, begin: int = 0, end: int | None = None) -> list[torch.Tensor]:
+        """Return the bytes of the storages from number ``begin`` on."""
+        found = zip(bytes_of(self.storages[begin:end]), self.sizes[begin:end], strict=True)
+        return [memory if memory.numel() == size else memory[:size] for memory, size in found]
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -287,13 +294,17 @@ def _unpicklable_key(state: Any) -> str | None:
     return None
 
 
+def _stored_as(dtype: torch.dtype) -> torch.dtype:
+    return dtype if dtype in _PLAIN_DTYPES else torch.uint8  # newer ones are types of a tensor, not of its storage
+
+
 def collect_storages(state: Any, table: StorageTable) -> list[torch.Tensor]:
     """Add the storages of all plain dense tensors of ``state`` to ``table`` and return those tensors."""
     plain = [leaf for leaf in leaf_values(state) if isinstance(leaf, torch.Tensor) and is_dense(leaf)]
     for tensor in plain:
         try:
-            table.add(storage_of(tensor, key=""), tensor.dtype)
+            table.add(storage_of(tensor, key=""), _stored_as(tensor.dtype))
         except SerializationError:
             key = next((name for name, leaf in tensors(state) if leaf is tensor), "")
-            table.add(storage_of(tensor, key=key), tensor.dtype)  # which says it again, with the key
+            table.add(storage_of(tensor, key=key), _stored_as(tensor.dtype))  # which says it again, with the key
     return plain

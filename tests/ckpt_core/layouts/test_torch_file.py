@@ -118,6 +118,48 @@ def test_memory_without_bytes_of_several_types(tmp_path: Path) -> None:
     assert verify(path)
 
 
+def of_part_of_an_element(dtype: torch.dtype) -> torch.Tensor:
+    """A tensor whose memory has some bytes behind its last whole element."""
+    return tensor_of(torch.uint8, 67)[:64].view(dtype)[1:]
+
+
+@pytest.mark.parametrize("strategy", ["sync", "async"])
+def test_memory_that_ends_inside_an_element(strategy: str, tmp_path: Path) -> None:
+    """Torch saves it, and refuses to load it."""
+    tensors = {str(dtype): of_part_of_an_element(dtype) for dtype in DTYPES if dtype is not torch.bool}
+    base = tensors["torch.float32"]
+    state = {**tensors, "tied": base, "view": base[3:], "behind": torch.arange(3)}
+    path = save(state, tmp_path / "a.ckpt", strategy)
+    assert verify(path)
+    for loaded in all_loaders(path):
+        assert_same_state(loaded, state)
+        loaded["tied"][3] = 7.5
+        assert loaded["view"][0] == 7.5
+    path = save({"late": Holder(x=base, y=of_part_of_an_element(torch.int64))}, tmp_path / "b.ckpt", strategy)
+    for loaded in all_loaders(path, weights_only=False):
+        assert_same_state(loaded["late"].x, base)
+
+
+def test_memory_that_ends_inside_an_element_as_older_versions_wrote_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class OldTable(pickling.StorageTable):
+        def add(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> int:
+            index = super().add(storage, dtype)
+            self.sizes[index] = storage.nbytes()
+            return index
+
+    monkeypatch.setattr(archive_module, "StorageTable", OldTable)
+    state = {"a": of_part_of_an_element(torch.float64), "b": of_part_of_an_element(torch.int16), "c": torch.ones(2)}
+    path = save(state, tmp_path / "a.ckpt")
+    assert verify(path)
+    assert_same_state(load(path), state)
+    path.write_bytes(path.read_bytes().replace(raw_bytes(state["a"]), bytes(56), 1))
+    with pytest.raises(CheckpointCorruptedError) as caught:
+        load(path)
+    assert caught.value.key == "a"
+
+
 @pytest.mark.parametrize("place", ["meta", {"cpu": "meta"}], ids=str)
 def test_shared_memory_on_the_meta_device(place: Any, tmp_path: Path) -> None:
     base = torch.arange(10.0)
